@@ -1,0 +1,65 @@
+# Needs Python >= 3.10 and a C/C++ compiler (Inductor uses g++). Everything else goes into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+# Extra flags for pip, e.g. PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small CPU build.
+PIP_FLAGS ?=
+# Extra flags for pytest, e.g. PYTEST_FLAGS="-x -k store".
+PYTEST_FLAGS ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.ssd_fx-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format check gpu bench clean
+
+help:
+	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
+	@echo "make test      tests without the slow ones;  make test-all: every test"
+	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
+	@echo "make gpu       tests that need a GPU;  make bench: the larger benchmark;  make clean"
+
+setup: $(STAMP)
+
+# The native source is a prerequisite, so that a change of it rebuilds the library.
+$(STAMP): pyproject.toml constraints.txt $(wildcard runtime/native/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 needed; set PYTHON=...")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	@mkdir -p demo-out
+	$(PY) benchmarks/gpt_step.py --layers 4 --width 256 --heads 4 --batch 8 --seq 256 --pairs 10 \
+		--dir demo-out --json demo-out/demo.json
+
+bench: $(STAMP)
+	@mkdir -p demo-out
+	$(PY) benchmarks/gpt_step.py --dir demo-out --json demo-out/bench.json
+
+test: $(STAMP)
+	$(PY) -m pytest -m "not slow and not zoo" $(PYTEST_FLAGS)
+
+test-all: $(STAMP)
+	$(PY) -m pytest $(PYTEST_FLAGS)
+
+gpu: $(STAMP)
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(PY) -m pytest -m gpu $(PYTEST_FLAGS); \
+	else echo "no GPU here: nothing was run"; fi
+
+lint: $(STAMP)
+	bash -n .ci/run
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m mypy examples benchmarks
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+check: lint test
+
+clean:
+	rm -rf build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runtime/_iopool*.so
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

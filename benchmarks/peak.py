@@ -1,0 +1,70 @@
+"""Exact peak of live CPU tensor bytes, counted by memtrack.c, which has to be preloaded when the process starts.
+
+subprocess.Popen(command, env=os.environ | peak.environment())   # in the parent
+with Peak() as p:                                                # in the child
+    step()
+p.peak_bytes, p.end_bytes                                        # above the level at entry
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+SOURCE = Path(__file__).with_name("memtrack.c")
+
+
+def library() -> Path:
+    """The tracker, compiled on first use into the user's cache directory under a name that depends on its source."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd_fx"
+    path = cache / f"memtrack-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            built = Path(scratch) / path.name
+            flags = ["-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread"]
+            compiler = os.environ.get("CC", "cc")
+            subprocess.run([compiler, *flags, "-o", str(built), str(SOURCE), "-ldl"], check=True)
+            built.replace(path)  # whole or not at all, whoever else compiles it now
+    return path
+
+
+def environment() -> dict[str, str]:
+    """What to add to the environment of a process that is to be measured."""
+    others = os.environ.get("LD_PRELOAD", "")
+    return {"LD_PRELOAD": f"{library()}:{others}" if others else str(library())}
+
+
+class Peak:
+    """`with Peak() as p: ...`, then `p.peak_bytes` and `p.end_bytes`, both relative to the live bytes at entry.
+
+    Raises `RuntimeError` where the tracker is not preloaded. One at a time: the peak belongs to the process.
+    """
+
+    def __init__(self) -> None:
+        self._tracker = ctypes.CDLL(None)
+        if not hasattr(self._tracker, "memtrack_live"):
+            raise RuntimeError(
+                "memtrack is not preloaded; start the process with peak.environment() in its environment"
+            )
+        for name in ("memtrack_live", "memtrack_peak", "memtrack_untracked"):
+            getattr(self._tracker, name).restype = ctypes.c_int64
+        self.start_bytes = self.peak_bytes = self.end_bytes = 0
+
+    def __enter__(self) -> Peak:
+        self._tracker.memtrack_reset_peak()
+        self.start_bytes = self._tracker.memtrack_live()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.peak_bytes = self._tracker.memtrack_peak() - self.start_bytes
+        self.end_bytes = self._tracker.memtrack_live() - self.start_bytes
+        if self._tracker.memtrack_untracked():
+            raise RuntimeError("memtrack's table overflowed: the figures are too low; enlarge SLOTS in memtrack.c")

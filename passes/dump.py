@@ -1,0 +1,55 @@
+"""The plan as text: one table that serves users, bug reports and golden tests.
+
+Fixed columns, in the order of definition, exact bytes. `>` means after, `<` before:
+
+    relu    256 B  offload  store>relu release>mul load<mm_3 wait<mul_1  [relu, detach, view]
+    sin     256 B  keep     below min_bytes                              [sin]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.plan import AliasGroup, Keep, Plan
+
+
+def table(plan: Plan, forward: list[str], backward: list[str]) -> str:
+    """One line per alias group. `forward` and `backward` are the names of the nodes before insertion."""
+    rows = [_row(plan, g, forward, backward) for g in plan.groups]
+    widths = [max((len(r[i]) for r in rows), default=0) for i in range(4)]
+    lines = [
+        f"{r[0]:<{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]:<{widths[3]}}  {r[4]}".rstrip() for r in rows
+    ]
+    share = 100 * plan.offloaded_bytes / plan.saved_bytes if plan.saved_bytes else 0.0
+    head = (
+        f"graph {plan.graph}: {len(plan.groups)} alias groups, {plan.saved_bytes} B saved, "
+        f"{len(plan.offloaded)} groups and {plan.offloaded_bytes} B offloaded ({share:.1f}%)"
+    )
+    return "\n".join([head, *lines]) + "\n"
+
+
+def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str]) -> tuple[str, str, str, str, str]:
+    decision = plan.decisions.get(group.slot)
+    members = f"[{', '.join(m.name for m in group.members)}]"
+    size = f"{group.nbytes} B"
+    if decision is None:
+        return group.base, size, "undecided", "", members
+    if isinstance(decision, Keep):
+        return group.base, size, "keep", decision.reason, members
+    points = plan.points.get(group.slot)
+    if points is None:
+        return group.base, size, "offload", "", members
+    where = (
+        f"store>{forward[points.store_after]} release>{forward[points.release_after]} "
+        f"load<{backward[points.load_before]} wait<{backward[points.wait_before]}"
+    )
+    return group.base, size, "offload", where, members
+
+
+def write(directory: Path, partition: Partition, plan: Plan, text: str) -> None:
+    """Write `<graph>.plan.txt`, `<graph>.forward.py` and `<graph>.backward.py` into `directory`, which is made if missing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{plan.graph}.plan.txt").write_text(text)
+    for name, module in (("forward", partition.forward), ("backward", partition.backward)):
+        (directory / f"{plan.graph}.{name}.py").write_text(module.print_readable(print_output=False))

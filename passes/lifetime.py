@@ -1,0 +1,59 @@
+"""When each alias group is produced, last read by the forward and first read by the backward.
+
+Views do not count as reads: only an operator that yields another storage reads the bytes.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
+from ssd_fx.passes.plan import AliasGroup, Lifetime, Plan
+
+
+def lifetime(partition: Partition, plan: Plan) -> Plan:
+    """Fill `plan.lifetimes` for every group that can be offloaded. Needs `plan.groups` and `plan.timeline`."""
+    assert plan.timeline is not None, "lifetime needs the predicted times, which pass 'costs' provides"
+    forward, backward = list(partition.forward.graph.nodes), list(partition.backward.graph.nodes)
+    fwd_position = {n: i for i, n in enumerate(forward)}
+    bwd_position = {n: i for i, n in enumerate(backward)}
+    fwd_by_name = {n.name: n for n in forward}
+    aliases = nodes_by_storage(forward)
+    placeholders = partition.bwd_placeholders
+
+    def of(group: AliasGroup) -> Lifetime:
+        base = fwd_by_name[group.base]
+        key = storage_key(base.meta["val"])
+        assert key is not None
+        fwd_nodes = aliases[key]
+        fwd_uses = [fwd_position[u] for n in fwd_nodes for u in n.users if u.op != "output"]
+        last = max([fwd_position[n] for n in fwd_nodes] + fwd_uses)
+        first = min(first_read(placeholders[m.name], bwd_position) for m in group.members)
+        assert plan.timeline is not None
+        idle = plan.timeline.forward[-1] - plan.timeline.forward[last + 1] + plan.timeline.backward[first]
+        return Lifetime(fwd_position[base], last, first, idle)
+
+    return plan.with_(lifetimes={g.slot: of(g) for g in plan.groups if not g.obstacle})
+
+
+def first_read(placeholder: fx.Node, position: dict[fx.Node, int]) -> int:
+    """Position of the first node that reads the placeholder or a view of it; the end of the graph if none does."""
+    views = view_closure(placeholder)
+    readers = [position[u] for n in views for u in n.users if u not in views]
+    return min(readers, default=len(position) - 1)
+
+
+def view_closure(placeholder: fx.Node) -> dict[fx.Node, None]:
+    """The placeholder and all nodes of its graph that are views of it."""
+    closure = {placeholder: None}
+    work = [placeholder]
+    while work:
+        node = work.pop()
+        tensor = tensor_of(node)
+        assert tensor is not None
+        for user in node.users:
+            view = tensor_of(user)
+            if user not in closure and view is not None and storage_key(view) == storage_key(tensor):
+                closure[user] = None
+                work.append(user)
+    return closure

@@ -1,0 +1,88 @@
+"""A partitioned joint graph: the forward and backward graphs with the facts that link them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+
+@dataclass
+class Partition:
+    """What PyTorch's partitioner returned; rewrite passes edit the two modules in place.
+
+    `num_fwd_outputs` is the number of leading forward outputs that are not saved tensors (user outputs, mutated inputs,
+    intermediate bases, tokens). Each saved forward output has the name of its backward placeholder.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_fwd_outputs: int
+
+    @property
+    def fwd_output(self) -> fx.Node:
+        return self.forward.graph.output_node()
+
+    @property
+    def saved(self) -> list[fx.Node]:
+        """The forward outputs that the backward receives, in order."""
+        outputs = self.fwd_output.args[0]
+        assert isinstance(outputs, (list, tuple))
+        return [n for n in outputs[self.num_fwd_outputs :] if isinstance(n, fx.Node)]
+
+    @property
+    def kept_outputs(self) -> list[fx.Node]:
+        """The forward outputs that the caller sees."""
+        outputs = self.fwd_output.args[0]
+        assert isinstance(outputs, (list, tuple))
+        return [n for n in outputs[: self.num_fwd_outputs] if isinstance(n, fx.Node)]
+
+    @property
+    def bwd_placeholders(self) -> dict[str, fx.Node]:
+        return {n.name: n for n in self.backward.graph.nodes if n.op == "placeholder"}
+
+    def recompile(self) -> None:
+        for module in (self.forward, self.backward):
+            module.graph.lint()
+            module.recompile()
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor | None:
+    """The FakeTensor of a node, or None where it yields something else."""
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Identity of the storage of a FakeTensor, or None where the tensor has none (sparse, subclass).
+
+    The key is valid while the tensor is alive; the graphs hold theirs in `meta["val"]`.
+    """
+    if tensor.layout != torch.strided or type(tensor) is not torch._subclasses.FakeTensor:
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def nodes_by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
+    """Nodes that yield a tensor, grouped by storage, in the order given."""
+    groups: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        tensor = tensor_of(node)
+        key = None if tensor is None else storage_key(tensor)
+        if key is not None:
+            groups.setdefault(key, []).append(node)
+    return groups
+
+
+def fingerprint(partition: Partition) -> str:
+    """Eight hex digits that name the graph in reports: the same in every process that compiles the same graph."""
+    digest = hashlib.sha256()
+    for module in (partition.forward, partition.backward):
+        for node in module.graph.nodes:
+            tensor = tensor_of(node)
+            layout = "" if tensor is None else f"{tuple(tensor.shape)}{tensor.dtype}{tensor.device}"
+            digest.update(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {layout}\n".encode())
+    return digest.hexdigest()[:8]

@@ -1,0 +1,63 @@
+"""The partitioner that Inductor and AOTAutograd call: PyTorch's min-cut, then our pipeline on its result.
+
+It is copied and pickled into the key of Inductor's cache, so it is a frozen dataclass of plain values; on a cache hit it does not
+run at all, which is why all that the runtime needs stands in the graphs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+import ssd_fx.passes
+import ssd_fx.runtime
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.partition import Partition
+
+
+@dataclass(frozen=True)
+class Partitioner(CustomPartitionerFn):
+    """Partitions a joint graph and puts its saved activations on disk."""
+
+    options: pipeline.PlanOptions
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Returns (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        partition = Partition(forward, backward, kwargs["num_fwd_outputs"])
+        # Autograd refuses a second backward through a graph with donated buffers, so that loads may give tensors away.
+        pipeline.run(partition, self.options, consume=bool(functorch_config.donated_buffer))
+        return forward, backward
+
+    def uuid(self) -> str:
+        """The identity of this partitioner in compile caches: all of the package's source, and all options."""
+        parts = [source_digest(), repr(self.options), torch.__version__, str(functorch_config.donated_buffer)]
+        if self.options.dump_dir:
+            parts.append(_PROCESS)  # a dump must be written: a cached result of another process would write none
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+_PROCESS = uuid.uuid4().hex
+
+
+@cache
+def source_digest() -> str:
+    """Digest of every module of the package, so that a new version never meets an old cache."""
+    digest = hashlib.sha256()
+    for package in (ssd_fx.passes, ssd_fx.runtime):
+        for file in sorted(Path(package.__path__[0]).glob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,68 @@
+"""The pipeline: the passes in order, verified after every one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ssd_fx.passes import dump, verify
+from ssd_fx.passes.alias import alias
+from ssd_fx.passes.costs import Machine, time
+from ssd_fx.passes.insert import insert
+from ssd_fx.passes.lifetime import lifetime
+from ssd_fx.passes.partition import Partition, fingerprint
+from ssd_fx.passes.plan import Plan, PlanPass
+from ssd_fx.passes.schedule import schedule
+from ssd_fx.passes.select import select
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the passes need to know; `runtime_config` is handed through to the nodes unread.
+
+    `budget` is bytes (int) or a share of the saved bytes (float); `min_bytes` and `prefetch` are bytes; `dump_dir` may be empty.
+    """
+
+    budget: int | float
+    min_bytes: int
+    prefetch: int
+    machine: Machine | None
+    runtime_config: str
+    hand_over: bool
+    dump_dir: str = ""
+
+
+def plan_passes(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
+    return (
+        alias,  # first: the alias group is the unit of everything that follows
+        partial(time, machine=machine),  # before lifetimes, whose idle time is predicted time
+        lifetime,
+        partial(select, budget=options.budget, min_bytes=options.min_bytes),  # ranks by idle time
+        partial(schedule, machine=machine, prefetch=options.prefetch),  # places only what is offloaded
+    )
+
+
+def run(partition: Partition, options: PlanOptions, *, consume: bool) -> Plan:
+    """Plan and rewrite `partition` in place; returns the plan. `consume`: the backward runs at most once."""
+    machine = options.machine or Machine.default(_device(partition), torch.get_num_threads())
+    plan = Plan(graph=fingerprint(partition))
+    for decide in plan_passes(options, machine):
+        plan = decide(partition, plan)
+        verify.verify_plan(partition, plan)
+    names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
+    outputs = [n.name for n in partition.kept_outputs]
+    if plan.groups:
+        insert(partition, plan, config=options.runtime_config, hand_over=options.hand_over, consume=consume)
+        verify.verify_graphs(partition, plan, outputs)
+    if options.dump_dir:
+        dump.write(Path(options.dump_dir), partition, plan, dump.table(plan, *names))
+    return plan
+
+
+def _device(partition: Partition) -> torch.device:
+    """The device of the saved tensors; the CPU where nothing is saved."""
+    devices = [t.device for n in partition.saved if isinstance(t := n.meta.get("val"), torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

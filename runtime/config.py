@@ -1,0 +1,58 @@
+"""The runtime half of the options, as it travels in the arguments of the ops."""
+
+import dataclasses
+import functools
+import json
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """What a store needs to know.
+
+    `dirs`: absolute directories for the files. `engine`: a name in `engines.ENGINES`. `inflight`: the most bytes that
+    are being written at a time. `prefetch`: bytes of loads ahead of their use (the planner's figure). `allow_tmpfs`:
+    accept a directory that is in RAM.
+    """
+
+    dirs: tuple[str, ...] = ()
+    engine: str = "auto"
+    inflight: int = 512 << 20
+    prefetch: int = 0
+    allow_tmpfs: bool = False
+
+    def __post_init__(self) -> None:
+        relative = [path for path in self.dirs if not os.path.isabs(path)]
+        if relative:
+            raise ValueError(f"dirs must be absolute, because a process may change its directory: {relative}")
+        if self.inflight <= 0 or self.prefetch < 0:
+            raise ValueError(f"inflight must be > 0 and prefetch >= 0, not {self.inflight} and {self.prefetch}")
+
+
+_TYPES: dict[str, type] = {"dirs": list, "engine": str, "inflight": int, "prefetch": int, "allow_tmpfs": bool}
+
+
+@functools.lru_cache(maxsize=256)
+def parse(text: str) -> RuntimeConfig:
+    """The configuration in the JSON object `text`; missing keys take their defaults.
+
+    Raises: ValueError for what is no JSON object, for unknown keys and for values of the wrong type.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the config of an ssd_fx op is no JSON: {error}: {text!r}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"the config of an ssd_fx op must be a JSON object, not {text!r}")
+    known = [field.name for field in dataclasses.fields(RuntimeConfig)]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"unknown keys {unknown} in the config of an ssd_fx op; known are {known}")
+    for key, value in values.items():
+        if type(value) is not _TYPES[key]:
+            raise ValueError(f"{key} must be a {_TYPES[key].__name__}, not {value!r}")
+    dirs = values.get("dirs", [])
+    if not all(isinstance(path, str) for path in dirs):
+        raise ValueError(f"dirs must be a list of strings, not {dirs!r}")
+    return RuntimeConfig(**{**values, "dirs": tuple(dirs)})

@@ -1,0 +1,195 @@
+"""What moves bytes: the interface of the engines, the one in memory, and their names.
+
+An engine's methods are called by one thread at a time (the store's lock); completions are used by any thread.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ssd_fx.runtime.buffers import POOL, Region
+from ssd_fx.runtime.config import RuntimeConfig
+
+
+class Extent:
+    """Room for one stored tensor of `nbytes`; `directory` is where, `offset` its place there (messages only)."""
+
+    __slots__ = ("directory", "nbytes", "offset")
+
+    def __init__(self, nbytes: int, directory: str, offset: int = 0) -> None:
+        self.nbytes, self.directory, self.offset = nbytes, directory, offset
+
+
+class Completion(Protocol):
+    """A transfer under way, which keeps all it needs but the tensor's memory alive."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+
+    def wait(self) -> None:
+        """Returns when all bytes are where they belong; may be called again.
+
+        Raises: OSError with path, offset and bytes.
+        """
+
+    def cancel(self) -> bool:
+        """Ends the transfer soon. After it nothing touches the memory. True: not all bytes had been transferred."""
+
+    def span(self) -> tuple[float, float]:
+        """Start and end of the transfer on the clock of time.perf_counter, once done."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the transfer took, once done."""
+
+
+class Engine(Protocol):
+    """Moves the `nbytes` of an extent to and from memory at `ptr`, which the caller keeps until that is done."""
+
+    name: str
+
+    def alloc(self, nbytes: int) -> Extent:
+        """Room for `nbytes` > 0.
+
+        Raises: OSError if there is none.
+        """
+
+    def free(self, extent: Extent) -> None:
+        """Takes back room whose transfers are done."""
+
+    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+        """Starts to store `nbytes` from `ptr`."""
+
+    def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+        """Starts to load `nbytes` to `ptr`."""
+
+    def failed(self, extent: Extent, error: OSError) -> None:
+        """Told that a write to `extent` failed, so that no new extents come from there."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Space that the engine holds on disk."""
+
+    def close(self) -> None:
+        """Cancels or finishes what is under way; the engine is of no use afterwards."""
+
+
+def outcome(completion: Completion) -> OSError | None:
+    """Waits; the error instead of raising it."""
+    try:
+        completion.wait()
+    except OSError as error:
+        return error
+    return None
+
+
+class Done:
+    """The completion of a transfer that was done before it was handed out."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, started: float) -> None:
+        self._span = (started, time.perf_counter())
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def cancel(self) -> bool:
+        return False
+
+    def span(self) -> tuple[float, float]:
+        return self._span
+
+    @property
+    def seconds(self) -> float:
+        return self._span[1] - self._span[0]
+
+
+class _HostExtent(Extent):
+    __slots__ = ("region",)
+
+    def __init__(self, nbytes: int, region: Region) -> None:
+        super().__init__(nbytes, "memory")
+        self.region = region
+
+
+class MemoryEngine:
+    """Extents are host memory and transfers are copies done at once: the reference that others are compared with."""
+
+    name = "memory"
+    disk_bytes = 0
+
+    def alloc(self, nbytes: int) -> Extent:
+        return _HostExtent(nbytes, POOL.take(nbytes))
+
+    def free(self, extent: Extent) -> None:
+        assert isinstance(extent, _HostExtent)
+        POOL.give(extent.region)
+
+    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+        assert isinstance(extent, _HostExtent)
+        started = time.perf_counter()
+        ctypes.memmove(extent.region.address, ptr, nbytes)
+        return Done(started)
+
+    def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+        assert isinstance(extent, _HostExtent)
+        started = time.perf_counter()
+        ctypes.memmove(ptr, extent.region.address, nbytes)
+        return Done(started)
+
+    def failed(self, extent: Extent, error: OSError) -> None:
+        raise AssertionError(f"a copy in memory cannot fail: {error}")
+
+    def close(self) -> None:
+        return
+
+
+def check_device(engine: Engine, device: torch.device) -> None:
+    """Raises: NotImplementedError for a device whose memory the engine cannot reach."""
+    if device.type != "cpu":
+        message = f"engine {engine.name!r} moves CPU tensors only, and got one on {device}; compile for the CPU"
+        raise NotImplementedError(message)
+
+
+def _posix(config: RuntimeConfig) -> Engine:
+    from ssd_fx.runtime.posix import PosixEngine
+
+    return PosixEngine(config.dirs, allow_tmpfs=config.allow_tmpfs)
+
+
+ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
+    "auto": _posix,
+    "posix": _posix,
+    "memory": lambda _: MemoryEngine(),
+}
+
+_made: list[Engine] = []
+
+
+def make_engine(config: RuntimeConfig) -> Engine:
+    """The engine that `config` names.
+
+    Raises: ValueError for an unknown name; what the engine raises for its directories.
+    """
+    if config.engine not in ENGINES:
+        raise ValueError(f"unknown engine {config.engine!r}; known are {sorted(ENGINES)}")
+    engine = ENGINES[config.engine](config)
+    _made.append(engine)
+    return engine
+
+
+def disk_bytes() -> int:
+    """Space on disk that the engines of this process hold."""
+    return sum(engine.disk_bytes for engine in list(_made))
+
+
+def forget_engines() -> None:
+    """Their files do not count any more: they are closed, or a parent's before a fork."""
+    _made.clear()

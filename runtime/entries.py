@@ -1,0 +1,147 @@
+"""Handles and what they stand for.
+
+A handle is a 0-dim int64 tensor whose value is the number of an entry. The entry lives until the handle's *storage*
+dies: a weakref on the ctypes object under that storage tells, whatever views or copies of the tensor object existed.
+"""
+
+import ctypes
+import enum
+import functools
+import itertools
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ssd_fx.runtime.engines import Completion, Extent
+from ssd_fx.runtime.guard import Guard
+from ssd_fx.runtime.layout import Ints
+
+if TYPE_CHECKING:
+    from ssd_fx.runtime.store import Store
+
+GUARD = Guard()
+"""The process-wide lock: over all entries and stores. Nobody waits for I/O under it, except for cancelled pieces."""
+
+
+class State(enum.Enum):
+    """Where the bytes of an entry are. The value is what the trace says."""
+
+    IN_MEMORY = "memory"
+    ON_DISK = "disk"
+    GIVEN = "none"
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """A tensor that `load` returned and `wait_load_` has not made valid yet."""
+
+    out: Tensor  # the reference keeps its address from meaning anything else
+    target: Tensor  # where the bytes arrive: `out`, or a tensor of the stored layout
+    read: Completion | None  # None: forwarded, the bytes are there
+    seq: int
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One stored tensor. `x` is our reference (an alias of our own), None once the bytes are elsewhere."""
+
+    store: "Store"
+    graph: str
+    slot: int
+    seq: int
+    nbytes: int
+    ptr: int
+    size: Ints
+    stride: Ints
+    dtype: torch.dtype
+    x: Tensor | None = None
+    storage: StorageWeakRef | None = None
+    extent: Extent | None = None
+    write: Completion | None = None
+    loads: list[Load] = field(default_factory=list)
+
+    @property
+    def state(self) -> State:
+        if self.x is not None:
+            return State.IN_MEMORY
+        return State.ON_DISK if self.extent or not self.nbytes else State.GIVEN
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"slot {self.slot} of graph {self.graph!r} ({self.nbytes} B)"
+
+
+_entries: dict[int, Entry] = {}
+_watchers: dict[int, "weakref.ref[object]"] = {}
+_numbers = itertools.count(1)
+_inherited_below = 0
+_closed = False
+_Cell = ctypes.c_int64 * 1
+
+
+def register(entry: Entry) -> Tensor:
+    """A handle for `entry`, which is released when the handle's storage dies."""
+    if _closed:
+        raise RuntimeError(f"store of {entry.name}: the interpreter is shutting down")
+    number = next(_numbers)
+    cell = _Cell(number)
+    _watchers[number] = weakref.ref(cell, functools.partial(_died, number))
+    _entries[number] = entry
+    return torch.frombuffer(cell, dtype=torch.int64).resize_(())
+
+
+def lookup(handle: Tensor) -> Entry:
+    """The entry of a handle.
+
+    Raises: RuntimeError for a handle whose storage died, or that comes from before a fork.
+    """
+    number = int(handle.item())
+    entry = _entries.get(number)
+    if entry is not None:
+        return entry
+    if number < _inherited_below:
+        message = "was stored by the parent process before a fork; run forward and backward in the same process"
+    else:
+        message = (
+            "is not known any more: its storage died, as happens when torch.autograd.graph.saved_tensors_hooks copy a "
+            "saved handle and drop the original; take the compiled region out of those hooks"
+        )
+    raise RuntimeError(f"ssd_fx handle {number} {message}")
+
+
+def living() -> list[Entry]:
+    """All entries."""
+    return list(_entries.values())
+
+
+def close() -> None:
+    """From here on handles may die without consequence: for the end of the interpreter."""
+    global _closed
+    _closed = True
+    _watchers.clear()
+
+
+def after_fork() -> None:
+    """In the child: the parent's entries are not ours; no request, thread or lock of theirs is touched."""
+    global _inherited_below
+    GUARD.reset()
+    _watchers.clear()
+    _entries.clear()
+    _inherited_below = next(_numbers)
+
+
+def _died(number: int, _: object) -> None:
+    if not _closed:
+        GUARD.later(functools.partial(_bury, number))
+
+
+def _bury(number: int) -> None:
+    _watchers.pop(number, None)
+    entry = _entries.pop(number, None)
+    if entry is not None:
+        entry.store.release(entry)

@@ -1,0 +1,205 @@
+"""Room on disk: one preallocated unlinked file per directory, cut in extents that are reused.
+
+Overwriting is the fastest write there is, and punching holes or unlinking costs 150 ms per GiB, so a steady step
+neither grows nor shrinks a file.
+"""
+
+import bisect
+import errno
+import os
+import tempfile
+import threading
+import warnings
+
+from ssd_fx.runtime.buffers import size_class
+from ssd_fx.runtime.native import dio_alignment
+from ssd_fx.runtime.preflight import check_directory
+
+__all__ = ["Allocator", "SlabFile", "check_directory"]
+
+STEP = 256 << 20
+LARGEST_STEP = 1 << 30
+RESERVE = 1 << 30
+
+
+class Allocator:
+    """Offsets in [0, end): extents of one size are reused as they are, others come best fit from a coalescing list."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._bins: dict[int, list[int]] = {}
+        self._offsets: list[int] = []  # the free list: sorted offsets, and the length at each
+        self._lengths: dict[int, int] = {}
+
+    def allocate(self, size: int) -> int | None:
+        """The offset of `size` bytes that nobody has, or None if they are not there."""
+        reusable = self._bins.get(size)
+        if reusable:
+            return reusable.pop()
+        offset = self._best_fit(size)
+        if offset is None and any(self._bins.values()):
+            self._coalesce_bins()
+            offset = self._best_fit(size)
+        return offset
+
+    def free(self, offset: int, size: int) -> None:
+        """Takes back an extent."""
+        self._bins.setdefault(size, []).append(offset)
+
+    def grow(self, nbytes: int) -> None:
+        """Adds `nbytes` at the end."""
+        self._insert(self.end, nbytes)
+        self.end += nbytes
+
+    def tail_bytes(self) -> int:
+        """Free bytes that touch the end, which growing by that much less would still use."""
+        self._coalesce_bins()
+        if not self._offsets:
+            return 0
+        last = self._offsets[-1]
+        return self._lengths[last] if last + self._lengths[last] == self.end else 0
+
+    def _best_fit(self, size: int) -> int | None:
+        fits = [(length, offset) for offset, length in self._lengths.items() if length >= size]
+        if not fits:
+            return None
+        length, offset = min(fits)
+        self._remove(offset)
+        if length > size:
+            self._insert(offset + size, length - size)
+        return offset
+
+    def _coalesce_bins(self) -> None:
+        for size, offsets in self._bins.items():
+            for offset in offsets:
+                self._insert(offset, size)
+        self._bins.clear()
+
+    def _insert(self, offset: int, length: int) -> None:
+        at = bisect.bisect_left(self._offsets, offset)
+        if at < len(self._offsets) and offset + length == self._offsets[at]:
+            length += self._remove(self._offsets[at])
+        if at and self._offsets[at - 1] + self._lengths[self._offsets[at - 1]] == offset:
+            self._lengths[self._offsets[at - 1]] += length
+            return
+        self._offsets.insert(at, offset)
+        self._lengths[offset] = length
+
+    def _remove(self, offset: int) -> int:
+        self._offsets.remove(offset)
+        return self._lengths.pop(offset)
+
+
+class SlabFile:
+    """The unlinked file of one directory. `align`: what transfers must be aligned to, 1 without direct I/O.
+
+    Raises: OSError if no file can be created.
+    """
+
+    def __init__(self, directory: str, step: int = STEP) -> None:
+        self.directory = directory
+        self.writable = True  # cleared by a failed write: no new extents from here
+        self.growable = True  # cleared by a failed growth: only what is there already
+        self.fd, self.direct = _open_direct_if_possible(directory)
+        memory, offset = dio_alignment(self.fd) if self.direct else (1, 1)
+        self.align = max(memory, offset)
+        self._granularity = max(4096, self.align)
+        self._step = step
+        self._allocator = Allocator()
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """The file's space in bytes."""
+        return self._allocator.end
+
+    def allocate(self, nbytes: int) -> tuple[int, int]:
+        """(offset, size) of an extent of at least `nbytes`.
+
+        Raises: OSError if the file is full and cannot grow.
+        """
+        size = size_class(-(-nbytes // self._granularity) * self._granularity)
+        size = -(-size // self._granularity) * self._granularity
+        with self._lock:
+            offset = self._allocator.allocate(size)
+            if offset is None:
+                self._grow(size - self._allocator.tail_bytes())
+                offset = self._allocator.allocate(size)
+            assert offset is not None, "grown by what was missing"
+        return offset, size
+
+    def free(self, offset: int, size: int) -> None:
+        """Takes back an extent whose I/O has ended."""
+        with self._lock:
+            self._allocator.free(offset, size)
+
+    def close(self) -> None:
+        """Closes the descriptor, with which the file's space goes back."""
+        os.close(self.fd)
+
+    def _grow(self, missing: int) -> None:
+        if not self.growable:
+            raise OSError(errno.ENOSPC, "the file could not grow earlier and has no room left", self.directory)
+        try:
+            available = self._available()
+            if missing > available:
+                message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
+                raise OSError(errno.ENOSPC, message, self.directory)
+            added = missing if self._step > available else max(missing, self._step)
+            added = self._extend(added, missing)
+        except OSError:
+            self.growable = False
+            raise
+        self._allocator.grow(added)
+        self._step = min(2 * self._step, LARGEST_STEP)
+
+    def _available(self) -> int:
+        """Bytes we may take: what is free, less 5% of the file system or 1 GiB, whichever is smaller."""
+        status = os.fstatvfs(self.fd)
+        return status.f_bavail * status.f_frsize - min(status.f_blocks * status.f_frsize // 20, RESERVE)
+
+    def _extend(self, wanted: int, missing: int) -> int:
+        """Preallocates `wanted` bytes, or `missing` if those cannot be had; returns how many."""
+        for nbytes in (wanted, missing):
+            try:
+                os.posix_fallocate(self.fd, self._allocator.end, nbytes)
+                return nbytes
+            except OSError as error:
+                reason = error
+            if reason.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # no fallocate: a sparse file serves
+                os.ftruncate(self.fd, self._allocator.end + nbytes)
+                return nbytes
+        message = f"growing the file by {missing} B to {self._allocator.end + missing} B: {reason.strerror}"
+        raise OSError(reason.errno, message, self.directory)
+
+
+def _open_direct_if_possible(directory: str) -> tuple[int, bool]:
+    try:
+        return _open_unlinked(directory, os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    warnings.warn(
+        f"{directory} takes no direct I/O: ssd_fx writes through the page cache, which is slower, and takes the memory "
+        "that offloading was to free; name a directory on a local NVMe file system such as ext4 or xfs",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return _open_unlinked(directory, 0), False
+
+
+def _open_unlinked(directory: str, flags: int) -> int:
+    """A descriptor of a file without a name, so that a crash leaves nothing and nobody else can open it."""
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+            raise
+    private = tempfile.mkdtemp(prefix=".ssd_fx-", dir=directory)  # mode 0700
+    path = os.path.join(private, "slab")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags, 0o600)
+        os.unlink(path)
+    finally:
+        os.rmdir(private)
+    return fd

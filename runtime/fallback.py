@@ -1,0 +1,117 @@
+"""Python threads behind the interface of the native pool: correct, and slow while somebody holds the GIL."""
+
+import ctypes
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+
+PENDING, OK, FAILED, CANCELLED = range(4)
+END_OF_FILE = -1
+
+
+@dataclass(eq=False, slots=True)
+class ThreadRequest:
+    """A transfer in one go; see `native.Request` for the contract of its methods."""
+
+    write: bool
+    fd: int
+    address: int
+    nbytes: int
+    offset: int
+    _state: int = PENDING
+    _started: bool = False
+    _error: tuple[int, int] = (0, 0)
+    _span: tuple[float, float] = (0.0, 0.0)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _final: threading.Event = field(default_factory=threading.Event)
+
+    def state(self) -> int:
+        return self._state
+
+    def wait(self, timeout_ms: int) -> int:
+        self._final.wait(timeout_ms / 1000)
+        return self._state
+
+    def cancel(self) -> int:
+        with self._lock:
+            running = self._started
+            self._started = True
+        if not running:
+            self._finish(CANCELLED)
+        self._final.wait()
+        return self._state
+
+    def error(self) -> tuple[int, int]:
+        return self._error
+
+    def span(self) -> tuple[float, float]:
+        return self._span
+
+    def run(self) -> None:
+        """Executes the transfer unless it was cancelled; called by a worker."""
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+        start = time.perf_counter()
+        code, where = self._transfer()
+        self._span = (start, time.perf_counter())
+        self._error = (code, where)
+        self._finish(FAILED if code else OK)
+
+    def _finish(self, state: int) -> None:
+        self._state = state
+        self._final.set()
+
+    def _transfer(self) -> tuple[int, int]:
+        memory = memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
+        done = 0
+        while done < self.nbytes:
+            at = self.offset + done
+            try:
+                moved = (os.pwritev if self.write else os.preadv)(self.fd, [memory[done:]], at)
+            except OSError as error:
+                return error.errno or 5, at
+            if not moved:
+                return (5 if self.write else END_OF_FILE), at
+            done += moved
+        return 0, 0
+
+
+class ThreadPool:
+    """`native.Pool` on Python threads; reads go before writes."""
+
+    def __init__(self, threads: int) -> None:
+        self._queue: queue.PriorityQueue[tuple[int, int, ThreadRequest | None]] = queue.PriorityQueue()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._pending: set[ThreadRequest] = set()
+        self._threads = [threading.Thread(target=self._work, daemon=True, name="ssd_fx-io") for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> ThreadRequest:
+        request = ThreadRequest(write, fd, address, nbytes, offset)
+        with self._lock:
+            self._count += 1
+            self._pending.add(request)
+            self._queue.put((int(write), self._count, request))
+        return request
+
+    def close(self) -> None:
+        with self._lock:
+            pending = list(self._pending)
+        for request in pending:
+            request.cancel()
+        for _ in self._threads:
+            self._queue.put((2, 0, None))
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (request := self._queue.get()[2]) is not None:
+            request.run()
+            with self._lock:
+                self._pending.discard(request)

@@ -1,0 +1,232 @@
+"""The pool of I/O threads: the C one where it can be had, else Python threads behind the same interface.
+
+The library is looked for beside the package (`_iopool*.so`, built with it), then in the user's cache, where it is built
+once with `cc`. It is plain C without Python.h and is only ever loaded with ctypes.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Protocol
+
+from ssd_fx.runtime.fallback import ThreadPool
+
+SOURCE = Path(__file__).parent / "native" / "iopool.c"
+VERSION = "1"
+END_OF_FILE = -1
+PENDING, OK, FAILED, CANCELLED = range(4)
+
+
+class Request(Protocol):
+    """One transfer under way. Final means that nothing accesses its memory any more."""
+
+    def state(self) -> int:
+        """PENDING, OK, FAILED or CANCELLED; does not block."""
+
+    def wait(self, timeout_ms: int) -> int:
+        """The state, after at most `timeout_ms`."""
+
+    def cancel(self) -> int:
+        """Drops what has not started, waits for what runs; the final state, OK if all had been transferred."""
+
+    def error(self) -> tuple[int, int]:
+        """(errno or END_OF_FILE, file offset) of a request that FAILED."""
+
+    def span(self) -> tuple[float, float]:
+        """Start of its first piece and end of its last, on the clock of time.perf_counter."""
+
+
+class Pool(Protocol):
+    """Executes requests; the caller keeps memory and descriptor alive until a request is final."""
+
+    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
+        """Queues a transfer of `nbytes` between `address` and `offset` of `fd`."""
+
+    def close(self) -> None:
+        """Cancels what has not started, waits for what runs, ends the threads."""
+
+
+class _Library:
+    """The C functions, once with the GIL held (a few us, never blocking) and once without (the waits)."""
+
+    def __init__(self, path: str) -> None:
+        held, released = ctypes.PyDLL(path), ctypes.CDLL(path)
+        pointer, size, i32, i64, real = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+
+        def bind(dll: ctypes.CDLL, name: str, result: object, *arguments: object) -> "ctypes._NamedFuncPointer":
+            function = getattr(dll, name)
+            function.restype, function.argtypes = result, list(arguments)
+            return function  # type: ignore[no-any-return]
+
+        self.version = bind(held, "iopool_version", ctypes.c_char_p)
+        self.source_hash = bind(held, "iopool_source_hash", ctypes.c_char_p)
+        self.create = bind(released, "pool_create", pointer, i32)
+        self.destroy = bind(released, "pool_destroy", None, pointer)
+        self.submit = bind(held, "pool_submit", pointer, pointer, i32, i32, pointer, size, i64)
+        self.state = bind(held, "req_state", i32, pointer)
+        self.wait = bind(released, "req_wait", i32, pointer, pointer, i32)
+        self.cancel = bind(released, "req_cancel", i32, pointer, pointer)
+        self.error = bind(held, "req_error", i32, pointer)
+        self.error_offset = bind(held, "req_error_offset", i64, pointer)
+        self.started = bind(held, "req_started", real, pointer)
+        self.ended = bind(held, "req_ended", real, pointer)
+        self.free = bind(held, "req_free", None, pointer)
+        self.dio_alignment = bind(held, "dio_alignment", i32, i32, pointer, pointer)
+
+
+class _NativeRequest:
+    __slots__ = ("_free", "_handle", "_library", "_pool")
+
+    def __init__(self, library: _Library, pool: int, handle: int) -> None:
+        self._library, self._pool, self._handle = library, pool, handle
+        self._free = library.free
+
+    def state(self) -> int:
+        return int(self._library.state(self._handle))
+
+    def wait(self, timeout_ms: int) -> int:
+        return int(self._library.wait(self._pool, self._handle, timeout_ms))
+
+    def cancel(self) -> int:
+        return int(self._library.cancel(self._pool, self._handle))
+
+    def error(self) -> tuple[int, int]:
+        return int(self._library.error(self._handle)), int(self._library.error_offset(self._handle))
+
+    def span(self) -> tuple[float, float]:
+        return float(self._library.started(self._handle)), float(self._library.ended(self._handle))
+
+    def __del__(self) -> None:
+        self._free(self._handle)  # an atomic decrement: takes no lock, so safe in a finalizer and after fork
+
+
+class NativePool:
+    """`Pool` on the C library."""
+
+    def __init__(self, library: _Library, threads: int) -> None:
+        self._library = library
+        self._pool = library.create(threads)
+        if not self._pool:
+            raise MemoryError(f"could not start {threads} I/O threads")
+
+    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
+        handle = self._library.submit(self._pool, int(write), fd, address, nbytes, offset)
+        if not handle:
+            raise MemoryError(f"no memory for an I/O request of {nbytes} B")
+        return _NativeRequest(self._library, self._pool, handle)
+
+    def close(self) -> None:
+        self._library.destroy(self._pool)
+
+
+def make_pool(threads: int = 2) -> Pool:
+    """The native pool, or (with one RuntimeWarning per process) Python threads."""
+    found = library()
+    return NativePool(found, threads) if found else ThreadPool(threads)
+
+
+def dio_alignment(fd: int) -> tuple[int, int]:
+    """(memory, file offset) alignment in bytes that direct I/O on `fd` asks for; 4096 where nobody says."""
+    found = library()
+    memory, offset = ctypes.c_uint32(0), ctypes.c_uint32(0)
+    if found and found.dio_alignment(fd, ctypes.byref(memory), ctypes.byref(offset)):
+        return memory.value, offset.value
+    return 4096, 4096
+
+
+def source_hash() -> str:
+    """16 hex digits over iopool.c; a build passes it as -DIOPOOL_SOURCE_HASH="\\"...\\"". Empty without the source."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16] if SOURCE.is_file() else ""
+
+
+@functools.cache
+def library() -> _Library | None:
+    """The C library, loaded or built once per process; None, after a RuntimeWarning, if neither works."""
+    reasons = []
+    for locate in (_packaged, _built_once):
+        found, reason = locate()
+        if found:
+            return found
+        reasons.append(reason)
+    warnings.warn(
+        "ssd_fx runs its I/O on Python threads, which stand still while Inductor's kernels hold the GIL (up to 5 times "
+        f"slower): no native pool, because {'; '.join(reasons)}. Install a C compiler as 'cc', or reinstall ssd_fx.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def _packaged() -> tuple[_Library | None, str]:
+    """The library that was built with the package, if it belongs to this source."""
+    for path in sorted(Path(__file__).parent.glob("_iopool*.so")):
+        found = _load(path)
+        if found:
+            return found, ""
+    return None, "none that fits was built with the package"
+
+
+def _built_once() -> tuple[_Library | None, str]:
+    """The library in the user's cache, compiled now if it is not there."""
+    digest = source_hash()
+    if not digest:
+        return None, f"{SOURCE} is missing"
+    try:
+        target = _cache_directory() / f"iopool-{digest}.so"
+        found = _load(target) if target.is_file() else None
+        if not found:
+            _compile(target, digest)
+            found = _load(target)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None)
+        return None, f"building it failed ({error}{': ' + detail.strip() if detail else ''})"
+    return found, f"{target} does not load"
+
+
+def _cache_directory() -> Path:
+    """Ours alone: a library is loaded from there, so nobody else may be able to write to it."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = Path(base) / "ssd_fx"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{path} must belong to this user and be writable by nobody else")
+    return path
+
+
+def _compile(target: Path, digest: str) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / "iopool.so"
+        define = f'-DIOPOOL_SOURCE_HASH="{digest}"'
+        command = ["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread", define, str(SOURCE), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        os.replace(built, target)
+
+
+def _load(path: Path) -> _Library | None:
+    """None if it does not load, or was built from another source."""
+    try:
+        found = _Library(str(path))
+    except (OSError, AttributeError):
+        return None
+    if found.version().decode() != VERSION:
+        return None
+    built_from, digest = found.source_hash().decode(), source_hash()
+    if not digest or built_from == digest:
+        return found
+    # A build that was not told the hash (setuptools' extension): trusted unless the source has changed since.
+    newer = not built_from and path.stat().st_mtime >= SOURCE.stat().st_mtime
+    return found if newer else None
+
+
+def source_version() -> str:
+    """The VERSION that iopool.c declares, which must be ours."""
+    match = re.search(r'#define VERSION "(\w+)"', SOURCE.read_text())
+    assert match, f"{SOURCE} declares no VERSION"
+    return match.group(1)

@@ -1,0 +1,259 @@
+/* A pool of threads that execute positioned reads and writes.
+ *
+ * Why native: Inductor's CPU kernels hold the GIL, so a Python I/O thread stands still while they run.
+ * Contract: a request is (fd, address, bytes, offset, read|write). It is split in pieces of PIECE bytes, which the workers
+ * take in order, reads before writes, each queue first-in-first-out. A request is final when no piece runs and none
+ * is left; only then does nobody touch its memory. The caller keeps memory and descriptor alive until then.
+ * Every piece starts at a multiple of PIECE within its request: the place for a checksum per block is `transfer`.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define VERSION "1"
+#ifndef IOPOOL_SOURCE_HASH
+#define IOPOOL_SOURCE_HASH ""
+#endif
+
+#define PIECE ((size_t)8 << 20)
+#define END_OF_FILE (-1) /* the error code of a read that hit the end of the file */
+
+enum { READ = 0, WRITE = 1 };
+enum { PENDING = 0, OK = 1, FAILED = 2, CANCELLED = 3 };
+
+typedef struct Request {
+    struct Request *next;
+    int operation, fd;
+    char *memory;
+    size_t bytes, cursor; /* cursor: bytes whose pieces were handed to a worker */
+    int64_t offset;
+    int running;          /* pieces that a worker holds now */
+    int queued;
+    int error;
+    int64_t error_offset;
+    double started, ended;
+    atomic_int state;
+    atomic_int references; /* the caller's, and the pool's until the request is final */
+} Request;
+
+typedef struct Pool {
+    pthread_mutex_t lock;
+    pthread_cond_t work, finished;
+    Request *head[2], *tail[2];
+    int stopping, threads;
+    pthread_t *workers;
+} Pool;
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void unreference(Request *r) {
+    if (atomic_fetch_sub(&r->references, 1) == 1) free(r);
+}
+
+static void enqueue(Pool *p, Request *r) {
+    int q = r->operation;
+    r->next = NULL;
+    r->queued = 1;
+    if (p->tail[q]) p->tail[q]->next = r; else p->head[q] = r;
+    p->tail[q] = r;
+}
+
+static void dequeue(Pool *p, Request *r) {
+    int q = r->operation;
+    Request *before = NULL, *at = p->head[q];
+    while (at && at != r) { before = at; at = at->next; }
+    if (!at) return;
+    if (before) before->next = r->next; else p->head[q] = r->next;
+    if (p->tail[q] == r) p->tail[q] = before;
+    r->queued = 0;
+}
+
+/* Lock held: make the request final once nothing of it runs or waits. */
+static void finish_if_idle(Pool *p, Request *r) {
+    if (r->running || r->queued || atomic_load(&r->state) != PENDING) return;
+    r->ended = now();
+    int state = r->error ? FAILED : (r->cursor < r->bytes ? CANCELLED : OK);
+    atomic_store(&r->state, state);
+    pthread_cond_broadcast(&p->finished);
+    unreference(r);
+}
+
+/* One piece, short transfers continued; 0, or an errno (END_OF_FILE at the end of the file), and where it happened. */
+static int transfer(const Request *r, size_t from, size_t bytes, int64_t *where) {
+    size_t done = 0;
+    while (done < bytes) {
+        int64_t at = r->offset + (int64_t)(from + done);
+        char *memory = r->memory + from + done;
+        ssize_t n = r->operation == WRITE ? pwrite(r->fd, memory, bytes - done, at) : pread(r->fd, memory, bytes - done, at);
+        if (n > 0) { done += (size_t)n; continue; }
+        if (n < 0 && errno == EINTR) continue;
+        *where = at;
+        return n < 0 ? errno : (r->operation == READ ? END_OF_FILE : EIO);
+    }
+    return 0;
+}
+
+static void run_piece(Pool *p, Request *r) {
+    size_t from = r->cursor, bytes = r->bytes - from < PIECE ? r->bytes - from : PIECE;
+    int64_t where = 0;
+    if (from == 0) r->started = now();
+    r->cursor += bytes;
+    r->running++;
+    if (r->cursor == r->bytes) dequeue(p, r);
+    pthread_mutex_unlock(&p->lock);
+    int error = transfer(r, from, bytes, &where);
+    pthread_mutex_lock(&p->lock);
+    r->running--;
+    if (error && !r->error) {
+        r->error = error;
+        r->error_offset = where;
+        if (r->queued) dequeue(p, r);
+    }
+    finish_if_idle(p, r);
+}
+
+static void *worker(void *argument) {
+    Pool *p = argument;
+    pthread_mutex_lock(&p->lock);
+    for (;;) {
+        Request *r = p->head[READ] ? p->head[READ] : p->head[WRITE];
+        if (r) run_piece(p, r);
+        else if (p->stopping) break;
+        else pthread_cond_wait(&p->work, &p->lock);
+    }
+    pthread_mutex_unlock(&p->lock);
+    return NULL;
+}
+
+static int start_workers(Pool *p, int threads) {
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &old);
+    while (p->threads < threads && !pthread_create(&p->workers[p->threads], NULL, worker, p)) p->threads++;
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return p->threads;
+}
+
+const char *iopool_version(void) { return VERSION; }
+const char *iopool_source_hash(void) { return IOPOOL_SOURCE_HASH; }
+
+/* NULL when memory or threads cannot be had. */
+Pool *pool_create(int threads) {
+    Pool *p = calloc(1, sizeof *p);
+    pthread_condattr_t monotonic;
+    if (!p) return NULL;
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->work, NULL);
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&p->finished, &monotonic);
+    p->workers = calloc((size_t)threads, sizeof *p->workers);
+    if (p->workers && start_workers(p, threads)) return p;
+    free(p->workers);
+    free(p);
+    return NULL;
+}
+
+Request *pool_submit(Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset) {
+    Request *r = calloc(1, sizeof *r);
+    if (!r) return NULL;
+    r->operation = operation;
+    r->fd = fd;
+    r->memory = memory;
+    r->bytes = bytes;
+    r->offset = offset;
+    r->started = now();
+    atomic_init(&r->state, PENDING);
+    atomic_init(&r->references, 2);
+    pthread_mutex_lock(&p->lock);
+    if (bytes && !p->stopping) enqueue(p, r); else finish_if_idle(p, r);
+    if (bytes > PIECE) pthread_cond_broadcast(&p->work); else pthread_cond_signal(&p->work);
+    pthread_mutex_unlock(&p->lock);
+    return r;
+}
+
+int req_state(Request *r) { return atomic_load(&r->state); }
+
+/* The state after at most `timeout_ms`; a negative timeout waits for as long as it takes. */
+int req_wait(Pool *p, Request *r, int timeout_ms) {
+    struct timespec until;
+    if (atomic_load(&r->state) != PENDING) return atomic_load(&r->state);
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += timeout_ms / 1000;
+    until.tv_nsec += (long)(timeout_ms % 1000) * 1000000L;
+    if (until.tv_nsec >= 1000000000L) { until.tv_sec++; until.tv_nsec -= 1000000000L; }
+    pthread_mutex_lock(&p->lock);
+    while (atomic_load(&r->state) == PENDING) {
+        if (timeout_ms < 0) pthread_cond_wait(&p->finished, &p->lock);
+        else if (pthread_cond_timedwait(&p->finished, &p->lock, &until) == ETIMEDOUT) break;
+    }
+    pthread_mutex_unlock(&p->lock);
+    return atomic_load(&r->state);
+}
+
+/* Drops the pieces that no worker holds, waits for those that run; the final state (OK: it had finished after all). */
+int req_cancel(Pool *p, Request *r) {
+    pthread_mutex_lock(&p->lock);
+    if (r->queued) dequeue(p, r);
+    finish_if_idle(p, r);
+    while (atomic_load(&r->state) == PENDING) pthread_cond_wait(&p->finished, &p->lock);
+    pthread_mutex_unlock(&p->lock);
+    return atomic_load(&r->state);
+}
+
+/* Valid once the request is final. */
+int req_error(Request *r) { return r->error; }
+int64_t req_error_offset(Request *r) { return r->error_offset; }
+double req_started(Request *r) { return r->started; }
+double req_ended(Request *r) { return r->ended; }
+double req_seconds(Request *r) { return r->ended - r->started; }
+
+void req_free(Request *r) { unreference(r); }
+
+/* Cancels what has not started, waits for what runs, joins the workers. Requests stay valid until freed. */
+void pool_destroy(Pool *p) {
+    pthread_mutex_lock(&p->lock);
+    p->stopping = 1;
+    for (int q = 0; q < 2; q++)
+        while (p->head[q]) {
+            Request *r = p->head[q];
+            dequeue(p, r);
+            finish_if_idle(p, r);
+        }
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->lock);
+    for (int i = 0; i < p->threads; i++) pthread_join(p->workers[i], NULL);
+    /* The pool itself stays: somebody may still poll or wait on a request with it. */
+}
+
+/* STATX_DIOALIGN, whose constants older headers lack: struct statx carries the two numbers at bytes 0x98 and 0x9c. */
+#define DIOALIGN_MASK 0x2000U
+#define DIOALIGN_AT 0x98
+
+/* 1 and the alignments of direct I/O on fd; 0 when the kernel does not say (older than 6.1, or no direct I/O). */
+int dio_alignment(int fd, uint32_t *memory, uint32_t *offset) {
+    uint32_t raw[64] = {0}; /* 256 bytes: sizeof(struct statx) */
+#ifdef SYS_statx
+    if (syscall(SYS_statx, fd, "", 0x1000 /* AT_EMPTY_PATH */, DIOALIGN_MASK, raw) != 0) return 0;
+#else
+    return 0;
+#endif
+    if (!(raw[0] & DIOALIGN_MASK)) return 0;
+    *memory = raw[DIOALIGN_AT / 4];
+    *offset = raw[DIOALIGN_AT / 4 + 1];
+    return *memory && *offset;
+}

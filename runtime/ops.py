@@ -1,0 +1,126 @@
+"""The operators `ssd_fx::*`: the contract between the graphs and the runtime.
+
+    begin_      counts a run of a forward
+    store       starts to write a tensor; a handle that takes its place among the saved tensors
+    wait_store_ the release: the graph reads the tensor no more
+    load        starts to read it back; undefined until
+    wait_load_  returned
+
+`config` is the JSON of a `RuntimeConfig`, `graph` a name for reports, `slot` the number of the alias group, `seq` the
+planned position of the node among ours in its graph. Handle and token are CPU tensors. docs/design.md has the promises.
+Mutating schemas keep the waits: nothing that FX or Inductor knows may drop or merge them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from ssd_fx.runtime import trace
+from ssd_fx.runtime.engines import check_device
+from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.stats import counters
+from ssd_fx.runtime.store import get_store
+
+_SCHEMAS = (
+    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes) -> ()",
+    "store(Tensor x, str config, str graph, int slot, int seq) -> Tensor",
+    "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False) -> ()",
+    "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq, bool consume)"
+    " -> Tensor",
+    "wait_load_(Tensor(a!) x, Tensor handle, int seq) -> ()",
+)
+
+
+def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
+    started = time.perf_counter()
+    if offloaded_bytes:
+        get_store(config)  # directories that cannot be used are an error before anything was computed
+    counters(graph).begin(saved_bytes, offloaded_bytes)
+    trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none"))
+
+
+def _store(x: Tensor, config: str, graph: str, slot: int, seq: int) -> Tensor:
+    return get_store(config).store(x, graph, slot, seq)
+
+
+def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False) -> None:
+    entry = lookup(handle)
+    entry.store.wait_store_(entry, keepalive, seq, hand_over)
+
+
+def _load(
+    handle: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    seq: int,
+    consume: bool,
+) -> Tensor:
+    entry = lookup(handle)
+    check_device(entry.store.engine, device)
+    return entry.store.load(entry, tuple(size), tuple(stride), dtype, seq, consume)
+
+
+def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
+    entry = lookup(handle)
+    entry.store.wait_load_(entry, x, seq)
+
+
+def _fake_begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
+    return
+
+
+def _fake_store(x: Tensor, config: str, graph: str, slot: int, seq: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _fake_wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False) -> None:
+    return
+
+
+def _fake_load(
+    handle: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    seq: int,
+    consume: bool,
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _fake_wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
+    return
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+    "begin_": (_begin, _fake_begin),
+    "store": (_store, _fake_store),
+    "wait_store_": (_wait_store, _fake_wait_store),
+    "load": (_load, _fake_load),
+    "wait_load_": (_wait_load, _fake_wait_load),
+}
+
+# flexible_layout: Inductor must hand us the buffer it has, not a copy in another layout.
+# cudagraph_unsafe: CUDA graphs are split at our nodes.
+_TAGS = tuple(
+    tag for name in ("flexible_layout", "cudagraph_unsafe") if (tag := getattr(torch.Tag, name, None)) is not None
+)
+
+
+def _register() -> Library:
+    library = Library("ssd_fx", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema, tags=_TAGS)
+    for name, (real, fake) in _IMPLEMENTATIONS.items():
+        library.impl(name, real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ssd_fx::{name}", fake, lib=library)
+    return library
+
+
+_library = _register()

@@ -1,0 +1,129 @@
+"""Counters of what the runtime did since the last reset: for the process, and for each graph."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from ssd_fx.runtime import engines
+from ssd_fx.runtime.buffers import POOL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphStats:
+    """Bytes, seconds and counts, summed over the steps of one graph.
+
+    `saved_bytes`, `offloaded_bytes`: what the plan said at begin_. `written_bytes`, `read_bytes`: transfers that
+    succeeded. `forwarded_bytes`: loads served from memory. `freed_bytes`: stored tensors whose memory really went,
+    looked at when they are loaded or their handle dies. `kept_bytes`: stores that failed and stay in memory.
+    `cancelled_bytes`: writes cut short because they were no longer needed. `stall_s`: time that ops waited for I/O.
+    `in_planned_order`: the share of nodes that came with a greater seq than the one before them in their run.
+    """
+
+    steps: int = 0
+    stores: int = 0
+    loads: int = 0
+    saved_bytes: int = 0
+    offloaded_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    forwarded_bytes: int = 0
+    freed_bytes: int = 0
+    kept_bytes: int = 0
+    cancelled_bytes: int = 0
+    stall_s: float = 0.0
+    in_planned_order: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats(GraphStats):
+    """The sums over all graphs (`steps`: of the graph with most), and the state of the process.
+
+    `staging_bytes`, `staging_peak_bytes`: memory that the pool of buffers has mapped, now and at most since the start.
+    `disk_bytes`: space of the files. `graphs`: each graph by its name.
+    """
+
+    staging_bytes: int = 0
+    staging_peak_bytes: int = 0
+    disk_bytes: int = 0
+    graphs: dict[str, GraphStats] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Counters:
+    """The mutable half of `GraphStats`, and what tells whether the planned order is the order that runs."""
+
+    steps: int = 0
+    stores: int = 0
+    loads: int = 0
+    saved_bytes: int = 0
+    offloaded_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    forwarded_bytes: int = 0
+    freed_bytes: int = 0
+    kept_bytes: int = 0
+    cancelled_bytes: int = 0
+    stall_s: float = 0.0
+    nodes: int = 0
+    ordered: int = 0
+    forward_seq: int = -1
+    backward_seq: int = -1
+    backward_first: int = 1 << 62
+
+    def forward(self, seq: int) -> None:
+        """A node of the forward ran; `begin` starts its runs."""
+        self.nodes += 1
+        self.ordered += seq > self.forward_seq
+        self.forward_seq = seq
+
+    def backward(self, seq: int) -> None:
+        """A node of the backward ran; the lowest seq starts its runs."""
+        if seq <= self.backward_first:
+            self.backward_first, self.backward_seq = seq, -1
+        self.nodes += 1
+        self.ordered += seq > self.backward_seq
+        self.backward_seq = seq
+
+    def begin(self, saved_bytes: int, offloaded_bytes: int) -> None:
+        """A run of the forward starts."""
+        self.steps += 1
+        self.saved_bytes += saved_bytes
+        self.offloaded_bytes += offloaded_bytes
+        self.forward_seq = -1
+
+
+_SUMMED = [f.name for f in dataclasses.fields(GraphStats) if f.name not in ("steps", "in_planned_order")]
+_graphs: dict[str, Counters] = {}
+
+
+def counters(graph: str) -> Counters:
+    """The counters of `graph`, made at its first node."""
+    found = _graphs.get(graph)
+    return found if found is not None else _graphs.setdefault(graph, Counters())
+
+
+def stats() -> Stats:
+    """A snapshot. Takes no lock, so a signal handler may call it."""
+    graphs = dict(_graphs)
+    sums = {name: sum(getattr(c, name) for c in graphs.values()) for name in _SUMMED}
+    nodes = sum(c.nodes for c in graphs.values())
+    ordered = sum(c.ordered for c in graphs.values())
+    return Stats(
+        **sums,
+        steps=max((c.steps for c in graphs.values()), default=0),
+        in_planned_order=ordered / nodes if nodes else 1.0,
+        staging_bytes=POOL.resident_bytes,
+        staging_peak_bytes=POOL.peak_bytes,
+        disk_bytes=engines.disk_bytes(),
+        graphs={name: _snapshot(c) for name, c in graphs.items()},
+    )
+
+
+def reset_stats() -> None:
+    """Sets all counters to zero, and the peaks to what is there now."""
+    _graphs.clear()
+    POOL.peak_bytes = POOL.resident_bytes
+
+
+def _snapshot(c: Counters) -> GraphStats:
+    values = {name: getattr(c, name) for name in _SUMMED}
+    return GraphStats(**values, steps=c.steps, in_planned_order=c.ordered / c.nodes if c.nodes else 1.0)

@@ -1,0 +1,8 @@
+"""Train with the saved activations on NVMe: `torch.compile(model, backend=ssd_fx.backend)`."""
+
+from ssd_fx.backend import backend
+from ssd_fx.config import Config
+from ssd_fx.runtime.stats import GraphStats, Stats, reset_stats, stats
+
+__all__ = ["Config", "GraphStats", "Stats", "backend", "reset_stats", "stats"]
+__version__ = "0.1.0"

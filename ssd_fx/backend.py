@@ -1,0 +1,76 @@
+"""The backend that `torch.compile` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ssd_fx.config import Config
+from ssd_fx.passes.partitioner import Partitioner
+from ssd_fx.passes.pipeline import PlanOptions
+from ssd_fx.runtime.extents import check_directory
+
+Compiled = Callable[..., Any]
+
+
+def backend(
+    gm: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile `gm` as Inductor does, with the activations that it saves for backward on disk.
+
+    `options` are those of `ssd_fx.Config`; `mode` is one of `torch.compile`'s and goes to Inductor.
+
+    Raises:
+        ValueError: an option that is unknown or whose value is none.
+        OSError: a directory that is missing, not writable, or in memory (tmpfs); the message names it.
+    """
+    config = Config.make(options)
+    if config.engine != "memory":
+        for directory in config.dirs:
+            check_directory(directory, allow_tmpfs=config.allow_tmpfs)
+    if config.inner == "aot_eager":
+        if mode not in (None, "default"):
+            raise ValueError(f"mode={mode!r} is Inductor's; inner='aot_eager' takes none")
+        return _aot_eager(gm, inputs, config)
+    return _inductor(gm, inputs, config, mode)
+
+
+def plan_options(config: Config, *, hand_over: bool = True) -> PlanOptions:
+    """What the passes need of the options."""
+    return PlanOptions(
+        budget=config.budget,
+        min_bytes=config.min_bytes,
+        prefetch=config.prefetch,
+        machine=None,
+        runtime_config=config.runtime_json(),
+        hand_over=hand_over,
+        dump_dir=config.dump,
+    )
+
+
+def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], config: Config, mode: str | None) -> Compiled:
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    from ssd_fx.passes import inductor
+
+    inductor.register()
+    patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
+    patches["custom_partitioner_fn"] = Partitioner(plan_options(config))
+    patches["_post_fusion_custom_pass"] = inductor.PinOrder()
+    return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[no-any-return]
+
+
+def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], config: Config) -> Compiled:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=Partitioner(plan_options(config)))
+    return compiler(gm, list(inputs))  # type: ignore[no-any-return]

@@ -1,0 +1,170 @@
+"""The options: what may be said, what it means, and what is wrong with what was said.
+
+Options come from `torch.compile(..., options={...})`, else from `SSD_FX_<NAME>` in the environment, else from the defaults. This is the
+only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_MIB = 2**20
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options of one `torch.compile` call.
+
+    dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
+        temporary directory.
+    budget: saved tensors that may stay resident: bytes (`"2GiB"`, an int) or a share of the saved bytes (a float from 0 to
+        1). Everything beyond it is offloaded, longest idle first. Default: 0, all that can leave leaves.
+    min_bytes: smaller storages always stay. Default: 1 MiB.
+    engine: `"auto"`, `"posix"` (direct file I/O) or `"memory"` (host memory, for comparisons).
+    inner: the compiler behind: `"inductor"` or `"aot_eager"`.
+    inflight: bytes that may be waiting to be written; a store beyond it waits. Default: 128 MiB.
+    prefetch: bytes that may be loaded before they are due. Default: 128 MiB.
+    dump: directory that gets the plan and both rewritten graphs of everything compiled; turns the compile cache off.
+    allow_tmpfs: accept a directory in memory, which frees no memory.
+    """
+
+    dirs: tuple[str, ...] = ()
+    budget: int | float = 0
+    min_bytes: int = _MIB
+    engine: str = "auto"
+    inner: str = "inductor"
+    inflight: int = 128 * _MIB
+    prefetch: int = 128 * _MIB
+    dump: str = ""
+    allow_tmpfs: bool = False
+
+    @staticmethod
+    def make(options: Mapping[str, Any] | None = None) -> Config:
+        """Read `options` and the environment.
+
+        Raises:
+            ValueError: an unknown option, or a value that is none; the message says what would be right.
+        """
+        names = [f.name for f in fields(Config)]
+        given = {n: os.environ[f"SSD_FX_{n.upper()}"] for n in names if f"SSD_FX_{n.upper()}" in os.environ}
+        for name, value in (options or {}).items():
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"ssd_fx has no option {name!r}{hint} The options are: {', '.join(names)}.")
+            given[name] = value
+        values = {name: _PARSERS[name](name, value) for name, value in given.items()}
+        values.setdefault("dirs", (os.path.abspath(tempfile.gettempdir()),))
+        return Config(**values)
+
+    def runtime_json(self) -> str:
+        """The half that the runtime needs, as canonical JSON: it travels in the compiled graphs."""
+        half = {"allow_tmpfs": self.allow_tmpfs, "dirs": list(self.dirs), "engine": self.engine}
+        half |= {"inflight": self.inflight, "prefetch": self.prefetch}
+        return json.dumps(half, sort_keys=True, separators=(",", ":"))
+
+
+def parse_bytes(name: str, value: object) -> int:
+    """`"2GiB"`, `"512MB"`, `4096` -> bytes.
+
+    Raises:
+        ValueError: not a size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    raise ValueError(f"option {name}={value!r} is not a size; right would be a number of bytes or e.g. '512MiB' or '2GB'")
+
+
+def parse_budget(name: str, value: object) -> int | float:
+    """A share of the saved bytes (`0.25`, `"25%"`) or a size.
+
+    Raises:
+        ValueError: neither.
+    """
+    right = f"option {name}={value!r} is not a budget; right would be a size such as '2GiB' or a share from 0.0 to 1.0 such as 0.25 or '25%'"
+    if isinstance(value, str):
+        text = value.strip()
+        share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+        if share:
+            value = float(share[1]) / 100
+        elif re.fullmatch(r"\d*\.\d+", text):
+            value = float(text)
+    if isinstance(value, float):
+        if 0.0 <= value <= 1.0:
+            return value
+        raise ValueError(right)
+    try:
+        return parse_bytes(name, value)
+    except ValueError:
+        raise ValueError(right) from None
+
+
+def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
+    """One path, several separated by the system's path separator, or a sequence of paths; made absolute."""
+    if isinstance(value, (str, Path)):
+        parts: list[Any] = str(value).split(os.pathsep)
+    elif isinstance(value, (list, tuple)):
+        parts = list(value)
+    else:
+        parts = []
+    if not parts or not all(isinstance(p, (str, Path)) and str(p) for p in parts):
+        raise ValueError(f"option {name}={value!r} is not a list of directories; right would be e.g. ['/mnt/nvme0', '/mnt/nvme1']")
+    return tuple(os.path.abspath(p) for p in parts)
+
+
+def _parse_choice(*choices: str) -> Any:
+    def parse(name: str, value: object) -> str:
+        if value not in choices:
+            raise ValueError(f"option {name}={value!r} is unknown; right would be one of {', '.join(map(repr, choices))}")
+        return str(value)
+
+    return parse
+
+
+def _parse_engine(name: str, value: object) -> str:
+    from ssd_fx.runtime.engines import ENGINES
+
+    return str(_parse_choice("auto", *sorted(ENGINES))(name, value))
+
+
+def _parse_path(name: str, value: object) -> str:
+    if not isinstance(value, (str, Path)):
+        raise ValueError(f"option {name}={value!r} is not a path")
+    return os.path.abspath(value) if str(value) else ""
+
+
+def _parse_flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in ("1", "true", "yes", "on"):
+        return True
+    if str(value).lower() in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(f"option {name}={value!r} is neither true nor false")
+
+
+_PARSERS: dict[str, Any] = {
+    "dirs": _parse_dirs,
+    "budget": parse_budget,
+    "min_bytes": parse_bytes,
+    "engine": _parse_engine,
+    "inner": _parse_choice("inductor", "aot_eager"),
+    "inflight": parse_bytes,
+    "prefetch": parse_bytes,
+    "dump": _parse_path,
+    "allow_tmpfs": _parse_flag,
+}

@@ -1,0 +1,113 @@
+"""The rewritten graphs: what stands in them, and that they compute the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import ssd_fx
+from tests.passes import toys
+
+OPTIONS = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0}
+
+
+def ours(graph: torch.fx.Graph) -> str:
+    """The graph without its placeholders, one node a line."""
+    lines = []
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            target = node.target if isinstance(node.target, str) else node.target.__name__
+            args = ", ".join(str(a) for a in node.args if a != toys.CONFIG)
+            lines.append(f"{node.name} = {target}({args})")
+    return "\n".join(lines)
+
+
+def test_forward_of_a_chain() -> None:
+    """mm -> relu [store] -> mm -> relu [release]; the handle is saved instead of relu."""
+    assert_expected_inline(ours(toys.planned(toys.relu_chain).partition.forward.graph), """\
+empty_memory_format = empty.memory_format([0])
+begin__default = begin_.default(empty_memory_format, 309beb59, 256, 256)
+mm = mm.default(primals_1, primals_2)
+relu = relu.default(mm)
+ssd_fx_handle_0 = store.default(relu, 309beb59, 0, 0)
+mm_1 = mm.default(relu, primals_2)
+relu_1 = relu.default(mm_1)
+detach_1 = detach.default(relu_1)
+detach_2 = detach.default(detach_1)
+t_1 = t.default(primals_2)
+t_2 = t.default(primals_1)
+wait_store__default = wait_store_.default(ssd_fx_handle_0, relu, 1, True)
+output = output((relu_1, ssd_fx_handle_0, detach_2, t_1, t_2))""")
+
+
+def test_backward_of_a_chain() -> None:
+    """[load] -> ... -> [wait] -> mm: the loaded tensor is used only behind its wait."""
+    assert_expected_inline(ours(toys.planned(toys.relu_chain).partition.backward.graph), """\
+load_default = load.default(ssd_fx_handle_0, [8, 8], [8, 1], torch.float32, cpu, 0, True)
+threshold_backward = threshold_backward.default(tangents_1, detach_2, 0)
+wait_load__default = wait_load_.default(load_default, ssd_fx_handle_0, 1)
+t = t.default(load_default)
+mm_2 = mm.default(t, threshold_backward)
+mm_3 = mm.default(threshold_backward, t_1)
+detach = detach.default(load_default)
+detach_3 = detach.default(detach)
+threshold_backward_1 = threshold_backward.default(mm_3, detach_3, 0)
+mm_4 = mm.default(t_2, threshold_backward_1)
+mm_5 = mm.default(threshold_backward_1, t_1)
+add = add.Tensor(mm_2, mm_4)
+output = output((mm_5, add))""")
+
+
+def test_views_are_replayed_behind_the_wait() -> None:
+    """load base -> wait -> as_strided q, k, v -> their transposes."""
+    assert_expected_inline(ours(toys.planned(toys.views_only).partition.backward.graph), """\
+load_default = load.default(ssd_fx_handle_0, [8, 24], [24, 1], torch.float32, cpu, 0, True)
+load_default_1 = load.default(ssd_fx_handle_1, [8, 24], [24, 1], torch.float32, cpu, 1, True)
+load_default_2 = load.default(ssd_fx_handle_2, [8, 8], [8, 1], torch.float32, cpu, 2, True)
+expand = expand.default(tangents_1, [8, 8])
+wait_load__default = wait_load_.default(load_default_2, ssd_fx_handle_2, 3)
+as_strided_default = as_strided.default(load_default_2, [8, 8], [1, 8], 0)
+mm_3 = mm.default(as_strided_default, expand)
+wait_load__default_1 = wait_load_.default(load_default_1, ssd_fx_handle_1, 4)
+as_strided_default_1 = as_strided.default(load_default_1, [8, 8], [1, 24], 16)
+as_strided_default_2 = as_strided.default(load_default_1, [8, 8], [1, 24], 0)
+as_strided_default_3 = as_strided.default(load_default_1, [8, 8], [24, 1], 8)
+mm_4 = mm.default(expand, as_strided_default_1)
+mm_5 = mm.default(as_strided_default_2, mm_4)
+mm_6 = mm.default(mm_4, as_strided_default_3)
+t_5 = t.default(mm_5)
+cat_1 = cat.default([mm_6, t_5, mm_3], 1)
+mm_7 = mm.default(t_6, cat_1)
+wait_load__default_2 = wait_load_.default(load_default, ssd_fx_handle_0, 5)
+as_strided_default_4 = as_strided.default(load_default, [24, 8], [1, 24], 0)
+mm_8 = mm.default(cat_1, as_strided_default_4)
+slice_1 = slice.Tensor(mm_7, 1, 0, 8)
+slice_2 = slice.Tensor(mm_7, 1, 8, 16)
+slice_3 = slice.Tensor(mm_7, 1, 16, 24)
+add = add.Tensor(slice_1, slice_2)
+add_1 = add.Tensor(add, slice_3)
+output = output((add_1, mm_8))""")
+
+
+def gradients(toy: toys.Toy, budget: float, size: int, **options: object) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, w = toys.inputs(size)
+    out = torch.compile(toy, backend=ssd_fx.backend, options=OPTIONS | options | {"budget": budget})(x, w)
+    tensors = out if isinstance(out, tuple) else (out,)
+    sum(t.abs().sum() for t in tensors).backward()
+    assert x.grad is not None and w.grad is not None
+    return [*(t.detach() for t in tensors), x.grad, w.grad]
+
+
+@pytest.mark.parametrize("engine", ["memory", "posix"])
+@pytest.mark.parametrize("toy", toys.ALL, ids=lambda t: t.__name__)
+def test_gradients_are_bitwise_those_of_everything_kept(toy: toys.Toy, engine: str, tmp_path: object) -> None:
+    kept = gradients(toy, 1.0, 8)
+    ssd_fx.reset_stats()
+    offloaded = gradients(toy, 0.0, 8, engine=engine, dirs=[str(tmp_path)])
+    for a, b in zip(kept, offloaded, strict=True):
+        assert torch.equal(a, b)
+    stats = ssd_fx.stats()
+    assert stats.read_bytes + stats.forwarded_bytes == stats.offloaded_bytes == toys.planned(toy).plan.offloaded_bytes

@@ -1,0 +1,167 @@
+"""Every rule of the verifier, by breaking a good plan or graph and reading the message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+from ssd_fx.passes.plan import Plan, Points
+from ssd_fx.passes.verify import VerifyError, verify_graphs, verify_plan
+from tests.passes import toys
+
+ops = torch.ops.ssd_fx
+
+
+@pytest.fixture
+def good() -> toys.Planned:
+    planned = toys.planned(toys.views_only)
+    check(planned)
+    return planned
+
+
+def check(planned: toys.Planned) -> None:
+    verify_graphs(planned.partition, planned.plan, [n.name for n in planned.partition.kept_outputs])
+
+
+def find(graph: fx.Graph, target: object, index: int = 0) -> fx.Node:
+    return [n for n in graph.nodes if n.target is target][index]
+
+
+def move_points(plan: Plan, **changes: int) -> Plan:
+    slot = plan.offloaded[0].slot
+    return plan.with_(points={**plan.points, slot: replace(plan.points[slot], **changes)})
+
+
+BAD_POINTS: list[tuple[dict[str, int], str]] = [
+    ({"store_after": 0}, "store of 'cat' comes before the tensor is produced; see pass 'schedule'"),
+    ({"release_after": 0}, "release of 'cat' comes before its store"),
+    ({"wait_before": 0, "load_before": 1}, "load of 'cat' comes after its wait"),
+    ({"wait_before": 999}, "'cat' is used in the backward before its wait"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_POINTS, ids=[m.split(";")[0] for _, m in BAD_POINTS])
+def test_points(changes: dict[str, int], message: str) -> None:
+    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    plan = toys.planned(toys.views_only).plan
+    verify_plan(partition, plan)
+    with pytest.raises(VerifyError, match=message):
+        verify_plan(partition, move_points(plan, **changes))
+
+
+def test_release_before_the_last_use() -> None:
+    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    plan = toys.planned(toys.views_only).plan
+    group = plan.offloaded[0]
+    life = plan.lifetimes[group.slot]
+    early = Points(life.produced, life.produced, 0, 0)
+    assert life.last_fwd_use > life.produced
+    with pytest.raises(VerifyError, match="'cat' is read in the forward after its release"):
+        verify_plan(partition, plan.with_(points={**plan.points, group.slot: early}))
+
+
+def test_a_tensor_in_two_groups() -> None:
+    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    plan = toys.planned(toys.views_only).plan
+    with pytest.raises(VerifyError, match="a saved tensor is in two alias groups; see pass 'alias'"):
+        verify_plan(partition, plan.with_(groups=(*plan.groups, plan.groups[0])))
+
+
+def erase_release(planned: toys.Planned) -> None:
+    graph = planned.partition.forward.graph
+    graph.erase_node(find(graph, ops.wait_store_.default))
+
+
+def release_something_else(planned: toys.Planned) -> None:
+    graph = planned.partition.forward.graph
+    find(graph, ops.wait_store_.default).update_arg(1, find(graph, torch.ops.aten.mm.default, 1))
+
+
+def read_after_release(planned: toys.Planned) -> None:
+    graph = planned.partition.forward.graph
+    base = find(graph, ops.store.default).args[0]
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(torch.ops.aten.sin.default, (base,))
+
+
+def write_after_store(planned: toys.Planned) -> None:
+    graph = planned.partition.forward.graph
+    store = find(graph, ops.store.default)
+    with graph.inserting_after(store):
+        graph.call_function(torch.ops.aten.relu_.default, (store.args[0],))
+
+
+def swap_two_stores(planned: toys.Planned) -> None:
+    graph = planned.partition.forward.graph
+    find(graph, ops.store.default, 0).update_arg(4, 99)
+
+
+def save_the_base_too(planned: toys.Planned) -> None:
+    output = planned.partition.fwd_output
+    base = find(planned.partition.forward.graph, ops.store.default).args[0]
+    assert isinstance(base, fx.Node)
+    with planned.partition.backward.graph.inserting_before(next(iter(planned.partition.backward.graph.nodes))):
+        planned.partition.backward.graph.placeholder(base.name)
+    output.args = ((output.args[0][0], base, *output.args[0][1:]),)  # type: ignore[index,misc]
+
+
+def rename_a_handle(planned: toys.Planned) -> None:
+    next(n for n in planned.partition.backward.graph.nodes if "handle" in n.name).name = "other"
+
+
+def drop_an_output(planned: toys.Planned) -> None:
+    planned.partition.num_fwd_outputs = 0
+
+
+def use_before_wait(planned: toys.Planned) -> None:
+    graph = planned.partition.backward.graph
+    load = find(graph, ops.load.default)
+    with graph.inserting_after(load):
+        graph.call_function(torch.ops.aten.sin.default, (load,))
+
+
+def erase_wait(planned: toys.Planned) -> None:
+    graph = planned.partition.backward.graph
+    graph.erase_node(find(graph, ops.wait_load_.default))
+
+
+def change_the_layout(planned: toys.Planned) -> None:
+    find(planned.partition.backward.graph, ops.load.default).update_arg(2, [1, 8])
+
+
+def load_twice(planned: toys.Planned) -> None:
+    graph = planned.partition.backward.graph
+    load = find(graph, ops.load.default)
+    with graph.inserting_after(load):
+        graph.node_copy(load)
+
+
+BREAKS: list[tuple[Callable[[toys.Planned], None], str]] = [
+    (erase_release, "has 0 releases instead of one"),
+    (release_something_else, "holds another tensor than was stored"),
+    (read_after_release, "'cat' is read after its release"),
+    (write_after_store, "'cat' is written after its store"),
+    (swap_two_stores, "forward nodes are out of order"),
+    (save_the_base_too, "'cat' is offloaded and saved too"),
+    (rename_a_handle, "has no placeholder of its name in the backward"),
+    (use_before_wait, "before its wait"),
+    (erase_wait, "has 0 waits instead of one"),
+    (change_the_layout, "says another layout than its value has"),
+    (load_twice, "loads and offloaded groups differ in number"),
+]
+
+
+@pytest.mark.parametrize(("break_it", "message"), BREAKS, ids=[b.__name__ for b, _ in BREAKS])
+def test_graphs(good: toys.Planned, break_it: Callable[[toys.Planned], None], message: str) -> None:
+    break_it(good)
+    with pytest.raises(VerifyError, match=message):
+        check(good)
+
+
+def test_a_changed_output(good: toys.Planned) -> None:
+    with pytest.raises(VerifyError, match="an output of the model changed"):
+        verify_graphs(good.partition, good.plan, ["something_else"])

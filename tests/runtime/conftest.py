@@ -1,0 +1,32 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # engines.py and harness.py, whatever the import mode
+
+from harness import config_json
+
+from ssd_fx.runtime import stats, trace
+from ssd_fx.runtime.buffers import POOL
+from ssd_fx.runtime.store import close_stores
+
+
+@pytest.fixture(autouse=True)
+def fresh_counters():
+    trace.clear()
+    stats.reset_stats()
+    yield
+    close_stores()
+    POOL.trim()
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The posix engine in a directory of its own."""
+    return config_json(tmp_path)
+
+
+@pytest.fixture(params=["posix", "memory"])
+def any_config(request, tmp_path):
+    return config_json(tmp_path, request.param)

@@ -1,0 +1,166 @@
+"""Engines that misbehave on purpose, each around a well-behaved one. Register them with `registered`."""
+
+import contextlib
+import errno
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.engines import ENGINES, Completion, Done, Engine, Extent, make_engine
+
+_names = itertools.count()
+
+
+@contextlib.contextmanager
+def registered(wrap: Callable[[Engine], Engine], inner: str = "posix") -> Iterator[str]:
+    """Adds an engine around `inner` to ENGINES; yields its name, which is unique, so that it gets a store of its own."""
+    name = f"test-{next(_names)}"
+    ENGINES[name] = lambda config: wrap(ENGINES[inner](config))
+    try:
+        yield name
+    finally:
+        del ENGINES[name]
+
+
+class Wrapped:
+    """Passes everything on to `inner`."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.name = f"{type(self).__name__}({inner.name})"
+        self.refused: list[OSError] = []
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.inner.disk_bytes
+
+    def alloc(self, nbytes: int) -> Extent:
+        return self.inner.alloc(nbytes)
+
+    def free(self, extent: Extent) -> None:
+        self.inner.free(extent)
+
+    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+        return self.inner.write(extent, ptr, nbytes)
+
+    def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+        return self.inner.read(extent, ptr, nbytes)
+
+    def failed(self, extent: Extent, error: OSError) -> None:
+        self.refused.append(error)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class LateWrite:
+    """A write that touches the memory only after a while: a buffer that is reused too early gives wrong bytes."""
+
+    def __init__(self, start: Callable[[], Completion], delay_s: float) -> None:
+        self._start, self._lock, self._began = start, threading.Lock(), threading.Event()
+        self._inner: Completion | None = None
+        self._cancelled = False
+        self._created = time.perf_counter()
+        self._timer = threading.Timer(delay_s, self._begin)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if not self._cancelled:
+                self._inner = self._start()
+        self._began.set()
+
+    def done(self) -> bool:
+        return self._cancelled or (self._inner is not None and self._inner.done())
+
+    def wait(self) -> None:
+        while not self._began.wait(0.1):
+            continue
+        if self._inner is None:
+            raise OSError(errno.ECANCELED, "cancelled")
+        self._inner.wait()
+
+    def cancel(self) -> bool:
+        with self._lock:
+            self._cancelled = self._inner is None
+        self._began.set()
+        return True if self._inner is None else self._inner.cancel()
+
+    def span(self) -> tuple[float, float]:
+        return self._inner.span() if self._inner else (self._created, time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        started, ended = self.span()
+        return ended - started
+
+
+class DelayedEngine(Wrapped):
+    """Every write starts a random `shortest_s` to `longest_s` late, so writes complete out of order."""
+
+    def __init__(self, inner: Engine, shortest_s: float = 0.05, longest_s: float = 0.1, seed: int = 0) -> None:
+        super().__init__(inner)
+        self._range, self._random = (shortest_s, longest_s), random.Random(seed)
+        self._late: list[LateWrite] = []
+
+    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+        write = LateWrite(lambda: self.inner.write(extent, ptr, nbytes), self._random.uniform(*self._range))
+        self._late = [w for w in self._late if not w.done()] + [write]
+        return write
+
+    def close(self) -> None:
+        for write in self._late:
+            write.cancel()
+        self.inner.close()
+
+
+class Failure(Done):
+    """A transfer that failed."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(time.perf_counter())
+        self._code = code
+
+    def wait(self) -> None:
+        raise OSError(self._code, "a planted failure", "/planted")
+
+    def cancel(self) -> bool:
+        return True
+
+
+class FailingEngine(Wrapped):
+    """Fails what `fails(operation, count)` says, where operation is "alloc", "write", "submit" or "read".
+
+    A failing "write" fails when it is waited for, a failing "submit" at once; `count` counts each operation from 0.
+    """
+
+    def __init__(self, inner: Engine, fails: Callable[[str, int], bool], code: int = errno.EIO) -> None:
+        super().__init__(inner)
+        self._fails, self._code = fails, code
+        self.counts = {"alloc": 0, "write": 0, "submit": 0, "read": 0}
+
+    def _planted(self, operation: str) -> bool:
+        self.counts[operation] += 1
+        return self._fails(operation, self.counts[operation] - 1)
+
+    def alloc(self, nbytes: int) -> Extent:
+        if self._planted("alloc"):
+            raise OSError(self._code, "a planted failure", "/planted")
+        return super().alloc(nbytes)
+
+    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+        if self._planted("submit"):
+            raise OSError(self._code, "a planted failure", "/planted")
+        return Failure(self._code) if self._planted("write") else super().write(extent, ptr, nbytes)
+
+    def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+        return Failure(self._code) if self._planted("read") else super().read(extent, ptr, nbytes)
+
+
+def delayed_factory(config: RuntimeConfig) -> Engine:
+    """For ENGINES: the engine "posix", slowed down."""
+    return DelayedEngine(make_engine(RuntimeConfig(dirs=config.dirs, allow_tmpfs=config.allow_tmpfs)))

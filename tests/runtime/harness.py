@@ -1,0 +1,62 @@
+"""The four ops with the arguments that a test does not care about filled in."""
+
+import ctypes
+import json
+
+import torch
+from ssd_fx.runtime import ops  # noqa: F401  registers the operators
+from ssd_fx.runtime.entries import Entry, lookup
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+op = torch.ops.ssd_fx
+CPU = torch.device("cpu")
+
+
+def config_json(directory: object, engine: str = "posix", **more: object) -> str:
+    return json.dumps({"dirs": [str(directory)], "engine": engine, "allow_tmpfs": True, **more})
+
+
+def begin(config: str, graph: str = "g", saved: int = 0, offloaded: int = 0) -> None:
+    op.begin_(torch.empty(0, dtype=torch.int64), config, graph, saved, offloaded)
+
+
+def store(x: Tensor, config: str, slot: int = 0, seq: int = 0, graph: str = "g") -> Tensor:
+    handle: Tensor = op.store(x, config, graph, slot, seq)
+    return handle
+
+
+def release(handle: Tensor, x: Tensor, seq: int = 1, hand_over: bool = True) -> None:
+    op.wait_store_(handle, x, seq, hand_over)
+
+
+def start_load(handle: Tensor, like: Tensor, consume: bool = True, seq: int = 0) -> Tensor:
+    y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, CPU, seq, consume)
+    return y
+
+
+def wait(y: Tensor, handle: Tensor, seq: int = 1) -> Tensor:
+    op.wait_load_(y, handle, seq)
+    return y
+
+
+def load(handle: Tensor, like: Tensor, consume: bool = True) -> Tensor:
+    return wait(start_load(handle, like, consume), handle)
+
+
+def settle(handle: Tensor) -> Entry:
+    """Waits until the write of `handle` is done; the next op will see it."""
+    entry = lookup(handle)
+    if entry.write is not None:
+        entry.write.wait()
+    return entry
+
+
+def raw(x: Tensor) -> bytes:
+    """The storage's bytes that a dense `x` spans, in memory order."""
+    return ctypes.string_at(x.data_ptr(), x.numel() * x.itemsize)
+
+
+def watch(x: Tensor) -> StorageWeakRef:
+    """`.expired()` tells whether the memory of `x` is gone."""
+    return StorageWeakRef(x.untyped_storage())

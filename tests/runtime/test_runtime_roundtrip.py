@@ -1,0 +1,260 @@
+"""Every size, dtype, layout and address comes back bit for bit, from disk and from memory."""
+
+import ctypes
+import mmap
+import os
+
+import pytest
+import torch
+from harness import CPU, begin, config_json, load, op, raw, release, settle, store
+
+from ssd_fx.runtime.entries import State
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [1, 3, 511, 512, 513, 4095, 4096, 4097, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB + 4, 8 * MIB, 40 * MIB]
+
+
+def noise(nbytes):
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_sizes_from_disk(any_config, nbytes):
+    x = noise(nbytes)
+    expected = x.clone()
+    h = store(x, any_config)
+    settle(h)
+    release(h, x)
+    x.zero_()  # the memory is ours no more, and whatever is in it must not matter
+    assert torch.equal(load(h, expected), expected)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_sizes_forwarded(any_config, nbytes):
+    x = noise(nbytes)
+    expected = x.clone()
+    h = store(x, any_config)
+    release(h, x)
+    del x
+    assert torch.equal(load(h, expected), expected)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    + [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2],
+    ids=str,
+)
+def test_dtypes(config, dtype):
+    x = noise(dtype.itemsize * 70_001).view(torch.uint8)
+    x = (x & 1).view(dtype) if dtype is torch.bool else x.view(dtype)
+    expected = raw(x)
+    h = store(x, config)
+    settle(h)
+    y = load(h, x)
+    assert y.dtype is dtype
+    assert raw(y) == expected
+
+
+def test_not_a_number_keeps_its_bits(config):
+    x = torch.tensor([0x7FC00001, 0x7F800001, -1, 0x80000000 - (1 << 32)], dtype=torch.int32).view(torch.float32)
+    h = store(x, config)
+    settle(h)
+    assert load(h, x).view(torch.int32).tolist() == x.view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("size", [(3, 5, 7), (64, 33, 17), (1, 300, 1, 100)])
+@pytest.mark.parametrize("order", ["transposed", "rotated", "channels_last"])
+def test_dense_layouts(any_config, size, order):
+    x = torch.randn(size)
+    x = {"transposed": x.mT, "rotated": x.permute(*range(1, x.ndim), 0), "channels_last": x}[order]
+    if order == "channels_last" and x.ndim == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    h = store(x, any_config)
+    settle(h)
+    y = load(h, x, consume=False)
+    assert y.stride() == x.stride()
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("from_disk", [True, False])
+@pytest.mark.parametrize("rows", [7, 700])
+def test_asked_strides_differ_from_stored_ones(config, from_disk, rows):
+    x = torch.randn(rows, 300)
+    h = store(x, config)
+    if from_disk:
+        settle(h)
+    y = op.load(h, [rows, 300], [1, rows], torch.float32, CPU, 0, True)
+    op.wait_load_(y, h, 1)
+    assert y.stride() == (1, rows)
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_asked_strides_with_gaps(config, from_disk):
+    x = torch.randn(50, 30)
+    h = store(x, config)
+    if from_disk:
+        settle(h)
+    y = op.load(h, [50, 30], [32, 1], torch.float32, CPU, 0, True)
+    op.wait_load_(y, h, 1)
+    assert y.stride() == (32, 1)
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_flat_and_reinterpreted(config, from_disk):
+    x = torch.randn(100, 300)
+    h = store(x, config)
+    if from_disk:
+        settle(h)
+    y = op.load(h, [60_000], [1], torch.bfloat16, CPU, 0, False)
+    op.wait_load_(y, h, 1)
+    assert torch.equal(y.view(torch.float32).view(100, 300), x)
+
+
+def test_stride_of_a_dimension_of_one_does_not_matter(config):
+    x = torch.randn(1, 40_000)
+    h = store(x, config)
+    settle(h)
+    y = op.load(h, [1, 40_000], [7, 1], torch.float32, CPU, 0, True)
+    op.wait_load_(y, h, 1)
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "dtype"),
+    [([99, 300], [300, 1], torch.float32), ([30_000], [1], torch.bfloat16), ([300, 100], [1, 300], torch.float32)],
+)
+def test_other_bytes_are_refused(config, size, stride, dtype):
+    x = torch.randn(100, 300)
+    h = store(x, config, slot=4)
+    with pytest.raises(RuntimeError, match=r"slot 4 of graph 'g'.*a load asks for size"):
+        op.load(h, size, stride, dtype, CPU, 0, True)
+
+
+@pytest.mark.parametrize("phase", [0, 1, 8, 64, 448, 511, 512, 513, 4032, 4095])
+@pytest.mark.parametrize("nbytes", [100, 70_000, 65_536 + 512, MIB])
+def test_phases(config, phase, nbytes):
+    base = noise(nbytes + 8192)
+    at = (phase - base.data_ptr()) % 4096
+    x = base[at : at + nbytes]
+    assert x.data_ptr() % 4096 == phase
+    h = store(x, config)
+    settle(h)
+    y = load(h, x)
+    assert raw(y) == raw(x)
+    if nbytes >= 65_536:
+        assert y.data_ptr() % 4096 == phase
+
+
+def test_read_into_another_phase_bounces(config):
+    x = noise(MIB + 100)
+    h = store(x, config)
+    entry = settle(h)
+    load(h, x)
+    base = noise(2 * MIB)
+    for phase in (0, 1, 65, 4000):
+        at = (phase - base.data_ptr()) % 4096
+        y = base[at : at + x.numel()]
+        entry.store.engine.read(entry.extent, y.data_ptr(), entry.nbytes).wait()
+        assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("nbytes", [10, 5000, 70_000, MIB + 77])
+def test_bytes_are_on_the_disk(config, nbytes):
+    """An independent read of the file finds the body, and head and tail are shorter than the alignment."""
+    x = noise(nbytes)
+    h = store(x, config)
+    extent = settle(h).extent
+    body = raw(x)[extent.body_at : extent.body_at + extent.body_bytes]
+    assert nbytes - len(body) < 2 * extent.file.align
+    assert extent.head + body + extent.tail == raw(x)
+    buffer = mmap.mmap(-1, -(-nbytes // 4096) * 4096)
+    os.preadv(extent.file.fd, [buffer], extent.offset)
+    assert buffer[: len(body)] == body
+    buffer.close()
+
+
+def test_padding_on_disk_is_zero(config):
+    """What is recycled memory here was another tensor's: its bytes do not go to the disk with a tiny one."""
+    for value in (255, 1):
+        x = torch.full((5,), value, dtype=torch.uint8)
+        h = store(x, config)
+        extent = settle(h).extent
+        buffer = mmap.mmap(-1, 4096)
+        os.preadv(extent.file.fd, [buffer], extent.offset)
+        assert buffer[5 : extent.file.align].count(0) == extent.file.align - 5
+        buffer.close()
+        dirty = noise(4000)
+        settle(store(dirty, config))
+
+
+def test_zero_bytes(any_config):
+    x = torch.empty(0, 7)
+    h = store(x, any_config)
+    release(h, x, hand_over=False)
+    y = load(h, x)
+    assert y.shape == (0, 7)
+    assert settle(h).extent is None
+    assert settle(h).state is State.ON_DISK
+
+
+def test_scalar(config):
+    x = torch.tensor(3.5)
+    h = store(x, config)
+    settle(h)
+    assert load(h, x).item() == 3.5
+
+
+def test_buffered_where_direct_is_refused(tmp_path, monkeypatch):
+    """Without O_DIRECT everything works, after one warning."""
+    real = os.open
+
+    def refuse(path, flags, *rest, **more):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.warns(RuntimeWarning, match="takes no direct I/O"):
+        begin(config_json(tmp_path), offloaded=1)
+    monkeypatch.undo()
+    for nbytes in (1, 70_001, MIB):
+        x = noise(nbytes)
+        h = store(x, config_json(tmp_path))
+        extent = settle(h).extent
+        assert extent.file.align == 1
+        assert os.pread(extent.file.fd, nbytes, extent.offset) == raw(x)
+        assert torch.equal(load(h, x), x)
+
+
+def test_requires_grad_and_inference_mode(config):
+    x = torch.randn(40_000, requires_grad=True)
+    h = store(x, config)
+    settle(h)
+    assert torch.equal(load(h, x, consume=False), x)
+    with torch.inference_mode():
+        x = torch.randn(40_000)
+        h = store(x, config)
+        release(h, x, hand_over=False)
+        assert torch.equal(load(h, x, consume=False), x)
+
+
+def test_overlapping_tensors_are_refused(config):
+    with pytest.raises(TypeError, match=r"slot 3 of graph 'g'.*gaps or overlaps"):
+        store(torch.randn(4, 1).expand(4, 4), config, slot=3)
+    with pytest.raises(TypeError, match="gaps or overlaps"):
+        store(torch.randn(8, 8)[:, ::2], config)
+
+
+def test_memory_is_left_alone_by_a_partial_page(config):
+    """A direct read fills exactly its tensor: the rest of a region may be somebody else's some day."""
+    x = noise(100_001)
+    h = store(x, config)
+    settle(h)
+    y = load(h, x)
+    behind = ctypes.string_at(y.data_ptr() + x.numel(), 64)
+    h2 = store(x, config)
+    settle(h2)
+    assert behind == bytes(64)

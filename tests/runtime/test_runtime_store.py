@@ -1,0 +1,469 @@
+"""Who holds the bytes when: forwarding, giving away, cancelling, and what the death of a handle frees."""
+
+import threading
+import time
+
+import pytest
+import torch
+from engines import DelayedEngine, registered
+from harness import CPU, begin, config_json, load, op, raw, release, settle, start_load, store, wait, watch
+
+from ssd_fx.runtime import entries, trace
+from ssd_fx.runtime.buffers import POOL
+from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.stats import reset_stats, stats
+from ssd_fx.runtime.store import get_store
+
+N = 300_001
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """Writes start 50 to 100 ms late."""
+    with registered(DelayedEngine) as name:
+        yield config_json(tmp_path, name)
+
+
+@pytest.fixture
+def stuck(tmp_path):
+    """Writes start after an hour."""
+    with registered(lambda inner: DelayedEngine(inner, 3600, 3600)) as name:
+        yield config_json(tmp_path, name)
+
+
+# ---- forwarding: store -> release -> load before the write is done
+
+
+def test_consumed_load_is_the_stored_memory(stuck):
+    x = torch.randn(N)
+    expected, address = x.clone(), x.data_ptr()
+    h = store(x, stuck)
+    release(h, x)
+    del x
+    y = load(h, expected, consume=True)
+    assert y.data_ptr() == address
+    assert torch.equal(y, expected)
+    assert lookup(h).state is State.GIVEN
+    s = stats()
+    assert (s.forwarded_bytes, s.cancelled_bytes, s.written_bytes) == (4 * N, 4 * N, 0)
+
+
+def test_consumed_load_copies_while_somebody_else_holds_the_storage(stuck):
+    """The caller keeps a hidden state: the backward may overwrite its load, and must not overwrite theirs."""
+    x = torch.randn(N)
+    expected = x.clone()
+    view = x[5:]
+    h = store(x, stuck)
+    release(h, x)
+    del x
+    load(h, expected, consume=True).zero_()
+    assert torch.equal(view, expected[5:])
+    del view
+    y = load(h, expected, consume=True)
+    assert torch.equal(y, expected)
+    assert lookup(h).state is State.GIVEN
+
+
+def test_consumed_load_before_the_release_copies(stuck):
+    x = torch.randn(N)
+    h = store(x, stuck)
+    y = load(h, x, consume=True)
+    assert y.data_ptr() != x.data_ptr()
+    assert torch.equal(y, x)
+    release(h, x)
+
+
+def test_second_load_of_a_given_tensor(stuck):
+    x = torch.randn(N)
+    h = store(x, stuck, slot=9)
+    release(h, x)
+    like = torch.empty(N)
+    del x
+    y = load(h, like, consume=True)
+    with pytest.raises(RuntimeError, match=r"slot 9 of graph 'g'.*retain_graph=True.*donated_buffer=False"):
+        start_load(h, like)
+    assert y.numel() == N
+
+
+def test_unconsumed_loads_copy_and_the_write_goes_on(slow):
+    x = torch.randn(N)
+    expected = x.clone()
+    h = store(x, slow)
+    release(h, x)
+    del x
+    for _ in range(3):
+        y = load(h, expected, consume=False)
+        assert torch.equal(y, expected)
+        y.zero_()
+    assert lookup(h).state is State.IN_MEMORY
+    settle(h)
+    assert torch.equal(load(h, expected, consume=False), expected)
+    assert lookup(h).state is State.ON_DISK
+    assert stats().written_bytes == 4 * N
+
+
+def test_given_after_the_write_was_done_stays_on_disk(config):
+    """The race: the write ends between the look and the cancel. Then a second load reads it."""
+    x = torch.randn(N)
+    expected = x.clone()
+    h = store(x, config)
+    release(h, x)
+    del x
+    entry = lookup(h)
+    entry.write.wait()
+    entry.write.done = None if False else entry.write.done  # the write is done and not reaped
+    with entries.GUARD.lock:
+        entry.store._cancel_write(entry)
+    assert entry.state is State.ON_DISK
+    assert torch.equal(load(h, expected), expected)
+
+
+def test_forwarded_view_of_a_larger_storage(stuck):
+    base = torch.randn(2 * N)
+    x = base[100 : 100 + N]
+    expected = x.clone()
+    h = store(x, stuck)
+    release(h, x)
+    del x, base
+    y = load(h, expected, consume=True)
+    assert torch.equal(y, expected)
+
+
+# ---- the release
+
+
+def test_release_without_hand_over_waits(slow):
+    x = torch.randn(N)
+    expected = x.clone()
+    h = store(x, slow)
+    release(h, x, hand_over=False)
+    x.fill_(7)
+    assert lookup(h).state is State.ON_DISK
+    assert stats().stall_s > 0.03
+    assert torch.equal(load(h, expected), expected)
+
+
+def test_release_with_hand_over_returns_at_once(stuck):
+    x = torch.randn(N)
+    h = store(x, stuck)
+    started = time.perf_counter()
+    release(h, x, hand_over=True)
+    assert time.perf_counter() - started < 10
+
+
+def test_release_of_another_buffer(config):
+    x = torch.randn(N)
+    h = store(x, config, slot=2)
+    with pytest.raises(RuntimeError, match=r"slot 2 of graph 'g'.*another buffer"):
+        release(h, x.clone())
+
+
+def test_memory_is_freed_once_written(slow):
+    x = torch.randn(N)
+    alive = watch(x)
+    h = store(x, slow)
+    release(h, x)
+    del x
+    assert not alive.expired()
+    settle(h)
+    begin_another = torch.randn(3)
+    store(begin_another, slow)  # any op reaps
+    assert alive.expired()
+    assert lookup(h).state is State.ON_DISK
+
+
+# ---- loads
+
+
+def test_several_loads_before_their_waits(config):
+    x = torch.randn(N)
+    h = store(x, config)
+    settle(h)
+    ys = [start_load(h, x, consume=False) for _ in range(4)]
+    for y in (ys[2], ys[0], ys[3], ys[1]):
+        assert torch.equal(wait(y, h), x)
+    assert len({y.data_ptr() for y in ys}) == 4
+
+
+def test_wait_for_a_tensor_that_was_not_loaded(config):
+    x = torch.randn(N)
+    h = store(x, config, slot=5)
+    settle(h)
+    y = start_load(h, x)
+    with pytest.raises(RuntimeError, match=r"slot 5 of graph 'g'.*no load of it returned"):
+        wait(torch.empty(N), h)
+    wait(y, h)
+    with pytest.raises(RuntimeError, match="waited for already"):
+        wait(y, h)
+
+
+def test_load_that_nobody_waits_for(config):
+    """An exception between load and wait: the read ends before its memory goes."""
+    x = torch.randn(10 * N)
+    h = store(x, config)
+    settle(h)
+    start_load(h, x)
+    del h
+    assert entries.living() == []
+
+
+def test_loaded_memory_is_recycled(config):
+    x = torch.randn(N)
+    h = store(x, config)
+    settle(h)
+    seen = set()
+    before = POOL.mappings
+    for _ in range(5):
+        y = load(h, x, consume=False)
+        seen.add(y.data_ptr())
+        alias = y[3:]
+        del y
+        assert torch.equal(alias, x[3:])  # an alias keeps the memory
+        del alias
+    assert len(seen) == 1
+    assert POOL.mappings == before + 1
+
+
+# ---- handles
+
+
+def test_death_of_a_handle_frees_extent_and_memory(config):
+    offsets = []
+    for _ in range(3):
+        x = torch.randn(N)
+        h = store(x, config)
+        offsets.append(settle(h).extent.offset)
+        release(h, x)
+        view = h.view(1)
+        del h
+        assert len(entries.living()) == 1  # a view keeps the storage
+        del view
+        assert entries.living() == []
+    assert len(set(offsets)) == 1
+
+
+def test_death_of_a_handle_while_its_write_waits(stuck):
+    """Forward without backward: the write is cancelled and the memory is free at once."""
+    x = torch.randn(N)
+    alive = watch(x)
+    h = store(x, stuck)
+    release(h, x)
+    del x
+    assert not alive.expired()
+    del h
+    assert alive.expired()
+    assert stats().cancelled_bytes == 4 * N
+
+
+def test_forward_without_backward_many_times(config):
+    for _ in range(20):
+        handles = [store(torch.randn(N), config, slot=i) for i in range(4)]
+        del handles
+    assert entries.living() == []
+    assert stats().disk_bytes == 256 << 20
+
+
+def test_dead_handle(config):
+    h = store(torch.randn(N), config)
+    copy = h.clone()
+    del h
+    with pytest.raises(RuntimeError, match=r"storage died.*saved_tensors_hooks"):
+        op.load(copy, [N], [1], torch.float32, CPU, 0, True)
+
+
+def test_handle_dies_inside_a_critical_section(config):
+    """What the garbage collector may do at any allocation: the release waits until the lock is free."""
+    h = store(torch.randn(N), config)
+    settle(h)
+    with entries.GUARD.lock:
+        del h
+        assert len(entries.living()) == 1
+    entries.GUARD.drain()
+    assert entries.living() == []
+
+
+def test_handle_dies_in_another_thread_that_holds_the_lock(config):
+    x = torch.randn(N)
+    handles = [store(x, config)]
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold():
+        with entries.GUARD.lock:
+            held.set()
+            let_go.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(20)
+    handles.clear()  # must not block
+    assert len(entries.living()) == 1
+    let_go.set()
+    thread.join()
+    del x
+    store(torch.randn(3), config)
+    assert entries.living() == []
+
+
+# ---- the cap on bytes in flight
+
+
+def test_cap_blocks_until_there_is_room(tmp_path):
+    with registered(DelayedEngine) as name:
+        config = config_json(tmp_path, name, inflight=2 * 4 * N)
+        handles = [store(torch.full((N,), float(i)), config, slot=i) for i in range(6)]
+        most = get_store(config)._writing_bytes
+        assert most <= 2 * 4 * N
+        assert stats().stall_s > 0.05
+        for i, h in enumerate(handles):
+            assert torch.equal(load(h, torch.empty(N)), torch.full((N,), float(i)))
+
+
+def test_one_tensor_larger_than_the_cap_goes_through(tmp_path):
+    with registered(DelayedEngine) as name:
+        config = config_json(tmp_path, name, inflight=100)
+        started = time.perf_counter()
+        x = torch.randn(N)
+        h = store(x, config)
+        h2 = store(x, config)
+        assert time.perf_counter() - started > 0.04
+        assert torch.equal(load(h, x), x)
+        assert torch.equal(load(h2, x), x)
+
+
+# ---- whole steps
+
+
+def test_random_completion_order_over_many_steps(tmp_path):
+    """Buffers are overwritten as soon as the release returned; what comes back is what was stored."""
+    with registered(lambda inner: DelayedEngine(inner, 0.0, 0.02)) as name:
+        config = config_json(tmp_path, name, inflight=8 * 4 * N)
+        buffers = [torch.empty(N + i) for i in range(4)]
+        for step in range(6):
+            begin(config)
+            kept = []
+            for i in range(12):
+                x = buffers[i % 4]
+                x.fill_(100.0 * step + i)
+                h = store(x, config, slot=i, seq=2 * i)
+                release(h, x, seq=2 * i + 1, hand_over=False)
+                kept.append((h, x.shape[0], 100.0 * step + i))
+            for seq, (h, n, value) in enumerate(reversed(kept)):
+                y = start_load(h, torch.empty(n), seq=2 * seq)
+                assert (wait(y, h, seq=2 * seq + 1) == value).all()
+            del kept, h
+        s = stats()
+        assert (s.steps, s.stores, s.loads, s.in_planned_order) == (6, 72, 72, 1.0)
+        assert entries.living() == []
+
+
+def test_two_threads_hammer_one_store(config):
+    errors = []
+
+    def train(seed):
+        try:
+            for step in range(25):
+                xs = [torch.full((70_000 + 1000 * i,), float(seed * 1000 + step * 10 + i)) for i in range(5)]
+                expected = [x[0].item() for x in xs]
+                handles = [store(x, config, slot=i, graph=f"g{seed}") for i, x in enumerate(xs)]
+                like = [torch.empty_like(x) for x in xs]
+                for h, x in zip(handles, xs, strict=True):
+                    release(h, x)
+                del xs, x
+                loads = [start_load(h, y) for h, y in zip(handles, like, strict=True)]
+                for h, y, value in zip(handles, loads, expected, strict=True):
+                    assert (wait(y, h) == value).all()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert errors == []
+    assert stats().loads == 3 * 25 * 5
+    assert get_store(config)._writing_bytes == 0
+
+
+# ---- what is reported
+
+
+def test_freed_bytes_are_those_that_nobody_else_keeps(config):
+    kept, dropped = torch.randn(N), torch.randn(2 * N)
+    h1, h2 = store(kept, config), store(dropped, config)
+    settle(h1), settle(h2)
+    like = torch.empty(2 * N)
+    del dropped
+    load(h1, kept, consume=False), load(h2, like, consume=False)
+    load(h2, like, consume=False)  # counted once
+    assert stats().freed_bytes == 8 * N
+    h3 = store(torch.randn(5 * N), config)
+    settle(h3)
+    release_all = store(torch.randn(1), config)
+    del h3, release_all
+    assert stats().freed_bytes == 8 * N + 20 * N
+
+
+def test_counts_per_graph(config):
+    begin(config, "a", saved=100, offloaded=60)
+    begin(config, "a", saved=100, offloaded=60)
+    begin(config, "b", saved=7, offloaded=0)
+    x = torch.randn(N)
+    h = store(x, config, graph="b")
+    settle(h)
+    load(h, x)
+    s = stats()
+    assert (s.saved_bytes, s.offloaded_bytes, s.steps) == (207, 120, 2)
+    assert (s.graphs["a"].steps, s.graphs["b"].steps) == (2, 1)
+    assert (s.graphs["b"].read_bytes, s.graphs["b"].written_bytes) == (4 * N, 4 * N)
+    assert s.graphs["a"].stores == 0
+    assert s.disk_bytes == 256 << 20
+    reset_stats()
+    assert stats().stores == 0
+    assert stats().graphs == {}
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "share"),
+    [((0, 1, 2, 3), (0, 1, 2, 3), 1.0), ((0, 2, 1, 3), (0, 1, 2, 3), 7 / 8), ((3, 2, 1, 0), (0, 3, 2, 1), 3 / 8)],
+)
+def test_planned_order(config, forward, backward, share):
+    """Stores carry the forward's seq, loads and waits the backward's; every run is judged by itself."""
+    x = torch.randn(10)
+    for _ in range(3):
+        begin(config)
+        handles = [store(x, config, slot=seq, seq=seq) for seq in forward]
+        h = handles[0]
+        ys = {}
+        for seq in backward:
+            if seq % 2 == 0:
+                ys[seq] = start_load(h, x, consume=False, seq=seq)
+            else:
+                wait(ys.popitem()[1] if ys else start_load(h, x, consume=False, seq=seq), h, seq=seq)
+        ys.clear()
+    assert stats().in_planned_order == pytest.approx(share, abs=0.15 if share < 0.5 else 1e-9)
+
+
+def test_trace(config):
+    begin(config, offloaded=5)
+    x = torch.randn(N)
+    h = store(x, config, slot=3, seq=4)
+    settle(h)
+    release(h, x, seq=5)
+    y = start_load(h, x, seq=6)
+    wait(y, h, seq=7)
+    events = trace.events()
+    assert [(e[0], e[2], e[3], e[6], e[7]) for e in events] == [
+        ("begin", -1, -1, 5, "none"),
+        ("store", 3, 4, 4 * N, "disk"),
+        ("write", 3, 4, 4 * N, "ok"),
+        ("release", 3, 5, 4 * N, "disk"),
+        ("load", 3, 6, 4 * N, "disk"),
+        ("read", 3, 6, 4 * N, "ok"),
+        ("wait", 3, 7, 4 * N, "disk"),
+    ]
+    assert all(e[1] == "g" and e[4] <= e[5] for e in events)
+    times = {e[0]: e for e in events}
+    assert times["store"][4] <= times["write"][4] <= times["release"][5]  # one clock
+    assert raw(y) == raw(x)
