@@ -3,7 +3,8 @@
     relu -> view -> mm          relu and view saved, one storage
     relu -> sin                 => one group {base relu, members relu and view}; one write, one read, the view replayed
 
-Never offloaded, because they live anyway: parameters, buffers and other inputs, constants, outputs, and views of any of them.
+Never offloaded, because they live anyway: parameters, buffers and other inputs, constants, outputs, and views of any
+of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def _group(slot: int, owner: fx.Node, saved: list[fx.Node], obstacle: str) -> Al
     assert tensor is not None
     nbytes = tensor.untyped_storage().nbytes()
     if obstacle:  # sizes may be symbolic: nothing may be computed with them but a hint for the report
-        return AliasGroup(slot, owner.name, None, tuple(Member(n.name, _NO_LAYOUT) for n in saved), _hint(nbytes), obstacle)
+        return AliasGroup(
+            slot, owner.name, None, tuple(Member(n.name, _NO_LAYOUT) for n in saved), _hint(nbytes), obstacle
+        )
     members = tuple(Member(n.name, Layout.of(n.meta["val"])) for n in saved)
     return AliasGroup(slot, owner.name, Layout.of(tensor), members, int(nbytes))
 

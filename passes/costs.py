@@ -28,7 +28,7 @@ class Machine:
 
     @staticmethod
     def default(device: torch.device, threads: int) -> Machine:
-        """Typical rates: a CPU core at 50 Gflop/s fp32; an NVMe drive at 1.5 GB/s write and 1.0 GB/s read beside compute."""
+        """Typical rates: a CPU core at 50 Gflop/s; a drive at 1.5 GB/s write and 1.0 GB/s read beside compute."""
         if device.type == "cpu":
             return Machine(50e9 * threads, 5e9 * threads, 1.5e9, 1.0e9)
         return Machine(100e12, 1.5e12, 5e9, 6e9)

@@ -19,7 +19,8 @@ def table(plan: Plan, forward: list[str], backward: list[str]) -> str:
     rows = [_row(plan, g, forward, backward) for g in plan.groups]
     widths = [max((len(r[i]) for r in rows), default=0) for i in range(4)]
     lines = [
-        f"{r[0]:<{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]:<{widths[3]}}  {r[4]}".rstrip() for r in rows
+        f"{r[0]:<{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]:<{widths[3]}}  {r[4]}".rstrip()
+        for r in rows
     ]
     share = 100 * plan.offloaded_bytes / plan.saved_bytes if plan.saved_bytes else 0.0
     head = (
@@ -48,7 +49,7 @@ def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str])
 
 
 def write(directory: Path, partition: Partition, plan: Plan, text: str) -> None:
-    """Write `<graph>.plan.txt`, `<graph>.forward.py` and `<graph>.backward.py` into `directory`, which is made if missing."""
+    """Write `<graph>.plan.txt`, `<graph>.forward.py` and `<graph>.backward.py` into `directory`, made if missing."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{plan.graph}.plan.txt").write_text(text)
     for name, module in (("forward", partition.forward), ("backward", partition.backward)):

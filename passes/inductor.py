@@ -1,21 +1,25 @@
 """What Inductor must be told about our nodes: how a release gives a buffer up, and in which order they run.
 
-Lowering. Inductor frees a buffer, or reuses its memory, after its last use, and knows nothing of a write that is still going on. The
-lowering of `wait_store_` therefore drops the buffer itself, right behind the call, and takes it out of reuse:
+Lowering. Inductor frees a buffer, or reuses its memory, after its last use, and knows nothing of a write that is
+still going on. The lowering of `wait_store_` therefore drops the buffer itself, right behind the call, and takes it
+out of reuse:
 
     handle = torch.ops.ssd_fx.store.default(buf4, ...)
     ...
     torch.ops.ssd_fx.wait_store_.default(handle, buf4, 7, True)     # True: the graph hands the buffer over
     del buf4
 
-Where the release turns out not to be the last use (it always should be), it hands nothing over and blocks until the write is done.
+Where the release turns out not to be the last use (it always should be), it hands nothing over and blocks until the
+write is done.
 
-Order. Inductor keeps data dependencies only. `PinOrder` runs after fusion, so that it costs none, and chains our nodes and all extern
-kernels (matmuls, attention) in the planned order by dependencies that extend no lifetime; what is fused stays free to move.
+Order. Inductor keeps data dependencies only. `PinOrder` runs after fusion, so that it costs none, and chains our
+nodes and all extern kernels (matmuls, attention) in the planned order by dependencies that extend no lifetime; what
+is fused stays free to move.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +49,10 @@ class ReleaseKernel(ir.FallbackKernel):
     """`wait_store_`: drops its buffer behind the call if nothing uses it later."""
 
     def codegen(self, wrapper: Any) -> None:
-        buffer = self.inputs[1]
-        name = buffer.get_name()
-        last = name in V.graph.scheduler.current_node.last_usage and not V.graph.cpp_wrapper
+        name = _input_name(self, 1)
+        current = V.graph.scheduler.current_node
+        assert current is not None
+        last = name in current.last_usage and not V.graph.cpp_wrapper
         if not last:
             self.constant_args = (*self.constant_args[:-1], False)
         super().codegen(wrapper)
@@ -58,7 +63,9 @@ class ReleaseKernel(ir.FallbackKernel):
 
 def _lower_store(x: Any, *args: Any) -> Any:
     # The members of the group are rebuilt from these strides in the backward, so Inductor may not choose others.
-    stride = V.graph.current_node.args[0].meta["val"].stride()
+    base = V.graph.current_node.args[0]
+    assert isinstance(base, torch.fx.Node)
+    stride = base.meta["val"].stride()
     x = ir.ExternKernel.realize_input(ir.ExternKernel.require_exact_strides(x, stride))
     handle = StoreKernel.create(ops.store.default, x, *args)
     _store_of(handle).stored = x
@@ -66,14 +73,20 @@ def _lower_store(x: Any, *args: Any) -> Any:
 
 
 def _lower_release(handle: Any, keepalive: Any, seq: int, hand_over: bool = False) -> None:
-    # Whatever the graph says, what is kept alive is the very buffer that was stored: realizing `keepalive` once more could
-    # make a copy and protect that.
+    # Whatever the graph says, what is kept alive is the very buffer that was stored: realizing `keepalive` once more
+    # could make a copy and protect that.
     store = _store_of(V.graph.name_to_buffer[handle.get_name()])
     ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, seq, hand_over)
     release = V.graph.operations[-1]
-    assert isinstance(release, ReleaseKernel) and release.inputs[1].get_name() == store.inputs[0].get_name(), (
-        f"Inductor would protect {release.inputs[1].get_name()} but stores {store.inputs[0].get_name()}"
-    )
+    assert isinstance(release, ReleaseKernel)
+    held, written = _input_name(release, 1), _input_name(store, 0)
+    assert held == written, f"Inductor would protect {held} but stores {written}"
+
+
+def _input_name(kernel: ir.FallbackKernel, index: int) -> str:
+    buffer = kernel.inputs[index]
+    assert isinstance(buffer, ir.IRNode)
+    return buffer.get_name()
 
 
 def _store_of(handle: Any) -> StoreKernel:
@@ -98,7 +111,7 @@ class PinOrder(CustomSchedulerPass):
             return nodes
         order = _planned_order(nodes)
         skeleton = [n for n in order if isinstance(n, ExternKernelSchedulerNode)]
-        for before, after in zip(skeleton, skeleton[1:], strict=False):
+        for before, after in itertools.pairwise(skeleton):
             first, second = before.get_outputs()[0].get_name(), after.get_outputs()[0].get_name()
             after.add_fake_dep(WeakDep(first, mutating_buf=second, is_fake=True))
         return order
@@ -130,7 +143,8 @@ def _planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
 
 
 def _position(node: BaseSchedulerNode, position: dict[torch.fx.Node, int]) -> int:
+    origin = getattr(node.node, "origin_node", None)
+    if isinstance(node, ExternKernelSchedulerNode) and isinstance(origin, torch.fx.Node):
+        return position.get(origin, len(position))
     origins = [o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()]
-    if isinstance(node, ExternKernelSchedulerNode) and isinstance(getattr(node.node, "origin_node", None), torch.fx.Node):
-        origins = [node.node.origin_node]
     return max((position[o] for o in origins if o in position), default=len(position))

@@ -7,8 +7,8 @@
       wait_store_(handle, relu)                      wait_load_(x, handle)
       return (mm, handle)                            relu = as_strided(x, ...); use(relu)
 
-One handle takes the place of all members of a group among the saved tensors. Every node carries its place in the planned order,
-so that the trace of a run can be compared with it.
+One handle takes the place of all members of a group among the saved tensors. Every node carries its place in the
+planned order, so that the trace of a run can be compared with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Insertion:
-    """One node to come: it goes before the node at `position` of its graph as it was; `rank` orders those at one position."""
+    """One node to come: it goes before the node at `position` of its graph as it was; `rank` orders those at one
+    position."""
 
     position: int
     rank: int
@@ -43,8 +44,8 @@ class _Insertion:
 def insert(partition: Partition, plan: Plan, *, config: str, hand_over: bool, consume: bool) -> None:
     """Rewrite both graphs. `config` is the runtime's configuration as JSON and travels in the nodes.
 
-    `hand_over` and `consume` are the arguments of `wait_store_` and `load` (docs/design.md): whether whoever runs the forward drops
-    its references in time by itself, and whether the backward runs at most once.
+    `hand_over` and `consume` are the arguments of `wait_store_` and `load` (docs/design.md): whether whoever runs the
+    forward drops its references in time by itself, and whether the backward runs at most once.
     """
     forward = _ForwardWriter(partition, plan, config, hand_over)
     backward = _BackwardWriter(partition, plan, consume)
@@ -106,7 +107,7 @@ class _ForwardWriter:
             self._inherit_saved_meta(group)
 
     def _inherit_saved_meta(self, group: AliasGroup) -> None:
-        """How autograd saves a tensor (with or without version check) is read off its node: the handle is saved likewise."""
+        """How autograd saves a tensor (with a version check or without) stands at its node: the handle inherits it."""
         key = "saved_tensor_with_no_vc_check"
         if key in self.base[group.members[0].name].meta:
             self.handles[group.slot].meta[key] = self.base[group.members[0].name].meta[key]
@@ -151,7 +152,8 @@ class _BackwardWriter:
         assert layout is not None
         args = (self.handles[group.slot], list(layout.size), list(layout.stride), layout.dtype, layout.device, seq)
         node = self.graph.call_function(ops.load.default, (*args, self.consume))
-        # The storage of the saved tensors' FakeTensors, so that whoever asks what aliases what in the backward is told the truth.
+        # The storage of the saved tensors' FakeTensors, so that whoever asks what aliases what in the backward is
+        # told the truth.
         saved = self.placeholders[group.members[0].name].meta["val"]
         with self.fake_mode:
             node.meta["val"] = torch.as_strided(saved, layout.size, layout.stride, layout.offset)
@@ -183,7 +185,8 @@ class _BackwardWriter:
         return view, view
 
     def _pull_behind(self, after: fx.Node, views: list[fx.Node], wait_before: int) -> fx.Node:
-        """Move the views that stand before the wait behind it: they would otherwise look at bytes that are not there yet.
+        """Move the views that stand before the wait behind it: they would otherwise look at bytes that are not there
+        yet.
 
         The first read comes after the wait, so only views (whose other inputs are symbolic sizes) can stand before it.
         """

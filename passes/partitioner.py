@@ -1,7 +1,7 @@
 """The partitioner that Inductor and AOTAutograd call: PyTorch's min-cut, then our pipeline on its result.
 
-It is copied and pickled into the key of Inductor's cache, so it is a frozen dataclass of plain values; on a cache hit it does not
-run at all, which is why all that the runtime needs stands in the graphs.
+It is copied and pickled into the key of Inductor's cache, so it is a frozen dataclass of plain values; on a cache hit
+it does not run at all, which is why all that the runtime needs stands in the graphs.
 """
 
 from __future__ import annotations

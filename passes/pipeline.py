@@ -23,7 +23,8 @@ from ssd_fx.passes.select import select
 class PlanOptions:
     """What the passes need to know; `runtime_config` is handed through to the nodes unread.
 
-    `budget` is bytes (int) or a share of the saved bytes (float); `min_bytes` and `prefetch` are bytes; `dump_dir` may be empty.
+    `budget` is bytes (int) or a share of the saved bytes (float); `min_bytes` and `prefetch` are bytes; `dump_dir`
+    may be empty.
     """
 
     budget: int | float

@@ -1,7 +1,7 @@
 """The plan: what is decided for every alias group, and where its nodes go.
 
-Analyses read a `Partition` and return a new `Plan`; rewrites obey the plan and decide nothing. Node names are opaque keys,
-shared by forward and backward.
+Analyses read a `Partition` and return a new `Plan`; rewrites obey the plan and decide nothing. Node names are opaque
+keys, shared by forward and backward.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Member:
 class AliasGroup:
     """All saved tensors that share one storage: the unit of every decision.
 
-    `base` is the forward node that owns the storage (it is what a store writes); `obstacle` says why the group cannot be
-    offloaded, or is empty. `nbytes` is the size of the storage.
+    `base` is the forward node that owns the storage (it is what a store writes); `obstacle` says why the group cannot
+    be offloaded, or is empty. `nbytes` is the size of the storage.
     """
 
     slot: int

@@ -3,9 +3,9 @@
     forward    base [store]  ...last use...  (write predicted done) [release]
     backward   [load]  ...read predicted to take this long...  [wait] first use
 
-A release earlier than its write is legal (the runtime then holds the tensor); it is put where the write is predicted to be
-done so that memory is really gone there. Loads are issued as late as the read lane allows, with a margin, and never so early
-that more than `prefetch` bytes wait for their use.
+A release earlier than its write is legal (the runtime then holds the tensor); it is put where the write is predicted
+to be done so that memory is really gone there. Loads are issued as late as the read lane allows, with a margin, and
+never so early that more than `prefetch` bytes wait for their use.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _loads(plan: Plan, machine: Machine, prefetch: int) -> dict[int, int]:
 
 
 def _within_window(plan: Plan, by_deadline: list[AliasGroup], wanted: dict[int, int], prefetch: int) -> dict[int, int]:
-    """Delay loads until what was loaded before has been waited for, so that at most `prefetch` bytes wait (one load always may)."""
+    """Delay loads until earlier ones have been waited for, so that at most `prefetch` bytes wait; one always may."""
     loads, outstanding, oldest, earliest = {}, 0, 0, 0
     for i, group in enumerate(by_deadline):
         outstanding += group.nbytes

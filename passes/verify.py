@@ -50,13 +50,15 @@ def _verify_points(plan: Plan, group: AliasGroup) -> None:
 
 
 def verify_graphs(partition: Partition, plan: Plan, outputs_before: list[str]) -> None:
-    """Check the rewritten graphs against the plan. `outputs_before` are the names of the outputs that the caller sees."""
+    """Check the rewritten graphs against the plan. `outputs_before` are the names the caller's outputs had."""
     for module in (partition.forward, partition.backward):
         module.graph.lint()
     _require([n.name for n in partition.kept_outputs] == outputs_before, "an output of the model changed", "insert")
     placeholders = partition.bwd_placeholders
     for node in partition.saved:
-        _require(node.name in placeholders, f"saved {node.name!r} has no placeholder of its name in the backward", "insert")
+        _require(
+            node.name in placeholders, f"saved {node.name!r} has no placeholder of its name in the backward", "insert"
+        )
     saved_order = [n.name for n in partition.saved if isinstance(node_val(n), torch.Tensor)]
     backward_order = [n for n in placeholders if n in set(saved_order)]
     _require(saved_order == backward_order, "saved tensors and backward inputs differ in order", "insert")
@@ -71,7 +73,9 @@ def node_val(node: fx.Node) -> object:
 def _verify_forward(partition: Partition, plan: Plan) -> None:
     nodes = list(partition.forward.graph.nodes)
     position = {n: i for i, n in enumerate(nodes)}
-    _require(_in_sequence(nodes, (ops.store.default, ops.wait_store_.default)), "forward nodes are out of order", "insert")
+    _require(
+        _in_sequence(nodes, (ops.store.default, ops.wait_store_.default)), "forward nodes are out of order", "insert"
+    )
     stores = [n for n in nodes if n.target is ops.store.default]
     _require(len(stores) == len(plan.offloaded), "stores and offloaded groups differ in number", "insert")
     storages: dict[int, list[fx.Node]] = {}
@@ -98,7 +102,9 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
 def _verify_backward(partition: Partition, plan: Plan) -> None:
     nodes = list(partition.backward.graph.nodes)
     position = {n: i for i, n in enumerate(nodes)}
-    _require(_in_sequence(nodes, (ops.load.default, ops.wait_load_.default)), "backward nodes are out of order", "insert")
+    _require(
+        _in_sequence(nodes, (ops.load.default, ops.wait_load_.default)), "backward nodes are out of order", "insert"
+    )
     loads = [n for n in nodes if n.target is ops.load.default]
     _require(len(loads) == len(plan.offloaded), "loads and offloaded groups differ in number", "insert")
     for load in loads:

@@ -4,17 +4,17 @@ The first touch of fresh memory costs 0.7 s per GiB, as much as the read itself,
 A tensor on a region gives it back when its storage dies, whatever aliases of it exist by then.
 """
 
+import contextlib
 import ctypes
-import functools
+import itertools
 import mmap
-import weakref
-from collections import deque
 
 import torch
 
 from ssd_fx.runtime.guard import Guard
 
 PAGE = 4096
+HUGE = 4 << 20  # from here on huge pages are asked for: the first touch of 64 MiB took 17 ms instead of 40
 
 
 def size_class(nbytes: int) -> int:
@@ -24,18 +24,18 @@ def size_class(nbytes: int) -> int:
 
 
 class Region:
-    """A private anonymous mapping of `nbytes` at `address`."""
+    """A private anonymous mapping of `nbytes` at `address`, unmapped when nobody refers to it. `uses` counts takes."""
 
-    __slots__ = ("_map", "address", "nbytes")
+    __slots__ = ("_map", "address", "nbytes", "since", "uses")
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= HUGE:
+            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def unmap(self) -> None:
-        """Gives the memory back to the system; nothing may point into it any more."""
-        self._map.close()
+        self.uses = self.since = 0
 
 
 class BufferPool:
@@ -46,58 +46,52 @@ class BufferPool:
         self.resident_bytes = 0
         self.peak_bytes = 0
         self.mappings = 0
-        self._guard = Guard()
-        self._free: dict[int, deque[Region]] = {}
-        self._ages: deque[Region] = deque()  # the free regions, oldest first
-        self._free_bytes = 0
-        self._users: dict[int, weakref.ref[object]] = {}  # keeps the references alive that watch tensors' memory
+        self.idle_bytes = 0
+        self._idle: dict[int, dict[Region, None]] = {}  # by size, oldest first
+        self._returns = itertools.count()
+        self._guard: Guard[tuple[Region, int]] = Guard(self._recycle)
 
     def take(self, nbytes: int) -> Region:
         """A page-aligned region of at least `nbytes`, with any content."""
         size = size_class(nbytes)
+        self._guard.drain()
         with self._guard.lock:
-            free = self._free.get(size)
-            if free:
-                region = free.pop()
-                self._ages.remove(region)
-                self._free_bytes -= size
+            idle = self._idle.get(size)
+            if idle:
+                region = idle.popitem()[0]
+                self.idle_bytes -= size
             else:
                 region = self._map(size)
-        self._guard.drain()
+            region.uses += 1
         return region
 
     def give(self, region: Region) -> None:
-        """Takes a region back; safe in a finalizer."""
-        self._guard.later(functools.partial(self._recycle, region))
+        """Takes a region back."""
+        self._guard.later((region, region.uses))
 
     def tensor(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, nbytes: int, phase: int
     ) -> torch.Tensor:
         """A CPU tensor of that layout, spanning `nbytes`, whose data_ptr() is `phase` modulo a page; any content."""
         region = self.take(phase + nbytes)
-        address = region.address
-        memory = (ctypes.c_ubyte * nbytes).from_address(address + phase)
-        self._users[address] = weakref.ref(memory, lambda _: self._forsaken(address, region))
+        memory = (ctypes.c_ubyte * nbytes).from_address(region.address + phase)
+        memory.region = region  # type: ignore[attr-defined]  # mapped for as long as the storage lives
+        self._guard.watch(memory, (region, region.uses))
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
 
     def trim(self) -> None:
-        """Unmaps every free region."""
+        """Unmaps every idle region."""
+        self._guard.drain()
         with self._guard.lock:
             self._shrink(0)
-        self._guard.drain()
 
     def after_fork(self) -> None:
-        """In the child: a fresh lock and no free regions, for another thread may have been at work on them."""
+        """In the child: a fresh lock, and no idle regions, for another thread may have been at work on them."""
         self._guard.reset()
-        self.resident_bytes -= self._free_bytes
-        self._free_bytes = 0
-        self._free.clear()
-        self._ages.clear()
-
-    def _forsaken(self, address: int, region: Region) -> None:
-        self._users.pop(address, None)
-        self.give(region)
+        self._idle.clear()
+        self.resident_bytes -= self.idle_bytes
+        self.idle_bytes = 0
 
     def _map(self, size: int) -> Region:
         region = Region(size)
@@ -106,19 +100,22 @@ class BufferPool:
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
         return region
 
-    def _recycle(self, region: Region) -> None:
-        self._free.setdefault(region.nbytes, deque()).append(region)
-        self._ages.append(region)
-        self._free_bytes += region.nbytes
+    def _recycle(self, returned: tuple[Region, int]) -> None:
+        region, use = returned
+        idle = self._idle.setdefault(region.nbytes, {})
+        if region.uses != use or region in idle:
+            return  # called again after a signal came in between, see Guard
+        region.since = next(self._returns)
+        idle[region] = None
+        self.idle_bytes += region.nbytes
         self._shrink(self.limit)
 
     def _shrink(self, limit: int) -> None:
-        while self._free_bytes > limit:
-            region = self._ages.popleft()
-            self._free[region.nbytes].remove(region)
-            self._free_bytes -= region.nbytes
-            self.resident_bytes -= region.nbytes
-            region.unmap()
+        while self.idle_bytes > limit:
+            oldest = min((next(iter(idle)) for idle in self._idle.values() if idle), key=lambda region: region.since)
+            del self._idle[oldest.nbytes][oldest]
+            self.idle_bytes -= oldest.nbytes
+            self.resident_bytes -= oldest.nbytes
 
 
 POOL = BufferPool()

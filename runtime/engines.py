@@ -24,7 +24,11 @@ class Extent:
 
 
 class Completion(Protocol):
-    """A transfer under way, which keeps all it needs but the tensor's memory alive."""
+    """A transfer, which keeps all it needs but the tensor's memory alive."""
+
+    def start(self) -> None:
+        """Begins it. Apart from its making, so that its owner can note it down first: an exception that comes between
+        (Ctrl-C) leaves no transfer behind that nobody knows of. May raise OSError like `wait`."""
 
     def done(self) -> bool:
         """Whether `wait` would return or raise at once."""
@@ -61,10 +65,10 @@ class Engine(Protocol):
         """Takes back room whose transfers are done."""
 
     def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
-        """Starts to store `nbytes` from `ptr`."""
+        """What will store `nbytes` from `ptr` once it is started."""
 
     def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
-        """Starts to load `nbytes` to `ptr`."""
+        """What will load `nbytes` to `ptr` once it is started."""
 
     def failed(self, extent: Extent, error: OSError) -> None:
         """Told that a write to `extent` failed, so that no new extents come from there."""
@@ -82,16 +86,22 @@ def outcome(completion: Completion) -> OSError | None:
     try:
         completion.wait()
     except OSError as error:
-        return error
+        return error.with_traceback(None)  # whose frames would keep handles alive until a garbage collection
     return None
 
 
-class Done:
-    """The completion of a transfer that was done before it was handed out."""
+class Copy:
+    """A completion that copies `nbytes` at its start."""
 
-    __slots__ = ("_span",)
+    __slots__ = ("_nbytes", "_source", "_span", "_target")
 
-    def __init__(self, started: float) -> None:
+    def __init__(self, target: int, source: int, nbytes: int) -> None:
+        self._target, self._source, self._nbytes = target, source, nbytes
+        self._span = (0.0, 0.0)
+
+    def start(self) -> None:
+        started = time.perf_counter()
+        ctypes.memmove(self._target, self._source, self._nbytes)
         self._span = (started, time.perf_counter())
 
     def done(self) -> bool:
@@ -101,7 +111,7 @@ class Done:
         return
 
     def cancel(self) -> bool:
-        return False
+        return self._span == (0.0, 0.0)
 
     def span(self) -> tuple[float, float]:
         return self._span
@@ -120,7 +130,7 @@ class _HostExtent(Extent):
 
 
 class MemoryEngine:
-    """Extents are host memory and transfers are copies done at once: the reference that others are compared with."""
+    """Extents are host memory and transfers are copies: the reference that others are compared with."""
 
     name = "memory"
     disk_bytes = 0
@@ -134,15 +144,11 @@ class MemoryEngine:
 
     def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
         assert isinstance(extent, _HostExtent)
-        started = time.perf_counter()
-        ctypes.memmove(extent.region.address, ptr, nbytes)
-        return Done(started)
+        return Copy(extent.region.address, ptr, nbytes)
 
     def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
         assert isinstance(extent, _HostExtent)
-        started = time.perf_counter()
-        ctypes.memmove(ptr, extent.region.address, nbytes)
-        return Done(started)
+        return Copy(ptr, extent.region.address, nbytes)
 
     def failed(self, extent: Extent, error: OSError) -> None:
         raise AssertionError(f"a copy in memory cannot fail: {error}")

@@ -6,9 +6,7 @@ dies: a weakref on the ctypes object under that storage tells, whatever views or
 
 import ctypes
 import enum
-import functools
 import itertools
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,9 +20,6 @@ from ssd_fx.runtime.layout import Ints
 
 if TYPE_CHECKING:
     from ssd_fx.runtime.store import Store
-
-GUARD = Guard()
-"""The process-wide lock: over all entries and stores. Nobody waits for I/O under it, except for cancelled pieces."""
 
 
 class State(enum.Enum):
@@ -77,7 +72,6 @@ class Entry:
 
 
 _entries: dict[int, Entry] = {}
-_watchers: dict[int, "weakref.ref[object]"] = {}
 _numbers = itertools.count(1)
 _inherited_below = 0
 _closed = False
@@ -90,8 +84,8 @@ def register(entry: Entry) -> Tensor:
         raise RuntimeError(f"store of {entry.name}: the interpreter is shutting down")
     number = next(_numbers)
     cell = _Cell(number)
-    _watchers[number] = weakref.ref(cell, functools.partial(_died, number))
-    _entries[number] = entry
+    GUARD.watch(cell, number)
+    _entries[number] = entry  # last: from here on the cell's death takes it out again
     return torch.frombuffer(cell, dtype=torch.int64).resize_(())
 
 
@@ -100,6 +94,7 @@ def lookup(handle: Tensor) -> Entry:
 
     Raises: RuntimeError for a handle whose storage died, or that comes from before a fork.
     """
+    GUARD.drain()  # what is half buried is dead
     number = int(handle.item())
     entry = _entries.get(number)
     if entry is not None:
@@ -115,33 +110,36 @@ def lookup(handle: Tensor) -> Entry:
 
 
 def living() -> list[Entry]:
-    """All entries."""
+    """All entries whose handles live."""
+    GUARD.drain()
     return list(_entries.values())
 
 
+def forget() -> None:
+    """Drops all entries, whose I/O has ended; their handles are dead."""
+    _entries.clear()
+
+
 def close() -> None:
-    """From here on handles may die without consequence: for the end of the interpreter."""
+    """No entries from here on, and handles may die without consequence: for the end of the interpreter."""
     global _closed
     _closed = True
-    _watchers.clear()
 
 
 def after_fork() -> None:
     """In the child: the parent's entries are not ours; no request, thread or lock of theirs is touched."""
     global _inherited_below
     GUARD.reset()
-    _watchers.clear()
-    _entries.clear()
+    forget()
     _inherited_below = next(_numbers)
 
 
-def _died(number: int, _: object) -> None:
-    if not _closed:
-        GUARD.later(functools.partial(_bury, number))
-
-
 def _bury(number: int) -> None:
-    _watchers.pop(number, None)
-    entry = _entries.pop(number, None)
+    entry = None if _closed else _entries.get(number)
     if entry is not None:
         entry.store.release(entry)
+        del _entries[number]  # last: a release that a signal ended early is done again
+
+
+GUARD: Guard[int] = Guard(_bury)
+"""The process-wide lock: over all entries and stores. Nobody waits for I/O under it, except for cancelled pieces."""

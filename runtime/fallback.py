@@ -15,6 +15,7 @@ END_OF_FILE = -1
 class ThreadRequest:
     """A transfer in one go; see `native.Request` for the contract of its methods."""
 
+    pool: "ThreadPool"
     write: bool
     fd: int
     address: int
@@ -26,6 +27,9 @@ class ThreadRequest:
     _span: tuple[float, float] = (0.0, 0.0)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _final: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        self.pool.enqueue(self)
 
     def state(self) -> int:
         return self._state
@@ -86,24 +90,31 @@ class ThreadPool:
     def __init__(self, threads: int) -> None:
         self._queue: queue.PriorityQueue[tuple[int, int, ThreadRequest | None]] = queue.PriorityQueue()
         self._count = 0
+        self._closed = False
         self._lock = threading.Lock()
-        self._pending: set[ThreadRequest] = set()
+        self._pending: dict[ThreadRequest, None] = {}  # oldest first
         self._threads = [threading.Thread(target=self._work, daemon=True, name="ssd_fx-io") for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> ThreadRequest:
-        request = ThreadRequest(write, fd, address, nbytes, offset)
+    def request(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> ThreadRequest:
+        return ThreadRequest(self, write, fd, address, nbytes, offset)
+
+    def enqueue(self, request: ThreadRequest) -> None:
+        """Hands a request to the workers, or cancels it if they have gone."""
         with self._lock:
-            self._count += 1
-            self._pending.add(request)
-            self._queue.put((int(write), self._count, request))
-        return request
+            if not self._closed:
+                self._count += 1
+                self._pending[request] = None
+                self._queue.put((int(request.write), self._count, request))
+                return
+        request.cancel()
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             pending = list(self._pending)
-        for request in pending:
+        for request in reversed(pending):
             request.cancel()
         for _ in self._threads:
             self._queue.put((2, 0, None))
@@ -114,4 +125,4 @@ class ThreadPool:
         while (request := self._queue.get()[2]) is not None:
             request.run()
             with self._lock:
-                self._pending.discard(request)
+                self._pending.pop(request, None)

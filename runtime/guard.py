@@ -1,36 +1,89 @@
-"""A lock that finalizers can live with.
+"""A lock that the deaths of objects can live with.
 
 A weakref callback may run in any thread at any allocation, also inside a critical section of its own thread, where
-blocking on that section's lock would never end. So it leaves its work here; who holds the lock does it on leaving.
+blocking on that section's lock would never end; and a Ctrl-C that arrives inside a callback's Python code is swallowed.
+So the callbacks here are no Python code: they leave what is to be done in a queue and wake a thread that does it.
+Whoever uses the guarded state next does it too, so that what is free by then is there.
 """
 
+import os
+import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 
-class Guard:
-    """`lock` protects the owner's state; `later` is for finalizers; `drain` follows every `with guard.lock`."""
+class _Watcher(weakref.ref):  # type: ignore[type-arg]
+    """A reference that knows what is to be done when its object is dead."""
 
-    def __init__(self) -> None:
+    __slots__ = ("item",)
+    item: Any
+
+
+class Guard(Generic[T]):
+    """`lock` protects the owner's state.
+
+    `handle` is called under the lock with each item that a death or `later` left. If a signal's exception ends it early
+    it is called again with the same, so it must not mind.
+    """
+
+    def __init__(self, handle: Callable[[T], None]) -> None:
+        self._handle = handle
         self.reset()
 
     def reset(self) -> None:
         """For the child of a fork: a lock that a vanished thread may have held is worth nothing."""
         self.lock = threading.Lock()
-        self._left: deque[Callable[[], None]] = deque()
+        self._left: deque[T | _Watcher] = deque()
+        self._watchers: dict[int, tuple[_Watcher, _Watcher]] = {}
 
-    def later(self, action: Callable[[], None]) -> None:
-        """Runs `action` under the lock: now if nobody holds it, else when its holder drains."""
-        self._left.append(action)
+    def watch(self, thing: object, item: T) -> None:
+        """Handles `item` soon after `thing` died."""
+        waker = _Watcher(thing, _janitor().put)
+        waker.item = self
+        watcher = _Watcher(thing, self._left.append)  # of two references the later one is called first
+        watcher.item = item
+        self._watchers[id(watcher)] = (watcher, waker)
+
+    def later(self, item: T) -> None:
+        """Handles `item`. Not for callbacks of the garbage collector."""
+        self._left.append(item)
         self.drain()
 
     def drain(self) -> None:
-        """Runs what finalizers left. Never blocks on a section of the same thread, because it looks first.
-
-        `with` rather than a non-blocking acquire: a signal handler's exception cannot come between it and the release.
-        """
-        while self._left and not self.lock.locked():
+        """Handles what was left; the lock must not be held by this thread."""
+        while self._left:
             with self.lock:
                 while self._left:
-                    self._left.popleft()()
+                    self._handle_first()
+
+    def _handle_first(self) -> None:
+        first = self._left[0]
+        if isinstance(first, _Watcher):
+            self._handle(first.item)
+            self._watchers.pop(id(first), None)
+        else:
+            self._handle(first)
+        self._left.popleft()
+
+
+_wake: "queue.SimpleQueue[_Watcher]" = queue.SimpleQueue()
+_thread_of_process = 0
+
+
+def _janitor() -> "queue.SimpleQueue[_Watcher]":
+    """The queue of the thread that follows up deaths, started once per process."""
+    global _wake, _thread_of_process
+    if _thread_of_process != os.getpid():
+        _thread_of_process, _wake = os.getpid(), queue.SimpleQueue()
+        threading.Thread(target=_follow_up, args=(_wake,), daemon=True, name="ssd_fx-janitor").start()
+    return _wake
+
+
+def _follow_up(wake: "queue.SimpleQueue[_Watcher]") -> None:
+    while True:
+        wake.get().item.drain()

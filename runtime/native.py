@@ -18,13 +18,16 @@ from typing import Protocol
 from ssd_fx.runtime.fallback import ThreadPool
 
 SOURCE = Path(__file__).parent / "native" / "iopool.c"
-VERSION = "1"
+VERSION = "2"
 END_OF_FILE = -1
 PENDING, OK, FAILED, CANCELLED = range(4)
 
 
 class Request(Protocol):
-    """One transfer under way. Final means that nothing accesses its memory any more."""
+    """One transfer. Final means that nothing accesses its memory any more."""
+
+    def start(self) -> None:
+        """Queues it. Apart from its making, so that its owner can note it down first."""
 
     def state(self) -> int:
         """PENDING, OK, FAILED or CANCELLED; does not block."""
@@ -45,8 +48,8 @@ class Request(Protocol):
 class Pool(Protocol):
     """Executes requests; the caller keeps memory and descriptor alive until a request is final."""
 
-    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
-        """Queues a transfer of `nbytes` between `address` and `offset` of `fd`."""
+    def request(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
+        """A transfer of `nbytes` between `address` and `offset` of `fd`, which is yet to be started."""
 
     def close(self) -> None:
         """Cancels what has not started, waits for what runs, ends the threads."""
@@ -68,42 +71,53 @@ class _Library:
         self.source_hash = bind(held, "iopool_source_hash", ctypes.c_char_p)
         self.create = bind(released, "pool_create", pointer, i32)
         self.destroy = bind(released, "pool_destroy", None, pointer)
-        self.submit = bind(held, "pool_submit", pointer, pointer, i32, i32, pointer, size, i64)
+        self.request_bytes = int(bind(held, "req_size", size)())
+        self.init = bind(held, "req_init", None, pointer, pointer, i32, i32, pointer, size, i64)
+        self.start = bind(held, "req_start", None, pointer)
         self.state = bind(held, "req_state", i32, pointer)
-        self.wait = bind(released, "req_wait", i32, pointer, pointer, i32)
-        self.cancel = bind(released, "req_cancel", i32, pointer, pointer)
+        self.wait = bind(released, "req_wait", i32, pointer, i32)
+        self.cancel = bind(released, "req_cancel", i32, pointer)
         self.error = bind(held, "req_error", i32, pointer)
         self.error_offset = bind(held, "req_error_offset", i64, pointer)
         self.started = bind(held, "req_started", real, pointer)
         self.ended = bind(held, "req_ended", real, pointer)
-        self.free = bind(held, "req_free", None, pointer)
         self.dio_alignment = bind(held, "dio_alignment", i32, i32, pointer, pointer)
 
 
 class _NativeRequest:
-    __slots__ = ("_free", "_handle", "_library", "_pool")
+    __slots__ = ("_address", "_library", "_memory", "_under_way")
 
-    def __init__(self, library: _Library, pool: int, handle: int) -> None:
-        self._library, self._pool, self._handle = library, pool, handle
-        self._free = library.free
+    def __init__(self, library: _Library, under_way: "dict[_NativeRequest, None]") -> None:
+        self._library, self._under_way = library, under_way
+        self._memory = ctypes.create_string_buffer(library.request_bytes)
+        self._address = ctypes.addressof(self._memory)
+
+    def prepare(self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
+        self._library.init(self._address, pool, int(write), fd, address, nbytes, offset)
+
+    def start(self) -> None:
+        self._under_way[self] = None
+        self._library.start(self._address)
 
     def state(self) -> int:
-        return int(self._library.state(self._handle))
+        return self._seen(int(self._library.state(self._address)))
 
     def wait(self, timeout_ms: int) -> int:
-        return int(self._library.wait(self._pool, self._handle, timeout_ms))
+        return self._seen(int(self._library.wait(self._address, timeout_ms)))
 
     def cancel(self) -> int:
-        return int(self._library.cancel(self._pool, self._handle))
+        return self._seen(int(self._library.cancel(self._address)))
 
     def error(self) -> tuple[int, int]:
-        return int(self._library.error(self._handle)), int(self._library.error_offset(self._handle))
+        return int(self._library.error(self._address)), int(self._library.error_offset(self._address))
 
     def span(self) -> tuple[float, float]:
-        return float(self._library.started(self._handle)), float(self._library.ended(self._handle))
+        return float(self._library.started(self._address)), float(self._library.ended(self._address))
 
-    def __del__(self) -> None:
-        self._free(self._handle)  # an atomic decrement: takes no lock, so safe in a finalizer and after fork
+    def _seen(self, state: int) -> int:
+        if state != PENDING:
+            self._under_way.pop(self, None)
+        return state
 
 
 class NativePool:
@@ -112,14 +126,14 @@ class NativePool:
     def __init__(self, library: _Library, threads: int) -> None:
         self._library = library
         self._pool = library.create(threads)
+        self._under_way: dict[_NativeRequest, None] = {}  # the C code has pointers to these
         if not self._pool:
             raise MemoryError(f"could not start {threads} I/O threads")
 
-    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
-        handle = self._library.submit(self._pool, int(write), fd, address, nbytes, offset)
-        if not handle:
-            raise MemoryError(f"no memory for an I/O request of {nbytes} B")
-        return _NativeRequest(self._library, self._pool, handle)
+    def request(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
+        made = _NativeRequest(self._library, self._under_way)
+        made.prepare(self._pool, write, fd, address, nbytes, offset)
+        return made
 
     def close(self) -> None:
         self._library.destroy(self._pool)

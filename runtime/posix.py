@@ -52,6 +52,9 @@ class Transfer:
         self._held = {"bounce": bounce} if bounce else {}
         self._copy = copy  # (target, source)
 
+    def start(self) -> None:
+        self._request.start()
+
     def done(self) -> bool:
         return self._request.state() != native.PENDING
 
@@ -147,7 +150,7 @@ class PosixEngine:
         extent.body_at, extent.body_bytes = head, body
         extent.head = ctypes.string_at(ptr, head)
         extent.tail = ctypes.string_at(ptr + head + body, nbytes - head - body)
-        return Transfer("write", extent, self._submit(True, extent, ptr + head, body))
+        return Transfer("write", extent, self._request(True, extent, ptr + head, body))
 
     def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
         assert isinstance(extent, FileExtent)
@@ -157,7 +160,7 @@ class PosixEngine:
             return self._read_bounced(extent, ptr, align)
         ctypes.memmove(ptr, extent.head, head)
         ctypes.memmove(ptr + head + body, extent.tail, len(extent.tail))
-        return Transfer("read", extent, self._submit(False, extent, ptr + head, body))
+        return Transfer("read", extent, self._request(False, extent, ptr + head, body))
 
     def failed(self, extent: Extent, error: OSError) -> None:
         assert isinstance(extent, FileExtent)
@@ -175,7 +178,7 @@ class PosixEngine:
         ctypes.memmove(bounce.address, ptr, nbytes)
         ctypes.memset(bounce.address + nbytes, 0, padded - nbytes)  # nothing of others goes to the disk
         extent.body_at, extent.body_bytes, extent.head, extent.tail = 0, nbytes, b"", b""
-        return Transfer("write", extent, self._submit(True, extent, bounce.address, padded), bounce)
+        return Transfer("write", extent, self._request(True, extent, bounce.address, padded), bounce)
 
     def _read_bounced(self, extent: FileExtent, ptr: int, align: int) -> Completion:
         """The body lands on a page boundary of a buffer, head and tail around it; `wait` copies all of it to `ptr`."""
@@ -186,10 +189,10 @@ class PosixEngine:
         at = bounce.address + lead
         ctypes.memmove(at - head, extent.head, head)
         ctypes.memmove(at + body, extent.tail, len(extent.tail))
-        return Transfer("read", extent, self._submit(False, extent, at, padded), bounce, (ptr, at - head))
+        return Transfer("read", extent, self._request(False, extent, at, padded), bounce, (ptr, at - head))
 
-    def _submit(self, write: bool, extent: FileExtent, address: int, nbytes: int) -> native.Request:
-        return self._pool.submit(write, extent.file.fd, address, nbytes, extent.offset)
+    def _request(self, write: bool, extent: FileExtent, address: int, nbytes: int) -> native.Request:
+        return self._pool.request(write, extent.file.fd, address, nbytes, extent.offset)
 
     def _warn(self, file: SlabFile, nbytes: int, error: OSError) -> None:
         if file.directory in self._warned:

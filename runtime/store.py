@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import errno
 import os
 import time
 
@@ -34,6 +35,7 @@ class Store:
     def store(self, x: Tensor, graph: str, slot: int, seq: int) -> Tensor:
         """Starts the write of `x`, or keeps it in memory if that fails; the handle."""
         started = now()
+        GUARD.drain()
         engines.check_device(self.engine, x.device)
         check_storable(x, f"store of slot {slot} of graph {graph!r}")
         size, nbytes = tuple(x.shape), x.numel() * x.itemsize
@@ -47,7 +49,6 @@ class Store:
             c.forward(seq)
             where = "disk" if entry.extent else entry.state.value
             trace.record(("store", graph, slot, seq, started, now(), nbytes, where))
-        GUARD.drain()
         return handle
 
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool) -> None:
@@ -71,7 +72,6 @@ class Store:
             c.stall_s += now() - started if write else 0.0
             c.forward(seq)
             trace.record(("release", entry.graph, entry.slot, seq, started, now(), entry.nbytes, entry.state.value))
-        GUARD.drain()
 
     def load(self, entry: Entry, size: Ints, stride: Ints, dtype: torch.dtype, seq: int, consume: bool) -> Tensor:
         """A tensor of that layout, valid after `wait_load_`."""
@@ -84,12 +84,13 @@ class Store:
             load = self._begin_load(entry, (size, stride, dtype), how, seq, consume)
             if entry.nbytes:
                 entry.loads.append(load)
+            if load.read:
+                load.read.start()
             c = counters(entry.graph)
             c.loads += 1
             c.forwarded_bytes += entry.nbytes if where is State.IN_MEMORY else 0
             c.backward(seq)
             trace.record(("load", entry.graph, entry.slot, seq, started, now(), entry.nbytes, where.value))
-        GUARD.drain()
         return load.out
 
     def wait_load_(self, entry: Entry, x: Tensor, seq: int) -> None:
@@ -108,13 +109,12 @@ class Store:
             c.backward(seq)
             where = "disk" if load and load.read else "memory"
             trace.record(("wait", entry.graph, entry.slot, seq, started, now(), entry.nbytes, where))
-        GUARD.drain()
         if error:
             message = f"load of {entry.name} failed {ATTEMPTS} times: {error.strerror}"
             raise OSError(error.errno, message, error.filename) from error
 
     def release(self, entry: Entry) -> None:
-        """The handle is dead: ends its I/O and gives extent and memory back. Called under the lock."""
+        """The handle is dead: ends its I/O, gives extent and memory back. Called under the lock, twice if need be."""
         for load in entry.loads:
             if load.read:
                 load.read.cancel()
@@ -157,6 +157,7 @@ class Store:
         self._writing_bytes += entry.nbytes
         try:
             entry.write = self.engine.write(extent, entry.ptr, entry.nbytes)
+            entry.write.start()
         except OSError as error:
             self._finish_write(entry, error)
 
@@ -177,13 +178,14 @@ class Store:
         extent, entry.extent = entry.extent, None
         assert extent, "a write has an extent"
         self.engine.free(extent)
-        self.engine.failed(extent, error)
+        if error.errno != errno.ECANCELED:
+            self.engine.failed(extent, error)
 
     def _cancel_write(self, entry: Entry) -> None:
         """Afterwards nothing reads x's memory; the extent stays only if all of it had been written."""
-        if entry.write is None:
+        if entry not in self._writing:
             return
-        if not entry.write.cancel():
+        if entry.write and not entry.write.cancel():
             self._finish_write(entry, None)
             return
         self._forget_write(entry, "cancelled")
@@ -253,6 +255,7 @@ class Store:
             with GUARD.lock:
                 assert entry.extent, "on disk"
                 load.read = self.engine.read(entry.extent, load.target.data_ptr(), entry.nbytes)
+                load.read.start()
             error = outcome(load.read)
         if load.read:
             how = "failed" if error else "ok"
@@ -325,6 +328,7 @@ def close_stores() -> None:
         for store in _stores.values():
             store.close()
         _stores.clear()
+        entries.forget()
         engines.forget_engines()
 
 

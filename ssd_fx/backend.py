@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ssd_fx.config import Config
+from ssd_fx.errors import user_errors
 from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.passes.pipeline import PlanOptions
 from ssd_fx.runtime.extents import check_directory
 
-Compiled = Callable[..., Any]
+Compiled = Any  # what a backend returns: a callable; Inductor types it as whatever any of its modes yields
 
 
 def backend(
@@ -31,13 +32,14 @@ def backend(
         ValueError: an option that is unknown or whose value is none.
         OSError: a directory that is missing, not writable, or in memory (tmpfs); the message names it.
     """
-    config = Config.make(options)
-    if config.engine != "memory":
-        for directory in config.dirs:
-            check_directory(directory, allow_tmpfs=config.allow_tmpfs)
-    if config.inner == "aot_eager":
-        if mode not in (None, "default"):
+    with user_errors():
+        config = Config.make(options)
+        if config.inner == "aot_eager" and mode not in (None, "default"):
             raise ValueError(f"mode={mode!r} is Inductor's; inner='aot_eager' takes none")
+        if config.engine != "memory":
+            for directory in config.dirs:
+                check_directory(directory, allow_tmpfs=config.allow_tmpfs)
+    if config.inner == "aot_eager":
         return _aot_eager(gm, inputs, config)
     return _inductor(gm, inputs, config, mode)
 
@@ -65,7 +67,7 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], config: Config
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     patches["custom_partitioner_fn"] = Partitioner(plan_options(config))
     patches["_post_fusion_custom_pass"] = inductor.PinOrder()
-    return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[no-any-return]
+    return compile_fx(gm, list(inputs), config_patches=patches)
 
 
 def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], config: Config) -> Compiled:
@@ -73,4 +75,4 @@ def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], config: Confi
     from torch._dynamo.backends.debugging import boxed_nop
 
     compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=Partitioner(plan_options(config)))
-    return compiler(gm, list(inputs))  # type: ignore[no-any-return]
+    return compiler(gm, list(inputs))

@@ -1,7 +1,7 @@
 """The options: what may be said, what it means, and what is wrong with what was said.
 
-Options come from `torch.compile(..., options={...})`, else from `SSD_FX_<NAME>` in the environment, else from the defaults. This is the
-only module that reads the environment.
+Options come from `torch.compile(..., options={...})`, else from `SSD_FX_<NAME>` in the environment, else from the
+defaults. This is the only module that reads the environment.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Config:
 
     dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
         temporary directory.
-    budget: saved tensors that may stay resident: bytes (`"2GiB"`, an int) or a share of the saved bytes (a float from 0 to
+    budget: saved tensors that may stay resident: bytes (`"2GiB"`, an int) or a share of the saved bytes (a float from
+    0 to
         1). Everything beyond it is offloaded, longest idle first. Default: 0, all that can leave leaves.
     min_bytes: smaller storages always stay. Default: 1 MiB.
     engine: `"auto"`, `"posix"` (direct file I/O) or `"memory"` (host memory, for comparisons).
     inner: the compiler behind: `"inductor"` or `"aot_eager"`.
     inflight: bytes that may be waiting to be written; a store beyond it waits. Default: 128 MiB.
-    prefetch: bytes that may be loaded before they are due. Default: 128 MiB.
+    prefetch: bytes that may be loaded before they are due. Default: 64 MiB.
     dump: directory that gets the plan and both rewritten graphs of everything compiled; turns the compile cache off.
     allow_tmpfs: accept a directory in memory, which frees no memory.
     """
@@ -44,7 +45,7 @@ class Config:
     engine: str = "auto"
     inner: str = "inductor"
     inflight: int = 128 * _MIB
-    prefetch: int = 128 * _MIB
+    prefetch: int = 64 * _MIB
     dump: str = ""
     allow_tmpfs: bool = False
 
@@ -60,7 +61,7 @@ class Config:
         for name, value in (options or {}).items():
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ValueError(f"ssd_fx has no option {name!r}{hint} The options are: {', '.join(names)}.")
             given[name] = value
         values = {name: _PARSERS[name](name, value) for name, value in given.items()}
@@ -86,7 +87,9 @@ def parse_bytes(name: str, value: object) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         if match and match[2].lower() in _UNITS:
             return int(float(match[1]) * _UNITS[match[2].lower()])
-    raise ValueError(f"option {name}={value!r} is not a size; right would be a number of bytes or e.g. '512MiB' or '2GB'")
+    raise ValueError(
+        f"option {name}={value!r} is not a size; right would be a number of bytes or e.g. '512MiB' or '2GB'"
+    )
 
 
 def parse_budget(name: str, value: object) -> int | float:
@@ -95,7 +98,10 @@ def parse_budget(name: str, value: object) -> int | float:
     Raises:
         ValueError: neither.
     """
-    right = f"option {name}={value!r} is not a budget; right would be a size such as '2GiB' or a share from 0.0 to 1.0 such as 0.25 or '25%'"
+    right = (
+        f"option {name}={value!r} is not a budget; "
+        "right would be a size such as '2GiB' or a share from 0.0 to 1.0 such as 0.25 or '25%'"
+    )
     if isinstance(value, str):
         text = value.strip()
         share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
@@ -122,14 +128,18 @@ def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
     else:
         parts = []
     if not parts or not all(isinstance(p, (str, Path)) and str(p) for p in parts):
-        raise ValueError(f"option {name}={value!r} is not a list of directories; right would be e.g. ['/mnt/nvme0', '/mnt/nvme1']")
+        raise ValueError(
+            f"option {name}={value!r} is not a list of directories; right would be e.g. ['/mnt/nvme0', '/mnt/nvme1']"
+        )
     return tuple(os.path.abspath(p) for p in parts)
 
 
 def _parse_choice(*choices: str) -> Any:
     def parse(name: str, value: object) -> str:
         if value not in choices:
-            raise ValueError(f"option {name}={value!r} is unknown; right would be one of {', '.join(map(repr, choices))}")
+            raise ValueError(
+                f"option {name}={value!r} is unknown; right would be one of {', '.join(map(repr, choices))}"
+            )
         return str(value)
 
     return parse
@@ -138,7 +148,7 @@ def _parse_choice(*choices: str) -> Any:
 def _parse_engine(name: str, value: object) -> str:
     from ssd_fx.runtime.engines import ENGINES
 
-    return str(_parse_choice("auto", *sorted(ENGINES))(name, value))
+    return str(_parse_choice(*sorted(ENGINES))(name, value))
 
 
 def _parse_path(name: str, value: object) -> str:

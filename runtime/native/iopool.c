@@ -3,7 +3,9 @@
  * Why native: Inductor's CPU kernels hold the GIL, so a Python I/O thread stands still while they run.
  * Contract: a request is (fd, address, bytes, offset, read|write). It is split in pieces of PIECE bytes, which the workers
  * take in order, reads before writes, each queue first-in-first-out. A request is final when no piece runs and none
- * is left; only then does nobody touch its memory. The caller keeps memory and descriptor alive until then.
+ * is left; only then does nobody touch its memory. The caller owns the request (`req_size` bytes, set up by `req_init`) and
+ * keeps it, memory and descriptor alive until then. It can note the request down before `req_start`, so that whatever
+ * interrupts it leaves no transfer behind that nobody knows of.
  * Every piece starts at a multiple of PIECE within its request: the place for a checksum per block is `transfer`.
  */
 #define _GNU_SOURCE
@@ -20,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define VERSION "1"
+#define VERSION "2"
 #ifndef IOPOOL_SOURCE_HASH
 #define IOPOOL_SOURCE_HASH ""
 #endif
@@ -33,6 +35,8 @@ enum { PENDING = 0, OK = 1, FAILED = 2, CANCELLED = 3 };
 
 typedef struct Request {
     struct Request *next;
+    struct Pool *pool;
+    pid_t process; /* that submitted it: a forked child has no workers, and must not touch the lock */
     int operation, fd;
     char *memory;
     size_t bytes, cursor; /* cursor: bytes whose pieces were handed to a worker */
@@ -43,7 +47,6 @@ typedef struct Request {
     int64_t error_offset;
     double started, ended;
     atomic_int state;
-    atomic_int references; /* the caller's, and the pool's until the request is final */
 } Request;
 
 typedef struct Pool {
@@ -58,10 +61,6 @@ static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static void unreference(Request *r) {
-    if (atomic_fetch_sub(&r->references, 1) == 1) free(r);
 }
 
 static void enqueue(Pool *p, Request *r) {
@@ -87,9 +86,8 @@ static void finish_if_idle(Pool *p, Request *r) {
     if (r->running || r->queued || atomic_load(&r->state) != PENDING) return;
     r->ended = now();
     int state = r->error ? FAILED : (r->cursor < r->bytes ? CANCELLED : OK);
-    atomic_store(&r->state, state);
+    atomic_store(&r->state, state); /* the last access: its owner may free it from here on */
     pthread_cond_broadcast(&p->finished);
-    unreference(r);
 }
 
 /* One piece, short transfers continued; 0, or an errno (END_OF_FILE at the end of the file), and where it happened. */
@@ -168,28 +166,36 @@ Pool *pool_create(int threads) {
     return NULL;
 }
 
-Request *pool_submit(Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset) {
-    Request *r = calloc(1, sizeof *r);
-    if (!r) return NULL;
+size_t req_size(void) { return sizeof(Request); }
+
+void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset) {
+    memset(r, 0, sizeof *r);
+    r->pool = p;
+    r->process = getpid();
     r->operation = operation;
     r->fd = fd;
     r->memory = memory;
     r->bytes = bytes;
     r->offset = offset;
-    r->started = now();
     atomic_init(&r->state, PENDING);
-    atomic_init(&r->references, 2);
+}
+
+void req_start(Request *r) {
+    Pool *p = r->pool;
     pthread_mutex_lock(&p->lock);
-    if (bytes && !p->stopping) enqueue(p, r); else finish_if_idle(p, r);
+    size_t bytes = r->bytes;
+    r->started = now();
+    if (atomic_load(&r->state) != PENDING) bytes = 0; /* cancelled before its start */
+    else if (bytes && !p->stopping) enqueue(p, r); else finish_if_idle(p, r);
     if (bytes > PIECE) pthread_cond_broadcast(&p->work); else pthread_cond_signal(&p->work);
     pthread_mutex_unlock(&p->lock);
-    return r;
 }
 
 int req_state(Request *r) { return atomic_load(&r->state); }
 
 /* The state after at most `timeout_ms`; a negative timeout waits for as long as it takes. */
-int req_wait(Pool *p, Request *r, int timeout_ms) {
+int req_wait(Request *r, int timeout_ms) {
+    Pool *p = r->pool;
     struct timespec until;
     if (atomic_load(&r->state) != PENDING) return atomic_load(&r->state);
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -205,8 +211,11 @@ int req_wait(Pool *p, Request *r, int timeout_ms) {
     return atomic_load(&r->state);
 }
 
-/* Drops the pieces that no worker holds, waits for those that run; the final state (OK: it had finished after all). */
-int req_cancel(Pool *p, Request *r) {
+/* Drops the pieces that no worker holds, waits for those that run; the final state (OK: it had finished after all).
+ * A request that was never started is final from here on. */
+int req_cancel(Request *r) {
+    Pool *p = r->pool;
+    if (atomic_load(&r->state) != PENDING || r->process != getpid()) return atomic_load(&r->state);
     pthread_mutex_lock(&p->lock);
     if (r->queued) dequeue(p, r);
     finish_if_idle(p, r);
@@ -220,11 +229,8 @@ int req_error(Request *r) { return r->error; }
 int64_t req_error_offset(Request *r) { return r->error_offset; }
 double req_started(Request *r) { return r->started; }
 double req_ended(Request *r) { return r->ended; }
-double req_seconds(Request *r) { return r->ended - r->started; }
 
-void req_free(Request *r) { unreference(r); }
-
-/* Cancels what has not started, waits for what runs, joins the workers. Requests stay valid until freed. */
+/* Cancels what has not started, waits for what runs, joins the workers. */
 void pool_destroy(Pool *p) {
     pthread_mutex_lock(&p->lock);
     p->stopping = 1;

@@ -25,7 +25,9 @@ def ours(graph: torch.fx.Graph) -> str:
 
 def test_forward_of_a_chain() -> None:
     """mm -> relu [store] -> mm -> relu [release]; the handle is saved instead of relu."""
-    assert_expected_inline(ours(toys.planned(toys.relu_chain).partition.forward.graph), """\
+    assert_expected_inline(
+        ours(toys.planned(toys.relu_chain).partition.forward.graph),
+        """\
 empty_memory_format = empty.memory_format([0])
 begin__default = begin_.default(empty_memory_format, 309beb59, 256, 256)
 mm = mm.default(primals_1, primals_2)
@@ -38,12 +40,15 @@ detach_2 = detach.default(detach_1)
 t_1 = t.default(primals_2)
 t_2 = t.default(primals_1)
 wait_store__default = wait_store_.default(ssd_fx_handle_0, relu, 1, True)
-output = output((relu_1, ssd_fx_handle_0, detach_2, t_1, t_2))""")
+output = output((relu_1, ssd_fx_handle_0, detach_2, t_1, t_2))""",
+    )
 
 
 def test_backward_of_a_chain() -> None:
     """[load] -> ... -> [wait] -> mm: the loaded tensor is used only behind its wait."""
-    assert_expected_inline(ours(toys.planned(toys.relu_chain).partition.backward.graph), """\
+    assert_expected_inline(
+        ours(toys.planned(toys.relu_chain).partition.backward.graph),
+        """\
 load_default = load.default(ssd_fx_handle_0, [8, 8], [8, 1], torch.float32, cpu, 0, True)
 threshold_backward = threshold_backward.default(tangents_1, detach_2, 0)
 wait_load__default = wait_load_.default(load_default, ssd_fx_handle_0, 1)
@@ -56,12 +61,15 @@ threshold_backward_1 = threshold_backward.default(mm_3, detach_3, 0)
 mm_4 = mm.default(t_2, threshold_backward_1)
 mm_5 = mm.default(threshold_backward_1, t_1)
 add = add.Tensor(mm_2, mm_4)
-output = output((mm_5, add))""")
+output = output((mm_5, add))""",
+    )
 
 
 def test_views_are_replayed_behind_the_wait() -> None:
     """load base -> wait -> as_strided q, k, v -> their transposes."""
-    assert_expected_inline(ours(toys.planned(toys.views_only).partition.backward.graph), """\
+    assert_expected_inline(
+        ours(toys.planned(toys.views_only).partition.backward.graph),
+        """\
 load_default = load.default(ssd_fx_handle_0, [8, 24], [24, 1], torch.float32, cpu, 0, True)
 load_default_1 = load.default(ssd_fx_handle_1, [8, 24], [24, 1], torch.float32, cpu, 1, True)
 load_default_2 = load.default(ssd_fx_handle_2, [8, 8], [8, 1], torch.float32, cpu, 2, True)
@@ -87,7 +95,8 @@ slice_2 = slice.Tensor(mm_7, 1, 8, 16)
 slice_3 = slice.Tensor(mm_7, 1, 16, 24)
 add = add.Tensor(slice_1, slice_2)
 add_1 = add.Tensor(add, slice_3)
-output = output((add_1, mm_8))""")
+output = output((add_1, mm_8))""",
+    )
 
 
 def gradients(toy: toys.Toy, budget: float, size: int, **options: object) -> list[torch.Tensor]:
@@ -97,7 +106,8 @@ def gradients(toy: toys.Toy, budget: float, size: int, **options: object) -> lis
     out = torch.compile(toy, backend=ssd_fx.backend, options=OPTIONS | options | {"budget": budget})(x, w)
     tensors = out if isinstance(out, tuple) else (out,)
     sum(t.abs().sum() for t in tensors).backward()
-    assert x.grad is not None and w.grad is not None
+    assert x.grad is not None
+    assert w.grad is not None
     return [*(t.detach() for t in tensors), x.grad, w.grad]
 
 

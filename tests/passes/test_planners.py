@@ -40,9 +40,7 @@ def _prefix(times: list[float]) -> tuple[float, ...]:
     return tuple(starts)
 
 
-machines = st.builds(
-    Machine, st.just(1e9), st.just(1e9), st.floats(1e3, 1e7), st.floats(1e3, 1e7), st.floats(0, 1e-3)
-)
+machines = st.builds(Machine, st.just(1e9), st.just(1e9), st.floats(1e3, 1e7), st.floats(1e3, 1e7), st.floats(0, 1e-3))
 
 
 @given(plans(), st.integers(0, 5000), st.integers(0, 1000))
@@ -75,7 +73,9 @@ def test_points_are_in_order_and_within_the_window(plan: Plan, machine: Machine,
         assert points.load_before <= points.wait_before == life.first_bwd_use
     for position in range(len(plan.timeline.backward) - 1):
         # What is loaded at a node and has its wait at a later one: in flight while the node runs.
-        ahead = [g for g in plan.groups if plan.points[g.slot].load_before <= position < plan.points[g.slot].wait_before]
+        ahead = [
+            g for g in plan.groups if plan.points[g.slot].load_before <= position < plan.points[g.slot].wait_before
+        ]
         assert sum(g.nbytes for g in ahead) <= prefetch or len(ahead) <= 1
 
 

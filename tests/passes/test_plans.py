@@ -21,14 +21,19 @@ def test_shared_view_is_stored_once() -> None:
 
 
 def test_views_only_store_their_base() -> None:
-    check(toys.views_only, """\
+    check(
+        toys.views_only,
+        """\
 cat   768 B  offload  store>cat release>t_7 load<expand wait<mm_8   [t_7]
 mm    768 B  offload  store>mm release>t_7 load<expand wait<mm_4    [t_2, t_3, t_4]
-mm_1  256 B  offload  store>mm_1 release>t_7 load<expand wait<mm_3  [t_1]""")
+mm_1  256 B  offload  store>mm_1 release>t_7 load<expand wait<mm_3  [t_1]""",
+    )
 
 
 def test_non_contiguous() -> None:
-    check(toys.non_contiguous, """sigmoid  256 B  offload  store>sigmoid release>t_5 load<expand wait<mm_2  [sigmoid]""")
+    check(
+        toys.non_contiguous, """sigmoid  256 B  offload  store>sigmoid release>t_5 load<expand wait<mm_2  [sigmoid]"""
+    )
 
 
 def test_tied_weight_is_never_stored() -> None:
@@ -44,26 +49,35 @@ def test_nor_is_what_a_view_of_it_is_returned() -> None:
 
 
 def test_in_place() -> None:
-    check(toys.in_place, """\
+    check(
+        toys.in_place,
+        """\
 relu  256 B  offload  store>relu release>t_3 load<expand wait<mul_2  [relu]
-mm_1  256 B  offload  store>mm_1 release>t_3 load<expand wait<add    [mm_1]""")
+mm_1  256 B  offload  store>mm_1 release>t_3 load<expand wait<add    [mm_1]""",
+    )
 
 
 def test_multi_output() -> None:
-    check(toys.multi_output, """\
+    check(
+        toys.multi_output,
+        """\
 mm         256 B  offload  store>mm release>t_6 load<expand wait<native_layer_norm_backward       [mm]
 getitem_1   32 B  offload  store>getitem_1 release>t_6 load<mul wait<native_layer_norm_backward   [getitem_1]
 getitem_2   32 B  offload  store>getitem_2 release>t_6 load<mm_2 wait<native_layer_norm_backward  [getitem_2]
 getitem_3  128 B  offload  store>getitem_3 release>t_6 load<expand wait<mm_2                      [getitem_3]
 getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter                   [getitem_4]
-mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                            [mm_1]""")
+mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                            [mm_1]""",
+    )
 
 
 def test_expanded_stores_the_row() -> None:
-    check(toys.expanded, """\
+    check(
+        toys.expanded,
+        """\
 mm       256 B  offload  store>mm release>bmm load<bmm_1 wait<cos            [mm]
 sigmoid   32 B  offload  store>sigmoid release>bmm load<expand_2 wait<bmm_1  [sigmoid]
-sin      256 B  offload  store>sin release>t_1 load<expand_2 wait<bmm_2      [sin]""")
+sin      256 B  offload  store>sin release>t_1 load<expand_2 wait<bmm_2      [sin]""",
+    )
 
 
 def test_another_dtype_is_kept() -> None:
@@ -71,43 +85,60 @@ def test_another_dtype_is_kept() -> None:
 
 
 def test_dropout() -> None:
-    check(toys.dropout, """\
+    check(
+        toys.dropout,
+        """\
 relu       256 B  offload  store>relu release>t_2 load<expand wait<threshold_backward            [detach_1]
 getitem    256 B  offload  store>getitem release>t_2 load<expand wait<mm_2                       [t]
-getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward  [getitem_1]""")
+getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward  [getitem_1]""",
+    )
 
 
 def test_half_precision() -> None:
-    check(toys.half_precision, """\
+    check(
+        toys.half_precision,
+        """\
 _to_copy    128 B  offload  store>_to_copy release>t_5 load<expand wait<mm_4  [t_5]
 _to_copy_1  128 B  offload  store>_to_copy_1 release>t_6 load<mm_2 wait<mm_5  [t_6]
-sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2   [sigmoid]""")
+sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2   [sigmoid]""",
+    )
 
 
 def test_lazy_conjugates_are_kept() -> None:
-    check(toys.complex_numbers, """\
+    check(
+        toys.complex_numbers,
+        """\
 complex_1  512 B  keep     lazy conjugate or negation                   [_conj]
-mm_1       512 B  offload  store>mm_1 release>t_6 load<expand wait<sgn  [mm_1]""")
+mm_1       512 B  offload  store>mm_1 release>t_6 load<expand wait<sgn  [mm_1]""",
+    )
 
 
 def test_small_ones_are_kept() -> None:
-    check(toys.multi_output, """\
+    check(
+        toys.multi_output,
+        """\
 mm         256 B  offload  store>mm release>t_6 load<expand wait<native_layer_norm_backward  [mm]
 getitem_1   32 B  keep     below min_bytes                                                   [getitem_1]
 getitem_2   32 B  keep     below min_bytes                                                   [getitem_2]
 getitem_3  128 B  offload  store>getitem_3 release>t_6 load<expand wait<mm_2                 [getitem_3]
 getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter              [getitem_4]
-mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                       [mm_1]""", min_bytes=100)
+mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                       [mm_1]""",
+        min_bytes=100,
+    )
 
 
 def test_a_budget_keeps_what_idles_least() -> None:
-    check(toys.multi_output, """\
+    check(
+        toys.multi_output,
+        """\
 mm         256 B  offload  store>mm release>t_6 load<expand wait<native_layer_norm_backward  [mm]
 getitem_1   32 B  keep     within the budget                                                 [getitem_1]
 getitem_2   32 B  keep     within the budget                                                 [getitem_2]
 getitem_3  128 B  keep     within the budget                                                 [getitem_3]
 getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter              [getitem_4]
-mm_1       256 B  keep     within the budget                                                 [mm_1]""", budget=500)
+mm_1       256 B  keep     within the budget                                                 [mm_1]""",
+        budget=500,
+    )
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.25, 0.5, 1.0])

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
-from functorch.compile import min_cut_rematerialization_partition
 from ssd_fx.passes import dump, pipeline
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.partition import Partition
@@ -108,8 +108,8 @@ def complex_numbers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 ALL: tuple[Toy, ...] = (
-    relu_chain, shared_view, views_only, non_contiguous, tied_weight, saved_output, view_of_output, in_place, multi_output,
-    expanded, dtype_view, dropout, half_precision, complex_numbers,
+    relu_chain, shared_view, views_only, non_contiguous, tied_weight, saved_output, view_of_output, in_place,
+    multi_output, expanded, dtype_view, dropout, half_precision, complex_numbers,
 )  # fmt: skip
 
 

@@ -9,16 +9,22 @@ import time
 from collections.abc import Callable, Iterator
 
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines import ENGINES, Completion, Done, Engine, Extent, make_engine
+from ssd_fx.runtime.engines import ENGINES, Completion, Copy, Engine, Extent, make_engine
 
 _names = itertools.count()
 
 
-@contextlib.contextmanager
-def registered(wrap: Callable[[Engine], Engine], inner: str = "posix") -> Iterator[str]:
-    """Adds an engine around `inner` to ENGINES; yields its name, which is unique, so that it gets a store of its own."""
+def add(wrap: Callable[[Engine], Engine], inner: str = "posix") -> str:
+    """Adds an engine around `inner` to ENGINES; its name is unique, so that its store is its own."""
     name = f"test-{next(_names)}"
     ENGINES[name] = lambda config: wrap(ENGINES[inner](config))
+    return name
+
+
+@contextlib.contextmanager
+def registered(wrap: Callable[[Engine], Engine], inner: str = "posix") -> Iterator[str]:
+    """The same for a while."""
+    name = add(wrap, inner)
     try:
         yield name
     finally:
@@ -31,7 +37,7 @@ class Wrapped:
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
         self.name = f"{type(self).__name__}({inner.name})"
-        self.refused: list[OSError] = []
+        self.refused: list[int | None] = []  # errno; an exception would keep its frames alive
 
     @property
     def disk_bytes(self) -> int:
@@ -50,7 +56,7 @@ class Wrapped:
         return self.inner.read(extent, ptr, nbytes)
 
     def failed(self, extent: Extent, error: OSError) -> None:
-        self.refused.append(error)
+        self.refused.append(error.errno)
 
     def close(self) -> None:
         self.inner.close()
@@ -59,19 +65,23 @@ class Wrapped:
 class LateWrite:
     """A write that touches the memory only after a while: a buffer that is reused too early gives wrong bytes."""
 
-    def __init__(self, start: Callable[[], Completion], delay_s: float) -> None:
-        self._start, self._lock, self._began = start, threading.Lock(), threading.Event()
+    def __init__(self, make: Callable[[], Completion], delay_s: float) -> None:
+        self._make, self._lock, self._began = make, threading.Lock(), threading.Event()
         self._inner: Completion | None = None
         self._cancelled = False
         self._created = time.perf_counter()
         self._timer = threading.Timer(delay_s, self._begin)
         self._timer.daemon = True
+
+    def start(self) -> None:
         self._timer.start()
 
     def _begin(self) -> None:
         with self._lock:
             if not self._cancelled:
-                self._inner = self._start()
+                inner = self._make()
+                inner.start()
+                self._inner = inner
         self._began.set()
 
     def done(self) -> bool:
@@ -118,11 +128,11 @@ class DelayedEngine(Wrapped):
         self.inner.close()
 
 
-class Failure(Done):
+class Failure(Copy):
     """A transfer that failed."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(time.perf_counter())
+        super().__init__(0, 0, 0)
         self._code = code
 
     def wait(self) -> None:

@@ -4,10 +4,11 @@ import ctypes
 import json
 
 import torch
-from ssd_fx.runtime import ops  # noqa: F401  registers the operators
-from ssd_fx.runtime.entries import Entry, lookup
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from ssd_fx.runtime import ops  # noqa: F401  registers the operators
+from ssd_fx.runtime.entries import Entry, lookup
 
 op = torch.ops.ssd_fx
 CPU = torch.device("cpu")

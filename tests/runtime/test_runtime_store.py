@@ -11,7 +11,7 @@ from harness import CPU, begin, config_json, load, op, raw, release, settle, sta
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.entries import State, lookup
-from ssd_fx.runtime.stats import reset_stats, stats
+from ssd_fx.runtime.stats import counters, reset_stats, stats
 from ssd_fx.runtime.store import get_store
 
 N = 300_001
@@ -111,8 +111,7 @@ def test_given_after_the_write_was_done_stays_on_disk(config):
     del x
     entry = lookup(h)
     entry.write.wait()
-    entry.write.done = None if False else entry.write.done  # the write is done and not reaped
-    with entries.GUARD.lock:
+    with entries.GUARD.lock:  # the write is done and not reaped
         entry.store._cancel_write(entry)
     assert entry.state is State.ON_DISK
     assert torch.equal(load(h, expected), expected)
@@ -251,6 +250,9 @@ def test_death_of_a_handle_while_its_write_waits(stuck):
     del x
     assert not alive.expired()
     del h
+    deadline = time.perf_counter() + 20
+    while not alive.expired() and time.perf_counter() < deadline:
+        time.sleep(0.001)  # without any op: the janitor does it
     assert alive.expired()
     assert stats().cancelled_bytes == 4 * N
 
@@ -277,8 +279,7 @@ def test_handle_dies_inside_a_critical_section(config):
     settle(h)
     with entries.GUARD.lock:
         del h
-        assert len(entries.living()) == 1
-    entries.GUARD.drain()
+        assert len(entries._entries) == 1
     assert entries.living() == []
 
 
@@ -296,7 +297,7 @@ def test_handle_dies_in_another_thread_that_holds_the_lock(config):
     thread.start()
     held.wait(20)
     handles.clear()  # must not block
-    assert len(entries.living()) == 1
+    assert len(entries._entries) == 1
     let_go.set()
     thread.join()
     del x
@@ -400,8 +401,8 @@ def test_freed_bytes_are_those_that_nobody_else_keeps(config):
     assert stats().freed_bytes == 8 * N
     h3 = store(torch.randn(5 * N), config)
     settle(h3)
-    release_all = store(torch.randn(1), config)
-    del h3, release_all
+    del h3
+    assert len(entries.living()) == 2
     assert stats().freed_bytes == 8 * N + 20 * N
 
 
@@ -426,23 +427,18 @@ def test_counts_per_graph(config):
 
 @pytest.mark.parametrize(
     ("forward", "backward", "share"),
-    [((0, 1, 2, 3), (0, 1, 2, 3), 1.0), ((0, 2, 1, 3), (0, 1, 2, 3), 7 / 8), ((3, 2, 1, 0), (0, 3, 2, 1), 3 / 8)],
+    [((0, 1, 2, 3), (0, 1, 2, 3), 1.0), ((0, 2, 1, 3), (4, 5, 6, 7), 7 / 8), ((3, 2, 1, 0), (0, 3, 2, 1), 3 / 8)],
 )
-def test_planned_order(config, forward, backward, share):
-    """Stores carry the forward's seq, loads and waits the backward's; every run is judged by itself."""
-    x = torch.randn(10)
+def test_planned_order(forward, backward, share):
+    """Every run is judged by itself: begin starts a forward, the lowest seq a backward."""
+    c = counters("g")
     for _ in range(3):
-        begin(config)
-        handles = [store(x, config, slot=seq, seq=seq) for seq in forward]
-        h = handles[0]
-        ys = {}
+        c.begin(0, 0)
+        for seq in forward:
+            c.forward(seq)
         for seq in backward:
-            if seq % 2 == 0:
-                ys[seq] = start_load(h, x, consume=False, seq=seq)
-            else:
-                wait(ys.popitem()[1] if ys else start_load(h, x, consume=False, seq=seq), h, seq=seq)
-        ys.clear()
-    assert stats().in_planned_order == pytest.approx(share, abs=0.15 if share < 0.5 else 1e-9)
+            c.backward(seq)
+    assert stats().in_planned_order == stats().graphs["g"].in_planned_order == share
 
 
 def test_trace(config):

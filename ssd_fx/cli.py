@@ -1,0 +1,72 @@
+"""The command `ssd-fx`: what this machine offers.
+
+    ssd-fx check /mnt/nvme     is the directory fit for activations, and how fast does the runtime write and read there
+    ssd-fx info                versions and the default options
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+import ssd_fx
+from ssd_fx.config import Config
+from ssd_fx.runtime.extents import check_directory
+
+_TENSORS, _TENSOR_BYTES = 16, 16 << 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0 fine, 1 the directory is unfit."""
+    parser = argparse.ArgumentParser(prog="ssd-fx", description="Activations on NVMe: what this machine offers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="write and read activations in a directory and print the rates")
+    check.add_argument("directory")
+    commands.add_parser("info", help="versions and the default options")
+    flags = parser.parse_args(argv)
+    return _check(flags.directory) if flags.command == "check" else _info()
+
+
+def _info() -> int:
+    print(f"ssd_fx   {ssd_fx.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(f"options  {json.dumps(dataclasses.asdict(Config.make()), default=str)}")
+    return 0
+
+
+def _check(directory: str) -> int:
+    try:
+        check_directory(directory)
+    except OSError as error:
+        print(f"unfit: {error}", file=sys.stderr)
+        return 1
+    config = Config.make({"dirs": [directory], "engine": "posix", "inflight": _TENSORS * _TENSOR_BYTES})
+    tensors = [torch.full((_TENSOR_BYTES,), i, dtype=torch.uint8) for i in range(_TENSORS)]
+    for name in ("first pass (the file grows)", "second pass (its space is reused)"):
+        write_s, read_s = _round_trip(tensors, config.runtime_json())
+        mb = _TENSORS * _TENSOR_BYTES / 1e6
+        print(f"{name:34} write {mb / write_s:7.0f} MB/s   read {mb / read_s:7.0f} MB/s")
+    return 0
+
+
+def _round_trip(tensors: list[torch.Tensor], config: str) -> tuple[float, float]:
+    """Seconds to store all `tensors`, and to load them again; what comes back is compared."""
+    ops = torch.ops.ssd_fx
+    start = time.perf_counter()
+    handles = [ops.store(t, config, "check", i, i) for i, t in enumerate(tensors)]
+    for i, (handle, tensor) in enumerate(zip(handles, tensors, strict=True)):
+        ops.wait_store_(handle, tensor, len(tensors) + i)
+    written = time.perf_counter()
+    loaded = [ops.load(h, [_TENSOR_BYTES], [1], torch.uint8, torch.device("cpu"), 0, True) for h in handles]
+    for handle, tensor in zip(handles, loaded, strict=True):
+        ops.wait_load_(tensor, handle, 0)
+    end = time.perf_counter()
+    if not all(torch.equal(a, b) for a, b in zip(tensors, loaded, strict=True)):
+        raise RuntimeError("what was read is not what was written")
+    return written - start, end - written

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ssd_fx
+from ssd_fx.runtime import trace
+from ssd_fx.runtime.store import close_stores
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Every test starts with no counters, and leaves no file and no compiled code behind."""
+    trace.clear()
+    ssd_fx.reset_stats()
+    yield
+    torch._dynamo.reset()
+    close_stores()

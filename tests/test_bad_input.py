@@ -1,0 +1,84 @@
+"""A mistake is named at compile time, as the type that it is, through `torch.compile` too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssd_fx
+
+
+def compile_with(mode: str | None = None, **options: object) -> None:
+    torch._dynamo.reset()
+    x = torch.ones(4, requires_grad=True)
+    torch.compile(lambda t: t.sin().sum(), backend=_Backend(mode), options=options)(x)
+
+
+class _Backend:
+    """`ssd_fx.backend` with a mode: torch.compile takes mode or options, backends get both."""
+
+    __name__ = "ssd_fx"
+
+    def __init__(self, mode: str | None) -> None:
+        self.mode = mode
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: object) -> object:
+        return ssd_fx.backend(gm, inputs, mode=self.mode, **kwargs)  # type: ignore[arg-type]
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(ValueError, match="ssd_fx has no option 'bugdet'; did you mean 'budget'"):
+        compile_with(bugdet=0)
+
+
+def test_budget_that_does_not_parse() -> None:
+    with pytest.raises(ValueError, match="budget='lots' is not a budget; right would be"):
+        compile_with(budget="lots")
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError, match="does not exist; create it") as caught:
+        compile_with(dirs=[str(missing)])
+    assert caught.value.filename == str(missing)
+
+
+def test_file_instead_of_a_directory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(NotADirectoryError) as caught:
+        compile_with(dirs=[str(file)])
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_directory_that_is_not_writable(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match="give this user write permission"):
+        compile_with(dirs=[str(tmp_path)])
+
+
+def test_directory_that_is_not_writable_even_for_root() -> None:
+    """/proc takes no file from anybody."""
+    with pytest.raises(OSError, match="/proc"):
+        compile_with(dirs=["/proc"])
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs at hand")
+def test_tmpfs() -> None:
+    with pytest.raises(OSError, match="/dev/shm") as caught:
+        compile_with(dirs=["/dev/shm"])
+    assert "allow_tmpfs" in str(caught.value)
+
+
+def test_mode_for_aot_eager() -> None:
+    with pytest.raises(ValueError, match="mode='max-autotune' is Inductor's; inner='aot_eager' takes none"):
+        compile_with("max-autotune", inner="aot_eager")
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(Exception, match="faster"):
+        compile_with("faster")

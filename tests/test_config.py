@@ -1,0 +1,78 @@
+"""What may be said as an option, and what one hears when it is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ssd_fx import Config
+
+
+def test_defaults_are_documented_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/")
+    config = Config.make()
+    assert (config.budget, config.min_bytes, config.engine, config.inner) == (0, 2**20, "auto", "inductor")
+    assert (config.inflight, config.prefetch, config.dump) == (128 * 2**20, 64 * 2**20, "")
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        *[("2GiB", 2 << 30), ("512MB", 512_000_000), (4096, 4096), ("0", 0), (1, 1)],
+        *[(0.25, 0.25), ("0.25", 0.25), ("25%", 0.25), (1.0, 1.0), ("100%", 1.0)],
+    ],
+)
+def test_budgets(said: object, meant: float) -> None:
+    budget = Config.make({"budget": said}).budget
+    assert budget == meant
+    assert type(budget) is type(meant)
+
+
+BAD = [
+    ({"budget": "lots"}, r"budget='lots' is not a budget; right would be a size such as '2GiB' or a share"),
+    ({"budget": 1.5}, r"budget=1.5 is not a budget"),
+    ({"budget": "150%"}, r"budget='150%' is not a budget"),
+    ({"budget": -1}, r"budget=-1 is not a budget"),
+    ({"budget": True}, r"budget=True is not a budget"),
+    ({"budget": None}, r"budget=None is not a budget"),
+    ({"min_bytes": "1 parsec"}, r"min_bytes='1 parsec' is not a size; right would be"),
+    ({"engine": "floppy"}, r"engine='floppy' is unknown; right would be one of 'auto', 'memory', 'posix'"),
+    ({"inner": "eager"}, r"inner='eager' is unknown; right would be one of 'inductor', 'aot_eager'"),
+    ({"dirs": []}, r"dirs=\[\] is not a list of directories; right would be e\.g\."),
+    ({"dirs": 3}, r"dirs=3 is not a list of directories"),
+    ({"dump": 3}, r"dump=3 is not a path"),
+    ({"allow_tmpfs": "maybe"}, r"allow_tmpfs='maybe' is neither true nor false"),
+    ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, min_bytes"),
+    ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, budget"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[str(o) for o, _ in BAD])
+def test_bad_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config.make(options)
+
+
+def test_the_environment_is_read_and_options_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SSD_FX_BUDGET", "1GiB")
+    monkeypatch.setenv("SSD_FX_DIRS", f"{tmp_path}:/elsewhere")
+    assert Config.make().budget == 1 << 30
+    assert Config.make().dirs == (str(tmp_path), "/elsewhere")
+    assert Config.make({"budget": 0.5}).budget == 0.5
+    monkeypatch.setenv("SSD_FX_BUDGET", "lots")
+    with pytest.raises(ValueError, match="budget='lots'"):
+        Config.make()
+
+
+def test_relative_directories_survive_a_chdir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Config.make({"dirs": "spill"}).dirs == (str(tmp_path / "spill"),)
+
+
+def test_the_runtime_half_is_canonical() -> None:
+    a = Config.make({"dirs": "/a", "budget": 1, "engine": "memory"}).runtime_json()
+    b = Config.make({"engine": "memory", "dirs": ["/a"], "budget": 2}).runtime_json()
+    assert a == b
+    assert json.loads(a)["dirs"] == ["/a"]

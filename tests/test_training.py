@@ -1,0 +1,150 @@
+"""A GPT trains with its activations on disk, and nothing about it is different."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssd_fx
+from examples.train_gpt import Shape
+from ssd_fx.runtime import trace
+from tests.models import SMALL, assert_same_bits, deterministic, train
+from tests.runtime.engines import DelayedEngine, registered
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, object]:
+    """Everything that can leave leaves, however small, to a directory of its own."""
+    return {"dirs": [str(tmp_path)], "budget": 0, "min_bytes": 0}
+
+
+def test_aot_eager_is_bitwise_everything_kept(options: dict[str, object]) -> None:
+    options |= {"inner": "aot_eager"}
+    kept = train(options | {"budget": 1.0})
+    assert ssd_fx.stats().stores == 0
+    ssd_fx.reset_stats()
+    assert_same_bits(train(options), kept)
+    stats = ssd_fx.stats()
+    assert stats.steps == 5
+    assert stats.written_bytes >= 0.9 * stats.saved_bytes
+    assert stats.freed_bytes == stats.written_bytes
+
+
+def test_inductor_is_bitwise_the_memory_engine_and_plain_inductor(options: dict[str, object]) -> None:
+    with deterministic():
+        on_disk = train(options)
+        stats = ssd_fx.stats()
+        assert stats.written_bytes >= 0.9 * stats.saved_bytes
+        assert_same_bits(on_disk, train(options | {"engine": "memory"}))
+        for ours, theirs in zip(on_disk, train(None), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+TINY = Shape(layers=1, width=32, heads=2, seq=32, dropout=0.1)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_slow_writes_that_finish_in_any_order_change_no_bit(options: dict[str, object], inner: str) -> None:
+    """Every write touches its memory 50 to 100 ms late: a buffer that is reused too early shows."""
+    options |= {"inner": inner}
+    with deterministic():
+        kept = train(options | {"engine": "memory"}, steps=3, shape=TINY)
+        ssd_fx.reset_stats()
+        with registered(DelayedEngine) as slow:
+            # Few bytes may be in flight: the producer waits, so that most tensors are written and not forwarded.
+            seen = train(options | {"engine": slow, "inflight": 1 << 16}, steps=3, shape=TINY)
+    assert_same_bits(seen, kept)
+    stats = ssd_fx.stats()
+    assert stats.stall_s > 0.05
+    assert stats.read_bytes > 0
+    assert stats.forwarded_bytes > 0
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_the_order_that_runs_is_the_planned_order(options: dict[str, object], inner: str) -> None:
+    """Read from the trace: in every graph run our nodes come with seq 0, 1, 2, ... without a gap."""
+    train(options | {"inner": inner, "engine": "memory"}, steps=1, shape=TINY)
+    ours = [(kind, seq) for kind, _, _, seq, *_ in trace.events() if kind in ("store", "release", "load", "wait")]
+    forward = [seq for kind, seq in ours if kind in ("store", "release")]
+    backward = [seq for kind, seq in ours if kind in ("load", "wait")]
+    assert forward == list(range(len(forward)))
+    assert backward == list(range(len(backward)))
+    assert len(forward) == len(backward) == 2 * ssd_fx.stats().stores
+    assert ssd_fx.stats().in_planned_order == 1.0
+
+
+def test_a_budget_keeps_that_much(options: dict[str, object]) -> None:
+    train(options | {"budget": 0.5, "inner": "aot_eager"}, steps=1)
+    stats = ssd_fx.stats()
+    assert 0.4 * stats.saved_bytes < stats.offloaded_bytes <= 0.6 * stats.saved_bytes
+
+
+def test_inference_and_graphs_that_save_nothing_cost_nothing(options: dict[str, object]) -> None:
+    compiled = torch.compile(lambda x: x * 2, backend=ssd_fx.backend, options=options)
+    x = torch.ones(8, requires_grad=True)
+    compiled(x).sum().backward()
+    assert x.grad is not None
+    with torch.no_grad():
+        torch.compile(lambda x: (x @ x).sin(), backend=ssd_fx.backend, options=options)(torch.ones(8, 8))
+    assert [e for e in trace.events() if e[0] in ("begin", "store")] == []
+
+
+def curve(t: torch.Tensor) -> torch.Tensor:
+    return (t @ t).sin().exp().sum()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_retain_graph_without_donated_buffers(options: dict[str, object], inner: str) -> None:
+    """Stock: `donated_buffer=False` allows a second backward. What was forwarded to the first one is still there."""
+    with torch._functorch.config.patch(donated_buffer=False), registered(DelayedEngine) as slow:
+        x = torch.randn(16, 16, requires_grad=True)
+        compiled = torch.compile(curve, backend=ssd_fx.backend, options=options | {"inner": inner, "engine": slow})
+        compiled(x).backward()  # compiles, so that the next backward follows its forward at once
+        ssd_fx.reset_stats()
+        loss = compiled(x)
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, x)
+    assert ssd_fx.stats().forwarded_bytes > 0
+    assert torch.equal(first, second)
+
+
+def test_retain_graph_with_donated_buffers_is_refused(options: dict[str, object]) -> None:
+    """As stock does, with the way out in the message."""
+    with registered(DelayedEngine) as slow:
+        x = torch.randn(16, 16, requires_grad=True)
+        options |= {"inner": "aot_eager", "engine": slow}
+        compiled = torch.compile(curve, backend=ssd_fx.backend, options=options)
+        compiled(x).backward()
+        loss = compiled(x)
+        with pytest.raises(RuntimeError, match="donated_buffer"):
+            loss.backward(retain_graph=True)
+
+
+def test_by_name(options: dict[str, object]) -> None:
+    """The entry point makes `backend="ssd_fx"` work."""
+    x = torch.randn(16, 16, requires_grad=True)
+    torch.compile(lambda t: (t @ t).sin().sum(), backend="ssd_fx", options=options)(x).backward()
+    assert ssd_fx.stats().stores > 0
+
+
+def test_the_dump(options: dict[str, object], tmp_path: Path) -> None:
+    dump = tmp_path / "dump"
+    train(options | {"inner": "aot_eager", "dump": dump}, steps=1)
+    (graph,) = ssd_fx.stats().graphs
+    plan = (dump / f"{graph}.plan.txt").read_text()
+    assert plan.startswith(f"graph {graph}: ")
+    assert f"{ssd_fx.stats().saved_bytes} B saved" in plan
+    assert (dump / f"{graph}.forward.py").read_text().count("torch.ops.ssd_fx.store") == ssd_fx.stats().stores
+    assert (dump / f"{graph}.backward.py").read_text().count("torch.ops.ssd_fx.load") == ssd_fx.stats().loads
+
+
+def test_twice_the_layers_save_about_twice_as_much(options: dict[str, object]) -> None:
+    saved = []
+    for layers in (2, 4):
+        ssd_fx.reset_stats()
+        train(options | {"inner": "aot_eager"}, steps=1, shape=dataclasses.replace(SMALL, layers=layers))
+        saved.append(ssd_fx.stats().saved_bytes)
+    assert 1.6 < saved[1] / saved[0] < 2.0

@@ -1,0 +1,59 @@
+"""A second process on a warm compile cache trains to the same losses although no pass runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import json, sys
+import torch
+import ssd_fx
+from ssd_fx.passes import pipeline
+
+runs = []
+original = pipeline.run
+def counted(*args, **kwargs):
+    runs.append(1)
+    return original(*args, **kwargs)
+pipeline.run = counted
+torch.manual_seed(0)
+x, w = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+def model(x):
+    y = torch.nn.functional.dropout((x @ w).sin(), 0.1)
+    return ((y @ w).exp() @ w).tanh().sum()
+compiled = torch.compile(model, backend=ssd_fx.backend, options=json.loads(sys.argv[1]))
+seen = []
+for _ in range(3):
+    loss = compiled(x)
+    loss.backward()
+    seen += [loss, x.grad, w.grad]
+stats = ssd_fx.stats()
+sums = [t.double().sum().item() for t in seen]
+print(json.dumps({"passes": len(runs), "sums": sums, "stores": stats.stores, "saved": stats.saved_bytes,
+                  "written": stats.written_bytes, "order": stats.in_planned_order}))
+"""
+
+
+def run(cache: Path, options: dict[str, object]) -> dict[str, object]:
+    root = Path(__file__).resolve().parents[1]
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(options)]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_the_second_process_behaves_the_same_and_other_options_do_not_meet_its_entry(tmp_path: Path) -> None:
+    options = {"dirs": [str(tmp_path)], "budget": 0, "min_bytes": 0}
+    cold, warm = run(tmp_path / "cache", options), run(tmp_path / "cache", options)
+    assert cold.pop("passes") == 1
+    assert warm.pop("passes") == 0
+    assert cold["stores"] != 0
+    assert cold == warm
+    kept = run(tmp_path / "cache", options | {"budget": 1.0})
+    assert (kept["passes"], kept["stores"], kept["sums"]) == (1, 0, cold["sums"])
