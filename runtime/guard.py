@@ -9,12 +9,15 @@ Whoever uses the guarded state next does it too, so that what is free by then is
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+PAUSE_S = 0.002  # the thread waits so long after a wake-up: while ops run they do the work, without switches of threads
 
 
 class _Watcher(weakref.ref):  # type: ignore[type-arg]
@@ -86,4 +89,9 @@ def _janitor() -> "queue.SimpleQueue[_Watcher]":
 
 def _follow_up(wake: "queue.SimpleQueue[_Watcher]") -> None:
     while True:
-        wake.get().item.drain()
+        guards = {wake.get().item}
+        time.sleep(PAUSE_S)
+        while not wake.empty():
+            guards.add(wake.get().item)
+        for guard in guards:
+            guard.drain()

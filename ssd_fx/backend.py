@@ -12,6 +12,7 @@ from ssd_fx.config import Config
 from ssd_fx.errors import user_errors
 from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.passes.pipeline import PlanOptions
+from ssd_fx.runtime import heap
 from ssd_fx.runtime.extents import check_directory
 
 Compiled = Any  # what a backend returns: a callable; Inductor types it as whatever any of its modes yields
@@ -39,6 +40,7 @@ def backend(
         if config.engine != "memory":
             for directory in config.dirs:
                 check_directory(directory, allow_tmpfs=config.allow_tmpfs)
+    heap.keep_freed_memory()
     if config.inner == "aot_eager":
         return _aot_eager(gm, inputs, config)
     return _inductor(gm, inputs, config, mode)

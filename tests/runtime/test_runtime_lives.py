@@ -148,7 +148,7 @@ def test_interrupts(tmp_path):
         rng = random.Random(0)
         for _ in range(60):
             signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.005, 0.05))
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.005, 0.05), 2)  # again: torch has __del__s
             try:
                 train()
             except KeyboardInterrupt:
