@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import tempfile
 
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
@@ -18,6 +19,12 @@ def check_directory(path: str, allow_tmpfs: bool = False) -> None:
         raise NotADirectoryError(20, "activations need a directory, and this is something else", path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(13, "no permission to create files here; give this user write permission", path)
+    try:
+        tempfile.TemporaryFile(dir=path).close()  # access(2) says yes to root, on read-only file systems, over quota
+    except OSError as error:
+        raise OSError(
+            error.errno, f"no file can be made here ({error.strerror}); name a directory on a drive", path
+        ) from None
     kind = _IN_MEMORY.get(file_system_type(path))
     if kind and not allow_tmpfs:
         message = f"this is a {kind}, which keeps files in RAM and would save none; name a directory on a drive"

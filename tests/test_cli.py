@@ -18,7 +18,8 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_a_good_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == "first pass (the file grows)", "second pass (its space is reused)"]
+    first, second = (line.split("  ")[0] for line in lines)
+    assert (first, second) == ("first pass (the file grows)", "second pass (its space is reused)")
     assert all("MB/s" in line for line in lines)
     assert list(tmp_path.iterdir()) == []
 

@@ -126,6 +126,7 @@ static void run_piece(Pool *p, Request *r) {
 
 static void *worker(void *argument) {
     Pool *p = argument;
+    pthread_setname_np(pthread_self(), "ssd_fx-io"); /* so that top and the benchmarks can tell these threads */
     pthread_mutex_lock(&p->lock);
     for (;;) {
         Request *r = p->head[READ] ? p->head[READ] : p->head[WRITE];
