@@ -25,8 +25,7 @@ from typing import Any
 
 import networkx as nx
 import torch
-from torch._inductor import ir
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor import custom_graph_pass, ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.lowering import register_lowering
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
@@ -37,6 +36,8 @@ import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes.partitioner import source_digest
 
 ops = torch.ops.ssd_fx
+# Before torch 2.13 a scheduler pass is any callable, and Inductor compiles without its cache when there is one.
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
 class StoreKernel(ir.FallbackKernel):
@@ -103,7 +104,7 @@ def register() -> None:
 
 
 @dataclass(frozen=True)
-class PinOrder(CustomSchedulerPass):
+class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
     """Keeps the planned order of our nodes and the extern kernels, through Inductor's own reorder for peak memory."""
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:

@@ -1,7 +1,7 @@
 """The command `ssd-fx`: what this machine offers.
 
-    ssd-fx check /mnt/nvme     is the directory fit for activations, and how fast does the runtime write and read there
-    ssd-fx info                versions and the default options
+ssd-fx check /mnt/nvme     is the directory fit for activations, and how fast does the runtime write and read there
+ssd-fx info                versions and the default options
 """
 
 from __future__ import annotations
