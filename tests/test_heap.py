@@ -1,0 +1,48 @@
+"""Freed memory stays warm, and a user's own malloc settings stay in force."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import resource, torch
+from ssd_fx.runtime import heap
+print(heap.keep_freed_memory())
+def churn():  # 4 x 24 MiB at the top of the heap, freed at once
+    [torch.ones(24 << 18) for _ in range(4)]
+for _ in range(4): churn()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4): churn()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def run(**env: str) -> tuple[str, int]:
+    root = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | env | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept, faults = done.stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif("MALLOC_TRIM_THRESHOLD_" in os.environ, reason="malloc is tuned from outside")
+def test_pages_are_touched_once() -> None:
+    kept, faults = run()
+    assert kept == "True"
+    assert faults < 1000  # of 98,304 pages
+
+
+def test_a_tuned_malloc_is_left_alone() -> None:
+    kept, faults = run(MALLOC_TRIM_THRESHOLD_="1048576", MALLOC_MMAP_THRESHOLD_="33554432")
+    assert kept == "False"
+    assert faults > 20000
