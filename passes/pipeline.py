@@ -54,10 +54,10 @@ def run(partition: Partition, options: PlanOptions, *, consume: bool) -> Plan:
         plan = decide(partition, plan)
         verify.verify_plan(partition, plan)
     names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
-    outputs = [n.name for n in partition.kept_outputs]
+    before = verify.Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config, hand_over=options.hand_over, consume=consume)
-        verify.verify_graphs(partition, plan, outputs)
+        verify.verify_graphs(partition, plan, before)
     if options.dump_dir:
         dump.write(Path(options.dump_dir), partition, plan, dump.table(plan, *names))
     return plan

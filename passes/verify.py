@@ -6,6 +6,7 @@ Each rule raises `VerifyError`, which says what is broken, where, and which pass
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -49,25 +50,41 @@ def _verify_points(plan: Plan, group: AliasGroup) -> None:
         _require(holds, text, "schedule")
 
 
-def verify_graphs(partition: Partition, plan: Plan, outputs_before: list[str]) -> None:
-    """Check the rewritten graphs against the plan. `outputs_before` are the names the caller's outputs had."""
+@dataclass(frozen=True)
+class Before:
+    """What must be the same after the rewrite.
+
+    `outputs`: names of the outputs that the caller sees. `unpaired`: saved outputs without a backward placeholder of
+    their name, such as the state of a random generator, which PyTorch's partitioner names differently on both sides.
+    """
+
+    outputs: tuple[str, ...]
+    unpaired: frozenset[str]
+
+    @staticmethod
+    def of(partition: Partition) -> Before:
+        placeholders = partition.bwd_placeholders
+        unpaired = frozenset(n.name for n in partition.saved if n.name not in placeholders)
+        return Before(tuple(n.name for n in partition.kept_outputs), unpaired)
+
+
+def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
+    """Check the rewritten graphs against the plan and against what they were."""
     for module in (partition.forward, partition.backward):
         module.graph.lint()
-    _require([n.name for n in partition.kept_outputs] == outputs_before, "an output of the model changed", "insert")
+    outputs = tuple(n.name for n in partition.kept_outputs)
+    _require(outputs == before.outputs, "an output of the model changed", "insert")
     placeholders = partition.bwd_placeholders
-    for node in partition.saved:
+    paired = [n for n in partition.saved if n.name not in before.unpaired]
+    for node in paired:
         _require(
             node.name in placeholders, f"saved {node.name!r} has no placeholder of its name in the backward", "insert"
         )
-    saved_order = [n.name for n in partition.saved if isinstance(node_val(n), torch.Tensor)]
+    saved_order = [n.name for n in paired if isinstance(n.meta.get("val"), torch.Tensor)]
     backward_order = [n for n in placeholders if n in set(saved_order)]
     _require(saved_order == backward_order, "saved tensors and backward inputs differ in order", "insert")
     _verify_forward(partition, plan)
     _verify_backward(partition, plan)
-
-
-def node_val(node: fx.Node) -> object:
-    return node.meta.get("val")
 
 
 def _verify_forward(partition: Partition, plan: Plan) -> None:

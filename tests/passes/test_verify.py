@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ssd_fx.passes.plan import Plan, Points
-from ssd_fx.passes.verify import VerifyError, verify_graphs, verify_plan
+from ssd_fx.passes.verify import Before, VerifyError, verify_graphs, verify_plan
 from tests.passes import toys
 
 ops = torch.ops.ssd_fx
@@ -24,7 +24,8 @@ def good() -> toys.Planned:
 
 
 def check(planned: toys.Planned) -> None:
-    verify_graphs(planned.partition, planned.plan, [n.name for n in planned.partition.kept_outputs])
+    outputs = tuple(n.name for n in planned.partition.kept_outputs)
+    verify_graphs(planned.partition, planned.plan, Before(outputs, frozenset()))
 
 
 def find(graph: fx.Graph, target: object, index: int = 0) -> fx.Node:
@@ -164,4 +165,4 @@ def test_graphs(good: toys.Planned, break_it: Callable[[toys.Planned], None], me
 
 def test_a_changed_output(good: toys.Planned) -> None:
     with pytest.raises(VerifyError, match="an output of the model changed"):
-        verify_graphs(good.partition, good.plan, ["something_else"])
+        verify_graphs(good.partition, good.plan, Before(("something_else",), frozenset()))
