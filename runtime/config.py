@@ -13,7 +13,9 @@ class RuntimeConfig:
 
     `dirs`: absolute directories for the files. `engine`: a name in `engines.ENGINES`. `inflight`: the most bytes that
     are being written at a time. `prefetch`: bytes of loads ahead of their use (the planner's figure). `allow_tmpfs`:
-    accept a directory that is in RAM.
+    accept a directory that is in RAM. `checksums`: over every block, verified when it is read. `disk_limit`: the most
+    bytes that the file in one directory may have, 0 for no limit but the file system's. `host_budget`: bytes that may
+    rest in host memory before they move on to disk.
     """
 
     dirs: tuple[str, ...] = ()
@@ -21,16 +23,31 @@ class RuntimeConfig:
     inflight: int = 512 << 20
     prefetch: int = 0
     allow_tmpfs: bool = False
+    checksums: bool = True
+    disk_limit: int = 0
+    host_budget: int = 0
 
     def __post_init__(self) -> None:
         relative = [path for path in self.dirs if not os.path.isabs(path)]
         if relative:
             raise ValueError(f"dirs must be absolute, because a process may change its directory: {relative}")
-        if self.inflight <= 0 or self.prefetch < 0:
-            raise ValueError(f"inflight must be > 0 and prefetch >= 0, not {self.inflight} and {self.prefetch}")
+        if self.inflight <= 0:
+            raise ValueError(f"inflight must be > 0, not {self.inflight}")
+        for name in ("prefetch", "disk_limit", "host_budget"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, not {getattr(self, name)}")
 
 
-_TYPES: dict[str, type] = {"dirs": list, "engine": str, "inflight": int, "prefetch": int, "allow_tmpfs": bool}
+_TYPES: dict[str, type] = {
+    "dirs": list,
+    "engine": str,
+    "inflight": int,
+    "prefetch": int,
+    "allow_tmpfs": bool,
+    "checksums": bool,
+    "disk_limit": int,
+    "host_budget": int,
+}
 
 
 @functools.lru_cache(maxsize=256)

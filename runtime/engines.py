@@ -6,12 +6,25 @@ An engine's methods are called by one thread at a time (the store's lock); compl
 import ctypes
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ssd_fx.runtime.buffers import POOL, Region
 from ssd_fx.runtime.config import RuntimeConfig
+
+
+class Memory(NamedTuple):
+    """`nbytes` at address `ptr` of a device, which its owner keeps alive for as long as somebody transfers it."""
+
+    ptr: int
+    nbytes: int
+    device: torch.device
+
+    @staticmethod
+    def of(x: torch.Tensor) -> "Memory":
+        """The memory that a dense tensor spans."""
+        return Memory(x.data_ptr(), x.numel() * x.itemsize, x.device)
 
 
 class Extent:
@@ -51,7 +64,7 @@ class Completion(Protocol):
 
 
 class Engine(Protocol):
-    """Moves the `nbytes` of an extent to and from memory at `ptr`, which the caller keeps until that is done."""
+    """Moves the bytes of an extent to and from memory, which the caller keeps until that is done."""
 
     name: str
 
@@ -64,11 +77,11 @@ class Engine(Protocol):
     def free(self, extent: Extent) -> None:
         """Takes back room whose transfers are done."""
 
-    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
-        """What will store `nbytes` from `ptr` once it is started."""
+    def write(self, extent: Extent, memory: Memory) -> Completion:
+        """What will store the bytes of `memory` in `extent` once it is started."""
 
-    def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
-        """What will load `nbytes` to `ptr` once it is started."""
+    def read(self, extent: Extent, memory: Memory) -> Completion:
+        """What will load the bytes of `extent` into `memory` once it is started."""
 
     def failed(self, extent: Extent, error: OSError) -> None:
         """Told that a write to `extent` failed, so that no new extents come from there."""
@@ -142,13 +155,13 @@ class MemoryEngine:
         assert isinstance(extent, _HostExtent)
         POOL.give(extent.region)
 
-    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+    def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
-        return Copy(extent.region.address, ptr, nbytes)
+        return Copy(extent.region.address, memory.ptr, memory.nbytes)
 
-    def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+    def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
-        return Copy(ptr, extent.region.address, nbytes)
+        return Copy(memory.ptr, extent.region.address, memory.nbytes)
 
     def failed(self, extent: Extent, error: OSError) -> None:
         raise AssertionError(f"a copy in memory cannot fail: {error}")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ssd_fx.runtime import native
 from ssd_fx.runtime.buffers import PAGE, POOL, Region
-from ssd_fx.runtime.engines import Completion, Extent
+from ssd_fx.runtime.engines import Completion, Extent, Memory
 from ssd_fx.runtime.extents import STEP, SlabFile
 from ssd_fx.runtime.preflight import check_directory
 
@@ -140,8 +140,9 @@ class PosixEngine:
         assert isinstance(extent, FileExtent)
         extent.file.free(extent.offset, extent.size)
 
-    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+    def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, FileExtent)
+        ptr, nbytes, _ = memory
         align = extent.file.align
         if nbytes < self._small and align > 1:
             return self._write_bounced(extent, ptr, nbytes, align)
@@ -152,8 +153,9 @@ class PosixEngine:
         extent.tail = ctypes.string_at(ptr + head + body, nbytes - head - body)
         return Transfer("write", extent, self._request(True, extent, ptr + head, body))
 
-    def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+    def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, FileExtent)
+        ptr = memory.ptr
         align = extent.file.align
         head, body = extent.body_at, extent.body_bytes
         if (ptr + head) % align or body % align:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ssd_fx.runtime import engines, entries, trace
 from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.config import RuntimeConfig, parse
-from ssd_fx.runtime.engines import outcome
+from ssd_fx.runtime.engines import Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.layout import Ints, Match, check_storable, is_alone, match
 from ssd_fx.runtime.stats import counters
@@ -156,7 +156,7 @@ class Store:
         self._writing[entry] = None
         self._writing_bytes += entry.nbytes
         try:
-            entry.write = self.engine.write(extent, entry.ptr, entry.nbytes)
+            entry.write = self.engine.write(extent, Memory.of(entry.x))
             entry.write.start()
         except OSError as error:
             self._finish_write(entry, error)
@@ -244,7 +244,7 @@ class Store:
             target = _empty((entry.size, entry.stride, entry.dtype), entry)
             out = torch.empty_strided(asked[0], asked[1], dtype=asked[2])
         assert entry.extent, "on disk"
-        return Load(out, target, self.engine.read(entry.extent, target.data_ptr(), entry.nbytes), seq)
+        return Load(out, target, self.engine.read(entry.extent, Memory.of(target)), seq)
 
     def _complete(self, entry: Entry, load: Load) -> OSError | None:
         """Waits for a load's bytes, trying again after an error; the last error. Takes the lock itself."""
@@ -254,7 +254,7 @@ class Store:
                 break
             with GUARD.lock:
                 assert entry.extent, "on disk"
-                load.read = self.engine.read(entry.extent, load.target.data_ptr(), entry.nbytes)
+                load.read = self.engine.read(entry.extent, Memory.of(load.target))
                 load.read.start()
             error = outcome(load.read)
         if load.read:

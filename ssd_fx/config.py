@@ -28,8 +28,7 @@ class Config:
     dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
         temporary directory.
     budget: saved tensors that may stay resident: bytes (`"2GiB"`, an int) or a share of the saved bytes (a float from
-    0 to
-        1). Everything beyond it is offloaded, longest idle first. Default: 0, all that can leave leaves.
+        0 to 1). Everything beyond it is offloaded, longest idle first. Default: 0, all that can leave leaves.
     min_bytes: smaller storages always stay. Default: 1 MiB.
     engine: `"auto"`, `"posix"` (direct file I/O) or `"memory"` (host memory, for comparisons).
     inner: the compiler behind: `"inductor"` or `"aot_eager"`.
@@ -37,6 +36,9 @@ class Config:
     prefetch: bytes that may be loaded before they are due. Default: 64 MiB.
     dump: directory that gets the plan and both rewritten graphs of everything compiled; turns the compile cache off.
     allow_tmpfs: accept a directory in memory, which frees no memory.
+    checksums: sum up every block when it is written and compare when it is read. Default: on.
+    disk_limit: the most bytes that the file in one directory may have; 0, the default: what the file system has.
+    host_budget: bytes of offloaded tensors that may rest in host memory before they move on to disk. Default: 0.
     """
 
     dirs: tuple[str, ...] = ()
@@ -48,6 +50,9 @@ class Config:
     prefetch: int = 64 * _MIB
     dump: str = ""
     allow_tmpfs: bool = False
+    checksums: bool = True
+    disk_limit: int = 0
+    host_budget: int = 0
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
@@ -71,7 +76,8 @@ class Config:
     def runtime_json(self) -> str:
         """The half that the runtime needs, as canonical JSON: it travels in the compiled graphs."""
         half = {"allow_tmpfs": self.allow_tmpfs, "dirs": list(self.dirs), "engine": self.engine}
-        half |= {"inflight": self.inflight, "prefetch": self.prefetch}
+        half |= {"inflight": self.inflight, "prefetch": self.prefetch, "checksums": self.checksums}
+        half |= {"disk_limit": self.disk_limit, "host_budget": self.host_budget}
         return json.dumps(half, sort_keys=True, separators=(",", ":"))
 
 
@@ -177,4 +183,7 @@ _PARSERS: dict[str, Any] = {
     "prefetch": parse_bytes,
     "dump": _parse_path,
     "allow_tmpfs": _parse_flag,
+    "checksums": _parse_flag,
+    "disk_limit": parse_bytes,
+    "host_budget": parse_bytes,
 }

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines import ENGINES, Completion, Copy, Engine, Extent, make_engine
+from ssd_fx.runtime.engines import ENGINES, Completion, Copy, Engine, Extent, Memory, make_engine
 
 _names = itertools.count()
 
@@ -49,11 +49,11 @@ class Wrapped:
     def free(self, extent: Extent) -> None:
         self.inner.free(extent)
 
-    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
-        return self.inner.write(extent, ptr, nbytes)
+    def write(self, extent: Extent, memory: Memory) -> Completion:
+        return self.inner.write(extent, memory)
 
-    def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
-        return self.inner.read(extent, ptr, nbytes)
+    def read(self, extent: Extent, memory: Memory) -> Completion:
+        return self.inner.read(extent, memory)
 
     def failed(self, extent: Extent, error: OSError) -> None:
         self.refused.append(error.errno)
@@ -117,8 +117,8 @@ class DelayedEngine(Wrapped):
         self._range, self._random = (shortest_s, longest_s), random.Random(seed)
         self._late: list[LateWrite] = []
 
-    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
-        write = LateWrite(lambda: self.inner.write(extent, ptr, nbytes), self._random.uniform(*self._range))
+    def write(self, extent: Extent, memory: Memory) -> Completion:
+        write = LateWrite(lambda: self.inner.write(extent, memory), self._random.uniform(*self._range))
         self._late = [w for w in self._late if not w.done()] + [write]
         return write
 
@@ -162,13 +162,13 @@ class FailingEngine(Wrapped):
             raise OSError(self._code, "a planted failure", "/planted")
         return super().alloc(nbytes)
 
-    def write(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
+    def write(self, extent: Extent, memory: Memory) -> Completion:
         if self._planted("submit"):
             raise OSError(self._code, "a planted failure", "/planted")
-        return Failure(self._code) if self._planted("write") else super().write(extent, ptr, nbytes)
+        return Failure(self._code) if self._planted("write") else super().write(extent, memory)
 
-    def read(self, extent: Extent, ptr: int, nbytes: int) -> Completion:
-        return Failure(self._code) if self._planted("read") else super().read(extent, ptr, nbytes)
+    def read(self, extent: Extent, memory: Memory) -> Completion:
+        return Failure(self._code) if self._planted("read") else super().read(extent, memory)
 
 
 def delayed_factory(config: RuntimeConfig) -> Engine:

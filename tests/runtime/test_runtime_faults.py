@@ -14,7 +14,7 @@ from harness import config_json, load, raw, release, settle, start_load, store, 
 
 from ssd_fx.runtime import entries, extents, native
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.engines import make_engine, outcome
+from ssd_fx.runtime.engines import Memory, make_engine, outcome
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.extents import check_directory
 from ssd_fx.runtime.stats import stats
@@ -303,7 +303,7 @@ def test_cancelled_transfer_says_so(config):
     extent = settle(h).extent
     engine = get_store(config).engine
     engine._pool.close()
-    read = engine.read(extent, x.data_ptr(), 4 * N)
+    read = engine.read(extent, Memory.of(x))
     read.start()
     error = outcome(read)
     assert error.errno == errno.ECANCELED

@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import CPU, begin, config_json, load, op, raw, release, settle, store
 
+from ssd_fx.runtime.engines import Memory
 from ssd_fx.runtime.entries import State
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -167,7 +168,7 @@ def test_read_into_another_phase_bounces(config):
     for phase in (0, 1, 65, 4000):
         at = (phase - base.data_ptr()) % 4096
         y = base[at : at + x.numel()]
-        read = entry.store.engine.read(entry.extent, y.data_ptr(), entry.nbytes)
+        read = entry.store.engine.read(entry.extent, Memory.of(y))
         read.start()
         read.wait()
         assert torch.equal(y, x)
