@@ -21,6 +21,7 @@ from torch.library import Library
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines import check_device
 from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.heap import HUGE_PAGES
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
 
@@ -37,6 +38,7 @@ _SCHEMAS = (
 def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
     started = time.perf_counter()
     if offloaded_bytes:
+        HUGE_PAGES.follow()
         get_store(config)  # directories that cannot be used are an error before anything was computed
     counters(graph).begin(saved_bytes, offloaded_bytes)
     trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none"))
