@@ -22,6 +22,7 @@ from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines import check_device
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.heap import HUGE_PAGES
+from ssd_fx.runtime.layout import Layout
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
 
@@ -39,9 +40,9 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
     started = time.perf_counter()
     if offloaded_bytes:
         HUGE_PAGES.follow()
-        get_store(config)  # directories that cannot be used are an error before anything was computed
+        get_store(config).begin(graph)  # directories that cannot be used are an error before anything was computed
     counters(graph).begin(saved_bytes, offloaded_bytes)
-    trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none"))
+    trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
 
 
 def _store(x: Tensor, config: str, graph: str, slot: int, seq: int) -> Tensor:
@@ -64,7 +65,7 @@ def _load(
 ) -> Tensor:
     entry = lookup(handle)
     check_device(entry.store.engine, device)
-    return entry.store.load(entry, tuple(size), tuple(stride), dtype, seq, consume)
+    return entry.store.load(entry, Layout(tuple(size), tuple(stride), dtype), seq, consume)
 
 
 def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
