@@ -83,3 +83,16 @@ _ALONE = _holders(torch.empty(1))
 def is_alone(x: Tensor) -> bool:
     """Whether `x`, a tensor object that only the caller knows, is the only tensor on its storage."""
     return _holders(x) == _ALONE
+
+
+_VERSIONED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def versioned_alias(x: Tensor) -> Tensor:
+    """A tensor object of our own on x's storage that shares x's version counter: it tells when somebody writes into it.
+
+    Inductor's code runs with the dispatch key excluded under which `detach` shares the counter; 10 us to include it.
+    """
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude - _VERSIONED):
+        return x.detach()

@@ -20,6 +20,7 @@ from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines import Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import Habits
+from ssd_fx.runtime.layout import versioned_alias
 from ssd_fx.runtime.stats import counters
 
 now = time.perf_counter
@@ -96,7 +97,7 @@ class Writer:
         self._live.fall(entry)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
-        entry.held = x.detach()  # a tensor object of our own, so that is_alone() can tell whether others are left
+        entry.held = versioned_alias(x)
         entry.version = 0 if x.is_inference() else x._version
         entry.storage = StorageWeakRef(x.untyped_storage())
         if (x.requires_grad and x.is_leaf) or self._habits.of(entry.graph, entry.slot).keep:
