@@ -21,6 +21,8 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
     aliases = nodes_by_storage(forward)
     placeholders = partition.bwd_placeholders
 
+    last_input = max((i for i, n in enumerate(forward) if n.op == "placeholder"), default=0)
+
     def of(group: AliasGroup) -> Lifetime:
         base = fwd_by_name[group.base]
         key = storage_key(base.meta["val"])
@@ -30,8 +32,9 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         last = max([fwd_position[n] for n in fwd_nodes] + fwd_uses)
         first = min(first_read(placeholders[m.name], bwd_position) for m in group.members)
         assert plan.timeline is not None
+        # Nothing stands between the inputs of a graph: one of them is produced where the last one is.
         idle = plan.timeline.forward[-1] - plan.timeline.forward[last + 1] + plan.timeline.backward[first]
-        return Lifetime(fwd_position[base], last, first, idle)
+        return Lifetime(max(fwd_position[base], last_input), max(last, last_input), first, idle)
 
     return plan.with_(lifetimes={g.slot: of(g) for g in plan.groups if not g.obstacle})
 

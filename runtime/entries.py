@@ -49,7 +49,7 @@ class Entry:
     """One stored tensor.
 
     `held` is our reference, None once the bytes are elsewhere: an alias of our own of the tensor, or its encoded bytes.
-    `version` is the tensor's version when it was stored, `changed` the one it had if somebody wrote into it too early.
+    `counter` tells the tensor's version, also when its bytes have gone; `version` is the one it had when it was stored.
     """
 
     store: "Store"
@@ -62,8 +62,8 @@ class Entry:
     device: torch.device
     held: Tensor | None = None
     encoded: Encoded | None = None
+    counter: Tensor | None = None
     version: int = 0
-    changed: int | None = None
     storage: StorageWeakRef | None = None
     extent: Extent | None = None
     write: Completion | None = None

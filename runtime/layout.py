@@ -96,3 +96,11 @@ def versioned_alias(x: Tensor) -> Tensor:
     exclude = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude - _VERSIONED):
         return x.detach()
+
+
+def let_go(alias: Tensor) -> None:
+    """Drops the storage of a `versioned_alias`, which goes on to share the counter."""
+    alias.data = _NOTHING if alias.device.type == "cpu" else torch.empty(0, device=alias.device)
+
+
+_NOTHING = torch.empty(0)

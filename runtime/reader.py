@@ -12,7 +12,7 @@ from ssd_fx.runtime.engines import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.layout import Layout, Match, is_alone, match
 from ssd_fx.runtime.stats import counters
-from ssd_fx.runtime.writer import Writer, check_version
+from ssd_fx.runtime.writer import Writer, drop
 
 ATTEMPTS = 3
 now = time.perf_counter
@@ -31,9 +31,8 @@ class Reader:
         Raises: RuntimeError if the tensor was changed in place, given away before, or cannot be had in that layout.
         """
         same = match(entry.layout, asked, entry.name) is Match.SAME
-        check_version(entry)
-        if entry.changed is not None:
-            raise RuntimeError(_changed_in_place(entry))
+        if entry.counter is not None and entry.counter._version != entry.version:
+            raise RuntimeError(_changed_in_place(entry, entry.counter._version))
         match entry.state:
             case State.GIVEN:
                 raise RuntimeError(
@@ -104,9 +103,9 @@ class Reader:
             _place(entry, load)
             return load
         if consume and same and is_alone(held):
+            out = codec.alias(held, asked)  # first: a write that had ended after all lets go of `held`
             self._writer.cancel(entry)
-            entry.held = None
-            out = codec.alias(held, asked)
+            drop(entry)
         elif same:
             out = memory.empty(asked, entry.device, entry.ptr % 4096)
             memory.copy_bytes(out, held)
@@ -147,11 +146,11 @@ def _place(entry: Entry, load: Load) -> None:
         load.out.copy_(stored)
 
 
-def _changed_in_place(entry: Entry) -> str:
+def _changed_in_place(entry: Entry, version: int) -> str:
     kind = f"torch.{'cuda.' if entry.device.type == 'cuda' else ''}{_TYPE_NAMES.get(entry.layout.dtype, 'Tensor')}"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {entry.changed}; "
+        f"[{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {version}; "
         f"expected version {entry.version} instead"
     )
 

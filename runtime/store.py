@@ -16,7 +16,7 @@ from ssd_fx.runtime.layout import Layout, check_storable, is_alone
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
 from ssd_fx.runtime.stats import counters
-from ssd_fx.runtime.writer import Writer, check_version
+from ssd_fx.runtime.writer import Writer
 
 now = time.perf_counter
 
@@ -71,8 +71,8 @@ class Store:
         with GUARD.lock:
             if write and entry.write is write:
                 self.writer.finish(entry, error)
-            if not hand_over and entry.held is not None and not entry.encoded:
-                _copy_aside(entry)
+            if not hand_over:
+                _put_aside(entry)
             c = counters(entry.graph)
             c.stall_s += now() - started if write else 0.0
             c.forward(seq)
@@ -162,14 +162,13 @@ def _find(entry: Entry, x: Tensor) -> Load:
     )
 
 
-def _copy_aside(entry: Entry) -> None:
-    """The bytes move where the owner of the tensor cannot overwrite them."""
-    held = entry.held
-    assert held is not None, "the caller looked"
-    check_version(entry)
-    aside = memory.empty(entry.layout, entry.device, entry.ptr % 4096)
-    memory.copy_bytes(aside, held)
-    entry.held, entry.version = aside, aside._version
+def _put_aside(entry: Entry) -> None:
+    """From here on the owner of the tensor may write into its memory: what is there only moves elsewhere."""
+    if entry.held is not None and entry.held is entry.counter:
+        aside = memory.empty(entry.layout, entry.device, entry.ptr % 4096)
+        memory.copy_bytes(aside, entry.held)
+        entry.held = aside
+    entry.counter = None
 
 
 _stores: dict[RuntimeConfig, Store] = {}

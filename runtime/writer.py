@@ -20,7 +20,7 @@ from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines import Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.layout import versioned_alias
+from ssd_fx.runtime.layout import let_go, versioned_alias
 from ssd_fx.runtime.stats import counters
 
 now = time.perf_counter
@@ -67,8 +67,7 @@ class Writer:
         self._forget_write(entry, "failed" if error else "ok")
         if error is None:
             c.written_bytes += entry.moved_bytes
-            check_version(entry)
-            entry.held = None
+            drop(entry)
             return
         c.kept_bytes += entry.nbytes
         extent, entry.extent = entry.extent, None
@@ -97,8 +96,9 @@ class Writer:
         self._live.fall(entry)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
-        entry.held = versioned_alias(x)
-        entry.version = 0 if x.is_inference() else x._version
+        entry.held = alias = versioned_alias(x)
+        if not x.is_inference():
+            entry.counter, entry.version = alias, x._version
         entry.storage = StorageWeakRef(x.untyped_storage())
         if (x.requires_grad and x.is_leaf) or self._habits.of(entry.graph, entry.slot).keep:
             entry.storage = None
@@ -165,7 +165,6 @@ class Writer:
         if made is None:
             habit.plain = True
             return
-        check_version(entry)
         payload, encoded = made
         c = counters(entry.graph)
         c.encoded_from_bytes += entry.nbytes
@@ -175,7 +174,8 @@ class Writer:
             decoded = x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
             encoded.decode(payload, decoded)
             c.encoding_error = max(c.encoding_error, codec.relative_error(x, decoded))
-        entry.held, entry.encoded, entry.version = payload, encoded, payload._version
+        drop(entry)
+        entry.held, entry.encoded = payload, encoded
 
 
 class _Tide:
@@ -202,8 +202,8 @@ class _Tide:
             self._forecast, self._peak = self._peak, 0
 
 
-def check_version(entry: Entry) -> None:
-    """Notes whether somebody wrote into the stored tensor while its bytes were still wanted."""
-    held = entry.held
-    if held is not None and not held.is_inference() and held._version != entry.version and entry.changed is None:
-        entry.changed = held._version
+def drop(entry: Entry) -> None:
+    """Our reference to the stored bytes goes; what tells whether somebody wrote into the tensor stays."""
+    held, entry.held = entry.held, None
+    if held is not None and held is entry.counter:
+        let_go(held)

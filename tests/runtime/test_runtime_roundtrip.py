@@ -26,7 +26,7 @@ def test_sizes_from_disk(any_config, nbytes):
     h = store(x, any_config)
     settle(h)
     release(h, x)
-    x.zero_()  # the memory is ours no more, and whatever is in it must not matter
+    x.data.zero_()  # the memory is ours no more, and whatever is in it must not matter
     assert torch.equal(load(h, expected), expected)
 
 

@@ -1,0 +1,118 @@
+"""A graph per block: hidden states are inputs of one graph and outputs of another, and the caller has them in hand."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ssd_fx
+from ssd_fx.runtime.store import close_stores
+
+WIDTH, BATCH, BLOCKS = 64, 256, 4
+HIDDEN = BATCH * WIDTH * 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    ssd_fx.reset_stats()
+    yield
+    close_stores()
+
+
+def blocks(tmp_path: object, inner: str = "aot_eager", **options: Any) -> list[Any]:
+    torch.manual_seed(0)
+    options = {"dirs": [str(tmp_path)], "min_bytes": HIDDEN, "allow_tmpfs": True, "inner": inner} | options
+    return [torch.compile(Block(), backend=ssd_fx.backend, options=options) for _ in range(BLOCKS)]
+
+
+def step(model: list[Any], keep: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Loss and gradients; `keep` gets every hidden state, as `output_hidden_states=True` would."""
+    x = torch.linspace(-1, 1, BATCH * WIDTH).view(BATCH, WIDTH).requires_grad_()
+    leaf = x
+    for block in model:
+        x = block(x)
+        if keep is not None:
+            keep.append(x)
+    loss = x.square().mean()
+    del x
+    loss.backward()
+    found = [loss.detach(), leaf.grad, *(p.grad for block in model for p in block.parameters())]
+    for block in model:
+        block.zero_grad()
+    return [t for t in found if t is not None]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_hidden_states_leave_and_come_back(tmp_path: object, inner: str) -> None:
+    """Bitwise; every hidden state but the leaf is written, and its memory is gone."""
+    expected = step(blocks(tmp_path, inner, engine="memory"))
+    model = blocks(tmp_path, inner)
+    ssd_fx.reset_stats()
+    for _ in range(3):
+        for a, b in zip(step(model), expected, strict=True):
+            assert torch.equal(a, b)
+    stats = ssd_fx.stats()
+    assert stats.held_bytes == 3 * HIDDEN  # the leaf
+    assert stats.wasted_bytes == 0
+    assert stats.written_bytes + stats.cancelled_bytes + stats.held_bytes == stats.offloaded_bytes
+    assert stats.in_planned_order == 1.0
+
+
+def test_reads_run_ahead_into_the_next_block(tmp_path: object) -> None:
+    """All but the first backward, whose tensors are asked for one by one, find theirs read or on the way."""
+    model = blocks(tmp_path, prefetch=64 * HIDDEN)
+    step(model)
+    ssd_fx.reset_stats()
+    step(model)
+    stats = ssd_fx.stats()
+    first = stats.read_bytes - stats.prefetched_bytes
+    assert first <= stats.offloaded_bytes // BLOCKS
+    assert stats.prefetched_bytes + stats.forwarded_bytes >= (stats.offloaded_bytes * (BLOCKS - 1)) // BLOCKS
+
+
+def test_a_caller_that_keeps_every_hidden_state(tmp_path: object) -> None:
+    """Writing them frees nothing: after two steps they are no longer written. The rest still is."""
+    model, keep = blocks(tmp_path), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(model, keep)
+        ssd_fx.reset_stats()
+        expected = step(model, keep)
+    assert ["stops writing" in str(w.message) for w in caught] == [True]
+    stats = ssd_fx.stats()
+    assert stats.held_bytes == BLOCKS * HIDDEN
+    assert stats.wasted_bytes == 0
+    assert 0 < stats.written_bytes + stats.cancelled_bytes == stats.offloaded_bytes - BLOCKS * HIDDEN
+    for a, b in zip(step(blocks(tmp_path, engine="memory")), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["eager", "ssd_fx"])
+def test_a_hidden_state_that_is_changed_in_place(tmp_path: object, backend: str) -> None:
+    """The same error as in eager mode, whether the write was done or not."""
+    torch.manual_seed(0)
+    model = blocks(tmp_path) if backend == "ssd_fx" else [Block() for _ in range(BLOCKS)]
+    x = model[0](torch.randn(BATCH, WIDTH))
+    y = model[1](x)
+    x.data.add_(0)  # .data asks for no check, here as there
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1; expected version 0"):
+        y.sum().backward()
