@@ -24,12 +24,14 @@ RESERVE = 1 << 30
 
 
 class SlabFile:
-    """The unlinked file of one directory. `align`: what transfers must be aligned to, 1 without direct I/O.
+    """The unlinked file of one directory, of at most `limit` bytes (0: what the file system has).
+
+    `align`: what transfers must be aligned to, 1 without direct I/O.
 
     Raises: OSError if no file can be created.
     """
 
-    def __init__(self, directory: str, step: int = STEP) -> None:
+    def __init__(self, directory: str, step: int = STEP, limit: int = 0) -> None:
         self.directory = directory
         self.writable = True  # cleared by a failed write: no new extents from here
         self.growable = True  # cleared by a failed growth: only what is there already
@@ -38,6 +40,7 @@ class SlabFile:
         self.align = max(memory, offset)
         self._granularity = max(PAGE, self.align)
         self._step = step
+        self._limit = limit
         self._allocator = Allocator()
         self._lock = threading.Lock()
 
@@ -70,6 +73,10 @@ class SlabFile:
         os.close(self.fd)
 
     def _grow(self, missing: int) -> None:
+        nbytes = self.nbytes + missing
+        if self._limit and nbytes > self._limit:  # a smaller extent may still fit
+            message = f"the file would have {nbytes} B, and disk_limit is {self._limit} B"
+            raise OSError(errno.ENOSPC, message, self.directory)
         if not self.growable:
             raise OSError(errno.ENOSPC, "the file could not grow earlier and has no room left", self.directory)
         try:
@@ -77,7 +84,8 @@ class SlabFile:
             if missing > available:
                 message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
                 raise OSError(errno.ENOSPC, message, self.directory)
-            added = missing if self._step > available else max(missing, self._step)
+            allowed = min(available, self._limit - self.nbytes) if self._limit else available
+            added = max(missing, self._step) if self._step <= allowed else missing
             added = self._extend(added, missing)
         except OSError:
             self.growable = False
