@@ -70,7 +70,7 @@ class StripedTransfer:
             try:
                 transfer.start()
             except OSError as error:
-                self._errors[place] = error
+                self._errors[place] = _copy(error)
                 self.cancel()
                 raise
             part.drive.began(transfer, part.extent.nbytes)
@@ -83,7 +83,7 @@ class StripedTransfer:
         failed = {place: error for place, error in outcomes if error}
         if not failed:
             return
-        self._errors.update(failed)
+        self._errors.update((place, _copy(error)) for place, error in failed.items())
         # A part that was cancelled tells why only if no other failed.
         raise failed[min(failed, key=lambda at: (failed[at].errno == errno.ECANCELED, self._transfers[at].span()[1]))]
 
@@ -145,7 +145,7 @@ class StripedEngine:
             for part in extent.parts:
                 transfers.append(part.drive.engine.write(part.extent, part.of(memory)))
         except OSError as error:
-            extent.errors[len(transfers)] = error
+            extent.errors[len(transfers)] = _copy(error)
             for transfer in transfers:
                 transfer.cancel()
             raise
@@ -166,6 +166,11 @@ class StripedEngine:
     def close(self) -> None:
         for drive in self._drives:
             drive.engine.close()
+
+
+def _copy(error: OSError) -> OSError:
+    """To be kept: without the traceback, whose frames would keep the extent alive that keeps it, and handles too."""
+    return OSError(error.errno, error.strerror, error.filename)
 
 
 def _stripes(drives: list[_Drive], nbytes: int) -> list[tuple[_Drive, int, int]]:
