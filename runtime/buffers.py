@@ -1,73 +1,79 @@
 """Recycled page-aligned memory: what loads arrive in, and what small transfers bounce through.
 
-The first touch of fresh memory costs 0.7 s per GiB, as much as the read itself, so regions are mapped once and reused.
-A tensor on a region gives it back when its storage dies, whatever aliases of it exist by then.
+The first touch of fresh memory costs as much as the read itself (64 MiB: 21 ms in huge pages, 52 ms in small ones,
+10 ms to fill it again), so what was touched is used again. It is cut from one arena: a range of addresses that costs
+nothing until it is touched, so that what one size gave back serves any other. A tensor gives its memory back when its
+storage dies, whatever aliases of it exist by then.
 """
 
-import contextlib
 import ctypes
-import itertools
-import mmap
 
 import torch
 
+from ssd_fx.runtime.arena import PAGE, Arena, map_range, round_up
 from ssd_fx.runtime.guard import Guard
 
-PAGE = 4096
-HUGE = 4 << 20  # from here on huge pages are asked for: the first touch of 64 MiB took 17 ms instead of 40
-
-
-def size_class(nbytes: int) -> int:
-    """`nbytes` rounded up to a multiple of a page and of 1/8 of its leading power of two: at most 12.5% waste."""
-    step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
-    return -(-nbytes // step) * step
+__all__ = ["PAGE", "POOL", "BufferPool", "Region"]
 
 
 class Region:
-    """A private anonymous mapping of `nbytes` at `address`, unmapped when nobody refers to it. `uses` counts takes."""
+    """`nbytes` at `address`, as long as nobody gave them back."""
 
-    __slots__ = ("_map", "address", "nbytes", "since", "uses")
+    __slots__ = ("address", "arena", "nbytes", "taken")
 
-    def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= HUGE:
-            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.nbytes = nbytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.uses = self.since = 0
+    def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
+        self.arena, self.nbytes = arena, nbytes  # the reference keeps the range mapped
+        self.address = arena.address + offset
+        self.taken = True
 
 
 class BufferPool:
-    """Regions by size class. At most `limit` bytes stay mapped without a user; the oldest are unmapped first."""
+    """Regions of recycled memory. At most about `limit` touched bytes stay without a user.
 
-    def __init__(self, limit: int = 256 << 20) -> None:
+    `resident_bytes`: what may have memory behind it, in chunks; `peak_bytes`: the most that was; `mappings`: how often
+    it grew. `live_bytes`: what somebody has. `reserve`: bytes of address space that are asked for at a time.
+    """
+
+    def __init__(self, limit: int = 256 << 20, reserve: int | None = None) -> None:
         self.limit = limit
         self.resident_bytes = 0
         self.peak_bytes = 0
         self.mappings = 0
-        self.idle_bytes = 0
-        self._idle: dict[int, dict[Region, None]] = {}  # by size, oldest first
-        self._returns = itertools.count()
-        self._guard: Guard[tuple[Region, int]] = Guard(self._recycle)
+        self.live_bytes = 0
+        self._reserve = reserve
+        self._arenas: list[Arena] = []
+        self._guard: Guard[Region] = Guard(self._recycle)
+
+    @property
+    def idle_bytes(self) -> int:
+        """What has memory behind it and no user."""
+        return self.resident_bytes - self.live_bytes
 
     def take(self, nbytes: int) -> Region:
-        """A page-aligned region of at least `nbytes`, with any content."""
-        size = size_class(nbytes)
+        """A page-aligned region of at least `nbytes` > 0, with any content.
+
+        Raises: OSError if there is no memory.
+        """
+        nbytes = round_up(nbytes)
         self._guard.drain()
         with self._guard.lock:
-            idle = self._idle.get(size)
-            if idle:
-                region = idle.popitem()[0]
-                self.idle_bytes -= size
+            for arena in self._arenas:
+                taken = arena.take(nbytes)
+                if taken:
+                    break
             else:
-                region = self._map(size)
-            region.uses += 1
-        return region
+                arena = Arena(map_range(nbytes, self._reserve))
+                self._arenas.append(arena)
+                taken = arena.take(nbytes)
+            assert taken, "a new range has room"
+            offset, fresh = taken
+            self.live_bytes += nbytes
+            self._count(fresh)
+            return Region(arena, offset, nbytes)
 
     def give(self, region: Region) -> None:
         """Takes a region back."""
-        self._guard.later((region, region.uses))
+        self._guard.later(region)
 
     def tensor(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, nbytes: int, phase: int
@@ -76,46 +82,44 @@ class BufferPool:
         region = self.take(phase + nbytes)
         memory = (ctypes.c_ubyte * nbytes).from_address(region.address + phase)
         memory.region = region  # type: ignore[attr-defined]  # mapped for as long as the storage lives
-        self._guard.watch(memory, (region, region.uses))
+        self._guard.watch(memory, region)
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
 
     def trim(self) -> None:
-        """Unmaps every idle region."""
+        """Gives idle memory back to the kernel."""
         self._guard.drain()
         with self._guard.lock:
             self._shrink(0)
 
     def after_fork(self) -> None:
-        """In the child: a fresh lock, and no idle regions, for another thread may have been at work on them."""
+        """In the child: a fresh lock and no arena, for another thread may have been at work on it. Tensors that were
+        inherited keep their memory, which is not counted."""
         self._guard.reset()
-        self._idle.clear()
-        self.resident_bytes -= self.idle_bytes
-        self.idle_bytes = 0
+        self._arenas = []
+        self.resident_bytes = self.peak_bytes = self.live_bytes = 0
 
-    def _map(self, size: int) -> Region:
-        region = Region(size)
-        self.mappings += 1
-        self.resident_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
-        return region
+    def _count(self, fresh: int) -> None:
+        if fresh:
+            self.mappings += 1
+            self.resident_bytes += fresh
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
-    def _recycle(self, returned: tuple[Region, int]) -> None:
-        region, use = returned
-        idle = self._idle.setdefault(region.nbytes, {})
-        if region.uses != use or region in idle:
+    def _recycle(self, region: Region) -> None:
+        if not region.taken:
             return  # called again after a signal came in between, see Guard
-        region.since = next(self._returns)
-        idle[region] = None
-        self.idle_bytes += region.nbytes
+        region.taken = False
+        if region.arena not in self._arenas:
+            return  # from before a fork
+        region.arena.give(region.address - region.arena.address, region.nbytes)
+        self.live_bytes -= region.nbytes
         self._shrink(self.limit)
 
     def _shrink(self, limit: int) -> None:
-        while self.idle_bytes > limit:
-            oldest = min((next(iter(idle)) for idle in self._idle.values() if idle), key=lambda region: region.since)
-            del self._idle[oldest.nbytes][oldest]
-            self.idle_bytes -= oldest.nbytes
-            self.resident_bytes -= oldest.nbytes
+        for arena in reversed(self._arenas):
+            if self.idle_bytes <= limit:
+                return
+            self.resident_bytes -= arena.shrink(self.idle_bytes - limit)
 
 
 POOL = BufferPool()

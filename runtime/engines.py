@@ -179,8 +179,19 @@ def check_device(engine: Engine, device: torch.device) -> None:
 
 def _posix(config: RuntimeConfig) -> Engine:
     from ssd_fx.runtime.posix import PosixEngine
+    from ssd_fx.runtime.striped import StripedEngine
 
-    return PosixEngine(config.dirs, allow_tmpfs=config.allow_tmpfs)
+    if not config.dirs:
+        raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
+    made: list[Engine] = []
+    try:
+        for path in config.dirs:
+            made.append(PosixEngine(path, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit))
+    except BaseException:
+        for engine in made:
+            engine.close()
+        raise
+    return made[0] if len(made) == 1 else StripedEngine(made)
 
 
 ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {

@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 from ssd_fx.runtime import native
@@ -98,43 +97,41 @@ class Transfer:
 
 
 class PosixEngine:
-    """Slab files in `dirs`, dealt round robin, behind `threads` I/O threads.
+    """The slab file of `directory`, of at most `limit` bytes (0: no limit), behind `threads` I/O threads.
 
-    Raises: ValueError without directories; what `check_directory` raises; OSError if no file can be created.
+    Raises: what `check_directory` raises; OSError if no file can be created.
     """
 
     name = "posix"
 
     def __init__(
-        self, dirs: Sequence[str], *, allow_tmpfs: bool = False, threads: int = 2, step: int = STEP, small: int = SMALL
+        self,
+        directory: str,
+        *,
+        allow_tmpfs: bool = False,
+        threads: int = 2,
+        step: int = STEP,
+        limit: int = 0,
+        small: int = SMALL,
     ) -> None:
-        if not dirs:
-            raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
-        for path in dirs:
-            check_directory(path, allow_tmpfs)
+        check_directory(directory, allow_tmpfs)
         self._small = small
-        self._turn = 0
-        self._warned: set[str] = set()
-        self._files = [SlabFile(str(Path(path)), step) for path in dirs]
+        self._warned = False
+        self._file = SlabFile(str(Path(directory)), step, limit)
         self._pool = native.make_pool(threads)
 
     @property
     def disk_bytes(self) -> int:
-        return sum(file.nbytes for file in self._files)
+        return self._file.nbytes
 
     def alloc(self, nbytes: int) -> Extent:
-        error = OSError(errno.ENOSPC, "no directory takes writes any more", self._files[0].directory)
-        for _ in self._files:
-            file = self._files[self._turn % len(self._files)]
-            self._turn += 1
-            if not file.writable:
-                continue
-            try:
-                return FileExtent(nbytes, file, *file.allocate(nbytes))
-            except OSError as failure:
-                error = failure
-                self._warn(file, nbytes, failure)
-        raise error
+        if not self._file.writable:
+            raise OSError(errno.ENOSPC, "an earlier write here failed, so there are no new ones", self._file.directory)
+        try:
+            return FileExtent(nbytes, self._file, *self._file.allocate(nbytes))
+        except OSError as error:
+            self._warn(nbytes, error)
+            raise
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, FileExtent)
@@ -166,13 +163,12 @@ class PosixEngine:
 
     def failed(self, extent: Extent, error: OSError) -> None:
         assert isinstance(extent, FileExtent)
-        extent.file.writable = False
-        self._warn(extent.file, extent.nbytes, error)
+        self._file.writable = False
+        self._warn(extent.nbytes, error)
 
     def close(self) -> None:
         self._pool.close()
-        for file in self._files:
-            file.close()
+        self._file.close()
 
     def _write_bounced(self, extent: FileExtent, ptr: int, nbytes: int, align: int) -> Completion:
         padded = -(-nbytes // align) * align
@@ -196,13 +192,14 @@ class PosixEngine:
     def _request(self, write: bool, extent: FileExtent, address: int, nbytes: int) -> native.Request:
         return self._pool.request(write, extent.file.fd, address, nbytes, extent.offset)
 
-    def _warn(self, file: SlabFile, nbytes: int, error: OSError) -> None:
-        if file.directory in self._warned:
+    def _warn(self, nbytes: int, error: OSError) -> None:
+        if self._warned:
             return
-        self._warned.add(file.directory)
+        self._warned = True
         warnings.warn(
-            f"ssd_fx keeps activations in memory that do not go to {file.directory}: storing {nbytes} B failed "
-            f"({error.strerror}); the file there holds {file.nbytes} B. Training goes on and needs more memory.",
+            f"ssd_fx keeps activations in memory that do not go to {self._file.directory}, unless another directory "
+            f"takes them: storing {nbytes} B failed ({error.strerror}); the file there holds {self._file.nbytes} B. "
+            "Training goes on and needs more memory.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -112,7 +112,7 @@ def test_real_directory_that_fails_warns_once_and_is_left_alone(tmp_path):
     engine = get_store(config).engine
     for extent in [engine.alloc(4 * N) for _ in dirs]:
         engine.free(extent)  # both files have room: it is the write that fails
-    bad = engine._files[0]
+    bad = engine._drives[0].engine._file
     fd, bad.fd = bad.fd, os.open(dirs[0], os.O_RDONLY)  # a directory: EBADF or EISDIR at every write
 
     def store_and_release(i):

@@ -2,232 +2,24 @@
 
 import ctypes
 import gc
-import mmap
 import os
 import random
 import subprocess
-import threading
 import time
 import warnings
 
 import pytest
 import torch
 from harness import CPU, begin, config_json, load, op, raw, settle, store, wait, watch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ssd_fx.runtime import native, posix
-from ssd_fx.runtime.buffers import BufferPool, size_class
+from ssd_fx.runtime import native
 from ssd_fx.runtime.config import RuntimeConfig, parse
-from ssd_fx.runtime.extents import Allocator, SlabFile
 from ssd_fx.runtime.fallback import ThreadPool
 from ssd_fx.runtime.layout import is_alone, is_dense
 
 KIB, MIB = 1 << 10, 1 << 20
-
-# ---- allocator
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), max_size=120))
-def test_extents_never_overlap(script):
-    """Random allocations and frees: live extents are disjoint and inside the file; all freed, the file is one piece."""
-    allocator, live = Allocator(), {}
-    for size, victim in script:
-        if victim < len(live):
-            offset = sorted(live)[victim]
-            allocator.free(offset, live.pop(offset))
-            continue
-        offset = allocator.allocate(size)
-        if offset is None:
-            allocator.grow(size + 5 - allocator.tail_bytes() if allocator.tail_bytes() < size + 5 else 1)
-            offset = allocator.allocate(size)
-        if offset is None:
-            continue
-        assert offset + size <= allocator.end
-        assert all(offset + size <= other or other + length <= offset for other, length in live.items())
-        live[offset] = size
-    for offset, size in live.items():
-        allocator.free(offset, size)
-    assert allocator.tail_bytes() == allocator.end
-
-
-def test_growing_uses_the_free_tail():
-    allocator = Allocator()
-    allocator.grow(10)
-    assert allocator.allocate(4) == 0
-    assert allocator.allocate(8) is None
-    assert allocator.tail_bytes() == 6
-    allocator.grow(2)
-    assert allocator.allocate(8) == 4
-
-
-def test_best_fit_takes_the_smallest_hole():
-    allocator = Allocator()
-    allocator.grow(30)
-    taken = [allocator.allocate(size) for size in (10, 1, 5, 1, 13)]
-    allocator.free(taken[0], 10)
-    allocator.free(taken[2], 5)
-    assert allocator.allocate(4) == taken[2]
-
-
-def test_steady_steps_do_not_grow_the_file(tmp_path):
-    """300 steps of the same 40 tensors, stored and freed in random order, two steps alive at a time: no growth."""
-    file = SlabFile(str(tmp_path), step=MIB)
-    rng = random.Random(0)
-    sizes = [rng.randrange(1, 300 * KIB) for _ in range(40)]
-    before, history = [], []
-    for _ in range(300):
-        live = [file.allocate(nbytes) for nbytes in rng.sample(sizes, len(sizes))]
-        for extent in rng.sample(before, len(before)):
-            file.free(*extent)
-        before = live
-        history.append(file.nbytes)
-    assert history[-1] == history[1]
-    assert os.fstat(file.fd).st_size == file.nbytes
-    file.close()
-
-
-def test_sizes_that_change_all_the_time_stay_bounded(tmp_path):
-    """Dynamic shapes, random lifetimes: fragments coalesce, so the file stays below three times what is alive."""
-    file = SlabFile(str(tmp_path), step=64 * KIB)
-    rng = random.Random(0)
-    live, most = [], 0
-    for _ in range(5000):
-        live.append(file.allocate(rng.randrange(1, 300 * KIB)))
-        most = max(most, sum(size for _, size in live))
-        while len(live) > 30 or (live and rng.random() < 0.45):
-            file.free(*live.pop(rng.randrange(len(live))))
-    assert file.nbytes < 3 * most
-    file.close()
-
-
-def test_file_is_private_and_has_no_name(tmp_path):
-    file = SlabFile(str(tmp_path), step=MIB)
-    status = os.fstat(file.fd)
-    assert os.listdir(tmp_path) == []
-    assert status.st_nlink == 0
-    assert status.st_mode & 0o777 == 0o600
-    file.close()
-
-
-def test_file_without_o_tmpfile(tmp_path, monkeypatch):
-    """Where O_TMPFILE is refused: a private directory, an exclusive file, unlinked at once."""
-    real, made = os.open, []
-
-    def refuse(path, flags, mode=0o777, **more):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        made.append((os.stat(os.path.dirname(path)).st_mode & 0o777, flags & (os.O_EXCL | os.O_NOFOLLOW)))
-        return real(path, flags, mode, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
-    file = SlabFile(str(tmp_path), step=MIB)
-    monkeypatch.undo()
-    assert made == [(0o700, os.O_EXCL | os.O_NOFOLLOW)]
-    assert os.listdir(tmp_path) == []
-    assert os.fstat(file.fd).st_nlink == 0
-    file.close()
-
-
-def test_directories_are_dealt_round_robin(tmp_path):
-    dirs = [tmp_path / name for name in "abc"]
-    for path in dirs:
-        path.mkdir()
-    engine = posix.PosixEngine([str(path) for path in dirs], allow_tmpfs=True, step=MIB)
-    assert [engine.alloc(1000).directory for _ in range(6)] == [str(path) for path in dirs] * 2
-    engine.close()
-
-
-# ---- buffers
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000, MIB + 1, 3 * MIB, 10**9])
-def test_size_classes_waste_little(nbytes):
-    size = size_class(nbytes)
-    assert size % 4096 == 0
-    assert nbytes <= size
-    assert size <= max(nbytes * 1.125, nbytes + 4096)
-    assert size_class(size) == size
-
-
-@pytest.mark.parametrize("phase", [0, 64, 4095])
-def test_pooled_tensor(phase):
-    pool = BufferPool()
-    t = pool.tensor((300, 7), (1, 300), torch.float64, 300 * 7 * 8, phase)
-    assert t.data_ptr() % 4096 == phase
-    assert (t.shape, t.stride(), t.dtype) == ((300, 7), (1, 300), torch.float64)
-    assert t.untyped_storage().nbytes() == 300 * 7 * 8
-    t.fill_(1)
-    assert t.sum() == 2100
-
-
-def test_memory_comes_back_when_the_last_alias_dies():
-    pool = BufferPool()
-    t = pool.tensor((100_000,), (1,), torch.uint8, 100_000, 64)
-    address, alias = t.data_ptr(), t[5:].view(5, -1).t()
-    del t
-    other = pool.tensor((100_000,), (1,), torch.uint8, 100_000, 64)
-    assert other.data_ptr() != address
-    del alias
-    again = pool.tensor((100_000,), (1,), torch.uint8, 100_000, 64)
-    assert again.data_ptr() == address
-    assert pool.mappings == 2
-
-
-def test_free_memory_beyond_the_limit_is_unmapped_oldest_first():
-    pool = BufferPool(limit=2 * MIB)
-    regions = [pool.take(MIB) for _ in range(4)]
-    assert (pool.resident_bytes, pool.peak_bytes) == (4 * MIB, 4 * MIB)
-    for region in regions:
-        pool.give(region)
-    assert pool.resident_bytes == 2 * MIB
-    assert {pool.take(MIB).address for _ in range(2)} == {region.address for region in regions[2:]}
-    assert pool.peak_bytes == 4 * MIB
-
-
-def test_memory_that_dies_during_a_critical_section():
-    pool = BufferPool()
-    t = pool.tensor((MIB,), (1,), torch.uint8, MIB, 0)
-    with pool._guard.lock:
-        del t
-        assert pool.idle_bytes == 0
-    pool._guard.drain()
-    assert pool.idle_bytes == size_class(MIB)
-
-
-def test_pool_in_many_threads_with_collections():
-    pool, errors = BufferPool(limit=MIB), []
-
-    def churn(seed):
-        rng = random.Random(seed)
-        try:
-            kept = []
-            for i in range(300):
-                n = rng.choice([5000, 70_000, 300_000])
-                t = pool.tensor((n,), (1,), torch.uint8, n, 64)
-                t.fill_(seed)
-                cycle = [t]
-                cycle.append(cycle)  # freed by the collector, anywhere
-                kept = [*kept, t][-3:]
-                assert all((k == seed).all() for k in kept)
-                if i % 100 == 0:
-                    gc.collect(0)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=churn, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    gc.collect()
-    assert errors == []
-    pool._guard.drain()
-    assert pool._guard._watchers == {}
-    assert pool.resident_bytes == pool.idle_bytes <= MIB
 
 
 def test_alone():
@@ -541,9 +333,3 @@ def test_posix_and_memory_agree(tmp_path):
         settle(h)
         results.append(raw(load(h, x)))
     assert results == [raw(x)] * 3
-
-
-def test_mapped_memory_of_the_host_is_not_ours_to_count():
-    pool = BufferPool()
-    mmap.mmap(-1, MIB).close()
-    assert pool.resident_bytes == 0

@@ -1,0 +1,105 @@
+"""Room in a range of addresses: what cuts files into extents and the arena of buffers into regions.
+
+Free extents are coalesced at once and handed out best fit, the lowest address first among equals. `_lengths` is the
+truth; the rest is an index into it that may hold stale entries, which are recognised when they are met. So an exception
+between any two of its statements (Ctrl-C) can lose an extent, and can never hand out the same bytes twice.
+
+Complexity, with n free extents of D different lengths: `allocate` and `free` take O(log n) amortised, and a shift in a
+list of D pointers. Sizes that are multiples of a unit give D <= sqrt(2 * end / unit), because D different lengths sum
+up to D^2 / 2 units at least: 23,170 for 1 TiB in pages. A call takes 1.8 us among 10 free extents, 4.3 among 100,000.
+
+Fragmentation: steps whose shapes all change need up to 1.04 times the peak of their live bytes, random sizes and
+lifetimes 1.2 times (tests/runtime/test_runtime_extents.py). There is no bound for every order (Robson 1977).
+"""
+
+import bisect
+import heapq
+
+SLACK = 64  # stale entries that are never worth a rebuild
+
+
+class Allocator:
+    """Offsets in [0, end)."""
+
+    def __init__(self, end: int = 0) -> None:
+        self.end = 0
+        self._lengths: dict[int, int] = {}  # of each free extent, by its offset
+        self._index()
+        self.grow(end)
+
+    def allocate(self, size: int) -> int | None:
+        """The offset of `size` > 0 bytes that nobody has, or None if they are not there."""
+        while (at := bisect.bisect_left(self._sizes, size)) < len(self._sizes):
+            length = self._sizes[at]
+            offset = self._pop(at, length)
+            if offset is None:  # its extents have been merged with others
+                continue
+            self._remove(offset, length)
+            if length > size:
+                self._insert(offset + size, length - size)
+            return offset
+        return None
+
+    def free(self, offset: int, size: int) -> None:
+        """Takes back [offset, offset + size), which somebody has."""
+        before, behind = self._ends.get(offset), self._lengths.get(offset + size)
+        if behind is not None:
+            self._remove(offset + size, behind)
+            size += behind
+        if before is not None and before + self._lengths.get(before, -1) == offset:
+            self._remove(before, offset - before)
+            offset, size = before, size + offset - before
+        self._insert(offset, size)
+
+    def grow(self, nbytes: int) -> None:
+        """Adds `nbytes` at the end."""
+        self.end += nbytes
+        if nbytes:
+            self.free(self.end - nbytes, nbytes)
+
+    def tail_bytes(self) -> int:
+        """Free bytes that touch the end, which growing by that much less would still use."""
+        start = self._ends.get(self.end)
+        return 0 if start is None or start + self._lengths.get(start, -1) != self.end else self.end - start
+
+    def extents(self) -> list[tuple[int, int]]:
+        """(offset, length) of the free extents, lowest first, in O(n log n)."""
+        return sorted(self._lengths.items())
+
+    def _index(self) -> None:
+        """Builds anew what leads to the extents of `_lengths`, without the stale entries."""
+        bins: dict[int, list[int]] = {}
+        for offset, length in sorted(self._lengths.items()):  # a sorted list is a heap
+            bins.setdefault(length, []).append(offset)
+        self._ends = {offset + length: offset for offset, length in self._lengths.items()}
+        self._bins = bins  # heaps of offsets, by the length of the extent
+        self._sizes = sorted(bins)
+        self._entries = len(self._lengths)  # in all bins
+
+    def _insert(self, offset: int, length: int) -> None:
+        if length not in self._bins:
+            bisect.insort(self._sizes, length)
+            self._bins[length] = []
+        heapq.heappush(self._bins[length], offset)
+        self._entries += 1
+        self._ends[offset + length] = offset
+        self._lengths[offset] = length
+        if self._entries > 2 * len(self._lengths) + SLACK:
+            self._index()
+
+    def _remove(self, offset: int, length: int) -> None:
+        del self._lengths[offset]
+        self._ends.pop(offset + length, None)
+
+    def _pop(self, at: int, length: int) -> int | None:
+        """The lowest offset of a free extent of that length, the `at`-th of the lengths."""
+        heap, found = self._bins.get(length, []), None
+        while heap and found is None:
+            offset = heapq.heappop(heap)
+            self._entries -= 1
+            if self._lengths.get(offset) == length:
+                found = offset
+        if not heap:
+            self._bins.pop(length, None)
+            del self._sizes[at]
+        return found

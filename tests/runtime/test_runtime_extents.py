@@ -1,0 +1,329 @@
+"""The files of the directories: no extent overlaps another, no file grows without need, no allocation is slow."""
+
+import itertools
+import os
+import random
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd_fx.runtime.allocator import SLACK, Allocator
+from ssd_fx.runtime.extents import SlabFile
+
+KIB, MIB = 1 << 10, 1 << 20
+LAYER = [6, 6, 18, 6, 24, 24, 6]  # of a GPT block, in units of its own
+
+
+def check(allocator, live):
+    """Live and free extents tile the range, and free ones never touch."""
+    free = allocator.extents()
+    pieces = sorted([*free, *live.items()])
+    at = 0
+    for offset, length in pieces:
+        assert offset == at
+        at += length
+    assert at == allocator.end
+    assert all(offset + length < behind for (offset, length), (behind, _) in itertools.pairwise(free))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), max_size=120))
+def test_extents_never_overlap(script):
+    """Random allocations and frees: live and free extents tile the file; all freed, it is one piece."""
+    allocator, live = Allocator(), {}
+    for size, victim in script:
+        if victim < len(live):
+            offset = sorted(live)[victim]
+            allocator.free(offset, live.pop(offset))
+        else:
+            offset = allocator.allocate(size)
+            if offset is None:
+                assert all(length < size for _, length in allocator.extents())
+                allocator.grow(size - allocator.tail_bytes())
+                offset = allocator.allocate(size)
+                assert offset + size == allocator.end
+            live[offset] = size
+        check(allocator, live)
+    for offset, size in live.items():
+        allocator.free(offset, size)
+    assert allocator.extents() == ([(0, allocator.end)] if allocator.end else [])
+
+
+def test_best_fit_takes_the_smallest_hole_and_the_lowest_of_equals():
+    allocator = Allocator(42)
+    taken = [allocator.allocate(size) for size in (10, 1, 5, 1, 5, 1, 5, 14)]
+    assert taken == [0, 10, 11, 16, 17, 22, 23, 28]
+    for i in (0, 6, 4, 2):
+        allocator.free(taken[i], (10, 1, 5, 1, 5, 1, 5, 14)[i])
+    assert [allocator.allocate(size) for size in (4, 5, 5, 5)] == [11, 17, 23, 0]
+    assert allocator.extents() == [(5, 5), (15, 1)]
+
+
+def test_growing_uses_the_free_tail():
+    allocator = Allocator(10)
+    assert allocator.allocate(4) == 0
+    assert allocator.allocate(8) is None
+    assert allocator.tail_bytes() == 6
+    allocator.grow(2)
+    assert allocator.allocate(8) == 4
+    assert allocator.tail_bytes() == 0
+
+
+def test_stale_entries_do_not_pile_up():
+    """Two neighbours freed and taken as one, over and over: what the index remembers of them stays bounded."""
+    allocator = Allocator(30)
+    assert [allocator.allocate(10) for _ in range(3)] == [0, 10, 20]
+    for _ in range(10_000):
+        allocator.free(0, 10)
+        allocator.free(10, 10)
+        assert allocator.allocate(20) == 0
+    assert sum(len(heap) for heap in allocator._bins.values()) <= SLACK + 2
+    assert len(allocator._sizes) <= 3
+    allocator.grow(100_000)
+    for _ in range(50_000):
+        allocator.allocate(2)  # the rest has another length every time
+    assert len(allocator._sizes) == len(allocator._bins) <= 3
+
+
+class Interruption(BaseException):
+    pass
+
+
+def interrupted(call, after):
+    """Runs `call` and raises after that many of the bytecodes of the allocator; whether it came to an end."""
+    left = after
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename.endswith("allocator.py"):
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                left -= 1
+                if left < 0:
+                    raise Interruption
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Interruption:
+        return False
+    finally:
+        sys.settrace(None)
+    return True
+
+
+@pytest.mark.parametrize("operation", ["allocate", "free", "grow"])
+def test_ctrl_c_anywhere_never_hands_out_bytes_twice(operation):
+    """An exception at each bytecode in turn: extents may be lost, but the allocator works on and none overlap."""
+    for after in range(10_000):
+        allocator = Allocator(100)
+        live = {allocator.allocate(10): 10 for _ in range(8)}
+        for offset in (10, 30, 50):
+            allocator.free(offset, live.pop(offset))
+        calls = {
+            "allocate": lambda allocator=allocator: allocator.allocate(7),
+            "free": lambda allocator=allocator: allocator.free(20, 10),
+            "grow": lambda allocator=allocator: allocator.grow(5),
+        }
+        if operation == "free":
+            del live[20]  # whoever frees it has forgotten it before
+        ended = interrupted(calls[operation], after)
+        for size in (3, 10, 10, 4, 25, 1, 1, 1, 7, 30):
+            offset = allocator.allocate(size)
+            if offset is None:
+                allocator.grow(size)
+                offset = allocator.allocate(size)
+            assert offset is not None
+            assert all(offset + size <= other or other + length <= offset for other, length in live.items())
+            assert offset + size <= allocator.end
+            live[offset] = size
+        for offset, size in live.items():
+            allocator.free(offset, size)
+        free = allocator.extents()
+        assert all(offset + length < behind for (offset, length), (behind, _) in itertools.pairwise(free))
+        if ended:
+            break
+    assert ended
+    assert after > 20
+
+
+def steps(seed, count, order, alive):
+    """("allocate" | "free", extent, bytes) of `count` steps of three graphs of 2 to 12 layers with shapes that change
+    in every step. Up to `alive` steps are under way; each dies layer by layer in `order`, with others in between."""
+    rng, number, under_way = random.Random(seed), 0, []
+    layers = [2, 5, 12]
+    for _ in range(count):
+        shape, step = rng.uniform(0.1, 1.0), []
+        for _ in range(rng.choice(layers)):
+            for size in LAYER:
+                nbytes = int(size * 64 * KIB * shape) + rng.choice([0, 1, 100, 5000])
+                yield "allocate", number, nbytes
+                step.append((number, nbytes))
+                number += 1
+        under_way.append(step)
+        while len(under_way) > alive:
+            dying = under_way[rng.randrange(len(under_way))]
+            for _ in range(rng.randrange(1, len(dying) + 1)):
+                at = {"lifo": -1, "fifo": 0, "random": rng.randrange(len(dying))}[order]
+                yield "free", *dying.pop(at)
+            under_way = [step for step in under_way if step]
+    for step in under_way:
+        for number, nbytes in step:
+            yield "free", number, nbytes
+
+
+def used_over_live(events):
+    """How far the range grew over the peak of the live bytes in it; afterwards it is one free piece."""
+    allocator, extents, live, peak = Allocator(), {}, 0, 0
+    for event, number, nbytes in events:
+        size = -(-nbytes // 4096) * 4096
+        if event == "allocate":
+            offset = allocator.allocate(size)
+            if offset is None:
+                allocator.grow(size - allocator.tail_bytes())
+                offset = allocator.allocate(size)
+            extents[number] = offset
+            live += size
+            peak = max(peak, live)
+        else:
+            allocator.free(extents.pop(number), size)
+            live -= size
+    assert allocator.extents() == [(0, allocator.end)]
+    return allocator.end / peak
+
+
+@pytest.mark.parametrize("order", ["lifo", "fifo", "random"])
+@pytest.mark.parametrize("alive", [0, 1, 4])
+def test_steps_of_changing_shapes_leave_no_fragments(order, alive):
+    """1,000 steps: the range never grows beyond 1.1 times the peak of live bytes."""
+    assert used_over_live(steps(0, 1000, order, alive)) <= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["lifo", "fifo", "random"])
+@pytest.mark.parametrize("alive", [0, 4])
+def test_ten_thousand_steps_of_changing_shapes_leave_no_fragments(order, alive):
+    assert used_over_live(steps(1, 10_000, order, alive)) <= 1.1
+
+
+def test_random_lifetimes_leave_few_fragments():
+    """20,000 sizes from 4 KiB to 32 MiB, each of up to 40 dying at random: at most 1.3 times the peak of live bytes."""
+
+    def events():
+        rng, live = random.Random(0), []
+        for number in range(20_000):
+            nbytes = int(2 ** rng.uniform(12, 25))
+            yield "allocate", number, nbytes
+            live.append((number, nbytes))
+            while len(live) > 40 or (live and rng.random() < 0.45):
+                yield "free", *live.pop(rng.randrange(len(live)))
+        for number, nbytes in live:
+            yield "free", number, nbytes
+
+    assert used_over_live(events()) <= 1.3
+
+
+def seconds_per_call(count):
+    """Of allocate and free among `count` free extents of some 500 lengths."""
+    rng, unit = random.Random(0), 4096
+    sizes = [rng.randrange(1, 500) * unit for _ in range(count)]
+    allocator = Allocator(sum(sizes) + count * unit)
+    offsets = []
+    for size in sizes:
+        offsets.append((allocator.allocate(size), size))
+        allocator.allocate(unit)  # stays, so that the free ones do not merge
+    for extent in offsets:
+        allocator.free(*extent)
+    assert len(allocator.extents()) == count
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(400):
+            size = rng.choice(sizes)
+            offset = allocator.allocate(size)
+            allocator.free(offset, size)
+        best = min(best, (time.perf_counter() - started) / 800)
+    return best
+
+
+def test_allocation_takes_the_same_time_among_many_free_extents():
+    """10, 1,000 and 100,000 free extents: 1 to 4 us a call; a scan would take 1,000 times as long among the last."""
+    few, many = seconds_per_call(10), seconds_per_call(100_000)
+    assert many < 10 * few
+
+
+# ---- files
+
+
+def test_steady_steps_do_not_grow_the_file(tmp_path):
+    """300 steps of the same 40 tensors, stored and freed in random order, two steps alive at a time: no growth."""
+    file = SlabFile(str(tmp_path), step=MIB)
+    rng = random.Random(0)
+    sizes = [rng.randrange(1, 300 * KIB) for _ in range(40)]
+    before, history = [], []
+    for _ in range(300):
+        live = [file.allocate(nbytes) for nbytes in rng.sample(sizes, len(sizes))]
+        for extent in rng.sample(before, len(before)):
+            file.free(*extent)
+        before = live
+        history.append(file.nbytes)
+    assert history[-1] == history[2]
+    assert os.fstat(file.fd).st_size == file.nbytes
+    file.close()
+
+
+def test_extents_waste_less_than_a_page(tmp_path):
+    file = SlabFile(str(tmp_path), step=MIB)
+    assert [file.allocate(nbytes) for nbytes in (1, 4096, 4097, 100_000)] == [
+        (0, 4096),
+        (4096, 4096),
+        (8192, 8192),
+        (16384, 102_400),
+    ]
+    file.close()
+
+
+def test_room_of_a_graph_that_died_serves_another(tmp_path):
+    """40 extents of one graph die; the next one's tensors, of other sizes, need no growth."""
+    file = SlabFile(str(tmp_path), step=MIB)
+    first = [file.allocate(96 * KIB) for _ in range(40)]
+    nbytes = file.nbytes
+    for extent in first[::2] + first[1::2]:
+        file.free(*extent)
+    assert sorted(offset for offset, _ in [file.allocate(nbytes // 4) for _ in range(4)]) == [
+        i * nbytes // 4 for i in range(4)
+    ]
+    assert file.nbytes == nbytes
+    file.close()
+
+
+def test_file_is_private_and_has_no_name(tmp_path):
+    file = SlabFile(str(tmp_path), step=MIB)
+    status = os.fstat(file.fd)
+    assert os.listdir(tmp_path) == []
+    assert status.st_nlink == 0
+    assert status.st_mode & 0o777 == 0o600
+    file.close()
+
+
+def test_file_without_o_tmpfile(tmp_path, monkeypatch):
+    """Where O_TMPFILE is refused: a private directory, an exclusive file, unlinked at once."""
+    real, made = os.open, []
+
+    def refuse(path, flags, mode=0o777, **more):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        made.append((os.stat(os.path.dirname(path)).st_mode & 0o777, flags & (os.O_EXCL | os.O_NOFOLLOW)))
+        return real(path, flags, mode, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    file = SlabFile(str(tmp_path), step=MIB)
+    monkeypatch.undo()
+    assert made == [(0o700, os.O_EXCL | os.O_NOFOLLOW)]
+    assert os.listdir(tmp_path) == []
+    assert os.fstat(file.fd).st_nlink == 0
+    file.close()

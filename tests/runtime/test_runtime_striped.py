@@ -1,0 +1,442 @@
+"""Several directories as one: every byte comes back, and a directory that fails or fills up stops nobody."""
+
+import ctypes
+import errno
+import os
+import random
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from engines import DelayedEngine, FailingEngine, registered
+from harness import config_json, load, raw, release, settle, store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd_fx.runtime import entries, striped
+from ssd_fx.runtime.config import parse
+from ssd_fx.runtime.engines import Memory, MemoryEngine, make_engine, outcome
+from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.extents import SlabFile
+from ssd_fx.runtime.posix import PosixEngine
+from ssd_fx.runtime.stats import stats
+from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.striped import STRIPE, StripedEngine
+
+KIB, MIB = 1 << 10, 1 << 20
+CPU = torch.device("cpu")
+BORDERS = [k * STRIPE + delta for k in (1, 2, 3) for delta in (-4097, -4096, -1, 0, 1, 64, 4096)]
+SIZES = [1, 511, 4096, 64 * KIB, *BORDERS, 40 * MIB, 40 * MIB + 4097]
+
+
+def directories(tmp_path, count):
+    made = [tmp_path / name for name in "abc"[:count]]
+    for path in made:
+        path.mkdir()
+    return [str(path) for path in made]
+
+
+@pytest.fixture
+def drives(tmp_path):
+    """A function of a count (and a function that wraps each engine) that gives the engines of as many directories."""
+    made = []
+
+    def make(count, wrap=lambda engine, place: engine, **options):
+        options = {"allow_tmpfs": True, "step": MIB, **options}
+        plain = [PosixEngine(path, **options) for path in directories(tmp_path, count)]
+        made.extend(plain)
+        return [wrap(engine, place) for place, engine in enumerate(plain)]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def memory_of(nbytes, seed=None):
+    """(array that owns it, memory) with noise in it, or zeros."""
+    array = (ctypes.c_ubyte * nbytes)()
+    if seed is not None:
+        ctypes.memmove(array, random.Random(seed).randbytes(nbytes), nbytes)
+    return array, Memory(ctypes.addressof(array), nbytes, CPU)
+
+
+def write(engine, nbytes, seed=0):
+    """(extent, bytes) of a tensor that was written."""
+    array, memory = memory_of(nbytes, seed)
+    extent = engine.alloc(nbytes)
+    transfer = engine.write(extent, memory)
+    transfer.start()
+    transfer.wait()
+    assert transfer.done()
+    assert not transfer.cancel()  # it was done: nothing is cut short
+    return extent, bytes(array)
+
+
+def read(engine, extent):
+    array, memory = memory_of(extent.nbytes)
+    transfer = engine.read(extent, memory)
+    transfer.start()
+    transfer.wait()
+    return bytes(array)
+
+
+def stripes(extent):
+    return [(part.extent.directory[-1], part.start, part.extent.nbytes) for part in extent.parts]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_round_trip_of_every_size(drives, count):
+    """Sizes around all borders of stripes, all stored before any is loaded."""
+    engine = StripedEngine(drives(count))
+    stored = [write(engine, nbytes, seed) for seed, nbytes in enumerate(SIZES)]
+    for extent, expected in stored:
+        assert read(engine, extent) == expected
+        assert len(extent.parts) == max(1, min(count, extent.nbytes // STRIPE))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 2**40), st.integers(12, 21))
+def test_stripes_tile_the_tensor(count, nbytes, shift):
+    """They are contiguous, begin at multiples of a page, and differ by a page at most."""
+    drives = [striped._Drive(MemoryEngine()) for _ in range(count)][: max(1, nbytes >> shift)]
+    cut = striped._stripes(drives, nbytes)
+    at = 0
+    for drive, (used, start, size) in zip(drives, cut, strict=True):
+        assert used is drive
+        assert (start, start % 4096) == (at, 0)
+        assert size > 0
+        at += size
+    assert at == nbytes
+    sizes = [size for _, _, size in cut]
+    assert max(sizes) - min(sizes) < 2 * 4096
+
+
+def test_a_large_tensor_uses_all_directories_and_a_small_one_the_idlest(drives):
+    engine = StripedEngine(drives(3))
+    assert stripes(engine.alloc(3 * MIB)) == [("a", 0, MIB), ("b", MIB, MIB), ("c", 2 * MIB, MIB)]
+    assert stripes(engine.alloc(2 * MIB)) == [("a", 0, MIB), ("b", MIB, MIB)]
+    assert [stripes(engine.alloc(1000))[0][0] for _ in range(3)] == ["c"] * 3  # which has less than a and b
+    assert stripes(engine.alloc(2 * MIB - 1)) == [("c", 0, 2 * MIB - 1)]
+
+
+def test_small_tensors_avoid_a_directory_that_is_behind(drives):
+    """Writes of the first directory begin a while late: what comes meanwhile goes to the others."""
+    slow = []
+
+    def wrap(engine, place):
+        if place:
+            return engine
+        slow.append(DelayedEngine(engine, 30, 30))
+        return slow[0]
+
+    engine = StripedEngine(drives(3, wrap))
+    array, memory = memory_of(1000, 1)
+    first = engine.alloc(1000)
+    transfer = engine.write(first, memory)
+    transfer.start()
+    used = [stripes(write(engine, 1000)[0])[0][0] for _ in range(8)]
+    assert (stripes(first)[0][0], sorted(used)) == ("a", list("bbbbcccc"))
+    assert transfer.cancel()
+    assert stripes(engine.alloc(1000))[0][0] == "a"  # it has nothing to do any more, and the least to keep
+    assert len(array) == 1000
+
+
+def test_directories_get_about_the_same(drives):
+    engines = drives(3)
+    engine, rng = StripedEngine(engines), random.Random(0)
+    live = [engine.alloc(int(2 ** rng.uniform(10, 24))) for _ in range(200)]
+    bytes_of = [drive.live_bytes for drive in engine._drives]
+    assert sum(bytes_of) == sum(extent.nbytes for extent in live)
+    assert max(bytes_of) - min(bytes_of) < 2 * STRIPE
+    assert engine.disk_bytes == sum(each.disk_bytes for each in engines) >= sum(bytes_of)
+    for extent in live:
+        engine.free(extent)
+    assert [drive.live_bytes for drive in engine._drives] == [0, 0, 0]
+    assert [len(each._file._allocator.extents()) for each in engines] == [1, 1, 1]
+
+
+def test_the_first_error_names_its_own_directory(drives):
+    engines = drives(3)
+    engine = StripedEngine(engines)
+    extent, expected = write(engine, 6 * MIB)
+    file = engines[1]._file
+    os.ftruncate(file.fd, 4096)
+    offset = extent.parts[1].extent.offset
+    with pytest.raises(OSError, match=f"read of {2 * MIB} B at offset {offset} .*end of the file at offset") as caught:
+        read(engine, extent)
+    assert (caught.value.errno, caught.value.filename[-1]) == (errno.EIO, "b")
+    engine.failed(extent, caught.value)  # of a read: nobody is retired
+    assert [each._file.writable for each in engines] == [True] * 3
+    assert len(expected) == 6 * MIB
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_directory_that_fails_is_retired_and_stays_readable(drives):
+    engines = drives(3)
+    engine = StripedEngine(engines)
+    before, expected = write(engine, 6 * MIB)
+    file = engines[1]._file
+    extent = engine.alloc(6 * MIB)
+    fd, file.fd = file.fd, os.open(file.directory, os.O_RDONLY)  # a directory: every write fails
+    _, memory = memory_of(6 * MIB, 2)
+    transfer = engine.write(extent, memory)
+    transfer.start()
+    error = outcome(transfer)
+    assert (error.errno, error.filename) in [(errno.EBADF, file.directory), (errno.EISDIR, file.directory)]
+    engine.free(extent)
+    with pytest.warns(RuntimeWarning, match=f"do not go to {file.directory}") as warned:
+        engine.failed(extent, error)
+    later = [write(engine, nbytes, seed) for seed, nbytes in enumerate([1000, 4 * MIB, 9 * MIB, 1000])]
+    assert len(warned) == 1
+    os.close(file.fd)
+    file.fd = fd
+    assert {directory for other, _ in later for directory, _, _ in stripes(other)} == {"a", "c"}
+    for other, data in [(before, expected), *later]:
+        assert read(engine, other) == data
+
+
+@pytest.mark.parametrize("operation", ["alloc", "submit", "write"])
+@pytest.mark.parametrize("nth", range(4))
+def test_a_failing_part_in_the_store(tmp_path, operation, nth):
+    """One of two directories fails at its n-th call: the bytes are right, and only a write can keep a tensor back."""
+    failing = []
+
+    def wrap(engine):
+        bad = FailingEngine(engine._drives[1].engine, lambda what, count: (what, count) == (operation, nth))
+        failing.append(bad)
+        return StripedEngine([engine._drives[0].engine, bad])
+
+    with registered(wrap) as name:
+        config = config_json(tmp_path, name, dirs=directories(tmp_path, 2))
+        xs = [torch.full((700_000 + i,), float(i)) for i in range(5)]
+        handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
+        for h, x in zip(handles, xs, strict=True):
+            release(h, x, hand_over=False)
+            x.fill_(-1)
+        kept = [i for i, h in enumerate(handles) if lookup(h).state is State.IN_MEMORY]
+        assert kept == ([] if operation == "alloc" else [nth])
+        assert failing[0].refused == ([] if operation == "alloc" else [errno.EIO])
+        for i, h in enumerate(handles):
+            assert (load(h, torch.empty(700_000 + i)) == i).all()
+        handles.clear()
+        del h
+        assert entries.living() == []
+        engine = get_store(config).engine
+        assert [drive.live_bytes for drive in engine._drives] == [0, 0]
+
+
+def test_one_full_directory_leaves_its_share_to_the_other(drives):
+    engine = StripedEngine(drives(2))
+    engine._drives[0].engine._file._limit = 2 * MIB
+    with pytest.warns(RuntimeWarning, match=rf"storing {3 * MIB} B failed .*disk_limit is {2 * MIB} B") as warned:
+        stored = [write(engine, 6 * MIB, seed) for seed in range(3)]
+    assert len(warned) == 1
+    assert [stripes(extent) for extent, _ in stored] == [[("b", 0, 6 * MIB)]] * 3
+    assert len(stripes(engine.alloc(4 * MIB))) == 2  # a smaller share fits
+    for extent, expected in stored:
+        assert read(engine, extent) == expected
+
+
+@pytest.mark.filterwarnings("error")
+def test_all_directories_full(tmp_path):
+    """The tensor stays in memory; what was taken of one directory before the other refused is free again."""
+    dirs = directories(tmp_path, 2)
+    config = config_json(tmp_path, dirs=dirs, disk_limit=MIB)
+    x = torch.randn(MIB)
+    with pytest.warns(RuntimeWarning, match="disk_limit") as warned:
+        h = store(x, config)
+    store(x, config)  # without another warning, which would be an error here
+    assert sorted(str(w.message).split(" go to ")[1].split(",")[0] for w in warned) == dirs
+    assert lookup(h).state is State.IN_MEMORY
+    assert stats().kept_bytes == 8 * MIB
+    small = torch.randn(1000)
+    h2 = store(small, config)
+    assert settle(h2).extent.directory in dirs
+    assert raw(load(h2, small)) == raw(small)
+    assert raw(load(h, x, consume=False)) == raw(x)
+    assert stats().disk_bytes <= 2 * MIB
+
+
+def test_cancel_ends_all_parts(drives):
+    """Writes that begin late are cancelled: all parts say so, the memory is not looked at, room and drives are idle."""
+    engine = StripedEngine(drives(3, lambda inner, place: DelayedEngine(inner, 30, 30)))
+    array, memory = memory_of(6 * MIB, 1)
+    extent = engine.alloc(6 * MIB)
+    transfer = engine.write(extent, memory)
+    transfer.start()
+    assert not transfer.done()
+    assert [drive.busy()[0] for drive in engine._drives] == [2 * MIB] * 3
+    assert transfer.cancel()
+    assert transfer.done()
+    assert outcome(transfer).errno == errno.ECANCELED
+    assert [drive.busy()[0] for drive in engine._drives] == [0] * 3
+    del array
+    engine.free(extent)
+
+
+def test_cancelled_when_only_some_parts_were_done(drives):
+    engine = StripedEngine(drives(2, lambda inner, place: DelayedEngine(inner, 30, 30) if place else inner))
+    _array, memory = memory_of(4 * MIB, 1)
+    transfer = engine.write(engine.alloc(4 * MIB), memory)
+    transfer.start()
+    assert outcome(transfer._transfers[0]) is None
+    assert not transfer.done()
+    assert transfer.cancel()
+
+
+def test_span_covers_all_parts(drives):
+    engine = StripedEngine(drives(3))
+    _array, memory = memory_of(12 * MIB, 1)
+    transfer = engine.write(engine.alloc(12 * MIB), memory)
+    transfer.start()
+    transfer.wait()
+    spans = [part.span() for part in transfer._transfers]
+    assert transfer.span() == (min(s for s, _ in spans), max(e for _, e in spans))
+    assert (
+        transfer.seconds == transfer.span()[1] - transfer.span()[0] >= max(part.seconds for part in transfer._transfers)
+    )
+
+
+def test_an_engine_that_cannot_be_made_leaves_none(tmp_path):
+    opened = len(os.listdir("/proc/self/fd"))
+    threads = len(os.listdir("/proc/self/task"))
+    with pytest.raises(FileNotFoundError):
+        make_engine(parse(config_json(tmp_path, dirs=[*directories(tmp_path, 2), str(tmp_path / "missing")])))
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert len(os.listdir("/proc/self/task")) == threads
+
+
+def in_a_process(code, *arguments):
+    preamble = "import os, sys, warnings, torch\nfrom harness import *\ntorch.set_num_threads(1)\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    command = [sys.executable, "-c", preamble + textwrap.dedent(code), *map(str, arguments)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=environment, text=True, **pipes)
+
+
+def test_fork_and_close(tmp_path):
+    """The child stripes over files of its own; the parent's handles work on; closing leaves no file and no thread."""
+    code = """
+        from ssd_fx.runtime.store import close_stores, get_store
+        before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        config = config_json(sys.argv[1], dirs=sys.argv[1:])
+        xs = [torch.full((1 << 20,), float(i)) for i in range(4)]
+        handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
+        parent = {id(drive.engine) for drive in get_store(config).engine._drives}
+        child = os.fork()
+        if child == 0:
+            h = store(xs[1], config)
+            assert len(settle(h).extent.parts) == 2
+            assert {id(drive.engine) for drive in get_store(config).engine._drives}.isdisjoint(parent)
+            assert torch.equal(load(h, xs[1], consume=False), xs[1])
+            del h
+            print("child fine", flush=True)
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for h, x in zip(handles, xs):
+            settle(h)
+            assert torch.equal(load(h, x, consume=False), x)
+        close_stores()
+        after = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        assert after[0] == before[0], (before, after)
+        assert after[1] <= before[1] + 1, (before, after)  # the janitor
+        print("parent fine")
+    """
+    out, err = (process := in_a_process(code, *directories(tmp_path, 2))).communicate(timeout=60)
+    assert (out, process.returncode) == ("child fine\nparent fine\n", 0), err
+
+
+# ---- the limit on a file, and on a file system that several share
+
+
+@pytest.mark.parametrize("limit", [MIB, 3 * MIB + 4096, 10 * MIB])
+def test_a_file_never_exceeds_its_limit(tmp_path, limit):
+    file, live, refused, rng = SlabFile(str(tmp_path), step=MIB, limit=limit), [], [], random.Random(0)
+    for _ in range(300):
+        try:
+            live.append(file.allocate(rng.randrange(1, MIB)))
+        except OSError as error:
+            refused.append((error.errno, error.filename, str(error).count(f"disk_limit is {limit} B")))
+        assert os.fstat(file.fd).st_size == file.nbytes <= limit
+        while live and rng.random() < 0.4:
+            file.free(*live.pop(rng.randrange(len(live))))
+    assert set(refused) == {(errno.ENOSPC, str(tmp_path), 1)}
+    for extent in live:
+        file.free(*extent)
+    assert file.allocate(limit)[1] == limit  # all of it can be used
+    file.close()
+
+
+def test_one_warning_names_path_limit_and_need(tmp_path):
+    config = config_json(tmp_path, disk_limit=6 * MIB)
+    xs = [torch.full((MIB,), float(i)) for i in range(4)]
+    with pytest.warns(RuntimeWarning) as warned:
+        handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
+    assert len(warned) == 1
+    message = str(warned[0].message)
+    assert str(tmp_path) in message
+    assert f"storing {4 * MIB} B failed" in message
+    assert f"would have {8 * MIB} B, and disk_limit is {6 * MIB} B" in message
+    assert stats().kept_bytes == 12 * MIB
+    assert stats().disk_bytes == 4 * MIB
+    for h, x in zip(handles, xs, strict=True):
+        assert raw(load(h, x, consume=False)) == raw(x)
+
+
+@pytest.fixture
+def small_file_system(tmp_path):
+    """A mount point with 64 MiB of its own."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(tmp_path)]
+    if os.geteuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("needs the permission to mount a tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_two_processes_leave_the_reserve_free_together(small_file_system):
+    """They take 1 MiB in turn, each in its own file, until neither gets more: 5% are free all the time, and no more
+    than that when both are full; when one ends its space is there for the other."""
+    code = """
+        from ssd_fx.runtime.extents import SlabFile
+        file = SlabFile(sys.argv[1], step=1 << 20)
+        for line in sys.stdin:
+            try:
+                print(file.allocate(1 << 20)[1], flush=True)
+            except OSError as error:
+                print(-error.errno, flush=True)
+    """
+    other = in_a_process(code, small_file_system)
+    ours = SlabFile(str(small_file_system), step=MIB)
+    reserve = 64 * MIB // 20
+
+    def free():
+        status = os.statvfs(small_file_system)
+        return status.f_bavail * status.f_frsize
+
+    def take_there():
+        other.stdin.write("\n")
+        other.stdin.flush()
+        return int(other.stdout.readline())
+
+    def take_here():
+        try:
+            return ours.allocate(MIB)[1]
+        except OSError as error:
+            return -error.errno
+
+    taken = {take_here: 0, take_there: 0}
+    for _ in range(70):
+        for take in taken:
+            got = take()
+            assert got in (MIB, -errno.ENOSPC)
+            taken[take] += max(got, 0)
+            assert free() >= reserve
+    assert sum(taken.values()) == 60 * MIB  # of 60.8 beyond the reserve
+    _, err = other.communicate(timeout=60)
+    assert other.returncode == 0, err
+    assert free() == 64 * MIB - taken[take_here]
+    ours.growable = True  # it does not ask again by itself
+    assert take_here() == MIB
+    ours.close()
