@@ -8,21 +8,24 @@ import time
 import zlib
 from dataclasses import dataclass, field
 
-PENDING, OK, FAILED, CANCELLED = range(4)
-END_OF_FILE, CHECKSUM_MISMATCH = -1, -2  # error codes beside errno
-BLOCK = 1 << 20  # bytes that one checksum covers; the last block of a transfer may be shorter
-
-Sums = ctypes.Array[ctypes.c_uint64]
-
-
-def sums_for(nbytes: int) -> Sums:
-    """Room for the checksums of `nbytes`."""
-    return (ctypes.c_uint64 * -(-nbytes // BLOCK))()
+from ssd_fx.runtime.driver import Event
+from ssd_fx.runtime.pool import (
+    BLOCK,
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    END_OF_FILE,
+    FAILED,
+    OK,
+    PENDING,
+    Counts,
+    OnDevice,
+    Sums,
+)
 
 
 @dataclass(eq=False, slots=True)
 class ThreadRequest:
-    """A transfer in one go; see `native.Request` for the contract of its methods."""
+    """A transfer in one go; see `pool.Request` for the contract of its methods."""
 
     pool: "ThreadPool"
     write: bool
@@ -38,7 +41,8 @@ class ThreadRequest:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _final: threading.Event = field(default_factory=threading.Event)
 
-    def start(self) -> None:
+    def start(self, event: Event | None = None) -> None:
+        assert event is None, "no request of this pool is on a device"
         self.pool.enqueue(self)
 
     def state(self) -> int:
@@ -59,6 +63,9 @@ class ThreadRequest:
 
     def error(self) -> tuple[int, int]:
         return self._error
+
+    def cuda_error(self) -> tuple[str, int]:
+        raise AssertionError("no request of this pool is on a device")
 
     def span(self) -> tuple[float, float]:
         return self._span
@@ -116,7 +123,7 @@ class ThreadRequest:
 
 
 class ThreadPool:
-    """`native.Pool` on Python threads; reads go before writes."""
+    """`pool.Pool` on Python threads; reads go before writes."""
 
     def __init__(self, threads: int) -> None:
         self._queue: queue.PriorityQueue[tuple[int, int, ThreadRequest | None]] = queue.PriorityQueue()
@@ -130,12 +137,23 @@ class ThreadPool:
             thread.start()
 
     def request(
-        self, write: bool, fd: int, address: int, nbytes: int, offset: int, sums: Sums | None = None
+        self,
+        write: bool,
+        fd: int,
+        address: int,
+        nbytes: int,
+        offset: int,
+        sums: Sums | None = None,
+        on_device: OnDevice | None = None,
     ) -> ThreadRequest:
+        if on_device:
+            raise NotImplementedError(
+                "tensors on a CUDA device need the native I/O pool; install a C compiler as 'cc', or reinstall ssd_fx"
+            )
         return ThreadRequest(self, write, fd, address, nbytes, offset, sums)
 
-    def summed_bytes(self) -> int:
-        return self.summed
+    def counts(self) -> Counts:
+        return Counts(summed_bytes=self.summed)
 
     def enqueue(self, request: ThreadRequest) -> None:
         """Hands a request to the workers, or cancels it if they have gone."""

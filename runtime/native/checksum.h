@@ -1,7 +1,7 @@
 /* The checksum of a block: CRC32C of its four quarters, mixed to 64 bits.
  *
- * Why CRC32C: at blocks of 1 MiB, one core of a Xeon at 2.5 GHz, 4 lanes of the CPU's instruction took 0.098 CPU-s per GB of
- * memory not in cache and 0.046 of memory in cache; XXH3_64bits of a distribution's libxxhash.so.0 0.165 and 0.16; the table
+ * Why CRC32C: at blocks of 1 MiB, one core of a Xeon at 2.5 GHz, 4 lanes of the CPU's instruction took 0.098 CPU-s per GB
+ * of memory not in cache and 0.046 of memory in cache; XXH3_64bits of a distribution's libxxhash.so.0 0.165 and 0.16; the table
  * below 1.7. It also needs nothing that may be missing: a system library would, and then there would be no checksum.
  * Why quarters: the instruction takes 3 cycles and a CPU starts one in each, so lanes are needed; lanes over neighbouring
  * words took 0.119 out of cache, because one stream of addresses keeps fewer loads under way than four.
@@ -47,8 +47,9 @@ static void lanes_portable(uint32_t crc[4], const unsigned char *memory, size_t 
         for (size_t at = 0; at < quarter; at += 8) {
             const unsigned char *b = memory + (size_t)lane * quarter + at;
             uint32_t low = crc[lane] ^ (b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24);
-            crc[lane] = crc_table[7][low & 255] ^ crc_table[6][low >> 8 & 255] ^ crc_table[5][low >> 16 & 255]
-                ^ crc_table[4][low >> 24] ^ crc_table[3][b[4]] ^ crc_table[2][b[5]] ^ crc_table[1][b[6]] ^ crc_table[0][b[7]];
+            crc[lane] = crc_table[7][low & 255] ^ crc_table[6][low >> 8 & 255]
+                ^ crc_table[5][low >> 16 & 255] ^ crc_table[4][low >> 24]
+                ^ crc_table[3][b[4]] ^ crc_table[2][b[5]] ^ crc_table[1][b[6]] ^ crc_table[0][b[7]];
         }
 }
 
@@ -65,7 +66,8 @@ static void lanes_portable(uint32_t crc[4], const unsigned char *memory, size_t 
 
 #if defined(__x86_64__)
 #define STEP_SSE42(lane, word) (lane) = __builtin_ia32_crc32di(lane, word)
-__attribute__((target("sse4.2"))) static void lanes_hardware(uint32_t crc[4], const unsigned char *memory, size_t quarter) {
+__attribute__((target("sse4.2")))
+static void lanes_hardware(uint32_t crc[4], const unsigned char *memory, size_t quarter) {
     FOUR_LANES(STEP_SSE42);
 }
 static int has_hardware(void) { __builtin_cpu_init(); return __builtin_cpu_supports("sse4.2") != 0; }

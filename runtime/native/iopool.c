@@ -23,46 +23,15 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "pool.h"
 #include "checksum.h"
+#include "transfer.h"
+#include "staging.h"
 
 #define VERSION "3"
 #ifndef IOPOOL_SOURCE_HASH
 #define IOPOOL_SOURCE_HASH ""
 #endif
-
-#define PIECE ((size_t)8 << 20)
-
-/* Error codes beside errno: a read hit the end of the file; a block is not what was written. */
-enum { END_OF_FILE = -1, CHECKSUM_MISMATCH = -2 };
-
-enum { READ = 0, WRITE = 1 };
-enum { PENDING = 0, OK = 1, FAILED = 2, CANCELLED = 3 };
-
-typedef struct Request {
-    struct Request *next;
-    struct Pool *pool;
-    pid_t process; /* that submitted it: a forked child has no workers, and must not touch the lock */
-    int operation, fd;
-    char *memory;
-    size_t bytes, cursor; /* cursor: bytes whose pieces were handed to a worker */
-    int64_t offset;
-    uint64_t *sums;       /* one per block, the caller's; NULL: no checksums */
-    int running;          /* pieces that a worker holds now */
-    int queued;
-    int error;
-    int64_t error_offset;
-    double started, ended;
-    atomic_int state;
-} Request;
-
-typedef struct Pool {
-    pthread_mutex_t lock;
-    pthread_cond_t work, finished;
-    Request *head[2], *tail[2];
-    int stopping, threads;
-    pthread_t *workers;
-    _Atomic uint64_t summed_bytes;
-} Pool;
 
 static double now(void) {
     struct timespec t;
@@ -92,78 +61,44 @@ static void dequeue(Pool *p, Request *r) {
 static void finish_if_idle(Pool *p, Request *r) {
     if (r->running || r->queued || atomic_load(&r->state) != PENDING) return;
     r->ended = now();
-    int state = r->error ? FAILED : (r->cursor < r->bytes ? CANCELLED : OK);
+    int state = r->failure.error ? FAILED : (r->cursor < r->bytes ? CANCELLED : OK);
     atomic_store(&r->state, state); /* the last access: its owner may free it from here on */
     pthread_cond_broadcast(&p->finished);
 }
 
-/* `bytes` of the request from its byte `from` on, to or from `memory`, short transfers continued; 0, or an error code and the
- * place in the file. */
-static int transfer(const Request *r, char *memory, size_t from, size_t bytes, int64_t *where) {
-    size_t done = 0;
-    while (done < bytes) {
-        int64_t at = r->offset + (int64_t)(from + done);
-        ssize_t n = r->operation == WRITE ? pwrite(r->fd, memory + done, bytes - done, at)
-                                          : pread(r->fd, memory + done, bytes - done, at);
-        if (n > 0) { done += (size_t)n; continue; }
-        if (n < 0 && errno == EINTR) continue;
-        *where = at;
-        return n < 0 ? errno : (r->operation == READ ? END_OF_FILE : EIO);
-    }
-    return 0;
-}
-
-/* Notes the sums of the blocks from byte `from` on, or (of a read) compares them. */
-static int check(const Request *r, const char *memory, size_t from, size_t bytes, int64_t *where) {
-    uint64_t *sum = r->sums + from / BLOCK;
-    atomic_fetch_add_explicit(&r->pool->summed_bytes, bytes, memory_order_relaxed);
-    for (size_t at = 0; at < bytes; at += BLOCK, sum++) {
-        uint64_t found = block_sum(memory + at, bytes - at < BLOCK ? bytes - at : BLOCK);
-        if (r->operation == WRITE) *sum = found;
-        if (found == *sum) continue;
-        *where = r->offset + (int64_t)(from + at);
-        return CHECKSUM_MISMATCH;
-    }
-    return 0;
-}
-
-/* `transfer` with checksums. `from` is a multiple of BLOCK. */
-static int checked_transfer(const Request *r, char *memory, size_t from, size_t bytes, int64_t *where) {
-    int error = r->sums && r->operation == WRITE ? check(r, memory, from, bytes, where) : 0;
-    if (!error) error = transfer(r, memory, from, bytes, where);
-    return !error && r->sums && r->operation == READ ? check(r, memory, from, bytes, where) : error;
-}
-
-static void run_piece(Pool *p, Request *r) {
+static void run_piece(Worker *w, Request *r) {
+    Pool *p = w->pool;
     size_t from = r->cursor, bytes = r->bytes - from < PIECE ? r->bytes - from : PIECE;
-    int64_t where = 0;
+    Failure failure = {0};
     if (from == 0) r->started = now();
     r->cursor += bytes;
     r->running++;
     if (r->cursor == r->bytes) dequeue(p, r);
     pthread_mutex_unlock(&p->lock);
-    int error = checked_transfer(r, r->memory + from, from, bytes, &where);
+    int ok = r->device ? transfer_staged(w, r, from, bytes, &failure)
+                       : transfer(r, r->memory + from, from, bytes, &failure);
     pthread_mutex_lock(&p->lock);
     r->running--;
-    if (error && !r->error) {
-        r->error = error;
-        r->error_offset = where;
+    if (!ok && !r->failure.error) {
+        r->failure = failure;
         if (r->queued) dequeue(p, r);
     }
     finish_if_idle(p, r);
 }
 
 static void *worker(void *argument) {
-    Pool *p = argument;
+    Worker *w = argument;
+    Pool *p = w->pool;
     pthread_setname_np(pthread_self(), "ssd_fx-io"); /* so that top and the benchmarks can tell these threads */
     pthread_mutex_lock(&p->lock);
     for (;;) {
         Request *r = p->head[READ] ? p->head[READ] : p->head[WRITE];
-        if (r) run_piece(p, r);
+        if (r) run_piece(w, r);
         else if (p->stopping) break;
         else pthread_cond_wait(&p->work, &p->lock);
     }
     pthread_mutex_unlock(&p->lock);
+    free_staging(w);
     return NULL;
 }
 
@@ -171,7 +106,11 @@ static int start_workers(Pool *p, int threads) {
     sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &old);
-    while (p->threads < threads && !pthread_create(&p->workers[p->threads], NULL, worker, p)) p->threads++;
+    for (; p->threads < threads; p->threads++) {
+        Worker *w = &p->workers[p->threads];
+        w->pool = p;
+        if (pthread_create(&w->thread, NULL, worker, w)) break;
+    }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     return p->threads;
 }
@@ -197,11 +136,18 @@ Pool *pool_create(int threads) {
     return NULL;
 }
 
-/* Bytes that were summed so far. */
-uint64_t pool_summed_bytes(Pool *p) { return atomic_load(&p->summed_bytes); }
+/* In the order of `Counts` in runtime/pool.py. */
+void pool_counts(Pool *p, uint64_t counts[5]) {
+    counts[0] = atomic_load(&p->summed_bytes);
+    counts[1] = atomic_load(&p->copied_bytes);
+    counts[2] = atomic_load(&p->staging_bytes);
+    counts[3] = atomic_load(&p->allocations);
+    counts[4] = atomic_load(&p->streams);
+}
 
 size_t req_size(void) { return sizeof(Request); }
 size_t block_size(void) { return BLOCK; }
+size_t device_size(void) { return sizeof(Device); }
 
 /* `sums`: room for a number per block, which the caller keeps and passes to the read again, or NULL. */
 void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset, uint64_t *sums) {
@@ -217,11 +163,20 @@ void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t b
     atomic_init(&r->state, PENDING);
 }
 
-void req_start(Request *r) {
+/* The memory is on `device` and ends after `content` of the request's bytes. The caller keeps `device` until
+ * `pool_destroy` returned. */
+void req_on_device(Request *r, const Device *device, size_t content) {
+    r->device = device;
+    r->content = content;
+}
+
+/* `event`: of the device's compute stream, recorded, kept until the request is final. NULL for host memory. */
+void req_start(Request *r, void *event) {
     Pool *p = r->pool;
     pthread_mutex_lock(&p->lock);
     size_t bytes = r->bytes;
     r->started = now();
+    r->event = event;
     if (atomic_load(&r->state) != PENDING) bytes = 0; /* cancelled before its start */
     else if (bytes && !p->stopping) enqueue(p, r); else finish_if_idle(p, r);
     if (bytes > PIECE) pthread_cond_broadcast(&p->work); else pthread_cond_signal(&p->work);
@@ -262,8 +217,10 @@ int req_cancel(Request *r) {
 }
 
 /* Valid once the request is final. */
-int req_error(Request *r) { return r->error; }
-int64_t req_error_offset(Request *r) { return r->error_offset; }
+int req_error(Request *r) { return r->failure.error; }
+int64_t req_error_offset(Request *r) { return r->failure.where; }
+int req_cuda_function(Request *r) { return r->failure.function; }
+int req_cuda_code(Request *r) { return r->failure.code; }
 double req_started(Request *r) { return r->started; }
 double req_ended(Request *r) { return r->ended; }
 
@@ -279,7 +236,7 @@ void pool_destroy(Pool *p) {
         }
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->lock);
-    for (int i = 0; i < p->threads; i++) pthread_join(p->workers[i], NULL);
+    for (int i = 0; i < p->threads; i++) pthread_join(p->workers[i].thread, NULL);
     /* The pool itself stays: somebody may still poll or wait on a request with it. */
 }
 

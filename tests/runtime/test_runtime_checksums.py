@@ -4,7 +4,6 @@ import ctypes
 import errno
 import os
 import random
-import re
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from harness import CPU, config_json, load, raw, settle, store
 from ssd_fx.runtime import native, posix
 from ssd_fx.runtime.engines import Memory
 from ssd_fx.runtime.fallback import ThreadPool
+from ssd_fx.runtime.pool import BLOCK, CHECKSUM_MISMATCH, CUDA_FAILED, END_OF_FILE
 
 KIB, MIB = 1 << 10, 1 << 20
-BLOCK = native.BLOCK
 SHORT = 20 * KIB  # the last block
 
 # (bytes of the tensor, block to damage): in place in one piece, in place over three pieces, bounced
@@ -171,9 +170,9 @@ def test_read_into_another_phase_is_checked(engine):
 def test_every_byte_on_disk_is_summed_twice(engine):
     nbytes = 9 * MIB + SHORT
     extent = write(engine, bytes(nbytes))
-    assert engine._pool.summed_bytes() == nbytes
+    assert engine._pool.counts().summed_bytes == nbytes
     finish(engine.read(extent, Aligned(nbytes).memory))
-    assert engine._pool.summed_bytes() == 2 * nbytes
+    assert engine._pool.counts().summed_bytes == 2 * nbytes
     assert len(extent.sums) == 10
 
 
@@ -190,11 +189,11 @@ def damaged(config):
 
 def test_store_tries_again_and_raises(tmp_path):
     x, handle, engine, extent = damaged(config_json(tmp_path))
-    before = engine._pool.summed_bytes()
+    before = engine._pool.counts().summed_bytes
     with pytest.raises(OSError, match=r"slot 0 of graph 'g'.* failed 3 times: .*checksum mismatch") as raised:
         load(handle, x)
     assert raised.value.errno == errno.EIO
-    assert engine._pool.summed_bytes() - before == 3 * extent.body_bytes
+    assert engine._pool.counts().summed_bytes - before == 3 * extent.body_bytes
 
 
 def test_off_is_off(tmp_path):
@@ -204,7 +203,7 @@ def test_off_is_off(tmp_path):
     body = slice(extent.body_at, extent.body_at + 8)
     assert raw(y)[body] == b"\xff" * 8
     assert raw(y)[body.stop :] == raw(x)[body.stop :]
-    assert engine._pool.summed_bytes() == 0
+    assert engine._pool.counts().summed_bytes == 0
     assert extent.sums is None
 
 
@@ -259,6 +258,10 @@ def test_the_constants_agree():
     found = native.library()
     assert found
     assert found.block_bytes == BLOCK
-    codes = re.search(r"END_OF_FILE = (-\d), CHECKSUM_MISMATCH = (-\d)", native.SOURCE.read_text())
-    assert codes
-    assert [int(code) for code in codes.groups()] == [native.END_OF_FILE, native.CHECKSUM_MISMATCH]
+    header = (native.SOURCE.parent / "pool.h").read_text()
+    for name, code in {
+        "END_OF_FILE": END_OF_FILE,
+        "CHECKSUM_MISMATCH": CHECKSUM_MISMATCH,
+        "CUDA_FAILED": CUDA_FAILED,
+    }.items():
+        assert f"{name} = {code}" in header
