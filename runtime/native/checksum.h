@@ -1,13 +1,13 @@
 /* The checksum of a block: CRC32C of its four quarters, mixed to 64 bits.
  *
- * Why CRC32C: at blocks of 1 MiB, one core of a Xeon at 2.5 GHz, 4 lanes of the CPU's instruction took 0.098 CPU-s per GB
- * of memory not in cache and 0.046 of memory in cache; XXH3_64bits of a distribution's libxxhash.so.0 0.165 and 0.16; the table
- * below 1.7. It also needs nothing that may be missing: a system library would, and then there would be no checksum.
+ * Why CRC32C: at blocks of 1 MiB, on one core of a Xeon at 2.5 GHz, 4 lanes of the CPU's instruction took 0.098 CPU-s per
+ * GB of memory not in cache and 0.046 of memory in cache; XXH3_64bits of a distribution's libxxhash.so.0 0.165 and 0.16;
+ * the table below 1.7. It also needs nothing that may be missing: with a system library there might be no checksum.
  * Why quarters: the instruction takes 3 cycles and a CPU starts one in each, so lanes are needed; lanes over neighbouring
  * words took 0.119 out of cache, because one stream of addresses keeps fewer loads under way than four.
- * What is found: any change that is confined to one half of a block, if CRC32C finds it (all bursts of 32 bits, all flips of
- * up to 3 bits in a quarter); whatever else with a chance of 1 in 2^64 to be missed. The CRC starts with ones, so zeros count.
- * The sums never leave the process, so their definition may change.
+ * What is found: any change that is confined to one half of a block, if CRC32C finds it (all bursts of 32 bits, all flips
+ * of up to 3 bits in a quarter); what else there is goes unseen with a chance of 1 in 2^64. The CRC starts with ones, so
+ * zeros count. The sums never leave the process, so their definition may change.
  */
 #include <pthread.h>
 #include <stddef.h>

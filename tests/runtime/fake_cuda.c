@@ -3,8 +3,8 @@
  * Lazy: nothing given to a stream happens before the stream is synchronised. Eager: all of it happens at once. Either way an
  * event stands for a point in the work of the "compute stream", which happens only when a stream that waits for the
  * event gets there, or at fake_finish. So a copy whose stream did not wait sees memory that is not written yet, or is
- * overwritten afterwards; and a copy that nobody waits for has not happened. Device memory must be declared; a copy beyond it, a
- * function called without its context, or an event that is gone, is refused.
+ * overwritten afterwards; and a copy that nobody waits for has not happened. Device memory must be declared; a copy
+ * beyond it, a function called without its context, or an event that is gone, is refused.
  */
 #include <pthread.h>
 #include <stdint.h>
@@ -12,13 +12,13 @@
 #include <string.h>
 
 enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
-enum { FUNCTIONS = 8, SLOTS = 4096 };
+enum { FUNCTIONS = 8, SLOTS = 1024 };
 enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, STREAM_WAIT_EVENT, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE };
 
 typedef struct Task { struct Task *next; int wait; char *target; const char *source; size_t bytes, position; } Task;
 typedef struct Queue { Task *first, *last; } Queue;
 typedef struct Stream { Queue queue; void *context; } Stream;
-typedef struct Event { size_t position; int alive; } Event;
+typedef struct Event { struct Event *next; size_t position; int alive; } Event;
 typedef struct Range { char *at; size_t bytes; char *allocated; } Range;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -27,6 +27,7 @@ static size_t given, finished; /* work of the compute stream, in tasks */
 static Range memory[SLOTS], pinned[SLOTS];
 static int eager, countdown[FUNCTIONS], result_of[FUNCTIONS];
 static long counts[4]; /* streams alive, pinned blocks alive, copies given, copies not done */
+static Event *events; /* never freed, so that the use of one that is gone can be told */
 static _Thread_local void *current;
 
 static void put(Queue *q, Task task) {
@@ -212,11 +213,17 @@ void fake_finish(void) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Never freed, so that the use of one that is gone can be told. */
+void fake_forget(void *at) {
+    pthread_mutex_lock(&lock);
+    memset(slot(memory, at), 0, sizeof(Range));
+    pthread_mutex_unlock(&lock);
+}
+
 void *fake_event(void) {
     Event *e = calloc(1, sizeof *e);
     pthread_mutex_lock(&lock);
-    *e = (Event){given, 1};
+    *e = (Event){events, given, 1};
+    events = e;
     pthread_mutex_unlock(&lock);
     return e;
 }
