@@ -186,7 +186,9 @@ def _posix(config: RuntimeConfig) -> Engine:
     made: list[Engine] = []
     try:
         for path in config.dirs:
-            made.append(PosixEngine(path, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit))
+            made.append(
+                PosixEngine(path, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums)
+            )
     except BaseException:
         for engine in made:
             engine.close()
