@@ -67,6 +67,7 @@ class Engine(Protocol):
     """Moves the bytes of an extent to and from memory, which the caller keeps until that is done."""
 
     name: str
+    devices: frozenset[str]
 
     def alloc(self, nbytes: int) -> Extent:
         """Room for `nbytes` > 0.
@@ -146,6 +147,7 @@ class MemoryEngine:
     """Extents are host memory and transfers are copies: the reference that others are compared with."""
 
     name = "memory"
+    devices = frozenset({"cpu"})
     disk_bytes = 0
 
     def alloc(self, nbytes: int) -> Extent:
@@ -162,6 +164,11 @@ class MemoryEngine:
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
         return Copy(memory.ptr, extent.region.address, memory.nbytes)
+
+    def located(self, extent: Extent) -> Memory:
+        """The host memory of an extent that was written."""
+        assert isinstance(extent, _HostExtent)
+        return Memory(extent.region.address, extent.nbytes, torch.device("cpu"))
 
     def failed(self, extent: Extent, error: OSError) -> None:
         raise AssertionError(f"a copy in memory cannot fail: {error}")

@@ -122,6 +122,7 @@ class PosixEngine:
     """
 
     name = "posix"
+    devices = frozenset({"cpu", "cuda"})
 
     def __init__(
         self,

@@ -111,6 +111,7 @@ class StripedEngine:
         assert engines, "there is a drive"
         assert stripe >= PAGE, "every stripe has bytes"
         self.name = engines[0].name
+        self.devices = frozenset.intersection(*(engine.devices for engine in engines))
         self._stripe = stripe
         self._drives = [_Drive(engine) for engine in engines]
 

@@ -35,7 +35,7 @@ class Wrapped:
     """Passes everything on to `inner`."""
 
     def __init__(self, inner: Engine) -> None:
-        self.inner = inner
+        self.inner, self.devices = inner, inner.devices
         self.name = f"{type(self).__name__}({inner.name})"
         self.refused: list[int | None] = []  # errno; an exception would keep its frames alive
 
