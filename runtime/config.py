@@ -19,7 +19,8 @@ class RuntimeConfig:
     accept a directory that is in RAM. `checksums`: over every block, verified when it is read. `disk_limit`: the most
     bytes that the file in one directory may have, 0 for no limit but the file system's. `host_budget`: bytes that may
     rest in host memory before they move on to disk. `compression`: pairs of a tier ("host", "ssd") and a codec.
-    `adapt`: stop writing what frees nothing, read earlier what was waited for.
+    `resident`: bytes of stored tensors, over all graphs, that may stay where they are. `adapt`: stop writing
+    what frees nothing, read earlier what was waited for.
     """
 
     dirs: tuple[str, ...] = ()
@@ -31,6 +32,7 @@ class RuntimeConfig:
     disk_limit: int = 0
     host_budget: int = 0
     compression: tuple[tuple[str, str], ...] = ()
+    resident: int = 0
     adapt: bool = True
 
     def __post_init__(self) -> None:
@@ -39,7 +41,7 @@ class RuntimeConfig:
             raise ValueError(f"dirs must be absolute, because a process may change its directory: {relative}")
         if self.inflight <= 0:
             raise ValueError(f"inflight must be > 0, not {self.inflight}")
-        for name in ("prefetch", "disk_limit", "host_budget"):
+        for name in ("prefetch", "disk_limit", "host_budget", "resident"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, not {getattr(self, name)}")
         for tier, codec in self.compression:
@@ -62,6 +64,7 @@ _TYPES: dict[str, type] = {
     "disk_limit": int,
     "host_budget": int,
     "compression": dict,
+    "resident": int,
     "adapt": bool,
 }
 

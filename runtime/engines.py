@@ -212,6 +212,22 @@ ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
 _made: list[Engine] = []
 
 
+def make_tiers(config: RuntimeConfig) -> tuple[Engine, int]:
+    """The engine of `config`, and how many bytes may rest where they are before they go to it.
+
+    Where a GPU computes, `host_budget` is a tier of its own, which tensors are copied to; else they are there already.
+
+    Raises: as `make_engine`.
+    """
+    engine = make_engine(config)
+    if not (config.host_budget and torch.cuda.is_available() and "cuda" in engine.devices):
+        return engine, config.resident + config.host_budget
+    from ssd_fx.runtime.tiered import TieredEngine
+
+    host = MemoryEngine()
+    return TieredEngine(host, engine, host.located, config.host_budget, config.inflight), config.resident
+
+
 def make_engine(config: RuntimeConfig) -> Engine:
     """The engine that `config` names.
 

@@ -25,9 +25,9 @@ class Store:
     """The entries of one configuration, over one engine."""
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self.engine = engines.make_engine(config)
+        self.engine, room = engines.make_tiers(config)
         self.habits = Habits(config.adapt)
-        self.writer = Writer(self.engine, config, self.habits)
+        self.writer = Writer(self.engine, config, self.habits, room)
         self.reader = Reader(self.engine, self.writer)
         self.prefetcher = Prefetcher(self.reader, self.habits, config.prefetch)
 

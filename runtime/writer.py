@@ -29,9 +29,10 @@ now = time.perf_counter
 class Writer:
     """Decides when a tensor is written, and keeps it until that is done."""
 
-    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits) -> None:
+    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits, room: int) -> None:
+        """`room`: bytes that may rest."""
         self._engine, self._habits = engine, habits
-        self._cap, self._room, self._codec = config.inflight, config.host_budget, config.codec("ssd")
+        self._cap, self._room, self._codec = config.inflight, room, config.codec("ssd")
         self._host_codec = config.codec("host")
         self._resting: dict[Entry, None] = {}  # both oldest first
         self._writing: dict[Entry, None] = {}

@@ -49,7 +49,7 @@ def backend(
 def plan_options(config: Config, *, hand_over: bool = True) -> PlanOptions:
     """What the passes need of the options."""
     return PlanOptions(
-        budget=config.budget,
+        budget=config.budget if isinstance(config.budget, float) else 0,  # bytes are the runtime's: one budget for all
         min_bytes=config.min_bytes,
         prefetch=config.prefetch,
         machine=None,

@@ -29,8 +29,9 @@ class Config:
 
     dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
         temporary directory.
-    budget: saved tensors that may stay resident: bytes (`"2GiB"`, an int) or a share of the saved bytes (a float from
-        0 to 1). Everything beyond it is offloaded, longest idle first. Default: 0, all that can leave leaves.
+    budget: saved tensors that may stay resident. A share of each graph's saved bytes (a float from 0 to 1): the plan
+        keeps that much, and offloads what idles longest. Bytes (`"2GiB"`, an int): one budget over all graphs of the
+        process, kept at run time; the oldest tensors leave first. Default: 0, all that can leave leaves.
     min_bytes: smaller storages always stay. Default: 1 MiB.
     engine: `"auto"`, `"posix"` (direct file I/O) or `"memory"` (host memory, for comparisons).
     inner: the compiler behind: `"inductor"` or `"aot_eager"`.
@@ -87,6 +88,7 @@ class Config:
         half |= {"inflight": self.inflight, "prefetch": self.prefetch, "checksums": self.checksums}
         half |= {"disk_limit": self.disk_limit, "host_budget": self.host_budget, "adapt": self.adapt}
         half |= {"compression": dict(self.compression)}
+        half |= {"resident": self.budget if isinstance(self.budget, int) else 0}
         return json.dumps(half, sort_keys=True, separators=(",", ":"))
 
 

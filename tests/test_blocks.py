@@ -116,3 +116,15 @@ def test_a_hidden_state_that_is_changed_in_place(tmp_path: object, backend: str)
         x.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1; expected version 0"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("bytes_", [0, 4 * HIDDEN, 10 * HIDDEN])
+def test_one_budget_over_all_graphs(tmp_path: object, bytes_: int) -> None:
+    """The graphs share it: once a step has been seen, the oldest tensors leave at once and the latest stay."""
+    model = blocks(tmp_path, budget=bytes_, prefetch=0)
+    step(model)
+    ssd_fx.reset_stats()
+    step(model)
+    stats = ssd_fx.stats()
+    left = stats.offloaded_bytes - stats.held_bytes - bytes_  # but for the leaf, and what fits
+    assert stats.written_bytes + stats.cancelled_bytes == left
