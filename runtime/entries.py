@@ -53,6 +53,7 @@ class Entry:
     size: Ints
     stride: Ints
     dtype: torch.dtype
+    device: torch.device
     x: Tensor | None = None
     storage: StorageWeakRef | None = None
     extent: Extent | None = None

@@ -62,6 +62,8 @@ def _load(
 ) -> Tensor:
     entry = lookup(handle)
     check_device(entry.store.engine, device)
+    if device.type != entry.device.type:
+        raise RuntimeError(f"{entry.name} was stored from {entry.device}, and a load asks for it on {device}")
     return entry.store.load(entry, tuple(size), tuple(stride), dtype, seq, consume)
 
 

@@ -104,6 +104,7 @@ class PosixEngine:
     """
 
     name = "posix"
+    devices = frozenset({"cpu"})
 
     def __init__(
         self, dirs: Sequence[str], *, allow_tmpfs: bool = False, threads: int = 2, step: int = STEP, small: int = SMALL

@@ -1,7 +1,6 @@
 """The store: what the ops do with an entry, and who holds its bytes when. `docs/runtime.md` has the picture."""
 
 import atexit
-import ctypes
 import errno
 import os
 import time
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime import engines, entries, trace
+from ssd_fx.runtime import engines, entries, memory, trace
 from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.config import RuntimeConfig, parse
 from ssd_fx.runtime.engines import Memory, outcome
@@ -18,7 +17,6 @@ from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.layout import Ints, Match, check_storable, is_alone, match
 from ssd_fx.runtime.stats import counters
 
-POOLED = 64 << 10  # smaller tensors come from torch's allocator
 ATTEMPTS = 3
 now = time.perf_counter
 
@@ -39,7 +37,7 @@ class Store:
         engines.check_device(self.engine, x.device)
         check_storable(x, f"store of slot {slot} of graph {graph!r}")
         size, nbytes = tuple(x.shape), x.numel() * x.itemsize
-        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), size, x.stride(), x.dtype)
+        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), size, x.stride(), x.dtype, x.device)
         handle = entries.register(entry)  # first: whatever happens next, its death releases the entry
         stall = self._write_when_room(entry, x) if nbytes else 0.0
         with GUARD.lock:
@@ -213,7 +211,7 @@ class Store:
             case State.IN_MEMORY:
                 return self._forward(entry, asked, how, seq, consume)
             case State.ON_DISK if not entry.nbytes:
-                out = torch.empty_strided(asked[0], asked[1], dtype=asked[2])
+                out = memory.empty(*asked, entry.device)
                 return Load(out, out, None, seq)
             case State.ON_DISK:
                 return self._read(entry, asked, how, seq)
@@ -228,13 +226,13 @@ class Store:
             self._cancel_write(entry)
             entry.x = None
             offset = x.storage_offset() * x.itemsize // asked[2].itemsize
-            out = torch.empty(0, dtype=asked[2]).set_(x.untyped_storage(), offset, asked[0], asked[1])
+            out = torch.empty(0, dtype=asked[2], device=x.device).set_(x.untyped_storage(), offset, asked[0], asked[1])
         elif how is Match.SAME:
             out = _empty(asked, entry)
-            ctypes.memmove(out.data_ptr(), x.data_ptr(), entry.nbytes)
+            memory.copy_bytes(out, x, entry.nbytes)
         else:
-            out = torch.empty_strided(asked[0], asked[1], dtype=asked[2])
-            out.copy_(x)
+            out = memory.empty(*asked, entry.device)
+            memory.copy_elements(out, x)
         return Load(out, out, None, seq)
 
     def _read(self, entry: Entry, asked: tuple[Ints, Ints, torch.dtype], how: Match, seq: int) -> Load:
@@ -242,7 +240,7 @@ class Store:
             out = target = _empty(asked, entry)
         else:
             target = _empty((entry.size, entry.stride, entry.dtype), entry)
-            out = torch.empty_strided(asked[0], asked[1], dtype=asked[2])
+            out = memory.empty(*asked, entry.device)
         assert entry.extent, "on disk"
         return Load(out, target, self.engine.read(entry.extent, Memory.of(target)), seq)
 
@@ -263,7 +261,7 @@ class Store:
         if error is None and load.read:
             counters(entry.graph).read_bytes += entry.nbytes
             if load.target is not load.out:
-                load.out.copy_(load.target)
+                memory.copy_elements(load.out, load.target)
         return error
 
 
@@ -286,16 +284,13 @@ def _count_freed(entry: Entry) -> None:
 
 def _empty(layout: tuple[Ints, Ints, torch.dtype], entry: Entry) -> Tensor:
     """A tensor for the entry's bytes, of the same phase as what was stored, so that a read needs no copy."""
-    size, stride, dtype = layout
-    if entry.nbytes < POOLED:
-        return torch.empty_strided(size, stride, dtype=dtype)
-    return POOL.tensor(size, stride, dtype, entry.nbytes, entry.ptr % 4096)
+    return memory.recycled(*layout, entry.device, entry.nbytes, entry.ptr)
 
 
 def _copy(x: Tensor, entry: Entry) -> Tensor:
     """The bytes aside, where the owner of `x` cannot overwrite them."""
     out = _empty((entry.size, entry.stride, entry.dtype), entry)
-    ctypes.memmove(out.data_ptr(), x.data_ptr(), entry.nbytes)
+    memory.copy_bytes(out, x, entry.nbytes)
     return out
 
 
