@@ -220,9 +220,26 @@ def _posix(config: RuntimeConfig) -> Engine:
     return PosixEngine(config.dirs, allow_tmpfs=config.allow_tmpfs)
 
 
+def _gds(name: str, forced: bool = False) -> Callable[[RuntimeConfig], Engine]:
+    def make(config: RuntimeConfig) -> Engine:
+        from ssd_fx.runtime import gds
+
+        return gds.make(gds.driver(name), config, forced=forced)
+
+    return make
+
+
+def _auto(config: RuntimeConfig) -> Engine:
+    from ssd_fx.runtime import gds
+
+    return gds.usable(gds.driver("kvikio"), config) or _posix(config)
+
+
 ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
-    "auto": _posix,
+    "auto": _auto,
     "posix": _posix,
+    "kvikio": _gds("kvikio"),
+    "kvikio-forced": _gds("kvikio", forced=True),
     "memory": lambda _: MemoryEngine(),
 }
 

@@ -6,9 +6,10 @@ x is "in the making" where its kernel is queued and has not run. Every engine th
 import json
 
 import pytest
+import stub_kvikio
 import torch
 from fake_gpu import ORDERS, FakeGpu, installed
-from harness import load, raw, release, settle, start_load, store, wait
+from harness import config_json, load, raw, release, settle, start_load, store, wait
 
 from ssd_fx.runtime import entries, memory, stats, streams
 from ssd_fx.runtime.buffers import POOL
@@ -31,9 +32,12 @@ def gpu(request):
         close_stores()
 
 
-@pytest.fixture
-def config():
-    return MEMORY
+@pytest.fixture(params=["memory", "kvikio"])
+def config(request, gpu, tmp_path, monkeypatch):
+    if request.param == "memory":
+        return MEMORY
+    stub_kvikio.install(monkeypatch, gpu)
+    return config_json(tmp_path, request.param)
 
 
 def numbers(n=N, start=0):
@@ -106,7 +110,7 @@ def test_load_is_valid_for_the_host_after_its_wait(gpu, config):
 
 
 def test_given_away_and_overwritten_while_being_written(gpu, config):
-    """The backward gets x itself and overwrites it; what had been queued may neither read it later nor land anywhere."""
+    """The backward gets x itself and overwrites it; what was queued may neither read it later nor land anywhere."""
     values, others = numbers(), numbers(N, 7)
     x = gpu.tensor(values)
     handle = store(x, config)
