@@ -314,6 +314,11 @@ def driver(name: str) -> Driver:
     return {"kvikio": KvikioDriver}[name]()
 
 
+def statuses() -> list[Status]:
+    """What each driver can do on this machine; loads them."""
+    return [status(driver("kvikio"))]
+
+
 def configure_cufile(forced: bool = False) -> None:
     """Sees to a configuration of cuFile, to be called before it is loaded, which looks for it once per process.
 
