@@ -164,6 +164,12 @@ class FakeGpu:
             if not block.live:
                 ctypes.memset(block.address, GARBAGE, block.nbytes)
 
+    def finish(self) -> None:
+        """Runs all that is queued, for what nobody waited for has to run as well."""
+        for stream in (self.compute, *self.sides):
+            while stream.tasks:
+                stream.run_first()
+
     def check(self, address: int, nbytes: int, what: str) -> None:
         """Notes a violation if that is not memory that somebody has."""
         for block in self.blocks.values():
@@ -217,6 +223,7 @@ def installed(order: str | int) -> Iterator[FakeGpu]:
     streams.BACKENDS["cpu"] = gpu
     try:
         yield gpu
+        gpu.finish()
     finally:
         del streams.BACKENDS["cpu"]
     assert not gpu.violations, gpu.violations[:3]
