@@ -91,7 +91,7 @@ class KvikioDriver:
     """Package kvikio. It keeps no reference to a buffer: the completion has it."""
 
     name = "kvikio"
-    missing = "install the extra: pip install 'ssd_fx[gds]' (kvikio-cu13), or kvikio-cu12 for CUDA 12"
+    missing = "install the extra: pip install 'ssd_fx[gds]', for CUDA 12 'ssd_fx[gds-cu12]'"
 
     def load(self) -> str:
         self._kvikio: Any = importlib.import_module("kvikio")
@@ -309,14 +309,17 @@ def _failure(what: str, extent: GdsExtent, how: str) -> OSError:
     return OSError(_NO_ERRNO, f"{place} {how}", extent.directory)
 
 
+DRIVERS: dict[str, Callable[[], Driver]] = {"kvikio": KvikioDriver}
+
+
 def driver(name: str) -> Driver:
     """A driver of that name, not loaded yet."""
-    return {"kvikio": KvikioDriver}[name]()
+    return DRIVERS[name]()
 
 
 def statuses() -> list[Status]:
     """What each driver can do on this machine; loads them."""
-    return [status(driver("kvikio"))]
+    return [status(driver(name)) for name in DRIVERS]
 
 
 def configure_cufile(forced: bool = False) -> None:
