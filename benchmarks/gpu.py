@@ -35,7 +35,7 @@ import torch  # noqa: E402 - behind the path
 import train_gpt  # noqa: E402 - found through the path above
 
 import ssd_fx  # noqa: E402
-from ssd_fx.runtime import gds  # noqa: E402
+from ssd_fx.runtime import cufile  # noqa: E402
 from ssd_fx.runtime.config import RuntimeConfig  # noqa: E402
 from ssd_fx.runtime.engines import ENGINES, Engine, Memory, make_engine  # noqa: E402
 
@@ -94,8 +94,8 @@ def available(flags: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]
 
 def remark(name: str) -> str:
     driver, forced = name.removesuffix("-forced"), name.endswith("-forced")
-    if driver in gds.DRIVERS:
-        found = gds.status(gds.driver(driver), forced)
+    if driver in cufile.DRIVERS:
+        found = cufile.status(cufile.driver(driver), forced)
         return f"{found.version}, " + ("real GPUDirect Storage" if found.real else f"through the host: {found.reason}")
     return "through pinned host memory" if name == "posix" else "host memory, no drive"
 

@@ -222,17 +222,17 @@ def _posix(config: RuntimeConfig) -> Engine:
 
 def _gds(name: str, forced: bool = False) -> Callable[[RuntimeConfig], Engine]:
     def make(config: RuntimeConfig) -> Engine:
-        from ssd_fx.runtime import gds
+        from ssd_fx.runtime import cufile, gds
 
-        return gds.make(gds.driver(name), config, forced=forced)
+        return gds.make(cufile.driver(name), config, forced=forced)
 
     return make
 
 
 def _auto(config: RuntimeConfig) -> Engine:
-    from ssd_fx.runtime import gds
+    from ssd_fx.runtime import cufile, gds
 
-    return gds.usable(gds.driver("kvikio"), config) or _posix(config)
+    return gds.usable(cufile.driver("kvikio"), config) or _posix(config)
 
 
 ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {

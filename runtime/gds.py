@@ -1,143 +1,31 @@
 """GPUDirect Storage: the engines whose transfers go between GPU memory and files without the host in between.
 
-The engine is written against `Driver`; the one of the package kvikio is here (extra `gds`), a lighter one in `cufile`.
-
 * Transfers are queued on side streams of ours; `streams` has the rules.
-* kvikio queues them only if cuFile has a configuration file when it is loaded; else every call blocks. So unless the
-  user names one (`CUFILE_ENV_PATH_JSON`), one is written first; it keeps the log out of the working directory too.
-  Source: kvikio's compat_mode_manager.hpp.
-* Where GPU and drive cannot exchange data directly, kvikio and cuFile copy through host memory, in order with the
-  default stream: no overlap, no gain, and engine "posix" does it better. So both are told not to, what they say about
-  the machine is asked for (`status`), and a round trip in every directory has to succeed.
 * **Blocks are not verified**: the data never passes the host, where the checksums of engine "posix" are computed.
 * Tensor memory is not registered with cuFile. A registration is by address and would outlive the tensor in a caching
   allocator; cuFile moves what is not registered through a buffer on the GPU.
 * CPU tensors go through a `PosixEngine` beside, with files of its own, made when the first one comes.
 """
 
-import atexit
 import dataclasses
 import errno
 import functools
-import importlib
-import json
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ssd_fx.runtime import streams
+from ssd_fx.runtime import cufile, streams
 from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.cufile import Driver, DriverFile
 from ssd_fx.runtime.engines import Completion, Engine, Extent, Memory, make_engine
 from ssd_fx.runtime.extents import STEP, SlabFile
 from ssd_fx.runtime.preflight import check_directory
 
-FIXED_OFFSETS_AND_SIZE = 1 | 2 | 4  # cuFileStreamRegister: nothing that is passed changes after the call
-_CONFIG = "CUFILE_ENV_PATH_JSON"
 _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
-
-
-class DriverFile(Protocol):
-    """A file as the driver knows it. `write` and `read` queue a transfer between device memory and a file offset on a
-    stream, and return what gives the number of bytes moved, once the stream has passed it.
-
-    Raises: RuntimeError, in either call, if the transfer failed.
-    """
-
-    def write(self, memory: Memory, offset: int, stream: int) -> Callable[[], int]: ...
-
-    def read(self, memory: Memory, offset: int, stream: int) -> Callable[[], int]: ...
-
-    def close(self) -> None: ...
-
-
-class Driver(Protocol):
-    """An interface to cuFile. `name`: that of the engine; `missing`: how to get what it needs."""
-
-    name: str
-    missing: str
-
-    def load(self) -> str:
-        """Loads the library; its version. Raises: ImportError or OSError if it is not there."""
-
-    def obstacle(self) -> str:
-        """Why transfers would pass through the host or block, or "" if they would not; after `load`."""
-
-    def open(self, path: str, forced: bool) -> DriverFile:
-        """Opens a file by name for reading and writing; where its transfers would pass through the host only if
-        `forced`. Raises: RuntimeError if that cannot be."""
-
-    def register(self, stream: int) -> None:
-        """Makes a stream known, on which offsets and sizes are final when a transfer is queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What a driver can do on this machine. `real`: GPU memory and drive exchange data directly, in the background."""
-
-    name: str
-    version: str
-    real: bool
-    reason: str
-
-
-class KvikioDriver:
-    """Package kvikio. It keeps no reference to a buffer: the completion has it."""
-
-    name = "kvikio"
-    missing = "install the extra: pip install 'ssd_fx[gds]', for CUDA 12 'ssd_fx[gds-cu12]'"
-
-    def load(self) -> str:
-        self._kvikio: Any = importlib.import_module("kvikio")
-        self._defaults: Any = importlib.import_module("kvikio.defaults")
-        self._cufile: Any = importlib.import_module("kvikio.cufile_driver")
-        return str(self._kvikio.__version__)
-
-    def obstacle(self) -> str:
-        if self._defaults.is_compat_mode_preferred():
-            return "kvikio is in compatibility mode (no libcufile, no /run/udev, or KVIKIO_COMPAT_MODE=ON)"
-        if self._cufile.get("is_gds_available") or not self._cufile.get("allow_compat_mode"):
-            return ""  # nvidia-fs is loaded, or cuFile is to fail rather than to copy through the host
-        return "nvidia-fs is not loaded, and the configuration of cuFile allows copies through the host"
-
-    def open(self, path: str, forced: bool) -> DriverFile:
-        if forced:
-            return _KvikioFile(self._kvikio.CuFile(path, "r+"))
-        # Not before `obstacle` has found a driver: without one this mode hangs.
-        with self._defaults.set({"compat_mode": self._kvikio.CompatMode.OFF}):
-            return _KvikioFile(self._kvikio.CuFile(path, "r+"))
-
-    def register(self, stream: int) -> None:
-        self._kvikio.stream_register(stream, FIXED_OFFSETS_AND_SIZE)
-
-
-class _KvikioFile:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def write(self, memory: Memory, offset: int, stream: int) -> Callable[[], int]:
-        return self._queue(self._file.raw_write_async, memory, offset, stream)
-
-    def read(self, memory: Memory, offset: int, stream: int) -> Callable[[], int]:
-        return self._queue(self._file.raw_read_async, memory, offset, stream)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _queue(self, transfer: Callable[..., Any], memory: Memory, offset: int, stream: int) -> Callable[[], int]:
-        exposed = streams.Exposed(memory.ptr, memory.nbytes)
-        future = transfer(exposed, stream, memory.nbytes, offset, 0)
-
-        def moved(keep: object = exposed) -> int:  # the future synchronises its stream when asked or dropped
-            return int(future.check_bytes_done())
-
-        return moved
 
 
 class GdsExtent(Extent):
@@ -309,66 +197,13 @@ def _failure(what: str, extent: GdsExtent, how: str) -> OSError:
     return OSError(_NO_ERRNO, f"{place} {how}", extent.directory)
 
 
-DRIVERS: dict[str, Callable[[], Driver]] = {"kvikio": KvikioDriver}
-
-
-def driver(name: str) -> Driver:
-    """A driver of that name, not loaded yet."""
-    return DRIVERS[name]()
-
-
-def statuses() -> list[Status]:
-    """What each driver can do on this machine; loads them."""
-    return [status(driver(name)) for name in DRIVERS]
-
-
-def configure_cufile(forced: bool = False) -> None:
-    """Sees to a configuration of cuFile, to be called before it is loaded, which looks for it once per process.
-
-    Ours lets PCI peers talk to each other, which needs no nvidia-fs (CUDA 12.8, kernel 6.2, the open driver), and has
-    cuFile copy through host memory only if `forced`.
-    """
-    if os.environ.get(_CONFIG):
-        return
-    directory = tempfile.mkdtemp(prefix="ssd_fx-cufile-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    path = os.path.join(directory, "cufile.json")
-    settings = {
-        "logging": {"dir": directory, "level": "ERROR"},
-        "properties": {"allow_compat_mode": forced, "use_pci_p2pdma": True},
-    }
-    Path(path).write_text(json.dumps(settings))
-    os.environ[_CONFIG] = path
-
-
-def current_device() -> torch.device | None:
-    """The GPU on which this process computes, or would."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-
-
-def status(driver: Driver, forced: bool = False) -> Status:
-    """What `driver` can do on this machine; loads it. The last word has the round trip in each directory."""
-    if current_device() is None:
-        return Status(driver.name, "", False, "torch sees no CUDA device")
-    configure_cufile(forced)
-    try:
-        version = driver.load()
-    except (ImportError, OSError) as error:
-        return Status(driver.name, "", False, f"{error}; {driver.missing}")
-    try:
-        obstacle = driver.obstacle()
-    except RuntimeError as error:
-        obstacle = f"cuFile does not answer: {error}"
-    return Status(driver.name, version, not obstacle, obstacle)
-
-
 def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> GdsEngine:
     """An engine that has stored and loaded some bytes in every directory.
 
     Raises: RuntimeError, which names the engine that would do, where GPUDirect Storage is not real, unless `forced`;
     OSError if the round trip fails; what `GdsEngine` raises.
     """
-    found = status(driver, forced)
+    found = cufile.status(driver, forced)
     if not found.version or not (found.real or forced):
         raise RuntimeError(
             f"engine {driver.name!r} has no GPUDirect Storage here: {found.reason}. Use engine='posix', which goes "
@@ -386,7 +221,7 @@ def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> GdsE
 
 def usable(driver: Driver, config: RuntimeConfig) -> GdsEngine | None:
     """The engine if this process computes on a GPU and GPUDirect Storage is real in all directories, else None."""
-    if not torch.cuda.is_initialized() or not status(driver).real:
+    if not torch.cuda.is_initialized() or not cufile.status(driver).real:
         return None
     try:
         return make(driver, config)
@@ -398,7 +233,7 @@ def usable(driver: Driver, config: RuntimeConfig) -> GdsEngine | None:
 
 def _round_trip(engine: GdsEngine, nbytes: int = 64 << 10) -> None:
     """Raises: OSError if what is read in the next directory is not what was written."""
-    device = current_device()
+    device = cufile.current_device()
     queued = streams.of(device) if device else None
     assert device and queued, "checked by status"  # noqa: PT018
     source, target = (queued.empty((nbytes,), (1,), torch.uint8, device) for _ in range(2))

@@ -18,7 +18,7 @@ import torch
 
 import ssd_fx
 from ssd_fx.config import Config
-from ssd_fx.runtime import gds
+from ssd_fx.runtime import cufile
 from ssd_fx.runtime.extents import check_directory
 
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _info() -> int:
     print(f"ssd_fx   {ssd_fx.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     print(f"device   {_device()}")
-    for found in gds.statuses():
+    for found in cufile.statuses():
         print(f"{found.name:8} {_gds(found)}")
     print(f"options  {json.dumps(dataclasses.asdict(Config.make()), default=str)}")
     return 0
@@ -51,7 +51,7 @@ def _device() -> str:
     return f"{name}, {memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
 
 
-def _gds(found: gds.Status) -> str:
+def _gds(found: cufile.Status) -> str:
     version = f"{found.version}: " if found.version else ""
     if found.real:
         return f"{version}GPUDirect Storage is real; blocks are not verified with it, whatever `checksums` says"

@@ -1,4 +1,4 @@
-"""`make gpu` where there is no GPU, and its benchmark on the CPU, where its figures mean nothing but its script runs."""
+"""`make gpu` without a GPU, and its benchmark on the CPU, where the figures mean nothing and the script runs."""
 
 from __future__ import annotations
 

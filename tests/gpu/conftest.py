@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_fx.runtime import engines, gds
+from ssd_fx.runtime import cufile, engines
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.posix import PosixEngine
 
@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest) -> str:
     if name == "posix" and "cuda" not in PosixEngine.devices:
         pytest.skip("engine posix takes CPU tensors only")
     if name.startswith("kvikio"):
-        found = gds.status(gds.driver("kvikio"), forced=name.endswith("forced"))
+        found = cufile.status(cufile.driver("kvikio"), forced=name.endswith("forced"))
         if not found.version or not (found.real or name.endswith("forced")):
             pytest.skip(found.reason)
     return name

@@ -19,7 +19,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu, FakeStream
 
-from ssd_fx.runtime import gds
+from ssd_fx.runtime import cufile, gds
 
 VERSION = "26.10.00"
 
@@ -175,8 +175,8 @@ class _CuFile:
 def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Kvikio:
     """kvikio and a GPU, as far as `gds` can tell."""
     stub = Kvikio(gpu)
-    monkeypatch.setattr(gds, "importlib", types.SimpleNamespace(import_module=stub.import_module))
-    monkeypatch.setattr(gds, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(cufile, "importlib", types.SimpleNamespace(import_module=stub.import_module))
+    monkeypatch.setattr(cufile, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(gds, "STEP", 1 << 20)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/somewhere/cufile.json")
     return stub

@@ -17,7 +17,7 @@ from harness import config_json, load, raw, release, settle, store
 from stub_kvikio import CompatMode
 
 from ssd_fx import cli
-from ssd_fx.runtime import engines, gds, stats
+from ssd_fx.runtime import cufile, engines, gds, stats
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines import Memory
 from ssd_fx.runtime.entries import State, lookup
@@ -61,7 +61,7 @@ def stored(gpu, config, slot=0):
 
 
 def test_status_of_a_machine_with_gds(stub):
-    assert gds.status(gds.driver("kvikio")) == gds.Status("kvikio", stub_kvikio.VERSION, True, "")
+    assert cufile.status(cufile.driver("kvikio")) == cufile.Status("kvikio", stub_kvikio.VERSION, True, "")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_status_of_a_machine_with_gds(stub):
 def test_a_machine_without_gds_is_an_error_that_names_posix(stub, tmp_path, machine, reason):
     for name, value in machine.items():
         setattr(stub, name, value)
-    found = gds.status(gds.driver("kvikio"))
+    found = cufile.status(cufile.driver("kvikio"))
     assert (found.real, found.reason[: len(reason)]) == (False, reason)
     with pytest.raises(RuntimeError, match=rf"engine 'kvikio' has no GPUDirect Storage here: {reason}.*engine='posix'"):
         engines.make_engine(options(tmp_path))
@@ -107,7 +107,7 @@ def test_forced_without_gds(stub, gpu, tmp_path):
 
 
 def test_no_package(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gds, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(cufile, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/somewhere")
     monkeypatch.setitem(sys.modules, "kvikio", None)
     for engine in ("kvikio", "kvikio-forced"):
@@ -117,7 +117,7 @@ def test_no_package(gpu, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_gpu(tmp_path):
-    assert gds.status(gds.driver("kvikio")).reason == "torch sees no CUDA device"
+    assert cufile.status(cufile.driver("kvikio")).reason == "torch sees no CUDA device"
     with pytest.raises(RuntimeError, match="no CUDA device"):
         engines.make_engine(options(tmp_path))
 
@@ -171,8 +171,8 @@ def test_no_directory(stub):
 def test_cufile_is_configured_before_it_is_loaded(stub, monkeypatch, tmp_path):
     """Without a configuration kvikio's calls block; with ours cuFile's log does not land in the working directory."""
     monkeypatch.delenv("CUFILE_ENV_PATH_JSON")
-    monkeypatch.setattr(gds.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    gds.status(gds.driver("kvikio"))
+    monkeypatch.setattr(cufile.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    cufile.status(cufile.driver("kvikio"))
     path = os.environ["CUFILE_ENV_PATH_JSON"]
     assert stub.configured == path == str(tmp_path / "cufile.json")
     settings = json.loads(Path(path).read_text())
@@ -181,7 +181,7 @@ def test_cufile_is_configured_before_it_is_loaded(stub, monkeypatch, tmp_path):
 
 
 def test_the_users_configuration_of_cufile_stays(stub):
-    gds.status(gds.driver("kvikio"))
+    cufile.status(cufile.driver("kvikio"))
     assert stub.configured == "/somewhere/cufile.json"
 
 
@@ -283,6 +283,7 @@ def test_cpu_tensors_go_through_posix(gpu, stub, tmp_path):
         for transfer in (engine.write(extent, Memory.of(x)), engine.read(extent, Memory.of(y))):
             transfer.start()
             transfer.wait()
+        assert engine.alloc(4 * N).offset == extent.offset  # the GPU's room is free again
         engine.free(extent)
     assert torch.equal(x, y)
     assert stub.counts == {"write": WARM_UP, "read": WARM_UP}
