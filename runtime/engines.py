@@ -217,7 +217,7 @@ def check_device(engine: Engine, device: torch.device) -> None:
 def _posix(config: RuntimeConfig) -> Engine:
     from ssd_fx.runtime.posix import PosixEngine
 
-    return PosixEngine(config.dirs, allow_tmpfs=config.allow_tmpfs)
+    return PosixEngine(config.dirs, allow_tmpfs=config.allow_tmpfs, checksums=config.checksums)
 
 
 def _gds(name: str, forced: bool = False) -> Callable[[RuntimeConfig], Engine]:

@@ -13,46 +13,27 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Protocol
 
+from ssd_fx.runtime.driver import FUNCTIONS, Event
 from ssd_fx.runtime.fallback import ThreadPool
+from ssd_fx.runtime.pool import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    END_OF_FILE,
+    FAILED,
+    OK,
+    PENDING,
+    Counts,
+    OnDevice,
+    Pool,
+    Request,
+    Sums,
+)
+
+__all__ = ["CANCELLED", "CHECKSUM_MISMATCH", "END_OF_FILE", "FAILED", "OK", "PENDING", "Pool", "Request", "ThreadPool"]
 
 SOURCE = Path(__file__).parent / "native" / "iopool.c"
-VERSION = "2"
-END_OF_FILE = -1
-PENDING, OK, FAILED, CANCELLED = range(4)
-
-
-class Request(Protocol):
-    """One transfer. Final means that nothing accesses its memory any more."""
-
-    def start(self) -> None:
-        """Queues it. Apart from its making, so that its owner can note it down first."""
-
-    def state(self) -> int:
-        """PENDING, OK, FAILED or CANCELLED; does not block."""
-
-    def wait(self, timeout_ms: int) -> int:
-        """The state, after at most `timeout_ms`."""
-
-    def cancel(self) -> int:
-        """Drops what has not started, waits for what runs; the final state, OK if all had been transferred."""
-
-    def error(self) -> tuple[int, int]:
-        """(errno or END_OF_FILE, file offset) of a request that FAILED."""
-
-    def span(self) -> tuple[float, float]:
-        """Start of its first piece and end of its last, on the clock of time.perf_counter."""
-
-
-class Pool(Protocol):
-    """Executes requests; the caller keeps memory and descriptor alive until a request is final."""
-
-    def request(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
-        """A transfer of `nbytes` between `address` and `offset` of `fd`, which is yet to be started."""
-
-    def close(self) -> None:
-        """Cancels what has not started, waits for what runs, ends the threads."""
+VERSION = "3"
 
 
 class _Library:
@@ -72,32 +53,48 @@ class _Library:
         self.create = bind(released, "pool_create", pointer, i32)
         self.destroy = bind(released, "pool_destroy", None, pointer)
         self.request_bytes = int(bind(held, "req_size", size)())
-        self.init = bind(held, "req_init", None, pointer, pointer, i32, i32, pointer, size, i64)
-        self.start = bind(held, "req_start", None, pointer)
+        self.init = bind(held, "req_init", None, pointer, pointer, i32, i32, pointer, size, i64, pointer)
+        self.on_device = bind(held, "req_on_device", None, pointer, pointer, size)
+        self.counts = bind(held, "pool_counts", None, pointer, pointer)
+        self.block_bytes = int(bind(held, "block_size", size)())
+        self.device_bytes = int(bind(held, "device_size", size)())
+        self.checksum_by = bind(released, "checksum_by", i32, i32, pointer, size, pointer, pointer)
+        self.start = bind(held, "req_start", None, pointer, pointer)
         self.state = bind(held, "req_state", i32, pointer)
         self.wait = bind(released, "req_wait", i32, pointer, i32)
         self.cancel = bind(released, "req_cancel", i32, pointer)
         self.error = bind(held, "req_error", i32, pointer)
         self.error_offset = bind(held, "req_error_offset", i64, pointer)
+        self.cuda_function = bind(held, "req_cuda_function", i32, pointer)
+        self.cuda_code = bind(held, "req_cuda_code", i32, pointer)
         self.started = bind(held, "req_started", real, pointer)
         self.ended = bind(held, "req_ended", real, pointer)
         self.dio_alignment = bind(held, "dio_alignment", i32, i32, pointer, pointer)
 
 
 class _NativeRequest:
-    __slots__ = ("_address", "_library", "_memory", "_under_way")
+    __slots__ = ("_address", "_event", "_library", "_memory", "_sums", "_under_way")
 
     def __init__(self, library: _Library, under_way: "dict[_NativeRequest, None]") -> None:
         self._library, self._under_way = library, under_way
         self._memory = ctypes.create_string_buffer(library.request_bytes)
         self._address = ctypes.addressof(self._memory)
+        self._event: Event | None = None
 
-    def prepare(self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
-        self._library.init(self._address, pool, int(write), fd, address, nbytes, offset)
+    def prepare(
+        self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int, sums: Sums | None
+    ) -> None:
+        self._sums = sums  # alive for as long as a worker may fill it
+        sums_at = ctypes.addressof(sums) if sums else None
+        self._library.init(self._address, pool, int(write), fd, address, nbytes, offset, sums_at)
 
-    def start(self) -> None:
+    def on_device(self, where: OnDevice) -> None:
+        self._library.on_device(self._address, where.device, where.nbytes)
+
+    def start(self, event: Event | None = None) -> None:
         self._under_way[self] = None
-        self._library.start(self._address)
+        self._event = event
+        self._library.start(self._address, event.cuda_event if event else None)
 
     def state(self) -> int:
         return self._seen(int(self._library.state(self._address)))
@@ -111,12 +108,16 @@ class _NativeRequest:
     def error(self) -> tuple[int, int]:
         return int(self._library.error(self._address)), int(self._library.error_offset(self._address))
 
+    def cuda_error(self) -> tuple[str, int]:
+        return FUNCTIONS[self._library.cuda_function(self._address)], int(self._library.cuda_code(self._address))
+
     def span(self) -> tuple[float, float]:
         return float(self._library.started(self._address)), float(self._library.ended(self._address))
 
     def _seen(self, state: int) -> int:
         if state != PENDING:
             self._under_way.pop(self, None)
+            self._event = None
         return state
 
 
@@ -130,10 +131,26 @@ class NativePool:
         if not self._pool:
             raise MemoryError(f"could not start {threads} I/O threads")
 
-    def request(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
+    def request(
+        self,
+        write: bool,
+        fd: int,
+        address: int,
+        nbytes: int,
+        offset: int,
+        sums: Sums | None = None,
+        on_device: OnDevice | None = None,
+    ) -> Request:
         made = _NativeRequest(self._library, self._under_way)
-        made.prepare(self._pool, write, fd, address, nbytes, offset)
+        made.prepare(self._pool, write, fd, address, nbytes, offset, sums)
+        if on_device:
+            made.on_device(on_device)
         return made
+
+    def counts(self) -> Counts:
+        numbers = (ctypes.c_uint64 * len(Counts._fields))()
+        self._library.counts(self._pool, numbers)
+        return Counts(*numbers)
 
     def close(self) -> None:
         self._library.destroy(self._pool)
@@ -231,12 +248,8 @@ def _load(path: Path) -> _Library | None:
         return None
     if found.version().decode() != VERSION:
         return None
-    built_from, digest = found.source_hash().decode(), source_hash()
-    if not digest or built_from == digest:
-        return found
-    # A build that was not told the hash (setuptools' extension): trusted unless the source has changed since.
-    newer = not built_from and path.stat().st_mtime >= SOURCE.stat().st_mtime
-    return found if newer else None
+    digest = source_hash()
+    return found if not digest or found.source_hash().decode() == digest else None
 
 
 def source_version() -> str:

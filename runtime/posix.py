@@ -3,20 +3,24 @@
 Torch's CPU allocations sit 64 bytes behind a page boundary, where direct I/O does not reach. So a large tensor's
 *body*, from the first boundary on, is transferred in place, and its *head* and *tail* (each shorter than the alignment)
 stay in memory with the extent. A load into memory of the same phase (address modulo a page) does the same without a
-copy. What is small, or has another phase, bounces through an aligned buffer, padded to the alignment.
+copy. What is small, or has another phase, bounces through an aligned buffer, padded to the alignment. What is on a CUDA
+device goes whole, and padded, through pinned memory of the I/O threads (`native/staging.h`).
 """
 
 import ctypes
 import errno
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ssd_fx.runtime import native
+import torch
+
+from ssd_fx.runtime import driver, native
 from ssd_fx.runtime.buffers import PAGE, POOL, Region
 from ssd_fx.runtime.engines import Completion, Extent, Memory
 from ssd_fx.runtime.extents import STEP, SlabFile
+from ssd_fx.runtime.pool import CUDA_FAILED, OnDevice, Sums, sums_for
 from ssd_fx.runtime.preflight import check_directory
 
 SMALL = 64 << 10
@@ -24,21 +28,24 @@ POLL_MS = 100  # how long a signal handler waits for its turn while a thread wai
 
 
 class FileExtent(Extent):
-    """A piece of a slab file. `body_at` and `body_bytes`: the part of the tensor that is on disk, the rest is here."""
+    """A piece of a slab file. `body_at` and `body_bytes`: the part of the tensor that is on disk, the rest is here.
+    `sums`: the checksums of that part, None without."""
 
-    __slots__ = ("body_at", "body_bytes", "file", "head", "size", "tail")
+    __slots__ = ("body_at", "body_bytes", "file", "head", "size", "sums", "tail")
 
     def __init__(self, nbytes: int, file: SlabFile, offset: int, size: int) -> None:
         super().__init__(nbytes, file.directory, offset)
         self.file, self.size = file, size
         self.body_at, self.body_bytes = 0, nbytes
         self.head = self.tail = b""
+        self.sums: Sums | None = None
 
 
 class Transfer:
-    """The completion of one request. `bounce` goes back to the pool when it is over; a read copies it out."""
+    """The completion of one request. `bounce` goes back to the pool when it is over; a read copies it out.
+    `record`: makes the event, at the start, that a device's memory has to wait for."""
 
-    __slots__ = ("_copy", "_extent", "_held", "_request", "_what")
+    __slots__ = ("_copy", "_extent", "_held", "_record", "_request", "_what")
 
     def __init__(
         self,
@@ -47,13 +54,15 @@ class Transfer:
         request: native.Request,
         bounce: Region | None = None,
         copy: tuple[int, int] = (0, 0),
+        record: Callable[[], driver.Event] | None = None,
     ) -> None:
         self._what, self._extent, self._request = what, extent, request
         self._held = {"bounce": bounce} if bounce else {}
         self._copy = copy  # (target, source)
+        self._record = record
 
     def start(self) -> None:
-        self._request.start()
+        self._request.start(self._record() if self._record else None)
 
     def done(self) -> bool:
         return self._request.state() != native.PENDING
@@ -94,11 +103,19 @@ class Transfer:
         code, where = self._request.error()
         if code == native.END_OF_FILE:
             return OSError(errno.EIO, f"{place} hit the end of the file at offset {where}", extent.directory)
+        if code == native.CHECKSUM_MISMATCH:
+            message = f"{place}: checksum mismatch in the block at offset {where}: it is not what was written there"
+            return OSError(errno.EIO, message, extent.directory)
+        if code == CUDA_FAILED:
+            function, result = self._request.cuda_error()
+            message = f"{place} failed at offset {where}: {function} returned CUDA error {result}"
+            return OSError(errno.EIO, message, extent.directory)
         return OSError(code, f"{place} failed at offset {where}: {os.strerror(code)}", extent.directory)
 
 
 class PosixEngine:
-    """Slab files in `dirs`, dealt round robin, behind `threads` I/O threads.
+    """Slab files in `dirs`, dealt round robin, behind `threads` I/O threads; `checksums` over every block of them.
+    `cuda` gives the driver when memory of a device comes first.
 
     Raises: ValueError without directories; what `check_directory` raises; OSError if no file can be created.
     """
@@ -107,13 +124,24 @@ class PosixEngine:
     devices = frozenset({"cpu"})
 
     def __init__(
-        self, dirs: Sequence[str], *, allow_tmpfs: bool = False, threads: int = 2, step: int = STEP, small: int = SMALL
+        self,
+        dirs: Sequence[str],
+        *,
+        allow_tmpfs: bool = False,
+        threads: int = 2,
+        step: int = STEP,
+        small: int = SMALL,
+        checksums: bool = True,
+        cuda: Callable[[], driver.Driver] = driver.cuda,
     ) -> None:
         if not dirs:
             raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
         for path in dirs:
             check_directory(path, allow_tmpfs)
         self._small = small
+        self._checksums = checksums
+        self._cuda = cuda
+        self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
         self._turn = 0
         self._warned: set[str] = set()
         self._files = [SlabFile(str(Path(path)), step) for path in dirs]
@@ -143,8 +171,11 @@ class PosixEngine:
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, FileExtent)
-        ptr, nbytes, _ = memory
+        ptr, nbytes, device = memory
         align = extent.file.align
+        if device.type == "cuda":
+            extent.body_at, extent.body_bytes, extent.head, extent.tail = 0, nbytes, b"", b""
+            return self._staged(True, extent, ptr, device)
         if nbytes < self._small and align > 1:
             return self._write_bounced(extent, ptr, nbytes, align)
         head = -ptr % align
@@ -159,6 +190,8 @@ class PosixEngine:
         ptr = memory.ptr
         align = extent.file.align
         head, body = extent.body_at, extent.body_bytes
+        if memory.device.type == "cuda":
+            return self._staged(False, extent, ptr, memory.device)
         if (ptr + head) % align or body % align:
             return self._read_bounced(extent, ptr, align)
         ctypes.memmove(ptr, extent.head, head)
@@ -194,8 +227,23 @@ class PosixEngine:
         ctypes.memmove(at + body, extent.tail, len(extent.tail))
         return Transfer("read", extent, self._request(False, extent, at, padded), bounce, (ptr, at - head))
 
-    def _request(self, write: bool, extent: FileExtent, address: int, nbytes: int) -> native.Request:
-        return self._pool.request(write, extent.file.fd, address, nbytes, extent.offset)
+    def _staged(self, write: bool, extent: FileExtent, ptr: int, device: torch.device) -> Completion:
+        """All of the tensor's bytes between the device and the file, padded to the alignment."""
+        if extent.body_bytes != extent.nbytes:
+            raise NotImplementedError(f"what was stored from the CPU cannot be loaded to {device}")
+        assert device.index is not None, "the device of a tensor has a number"
+        cuda, index = self._cuda(), device.index
+        found = self._devices.get(index) or self._devices.setdefault(index, driver.describe(cuda, index))
+        padded = -(-extent.nbytes // extent.file.align) * extent.file.align
+        request = self._request(write, extent, ptr, padded, OnDevice(ctypes.addressof(found), extent.nbytes))
+        return Transfer("write" if write else "read", extent, request, record=lambda: cuda.record(index))
+
+    def _request(
+        self, write: bool, extent: FileExtent, address: int, nbytes: int, on_device: OnDevice | None = None
+    ) -> native.Request:
+        if write:
+            extent.sums = sums_for(nbytes) if self._checksums else None
+        return self._pool.request(write, extent.file.fd, address, nbytes, extent.offset, extent.sums, on_device)
 
     def _warn(self, file: SlabFile, nbytes: int, error: OSError) -> None:
         if file.directory in self._warned:

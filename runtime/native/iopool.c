@@ -6,7 +6,8 @@
  * is left; only then does nobody touch its memory. The caller owns the request (`req_size` bytes, set up by `req_init`) and
  * keeps it, memory and descriptor alive until then. It can note the request down before `req_start`, so that whatever
  * interrupts it leaves no transfer behind that nobody knows of.
- * Every piece starts at a multiple of PIECE within its request: the place for a checksum per block is `transfer`.
+ * With `sums` every block (checksum.h) of a write is summed before it is written, and of a read compared after it arrived;
+ * PIECE is a multiple of BLOCK, so no block is in two pieces.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -22,40 +23,15 @@
 #include <time.h>
 #include <unistd.h>
 
-#define VERSION "2"
+#include "pool.h"
+#include "checksum.h"
+#include "transfer.h"
+#include "staging.h"
+
+#define VERSION "3"
 #ifndef IOPOOL_SOURCE_HASH
 #define IOPOOL_SOURCE_HASH ""
 #endif
-
-#define PIECE ((size_t)8 << 20)
-#define END_OF_FILE (-1) /* the error code of a read that hit the end of the file */
-
-enum { READ = 0, WRITE = 1 };
-enum { PENDING = 0, OK = 1, FAILED = 2, CANCELLED = 3 };
-
-typedef struct Request {
-    struct Request *next;
-    struct Pool *pool;
-    pid_t process; /* that submitted it: a forked child has no workers, and must not touch the lock */
-    int operation, fd;
-    char *memory;
-    size_t bytes, cursor; /* cursor: bytes whose pieces were handed to a worker */
-    int64_t offset;
-    int running;          /* pieces that a worker holds now */
-    int queued;
-    int error;
-    int64_t error_offset;
-    double started, ended;
-    atomic_int state;
-} Request;
-
-typedef struct Pool {
-    pthread_mutex_t lock;
-    pthread_cond_t work, finished;
-    Request *head[2], *tail[2];
-    int stopping, threads;
-    pthread_t *workers;
-} Pool;
 
 static double now(void) {
     struct timespec t;
@@ -85,56 +61,44 @@ static void dequeue(Pool *p, Request *r) {
 static void finish_if_idle(Pool *p, Request *r) {
     if (r->running || r->queued || atomic_load(&r->state) != PENDING) return;
     r->ended = now();
-    int state = r->error ? FAILED : (r->cursor < r->bytes ? CANCELLED : OK);
+    int state = r->failure.error ? FAILED : (r->cursor < r->bytes ? CANCELLED : OK);
     atomic_store(&r->state, state); /* the last access: its owner may free it from here on */
     pthread_cond_broadcast(&p->finished);
 }
 
-/* One piece, short transfers continued; 0, or an errno (END_OF_FILE at the end of the file), and where it happened. */
-static int transfer(const Request *r, size_t from, size_t bytes, int64_t *where) {
-    size_t done = 0;
-    while (done < bytes) {
-        int64_t at = r->offset + (int64_t)(from + done);
-        char *memory = r->memory + from + done;
-        ssize_t n = r->operation == WRITE ? pwrite(r->fd, memory, bytes - done, at) : pread(r->fd, memory, bytes - done, at);
-        if (n > 0) { done += (size_t)n; continue; }
-        if (n < 0 && errno == EINTR) continue;
-        *where = at;
-        return n < 0 ? errno : (r->operation == READ ? END_OF_FILE : EIO);
-    }
-    return 0;
-}
-
-static void run_piece(Pool *p, Request *r) {
+static void run_piece(Worker *w, Request *r) {
+    Pool *p = w->pool;
     size_t from = r->cursor, bytes = r->bytes - from < PIECE ? r->bytes - from : PIECE;
-    int64_t where = 0;
+    Failure failure = {0};
     if (from == 0) r->started = now();
     r->cursor += bytes;
     r->running++;
     if (r->cursor == r->bytes) dequeue(p, r);
     pthread_mutex_unlock(&p->lock);
-    int error = transfer(r, from, bytes, &where);
+    int ok = r->device ? transfer_staged(w, r, from, bytes, &failure)
+                       : transfer(r, r->memory + from, from, bytes, &failure);
     pthread_mutex_lock(&p->lock);
     r->running--;
-    if (error && !r->error) {
-        r->error = error;
-        r->error_offset = where;
+    if (!ok && !r->failure.error) {
+        r->failure = failure;
         if (r->queued) dequeue(p, r);
     }
     finish_if_idle(p, r);
 }
 
 static void *worker(void *argument) {
-    Pool *p = argument;
+    Worker *w = argument;
+    Pool *p = w->pool;
     pthread_setname_np(pthread_self(), "ssd_fx-io"); /* so that top and the benchmarks can tell these threads */
     pthread_mutex_lock(&p->lock);
     for (;;) {
         Request *r = p->head[READ] ? p->head[READ] : p->head[WRITE];
-        if (r) run_piece(p, r);
+        if (r) run_piece(w, r);
         else if (p->stopping) break;
         else pthread_cond_wait(&p->work, &p->lock);
     }
     pthread_mutex_unlock(&p->lock);
+    free_staging(w);
     return NULL;
 }
 
@@ -142,7 +106,11 @@ static int start_workers(Pool *p, int threads) {
     sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &old);
-    while (p->threads < threads && !pthread_create(&p->workers[p->threads], NULL, worker, p)) p->threads++;
+    for (; p->threads < threads; p->threads++) {
+        Worker *w = &p->workers[p->threads];
+        w->pool = p;
+        if (pthread_create(&w->thread, NULL, worker, w)) break;
+    }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     return p->threads;
 }
@@ -155,6 +123,7 @@ Pool *pool_create(int threads) {
     Pool *p = calloc(1, sizeof *p);
     pthread_condattr_t monotonic;
     if (!p) return NULL;
+    pthread_once(&checksum_once, prepare_checksum);
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->work, NULL);
     pthread_condattr_init(&monotonic);
@@ -167,9 +136,21 @@ Pool *pool_create(int threads) {
     return NULL;
 }
 
-size_t req_size(void) { return sizeof(Request); }
+/* In the order of `Counts` in runtime/pool.py. */
+void pool_counts(Pool *p, uint64_t counts[5]) {
+    counts[0] = atomic_load(&p->summed_bytes);
+    counts[1] = atomic_load(&p->copied_bytes);
+    counts[2] = atomic_load(&p->staging_bytes);
+    counts[3] = atomic_load(&p->allocations);
+    counts[4] = atomic_load(&p->streams);
+}
 
-void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset) {
+size_t req_size(void) { return sizeof(Request); }
+size_t block_size(void) { return BLOCK; }
+size_t device_size(void) { return sizeof(Device); }
+
+/* `sums`: room for a number per block, which the caller keeps and passes to the read again, or NULL. */
+void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset, uint64_t *sums) {
     memset(r, 0, sizeof *r);
     r->pool = p;
     r->process = getpid();
@@ -178,14 +159,24 @@ void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t b
     r->memory = memory;
     r->bytes = bytes;
     r->offset = offset;
+    r->sums = sums;
     atomic_init(&r->state, PENDING);
 }
 
-void req_start(Request *r) {
+/* The memory is on `device` and ends after `content` of the request's bytes. The caller keeps `device` until
+ * `pool_destroy` returned. */
+void req_on_device(Request *r, const Device *device, size_t content) {
+    r->device = device;
+    r->content = content;
+}
+
+/* `event`: of the device's compute stream, recorded, kept until the request is final. NULL for host memory. */
+void req_start(Request *r, void *event) {
     Pool *p = r->pool;
     pthread_mutex_lock(&p->lock);
     size_t bytes = r->bytes;
     r->started = now();
+    r->event = event;
     if (atomic_load(&r->state) != PENDING) bytes = 0; /* cancelled before its start */
     else if (bytes && !p->stopping) enqueue(p, r); else finish_if_idle(p, r);
     if (bytes > PIECE) pthread_cond_broadcast(&p->work); else pthread_cond_signal(&p->work);
@@ -226,8 +217,10 @@ int req_cancel(Request *r) {
 }
 
 /* Valid once the request is final. */
-int req_error(Request *r) { return r->error; }
-int64_t req_error_offset(Request *r) { return r->error_offset; }
+int req_error(Request *r) { return r->failure.error; }
+int64_t req_error_offset(Request *r) { return r->failure.where; }
+int req_cuda_function(Request *r) { return r->failure.function; }
+int req_cuda_code(Request *r) { return r->failure.code; }
 double req_started(Request *r) { return r->started; }
 double req_ended(Request *r) { return r->ended; }
 
@@ -243,7 +236,7 @@ void pool_destroy(Pool *p) {
         }
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->lock);
-    for (int i = 0; i < p->threads; i++) pthread_join(p->workers[i], NULL);
+    for (int i = 0; i < p->threads; i++) pthread_join(p->workers[i].thread, NULL);
     /* The pool itself stays: somebody may still poll or wait on a request with it. */
 }
 

@@ -1,0 +1,109 @@
+"""The functions of the CUDA driver that the native pool's workers call, without the GIL, to stage a device's memory.
+
+The driver API and not the runtime's: a process has one libcuda, and may have several copies of the runtime. Streams,
+events and primary contexts of torch's runtime are the driver's own objects.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+FUNCTIONS = (  # in the order of struct Cuda in native/pool.h
+    "cuCtxSetCurrent",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamWaitEvent",
+    "cuStreamSynchronize",
+    "cuMemcpyAsync",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+)
+
+DEVICES = 32  # native/pool.h says so too
+
+
+class Device(ctypes.Structure):
+    """struct Device of native/pool.h."""
+
+    _fields_ = (
+        ("functions", ctypes.c_void_p * len(FUNCTIONS)),
+        ("context", ctypes.c_void_p),
+        ("index", ctypes.c_int),
+    )
+
+
+class Event(Protocol):
+    """A recorded CUevent, destroyed with the object. torch.cuda.Event is one."""
+
+    @property
+    def cuda_event(self) -> int:
+        """The handle."""
+
+
+class Driver(Protocol):
+    """Where functions, contexts and events come from."""
+
+    def functions(self) -> Sequence[int]:
+        """The addresses of FUNCTIONS."""
+
+    def context(self, index: int) -> int:
+        """The context in which the memory of device `index` is."""
+
+    def record(self, index: int) -> Event:
+        """An event behind all that was given to the current stream of device `index` so far."""
+
+
+def describe(driver: Driver, index: int) -> Device:
+    """What the workers need to know of device `index`; the caller keeps it alive until the pool is closed.
+
+    Raises: ValueError for a number that the workers have no room for.
+    """
+    if index >= DEVICES:
+        raise ValueError(f"device {index} is beyond the {DEVICES} devices that the I/O threads have room for")
+    return Device((ctypes.c_void_p * len(FUNCTIONS))(*driver.functions()), driver.context(index), index)
+
+
+class CudaDriver:
+    """libcuda.so.1, and the streams of torch.
+
+    Raises: OSError if there is no driver, or it does not work.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._contexts: dict[int, int] = {}
+        self._call("cuInit", ctypes.c_uint(0))
+
+    def functions(self) -> Sequence[int]:
+        found = [ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value for name in FUNCTIONS]
+        return [address for address in found if address]
+
+    def context(self, index: int) -> int:
+        if index not in self._contexts:  # retained once, for as long as the process lives
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._contexts[index] = context.value or 0
+        return self._contexts[index]
+
+    def record(self, index: int) -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(index))
+        return event
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = getattr(self._library, name)(*arguments)
+        if result:
+            raise OSError(f"{name} of the CUDA driver returned {result}")
+
+
+@functools.cache
+def cuda() -> Driver:
+    """The driver of this process.
+
+    Raises: OSError if there is none.
+    """
+    return CudaDriver()

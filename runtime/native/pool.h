@@ -1,0 +1,85 @@
+/* The types that the parts of the pool share. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define PIECE ((size_t)8 << 20) /* what a worker takes at a time; a multiple of BLOCK */
+#ifndef HALF
+#define HALF ((size_t)4 << 20) /* what is copied from or to a device at a time; a multiple of BLOCK */
+#endif
+#define DEVICES 32
+
+/* Error codes beside errno: a read hit the end of the file; a block is not what was written; a CUDA function failed. */
+enum { END_OF_FILE = -1, CHECKSUM_MISMATCH = -2, CUDA_FAILED = -3 };
+
+enum { READ = 0, WRITE = 1 };
+enum { PENDING = 0, OK = 1, FAILED = 2, CANCELLED = 3 };
+
+/* The functions of the CUDA driver API, in the order of `driver.FUNCTIONS`; all return a CUresult, 0 for success. */
+typedef struct Cuda {
+    int (*set_context)(void *context);
+    int (*stream_create)(void **stream, unsigned flags);
+    int (*stream_destroy)(void *stream);
+    int (*stream_wait_event)(void *stream, void *event, unsigned flags);
+    int (*stream_synchronize)(void *stream);
+    int (*copy)(uint64_t target, uint64_t source, size_t bytes, void *stream);
+    int (*host_alloc)(void **memory, size_t bytes, unsigned flags);
+    int (*host_free)(void *memory);
+} Cuda;
+
+enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, STREAM_WAIT_EVENT, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE };
+
+typedef struct Device {
+    Cuda cuda;
+    void *context; /* the primary context, in which torch allocates */
+    int index;     /* under DEVICES */
+} Device;
+
+typedef struct Failure {
+    int error;     /* 0, an errno or a code from above */
+    int64_t where; /* in the file */
+    int function, code; /* of CUDA_FAILED: which one of Cuda, and its result */
+} Failure;
+
+typedef struct Request {
+    struct Request *next;
+    struct Pool *pool;
+    pid_t process; /* that submitted it: a forked child has no workers, and must not touch the lock */
+    int operation, fd;
+    char *memory;
+    size_t bytes, cursor; /* cursor: bytes whose pieces were handed to a worker */
+    int64_t offset;
+    uint64_t *sums;       /* one per block, the caller's; NULL: no checksums */
+    const Device *device; /* on which `memory` is, NULL: here */
+    size_t content;       /* bytes of `memory` there; what is beyond them in `bytes` is padding */
+    void *event;          /* after which the device's memory is ready */
+    int running;          /* pieces that a worker holds now */
+    int queued;
+    Failure failure;
+    double started, ended;
+    atomic_int state;
+} Request;
+
+typedef struct Lane {
+    const Device *device;
+    void *stream; /* NULL: none yet */
+} Lane;
+
+typedef struct Worker {
+    struct Pool *pool;
+    pthread_t thread;
+    void *allocated; /* pinned, at the first use */
+    char *half[2];   /* page-aligned in it */
+    Lane lanes[DEVICES];
+} Worker;
+
+typedef struct Pool {
+    pthread_mutex_t lock;
+    pthread_cond_t work, finished;
+    Request *head[2], *tail[2];
+    int stopping, threads;
+    Worker *workers;
+    _Atomic uint64_t summed_bytes, staging_bytes, allocations, streams, copied_bytes;
+} Pool;

@@ -1,0 +1,112 @@
+/* Pieces of requests whose memory is on a CUDA device: through two pinned halves of the worker's, so that the copy of one
+ * runs while the other is on its way to or from the file. Include after transfer.h.
+ *
+ * The copies run in a stream of the worker's own, which does not synchronise with the default stream, and which waits for
+ * the request's event first: what the compute stream had been given before the request was started (the kernel that
+ * writes the tensor; for a read, the kernels that still use what was in its memory before). The worker waits for every
+ * copy too: a final request is final for the host, and no allocator has to be told of the worker's stream.
+ */
+
+/* 1 if `result` is success; else 0 and the failure. */
+static int succeeded(int result, int function, int64_t where, Failure *failure) {
+    if (!result) return 1;
+    failure->function = function;
+    failure->code = result;
+    return failed(failure, CUDA_FAILED, where);
+}
+
+/* The worker's stream on the request's device, with its context current and the halves allocated; NULL and the failure. */
+static void *lane(Worker *w, const Request *r, Failure *failure) {
+    const Device *d = r->device;
+    const Cuda *cuda = &d->cuda;
+    Lane *own = &w->lanes[d->index];
+    if (!succeeded(cuda->set_context(d->context), SET_CONTEXT, r->offset, failure)) return NULL;
+    if (!own->stream) {
+        void *stream = NULL;
+        int result = cuda->stream_create(&stream, 1 /* CU_STREAM_NON_BLOCKING */);
+        if (!succeeded(result, STREAM_CREATE, r->offset, failure)) return NULL;
+        own->device = d;
+        own->stream = stream;
+        atomic_fetch_add(&w->pool->streams, 1);
+    }
+    if (!w->allocated) {
+        size_t bytes = 2 * HALF + 4096; /* nothing promises a page boundary */
+        void *memory = NULL;
+        int result = cuda->host_alloc(&memory, bytes, 1 /* CU_MEMHOSTALLOC_PORTABLE */);
+        if (!succeeded(result, HOST_ALLOC, r->offset, failure)) return NULL;
+        w->allocated = memory;
+        w->half[0] = (char *)(((uintptr_t)memory + 4095) & ~(uintptr_t)4095);
+        w->half[1] = w->half[0] + HALF;
+        atomic_fetch_add(&w->pool->allocations, 1);
+        atomic_fetch_add(&w->pool->staging_bytes, bytes);
+    }
+    return own->stream;
+}
+
+/* Starts the copy between the device and `half`; the padding behind the tensor is zeros in the file, and not copied back. */
+static int start_copy(const Request *r, char *half, size_t from, size_t bytes, void *stream, Failure *failure) {
+    size_t content = from >= r->content ? 0 : (r->content - from < bytes ? r->content - from : bytes);
+    uint64_t device = (uint64_t)(uintptr_t)r->memory + from, host = (uint64_t)(uintptr_t)half;
+    int write = r->operation == WRITE;
+    if (write) memset(half + content, 0, bytes - content);
+    if (!content) return 1;
+    atomic_fetch_add_explicit(&r->pool->copied_bytes, content, memory_order_relaxed);
+    int result = r->device->cuda.copy(write ? host : device, write ? device : host, content, stream);
+    return succeeded(result, COPY, r->offset + (int64_t)from, failure);
+}
+
+static int synchronize(const Request *r, size_t from, void *stream, Failure *failure) {
+    return succeeded(r->device->cuda.stream_synchronize(stream), STREAM_SYNCHRONIZE, r->offset + (int64_t)from, failure);
+}
+
+#define LENGTH(at) (end - (at) < HALF ? end - (at) : HALF)
+
+/* Writes from byte `from` to `end`: while a half is written, the next is copied. */
+static int write_staged(Worker *w, const Request *r, size_t from, size_t end, void *stream, Failure *failure) {
+    int turn = 0;
+    if (!start_copy(r, w->half[0], from, LENGTH(from), stream, failure)) return 0;
+    for (size_t at = from; at < end; at += HALF, turn ^= 1) {
+        size_t next = at + HALF;
+        if (!synchronize(r, at, stream, failure)) return 0;
+        if (next < end && !start_copy(r, w->half[!turn], next, LENGTH(next), stream, failure)) return 0;
+        if (!transfer(r, w->half[turn], at, LENGTH(at), failure)) return 0;
+    }
+    return 1;
+}
+
+/* Reads from byte `from` to `end`: while a half is read, the one before is copied. */
+static int read_staged(Worker *w, const Request *r, size_t from, size_t end, void *stream, Failure *failure) {
+    int turn = 0;
+    for (size_t at = from; at < end; at += HALF, turn ^= 1) {
+        if (!transfer(r, w->half[turn], at, LENGTH(at), failure)) return 0;
+        if (at > from && !synchronize(r, at, stream, failure)) return 0; /* the next round reads into the other half */
+        if (!start_copy(r, w->half[turn], at, LENGTH(at), stream, failure)) return 0;
+    }
+    return synchronize(r, from, stream, failure);
+}
+
+/* `transfer` for a device's memory. */
+static int transfer_staged(Worker *w, const Request *r, size_t from, size_t bytes, Failure *failure) {
+    void *stream = lane(w, r, failure);
+    if (!stream) return 0;
+    int result = r->device->cuda.stream_wait_event(stream, r->event, 0);
+    if (!succeeded(result, STREAM_WAIT_EVENT, r->offset, failure)) return 0;
+    int ok = (r->operation == WRITE ? write_staged : read_staged)(w, r, from, from + bytes, stream, failure);
+    if (!ok) r->device->cuda.stream_synchronize(stream); /* a copy may be under way; the first failure is reported */
+    return ok;
+}
+
+/* At the worker's end. A driver that is shutting down refuses, and has given everything back itself. */
+static void free_staging(Worker *w) {
+    const Device *last = NULL;
+    for (int i = 0; i < DEVICES; i++) {
+        const Device *d = w->lanes[i].device;
+        if (!d) continue;
+        d->cuda.set_context(d->context);
+        d->cuda.stream_destroy(w->lanes[i].stream);
+        last = d;
+    }
+    if (!w->allocated) return;
+    last->cuda.host_free(w->allocated); /* portable: any context will do */
+    atomic_fetch_sub(&w->pool->staging_bytes, 2 * HALF + 4096);
+}

@@ -1,0 +1,42 @@
+/* Bytes of a request between host memory and the file, with checksums. Include after pool.h and checksum.h. */
+#include <errno.h>
+#include <unistd.h>
+
+static int failed(Failure *failure, int error, int64_t where) {
+    failure->error = error;
+    failure->where = where;
+    return 0;
+}
+
+/* `bytes` of the request from its byte `from` on, to or from `memory`; short transfers are continued. */
+static int move_bytes(const Request *r, char *memory, size_t from, size_t bytes, Failure *failure) {
+    size_t done = 0;
+    while (done < bytes) {
+        int64_t at = r->offset + (int64_t)(from + done);
+        ssize_t n = r->operation == WRITE ? pwrite(r->fd, memory + done, bytes - done, at)
+                                          : pread(r->fd, memory + done, bytes - done, at);
+        if (n > 0) { done += (size_t)n; continue; }
+        if (n < 0 && errno == EINTR) continue;
+        return failed(failure, n < 0 ? errno : (r->operation == READ ? END_OF_FILE : EIO), at);
+    }
+    return 1;
+}
+
+/* Notes the sums of the blocks from byte `from` on, or (of a read) compares them. */
+static int check(const Request *r, const char *memory, size_t from, size_t bytes, Failure *failure) {
+    uint64_t *sum = r->sums + from / BLOCK;
+    atomic_fetch_add_explicit(&r->pool->summed_bytes, bytes, memory_order_relaxed);
+    for (size_t at = 0; at < bytes; at += BLOCK, sum++) {
+        uint64_t found = block_sum(memory + at, bytes - at < BLOCK ? bytes - at : BLOCK);
+        if (r->operation == WRITE) *sum = found;
+        if (found != *sum) return failed(failure, CHECKSUM_MISMATCH, r->offset + (int64_t)(from + at));
+    }
+    return 1;
+}
+
+/* 1, or 0 and the failure. `from` is a multiple of BLOCK. */
+static int transfer(const Request *r, char *memory, size_t from, size_t bytes, Failure *failure) {
+    if (r->sums && r->operation == WRITE && !check(r, memory, from, bytes, failure)) return 0;
+    if (!move_bytes(r, memory, from, bytes, failure)) return 0;
+    return r->operation == WRITE || !r->sums || check(r, memory, from, bytes, failure);
+}

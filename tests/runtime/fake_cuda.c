@@ -1,0 +1,250 @@
+/* A CUDA driver on the host that keeps every promise as late, or as early, as it may.
+ *
+ * Lazy: nothing given to a stream happens before the stream is synchronised. Eager: all of it happens at once. Either way an
+ * event stands for a point in the work of the "compute stream", which happens only when a stream that waits for the
+ * event gets there, or at fake_finish. So a copy whose stream did not wait sees memory that is not written yet, or is
+ * overwritten afterwards; and a copy that nobody waits for has not happened. Device memory must be declared; a copy
+ * beyond it, a function called without its context, or an event that is gone, is refused.
+ */
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
+enum { FUNCTIONS = 8, SLOTS = 1024 };
+enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, STREAM_WAIT_EVENT, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE };
+
+typedef struct Task { struct Task *next; int wait; char *target; const char *source; size_t bytes, position; } Task;
+typedef struct Queue { Task *first, *last; } Queue;
+typedef struct Stream { Queue queue; void *context; } Stream;
+typedef struct Event { struct Event *next; size_t position; int alive; } Event;
+typedef struct Range { char *at; size_t bytes; char *allocated; } Range;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static Queue compute;
+static size_t given, finished; /* work of the compute stream, in tasks */
+static Range memory[SLOTS], pinned[SLOTS];
+static int eager, countdown[FUNCTIONS], result_of[FUNCTIONS];
+static long counts[4]; /* streams alive, pinned blocks alive, copies given, copies not done */
+static Event *events; /* never freed, so that the use of one that is gone can be told */
+static _Thread_local void *current;
+
+static void put(Queue *q, Task task) {
+    Task *t = malloc(sizeof *t);
+    *t = task;
+    t->next = NULL;
+    if (q->last) q->last->next = t; else q->first = t;
+    q->last = t;
+}
+
+static int take(Queue *q, Task *task) {
+    Task *t = q->first;
+    if (!t) return 0;
+    *task = *t;
+    q->first = t->next;
+    if (!q->first) q->last = NULL;
+    free(t);
+    return 1;
+}
+
+static void compute_until(size_t position) {
+    Task t;
+    while (finished < position && take(&compute, &t)) {
+        memcpy(t.target, t.source, t.bytes);
+        free((void *)t.source);
+        finished++;
+    }
+}
+
+static void run(Stream *s) {
+    Task t;
+    while (take(&s->queue, &t)) {
+        if (t.wait) { compute_until(t.position); continue; }
+        memcpy(t.target, t.source, t.bytes);
+        counts[3]--;
+    }
+}
+
+static int inside(Range *ranges, uint64_t at, size_t bytes) {
+    for (int i = 0; i < SLOTS; i++) {
+        uint64_t start = (uint64_t)(uintptr_t)ranges[i].at;
+        if (start && at >= start && at + bytes <= start + ranges[i].bytes) return 1;
+    }
+    return 0;
+}
+
+static Range *slot(Range *ranges, char *at) {
+    for (int i = 0; i < SLOTS; i++)
+        if (ranges[i].at == at) return &ranges[i];
+    abort();
+}
+
+static int planted(int function) { return countdown[function] > 0 && --countdown[function] == 0 ? result_of[function] : 0; }
+
+#define ENTER(function) \
+    pthread_mutex_lock(&lock); \
+    int result = planted(function)
+#define LEAVE pthread_mutex_unlock(&lock); return result
+
+int fake_set_context(void *context) {
+    ENTER(SET_CONTEXT);
+    if (!result) current = context;
+    LEAVE;
+}
+
+int fake_stream_create(void **stream, unsigned flags) {
+    ENTER(STREAM_CREATE);
+    if (!result && (!current || flags != 1)) result = INVALID_CONTEXT;
+    if (!result) {
+        Stream *s = calloc(1, sizeof *s);
+        s->context = current;
+        *stream = s;
+        counts[0]++;
+    }
+    LEAVE;
+}
+
+int fake_stream_destroy(void *stream) {
+    ENTER(STREAM_DESTROY);
+    Stream *s = stream;
+    if (!result && s->context != current) result = INVALID_CONTEXT;
+    if (!result) {
+        run(s);
+        free(s);
+        counts[0]--;
+    }
+    LEAVE;
+}
+
+int fake_stream_wait_event(void *stream, void *event, unsigned flags) {
+    ENTER(STREAM_WAIT_EVENT);
+    Stream *s = stream;
+    Event *e = event;
+    if (!result && (s->context != current || flags)) result = INVALID_CONTEXT;
+    if (!result && (!e || !e->alive)) result = INVALID_HANDLE;
+    if (!result) put(&s->queue, (Task){.wait = 1, .position = e->position});
+    if (!result && eager) run(s);
+    LEAVE;
+}
+
+int fake_stream_synchronize(void *stream) {
+    ENTER(STREAM_SYNCHRONIZE);
+    Stream *s = stream;
+    if (!result && s->context != current) result = INVALID_CONTEXT;
+    if (!result) run(s);
+    LEAVE;
+}
+
+int fake_copy(uint64_t target, uint64_t source, size_t bytes, void *stream) {
+    ENTER(COPY);
+    Stream *s = stream;
+    int in = inside(memory, source, bytes) && inside(pinned, target, bytes);
+    int out = inside(pinned, source, bytes) && inside(memory, target, bytes);
+    if (!result && s->context != current) result = INVALID_CONTEXT;
+    if (!result && (!bytes || !(in || out))) result = INVALID_VALUE;
+    if (!result) {
+        put(&s->queue, (Task){.target = (char *)(uintptr_t)target, .source = (char *)(uintptr_t)source, .bytes = bytes});
+        counts[2]++;
+        counts[3]++;
+        if (eager) run(s);
+    }
+    LEAVE;
+}
+
+int fake_host_alloc(void **at, size_t bytes, unsigned flags) {
+    ENTER(HOST_ALLOC);
+    if (!result && (!current || flags != 1)) result = INVALID_CONTEXT;
+    if (!result) {
+        Range *r = slot(pinned, NULL);
+        r->allocated = malloc(bytes + 8192);
+        r->at = (char *)(((uintptr_t)r->allocated + 4095) & ~(uintptr_t)4095) + 512; /* never on a page boundary */
+        r->bytes = bytes;
+        memset(r->at, 0xA5, bytes);
+        *at = r->at;
+        counts[1]++;
+    }
+    LEAVE;
+}
+
+int fake_host_free(void *at) {
+    ENTER(HOST_FREE);
+    if (!result) {
+        Range *r = slot(pinned, at);
+        free(r->allocated);
+        memset(r, 0, sizeof *r);
+        counts[1]--;
+    }
+    LEAVE;
+}
+
+/* ---- for the test */
+
+void fake_reset(int mode) {
+    pthread_mutex_lock(&lock);
+    compute_until(given);
+    memset(memory, 0, sizeof memory);
+    memset(countdown, 0, sizeof countdown);
+    eager = mode;
+    pthread_mutex_unlock(&lock);
+}
+
+void fake_declare(void *at, size_t bytes) {
+    pthread_mutex_lock(&lock);
+    Range *r = slot(memory, NULL);
+    r->at = at;
+    r->bytes = bytes;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Gives the compute stream a kernel that will write `source`'s present bytes to `target`. */
+void fake_launch(void *target, const void *source, size_t bytes) {
+    pthread_mutex_lock(&lock);
+    char *copy = malloc(bytes);
+    memcpy(copy, source, bytes);
+    put(&compute, (Task){.target = target, .source = copy, .bytes = bytes});
+    given++;
+    pthread_mutex_unlock(&lock);
+}
+
+void fake_finish(void) {
+    pthread_mutex_lock(&lock);
+    compute_until(given);
+    pthread_mutex_unlock(&lock);
+}
+
+void fake_forget(void *at) {
+    pthread_mutex_lock(&lock);
+    memset(slot(memory, at), 0, sizeof(Range));
+    pthread_mutex_unlock(&lock);
+}
+
+void *fake_event(void) {
+    Event *e = calloc(1, sizeof *e);
+    pthread_mutex_lock(&lock);
+    *e = (Event){events, given, 1};
+    events = e;
+    pthread_mutex_unlock(&lock);
+    return e;
+}
+
+void fake_event_destroy(void *event) {
+    pthread_mutex_lock(&lock);
+    ((Event *)event)->alive = 0;
+    pthread_mutex_unlock(&lock);
+}
+
+/* The `nth` call of `function` from now on returns `result`. */
+void fake_fail(int function, int nth, int result) {
+    pthread_mutex_lock(&lock);
+    countdown[function] = nth;
+    result_of[function] = result;
+    pthread_mutex_unlock(&lock);
+}
+
+long fake_count(int which) {
+    pthread_mutex_lock(&lock);
+    long found = counts[which];
+    pthread_mutex_unlock(&lock);
+    return found;
+}
