@@ -3,8 +3,9 @@
     relu -> view -> mm          relu and view saved, one storage
     relu -> sin                 => one group {base relu, members relu and view}; one write, one read, the view replayed
 
-Never offloaded, because they live anyway: parameters, buffers and other inputs, constants, outputs, and views of any
-of them.
+Never offloaded, because they live anyway: parameters, buffers, constants, outputs, and views of any of them. Other
+inputs (the hidden state that one compiled block hands to the next) are: whether their owner lets go of them is
+seen at run time. One that the graph writes into stays.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def alias(partition: Partition, plan: Plan) -> Plan:
     forward = list(partition.forward.graph.nodes)
     position = {n: i for i, n in enumerate(forward)}
     owners = {key: nodes[0] for key, nodes in nodes_by_storage(forward).items()}
-    live = _live_anyway(forward, partition.kept_outputs)
+    live = _live_anyway(forward, partition)
     disputed = _disputed(forward)
     saved = nodes_by_storage(n for n in dict.fromkeys(partition.saved))
     placeholders = partition.bwd_placeholders
@@ -57,9 +58,21 @@ def _hint(nbytes: int | torch.SymInt) -> int:
     return int(hint) if hint is not None else 0
 
 
-def _live_anyway(forward: list[fx.Node], outputs: list[fx.Node]) -> set[int]:
-    held = [n for n in forward if n.op in ("placeholder", "get_attr")] + outputs
-    return set(nodes_by_storage(held))
+def _live_anyway(forward: list[fx.Node], partition: Partition) -> set[int]:
+    held = [n for n in forward if n.op == "placeholder" and n.name not in partition.activations]
+    held += [n for n in forward if n.op == "get_attr"] + partition.kept_outputs
+    return set(nodes_by_storage([*held, *_written(forward)]))
+
+
+def _written(forward: list[fx.Node]) -> list[fx.Node]:
+    """What an operator of the forward writes into."""
+    written = []
+    for node in forward:
+        if isinstance(node.target, torch._ops.OpOverload):
+            for arg, info in zip(node.args, node.target._schema.arguments, strict=False):
+                if isinstance(arg, fx.Node) and info.alias_info is not None and info.alias_info.is_write:
+                    written.append(arg)
+    return written
 
 
 def _disputed(forward: list[fx.Node]) -> set[int]:

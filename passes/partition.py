@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
 
 
 @dataclass
@@ -15,12 +16,14 @@ class Partition:
     """What PyTorch's partitioner returned; rewrite passes edit the two modules in place.
 
     `num_fwd_outputs` is the number of leading forward outputs that are not saved tensors (user outputs, mutated inputs,
-    intermediate bases, tokens). Each saved forward output has the name of its backward placeholder.
+    intermediate bases, tokens). Each saved forward output has the name of its backward placeholder. `activations`:
+    names of the forward's inputs that come anew with every step, unlike parameters and buffers.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_fwd_outputs: int
+    activations: frozenset[str] = frozenset()
 
     @property
     def fwd_output(self) -> fx.Node:
@@ -48,6 +51,19 @@ class Partition:
         for module in (self.forward, self.backward):
             module.graph.lint()
             module.recompile()
+
+
+def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> frozenset[str]:
+    """Names of the joint graph's inputs that are no parameters or buffers, as far as anybody said so.
+
+    `static`: the indices of inputs that live longer than a step, or None where that is not known. They count from the
+    first primal; a graph with effect tokens, which come before it, has no known activations.
+    """
+    inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    if static is None or any(type(n.meta.get("desc")) not in (PlainAOTInput, TangentAOTInput) for n in inputs):
+        return frozenset()
+    names = {n.name for i, n in enumerate(inputs) if i not in set(static)}
+    return frozenset(names - {n.name for n in inputs if isinstance(n.meta["desc"], TangentAOTInput)})
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:

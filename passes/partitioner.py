@@ -23,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 import ssd_fx.passes
 import ssd_fx.runtime
 from ssd_fx.passes import pipeline
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.partition import Partition, activation_inputs
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
+        activations = activation_inputs(gm, kwargs.get("static_lifetime_input_indices"))
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        partition = Partition(forward, backward, kwargs["num_fwd_outputs"])
+        partition = Partition(forward, backward, kwargs["num_fwd_outputs"], activations)
         # Autograd refuses a second backward through a graph with donated buffers, so that loads may give tensors away.
         pipeline.run(partition, self.options, consume=bool(functorch_config.donated_buffer))
         return forward, backward

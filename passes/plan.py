@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all storages that the forward saves; parameters, inputs and outputs live anyway and do not count."""
+        """Bytes of all storages that the forward saves; parameters, buffers, outputs live anyway: not counted."""
         return sum(g.nbytes for g in self.groups)
 
     @property

@@ -6,6 +6,9 @@ import json
 import os
 from dataclasses import dataclass
 
+TIERS = ("host", "ssd")
+CODECS = ("bitpack", "fp8", "int8")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
@@ -15,7 +18,8 @@ class RuntimeConfig:
     are being written at a time. `prefetch`: bytes of loads ahead of their use (the planner's figure). `allow_tmpfs`:
     accept a directory that is in RAM. `checksums`: over every block, verified when it is read. `disk_limit`: the most
     bytes that the file in one directory may have, 0 for no limit but the file system's. `host_budget`: bytes that may
-    rest in host memory before they move on to disk.
+    rest in host memory before they move on to disk. `compression`: pairs of a tier ("host", "ssd") and a codec.
+    `adapt`: stop writing what frees nothing, read earlier what was waited for.
     """
 
     dirs: tuple[str, ...] = ()
@@ -26,6 +30,8 @@ class RuntimeConfig:
     checksums: bool = True
     disk_limit: int = 0
     host_budget: int = 0
+    compression: tuple[tuple[str, str], ...] = ()
+    adapt: bool = True
 
     def __post_init__(self) -> None:
         relative = [path for path in self.dirs if not os.path.isabs(path)]
@@ -36,6 +42,14 @@ class RuntimeConfig:
         for name in ("prefetch", "disk_limit", "host_budget"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, not {getattr(self, name)}")
+        for tier, codec in self.compression:
+            if tier not in TIERS or codec not in CODECS:
+                right = f"tiers are {list(TIERS)}, codecs {list(CODECS)}"
+                raise ValueError(f"compression {codec!r} of tier {tier!r} is not known; {right}")
+
+    def codec(self, tier: str) -> str:
+        """The codec of a tier, or the empty string."""
+        return dict(self.compression).get(tier, "")
 
 
 _TYPES: dict[str, type] = {
@@ -47,6 +61,8 @@ _TYPES: dict[str, type] = {
     "checksums": bool,
     "disk_limit": int,
     "host_budget": int,
+    "compression": dict,
+    "adapt": bool,
 }
 
 
@@ -72,4 +88,5 @@ def parse(text: str) -> RuntimeConfig:
     dirs = values.get("dirs", [])
     if not all(isinstance(path, str) for path in dirs):
         raise ValueError(f"dirs must be a list of strings, not {dirs!r}")
-    return RuntimeConfig(**{**values, "dirs": tuple(dirs)})
+    compression = tuple(sorted(values.get("compression", {}).items()))
+    return RuntimeConfig(**{**values, "dirs": tuple(dirs), "compression": compression})

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ssd_fx.runtime.codec import Encoded
 from ssd_fx.runtime.engines import Completion, Extent
 from ssd_fx.runtime.guard import Guard
-from ssd_fx.runtime.layout import Ints
+from ssd_fx.runtime.layout import Layout
 
 if TYPE_CHECKING:
+    from ssd_fx.runtime.prefetch import Run
     from ssd_fx.runtime.store import Store
 
 
@@ -32,17 +34,23 @@ class State(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """A tensor that `load` returned and `wait_load_` has not made valid yet."""
+    """A tensor that `load` returned and `wait_load_` has not made valid yet, or one that is read ahead."""
 
     out: Tensor  # the reference keeps its address from meaning anything else
-    target: Tensor  # where the bytes arrive: `out`, or a tensor of the stored layout
+    landing: Tensor  # where the bytes arrive: `out`, a tensor of the stored layout, or encoded bytes
     read: Completion | None  # None: forwarded, the bytes are there
     seq: int
+    same: bool = True  # the bytes of `out` are the stored ones, in their order
+    started: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One stored tensor. `x` is our reference (an alias of our own), None once the bytes are elsewhere."""
+    """One stored tensor.
+
+    `held` is our reference, None once the bytes are elsewhere: an alias of our own of the tensor, or its encoded bytes.
+    `version` is the tensor's version when it was stored, `changed` the one it had if somebody wrote into it too early.
+    """
 
     store: "Store"
     graph: str
@@ -50,21 +58,30 @@ class Entry:
     seq: int
     nbytes: int
     ptr: int
-    size: Ints
-    stride: Ints
-    dtype: torch.dtype
+    layout: Layout
     device: torch.device
-    x: Tensor | None = None
+    held: Tensor | None = None
+    encoded: Encoded | None = None
+    version: int = 0
+    changed: int | None = None
     storage: StorageWeakRef | None = None
     extent: Extent | None = None
     write: Completion | None = None
+    early: bool = False
+    run: "Run | None" = None
+    ahead: Load | None = None
     loads: list[Load] = field(default_factory=list)
 
     @property
     def state(self) -> State:
-        if self.x is not None:
+        if self.held is not None:
             return State.IN_MEMORY
         return State.ON_DISK if self.extent or not self.nbytes else State.GIVEN
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that go to the disk and back."""
+        return self.encoded.nbytes if self.encoded else self.nbytes
 
     @property
     def name(self) -> str:

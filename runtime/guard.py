@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-PAUSE_S = 0.002  # the thread waits so long after a wake-up: while ops run they do the work, without switches of threads
+PAUSE_S = 0.05  # the thread waits so long after a wake-up: while ops run they do the work, without switches of threads
 
 
 class _Watcher(weakref.ref):  # type: ignore[type-arg]

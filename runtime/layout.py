@@ -3,11 +3,20 @@
 import enum
 import math
 import sys
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Ints = tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """Sizes and strides in elements."""
+
+    size: Ints
+    stride: Ints
+    dtype: torch.dtype
 
 
 class Match(enum.Enum):
@@ -34,13 +43,14 @@ def check_storable(x: Tensor, where: str) -> None:
         raise TypeError(f"{where}: a tensor of {layout} has gaps or overlaps; store its base or a dense copy")
 
 
-def match(size: Ints, stride: Ints, dtype: torch.dtype, asked: tuple[Ints, Ints, torch.dtype], where: str) -> Match:
-    """How `asked` (size, stride, dtype) is had from a stored dense tensor.
+def match(stored: Layout, asked: Layout, where: str) -> Match:
+    """How `asked` is had from a dense tensor that was stored.
 
     Raises: RuntimeError, naming `where`, if it is not had from those bytes.
     """
-    if asked == (size, stride, dtype):
+    if asked == stored:
         return Match.SAME
+    size, stride, dtype = stored
     if size == asked[0] and dtype == asked[2]:
         steps = [[t for s, t in zip(size, strides, strict=True) if s != 1] for strides in (stride, asked[1])]
         return Match.SAME if steps[0] == steps[1] else Match.PERMUTED
@@ -73,3 +83,16 @@ _ALONE = _holders(torch.empty(1))
 def is_alone(x: Tensor) -> bool:
     """Whether `x`, a tensor object that only the caller knows, is the only tensor on its storage."""
     return _holders(x) == _ALONE
+
+
+_VERSIONED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def versioned_alias(x: Tensor) -> Tensor:
+    """A tensor object of our own on x's storage that shares x's version counter: it tells when somebody writes into it.
+
+    Inductor's code runs with the dispatch key excluded under which `detach` shares the counter; 10 us to include it.
+    """
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude - _VERSIONED):
+        return x.detach()

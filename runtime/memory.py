@@ -1,44 +1,43 @@
-"""Memory for what is loaded, and copies of bytes, on whatever device the tensors are.
+"""Memory for tensors: recycled on the CPU, torch's own elsewhere.
 
-On a device with streams both are in the order of the stream on which the caller computes, and nothing here knows an
-address longer than the tensor that has it.
+On a device with streams, allocations and copies are in the order of the stream on which the caller computes, and
+nothing here knows an address longer than the tensor that has it.
 """
 
+from __future__ import annotations
+
 import ctypes
+import math
 
 import torch
 from torch import Tensor
 
 from ssd_fx.runtime import streams
-from ssd_fx.runtime.buffers import PAGE, POOL
-from ssd_fx.runtime.layout import Ints
+from ssd_fx.runtime.buffers import POOL
+from ssd_fx.runtime.layout import Layout
 
 POOLED = 64 << 10  # smaller CPU tensors come from torch's allocator
 
 
-def empty(size: Ints, stride: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of that layout with any content."""
+def empty(layout: Layout, device: torch.device, phase: int = 0) -> Tensor:
+    """A dense tensor with any content; on the CPU its address is `phase` modulo a page: a read then needs no copy."""
+    size, stride, dtype = layout
     queued = streams.of(device)
     if queued:
         return queued.empty(size, stride, dtype, device)
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    nbytes = math.prod(size) * dtype.itemsize
+    if device.type != "cpu" or nbytes < POOLED:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return POOL.tensor(size, stride, dtype, nbytes, phase)
 
 
-def recycled(size: Ints, stride: Ints, dtype: torch.dtype, device: torch.device, nbytes: int, address: int) -> Tensor:
-    """The same for `nbytes` that a transfer will fill, on the CPU from the pool and of the phase of `address`: direct
-    I/O then needs no copy, and the pages are warm. Device memory is recycled by its own allocator."""
-    if streams.of(device) or nbytes < POOLED:
-        return empty(size, stride, dtype, device)
-    return POOL.tensor(size, stride, dtype, nbytes, address % PAGE)
-
-
-def copy_bytes(target: Tensor, source: Tensor, nbytes: int) -> None:
-    """The bytes of a dense tensor into another dense one of any dtype."""
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """The bytes of a dense tensor in memory order, into another one of equal size."""
     queued = streams.of(source.device)
     if queued:
-        queued.copy(queued.current(source.device), as_bytes(target, nbytes), as_bytes(source, nbytes))
+        queued.copy(queued.current(source.device), as_bytes(target), as_bytes(source))
     else:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize)
 
 
 def copy_elements(target: Tensor, source: Tensor) -> None:
@@ -50,8 +49,7 @@ def copy_elements(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-def as_bytes(x: Tensor, nbytes: int) -> Tensor:
-    """The `nbytes` that a dense `x` spans, in memory order, as uint8 on the same storage."""
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(
-        x.untyped_storage(), x.storage_offset() * x.itemsize, (nbytes,), (1,)
-    )
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes that a dense `x` spans, in memory order, as uint8 on the same storage."""
+    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return flat.set_(x.untyped_storage(), x.storage_offset() * x.itemsize, (x.numel() * x.itemsize,), (1,))

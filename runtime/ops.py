@@ -21,6 +21,8 @@ from torch.library import Library
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines import check_device
 from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.heap import HUGE_PAGES
+from ssd_fx.runtime.layout import Layout
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
 
@@ -37,9 +39,10 @@ _SCHEMAS = (
 def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
     started = time.perf_counter()
     if offloaded_bytes:
-        get_store(config)  # directories that cannot be used are an error before anything was computed
+        HUGE_PAGES.follow()
+        get_store(config).begin(graph)  # directories that cannot be used are an error before anything was computed
     counters(graph).begin(saved_bytes, offloaded_bytes)
-    trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none"))
+    trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
 
 
 def _store(x: Tensor, config: str, graph: str, slot: int, seq: int) -> Tensor:
@@ -62,9 +65,7 @@ def _load(
 ) -> Tensor:
     entry = lookup(handle)
     check_device(entry.store.engine, device)
-    if device.type != entry.device.type:
-        raise RuntimeError(f"{entry.name} was stored from {entry.device}, and a load asks for it on {device}")
-    return entry.store.load(entry, tuple(size), tuple(stride), dtype, seq, consume)
+    return entry.store.load(entry, Layout(tuple(size), tuple(stride), dtype), seq, consume)
 
 
 def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:

@@ -14,7 +14,11 @@ class GraphStats:
     `saved_bytes`, `offloaded_bytes`: what the plan said at begin_. `written_bytes`, `read_bytes`: transfers that
     succeeded. `forwarded_bytes`: loads served from memory. `freed_bytes`: stored tensors whose memory really went,
     looked at when they are loaded or their handle dies. `kept_bytes`: stores that failed and stay in memory.
-    `cancelled_bytes`: writes cut short because they were no longer needed. `stall_s`: time that ops waited for I/O.
+    `cancelled_bytes`: writes cut short because they were no longer needed. `wasted_bytes`: written, though somebody
+    else held the tensor until it was wanted again. `held_bytes`: not written, because that is known of their slot, or
+    because they are leaves. `prefetched_bytes`: reads that began before the graph asked. `encoded_from_bytes`,
+    `encoded_to_bytes`: what compression got and made. `encoding_error`: the largest relative error (root mean square)
+    that a lossy one was measured to make, once per slot. `stall_s`: time that ops waited for I/O.
     `in_planned_order`: the share of nodes that came with a greater seq than the one before them in their run.
     """
 
@@ -29,6 +33,12 @@ class GraphStats:
     freed_bytes: int = 0
     kept_bytes: int = 0
     cancelled_bytes: int = 0
+    wasted_bytes: int = 0
+    held_bytes: int = 0
+    prefetched_bytes: int = 0
+    encoded_from_bytes: int = 0
+    encoded_to_bytes: int = 0
+    encoding_error: float = 0.0
     stall_s: float = 0.0
     in_planned_order: float = 1.0
 
@@ -62,6 +72,12 @@ class Counters:
     freed_bytes: int = 0
     kept_bytes: int = 0
     cancelled_bytes: int = 0
+    wasted_bytes: int = 0
+    held_bytes: int = 0
+    prefetched_bytes: int = 0
+    encoded_from_bytes: int = 0
+    encoded_to_bytes: int = 0
+    encoding_error: float = 0.0
     stall_s: float = 0.0
     nodes: int = 0
     ordered: int = 0
@@ -91,7 +107,9 @@ class Counters:
         self.forward_seq = -1
 
 
-_SUMMED = [f.name for f in dataclasses.fields(GraphStats) if f.name not in ("steps", "in_planned_order")]
+_SUMMED = [
+    f.name for f in dataclasses.fields(GraphStats) if f.name not in ("steps", "encoding_error", "in_planned_order")
+]
 _graphs: dict[str, Counters] = {}
 
 
@@ -110,6 +128,7 @@ def stats() -> Stats:
     return Stats(
         **sums,
         steps=max((c.steps for c in graphs.values()), default=0),
+        encoding_error=max((c.encoding_error for c in graphs.values()), default=0.0),
         in_planned_order=ordered / nodes if nodes else 1.0,
         staging_bytes=POOL.resident_bytes,
         staging_peak_bytes=POOL.peak_bytes,
@@ -126,4 +145,9 @@ def reset_stats() -> None:
 
 def _snapshot(c: Counters) -> GraphStats:
     values = {name: getattr(c, name) for name in _SUMMED}
-    return GraphStats(**values, steps=c.steps, in_planned_order=c.ordered / c.nodes if c.nodes else 1.0)
+    return GraphStats(
+        **values,
+        steps=c.steps,
+        encoding_error=c.encoding_error,
+        in_planned_order=c.ordered / c.nodes if c.nodes else 1.0,
+    )

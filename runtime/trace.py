@@ -1,15 +1,15 @@
 """What happened and when: the last events, as tuples.
 
-    (kind, graph, slot, seq, started, ended, nbytes, where)
+    (kind, graph, slot, seq, started, ended, nbytes, where, engine)
 
 `kind`: "begin", "store", "release", "load", "wait" for the ops, "write" and "read" for finished transfers. Times are
 those of time.perf_counter, in seconds. `where`: the place of the bytes ("memory", "disk", "none"), or how a transfer
-ended ("ok", "failed", "cancelled"). An append costs about 0.2 us.
+ended ("ok", "failed", "cancelled"). `engine`: its name, empty for "begin". An append costs about 0.2 us.
 """
 
 from collections import deque
 
-Event = tuple[str, str, int, int, float, float, int, str]
+Event = tuple[str, str, int, int, float, float, int, str, str]
 
 LENGTH = 65536
 _events: deque[Event] = deque(maxlen=LENGTH)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ssd_fx.runtime.config import CODECS, TIERS
+
 _MIB = 2**20
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -39,6 +41,10 @@ class Config:
     checksums: sum up every block when it is written and compare when it is read. Default: on.
     disk_limit: the most bytes that the file in one directory may have; 0, the default: what the file system has.
     host_budget: bytes of offloaded tensors that may rest in host memory before they move on to disk. Default: 0.
+    compression: none (the default), or a codec for what goes to disk: `"bitpack"` (lossless, for what is small by
+        nature), `"fp8"` or `"int8"` (lossy); or one per tier, `{"host": "bitpack", "ssd": "fp8"}` or
+        `"host=bitpack,ssd=fp8"`.
+    adapt: stop writing tensors that somebody else keeps anyway, read earlier what was waited for. Default: on.
     """
 
     dirs: tuple[str, ...] = ()
@@ -53,6 +59,8 @@ class Config:
     checksums: bool = True
     disk_limit: int = 0
     host_budget: int = 0
+    compression: tuple[tuple[str, str], ...] = ()
+    adapt: bool = True
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
@@ -77,7 +85,8 @@ class Config:
         """The half that the runtime needs, as canonical JSON: it travels in the compiled graphs."""
         half = {"allow_tmpfs": self.allow_tmpfs, "dirs": list(self.dirs), "engine": self.engine}
         half |= {"inflight": self.inflight, "prefetch": self.prefetch, "checksums": self.checksums}
-        half |= {"disk_limit": self.disk_limit, "host_budget": self.host_budget}
+        half |= {"disk_limit": self.disk_limit, "host_budget": self.host_budget, "adapt": self.adapt}
+        half |= {"compression": dict(self.compression)}
         return json.dumps(half, sort_keys=True, separators=(",", ":"))
 
 
@@ -157,6 +166,23 @@ def _parse_engine(name: str, value: object) -> str:
     return str(_parse_choice(*sorted(ENGINES))(name, value))
 
 
+def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
+    """`"fp8"`, `"host=bitpack,ssd=fp8"`, a mapping of tiers to codecs, or nothing."""
+    given = value
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",") if part.strip() not in ("", "none", "off")]
+        pairs = (part.rpartition("=") for part in parts)
+        given = {tier or "ssd": codec for tier, _, codec in pairs}
+    if given in (None, False):
+        given = {}
+    if not isinstance(given, Mapping) or not all(t in TIERS and c in CODECS for t, c in given.items()):
+        raise ValueError(
+            f"option {name}={value!r} is no compression; right would be one of {', '.join(map(repr, CODECS))}, or one "
+            f"for each tier such as 'host=bitpack,ssd=fp8' (tiers: {', '.join(TIERS)})"
+        )
+    return tuple(sorted(given.items()))
+
+
 def _parse_path(name: str, value: object) -> str:
     if not isinstance(value, (str, Path)):
         raise ValueError(f"option {name}={value!r} is not a path")
@@ -186,4 +212,6 @@ _PARSERS: dict[str, Any] = {
     "checksums": _parse_flag,
     "disk_limit": parse_bytes,
     "host_budget": parse_bytes,
+    "compression": _parse_compression,
+    "adapt": _parse_flag,
 }

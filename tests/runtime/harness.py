@@ -15,7 +15,8 @@ CPU = torch.device("cpu")
 
 
 def config_json(directory: object, engine: str = "posix", **more: object) -> str:
-    return json.dumps({"dirs": [str(directory)], "engine": engine, "allow_tmpfs": True, **more})
+    """Without adaptation: the tests hold what they store, which the runtime would learn."""
+    return json.dumps({"dirs": [str(directory)], "engine": engine, "allow_tmpfs": True, "adapt": False, **more})
 
 
 def begin(config: str, graph: str = "g", saved: int = 0, offloaded: int = 0) -> None:

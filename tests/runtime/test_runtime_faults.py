@@ -67,7 +67,7 @@ def test_a_failed_write_keeps_the_tensor(failing, operation, code, hand_over):
     assert stats().kept_bytes == 4 * N
     engine = get_store(config).engine
     assert engine.refused == ([] if operation == "alloc" else [code])
-    assert get_store(config)._writing_bytes <= 8 * N
+    assert get_store(config).writer.writing_bytes <= 8 * N
     del handles, h
     assert entries.living() == []
 
@@ -81,7 +81,7 @@ def test_every_write_fails_and_training_goes_on(failing):
             release(h, x)
         del xs, x
         for i, h in enumerate(handles):
-            alive = watch(lookup(h).x)
+            alive = watch(lookup(h).held)
             y = load(h, torch.empty(N))
             assert (y == 10 * step + i).all()
             del y
@@ -248,7 +248,7 @@ def test_the_nth_call_fails(failing, operation, nth, forever):
                 assert (wait(y, h) == 10 * step + i).all()
         del handles, h
     assert entries.living() == []
-    assert get_store(config)._writing_bytes == 0
+    assert get_store(config).writer.writing_bytes == 0
 
 
 # ---- directories

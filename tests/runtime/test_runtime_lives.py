@@ -159,7 +159,7 @@ def test_interrupts(tmp_path):
         gc.collect()
         store(x, config)
         assert entries.living() == [], entries.living()
-        assert get_store(config)._writing_bytes == 0
+        assert get_store(config).writer.writing_bytes == 0
         h = store(x, config)
         settle(h)
         assert torch.equal(load(h, x), x)

@@ -112,7 +112,7 @@ def test_given_after_the_write_was_done_stays_on_disk(config):
     entry = lookup(h)
     entry.write.wait()
     with entries.GUARD.lock:  # the write is done and not reaped
-        entry.store._cancel_write(entry)
+        entry.store.writer.cancel(entry)
     assert entry.state is State.ON_DISK
     assert torch.equal(load(h, expected), expected)
 
@@ -312,7 +312,7 @@ def test_cap_blocks_until_there_is_room(tmp_path):
     with registered(DelayedEngine) as name:
         config = config_json(tmp_path, name, inflight=2 * 4 * N)
         handles = [store(torch.full((N,), float(i)), config, slot=i) for i in range(6)]
-        most = get_store(config)._writing_bytes
+        most = get_store(config).writer.writing_bytes
         assert most <= 2 * 4 * N
         assert stats().stall_s > 0.05
         for i, h in enumerate(handles):
@@ -384,7 +384,7 @@ def test_two_threads_hammer_one_store(config):
     assert not any(thread.is_alive() for thread in threads)
     assert errors == []
     assert stats().loads == 3 * 25 * 5
-    assert get_store(config)._writing_bytes == 0
+    assert get_store(config).writer.writing_bytes == 0
 
 
 # ---- what is reported

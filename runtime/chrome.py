@@ -1,0 +1,78 @@
+"""The trace as Chrome's JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing show; alone or in torch.profiler's.
+
+Our ops are one row. Transfers overlap, so they take as many rows as run at a time. torch.profiler's times count from
+its `baseTimeNanoseconds` on the wall clock, in microseconds; ours are moved there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ssd_fx.runtime import trace
+
+_FIRST_ROW = 1 << 30  # row numbers are thread ids elsewhere, which stay below this
+_TRANSFERS = ("write", "read")
+
+
+def export(path: str | os.PathLike[str], profile: str | os.PathLike[str] | None = None) -> int:
+    """Writes the recorded events to `path`; returns how many. With `profile`, a file that `torch.profiler.profile.
+    export_chrome_trace` wrote for the same process, its events stand beside ours.
+
+    Raises: OSError if a file cannot be read or written; ValueError if `profile` is no trace of torch.profiler.
+    """
+    merged: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
+    base_ns = 0
+    if profile is not None:
+        merged = _read(profile)
+        base_ns = merged["baseTimeNanoseconds"]
+    events = trace.events()
+    merged["traceEvents"] += _chrome(events, base_ns)
+    Path(path).write_text(json.dumps(merged))
+    return len(events)
+
+
+def _read(profile: str | os.PathLike[str]) -> dict[str, Any]:
+    wrong = ValueError(f"{profile} is no trace of torch.profiler; right would be what its export_chrome_trace wrote")
+    try:
+        found = json.loads(Path(profile).read_text())
+    except json.JSONDecodeError as error:
+        raise wrong from error
+    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+        raise wrong
+    if not isinstance(found.get("baseTimeNanoseconds"), int):
+        raise wrong
+    return found
+
+
+def _chrome(events: list[trace.Event], base_ns: int) -> list[dict[str, Any]]:
+    """Complete events ("X") in rows of this process, and the rows' names."""
+    ahead_ns = time.time_ns() - time.perf_counter_ns() - base_ns
+    rows: dict[str, int] = {}
+    free_at: dict[str, float] = {}
+    made = []
+    for kind, graph, slot, seq, started, ended, nbytes, where, engine in sorted(events, key=lambda e: e[4]):
+        row = _free_row(kind, started, free_at) if kind in _TRANSFERS else "ops"
+        free_at[row] = ended
+        rows.setdefault(row, _FIRST_ROW + len(rows))
+        name = f"{kind} slot {slot}" if slot >= 0 else kind
+        args = {"graph": graph, "slot": slot, "seq": seq, "bytes": nbytes, "where": where, "engine": engine}
+        span = {"ts": (started * 1e9 + ahead_ns) / 1e3, "dur": (ended - started) * 1e6}
+        made.append(
+            {"ph": "X", "cat": "ssd_fx", "name": name, "pid": os.getpid(), "tid": rows[row], **span, "args": args}
+        )
+    return [*(_row_name(row, number) for row, number in rows.items()), *made]
+
+
+def _free_row(kind: str, started: float, free_at: dict[str, float]) -> str:
+    number = 0
+    while free_at.get(f"{kind} {number}", 0.0) > started:
+        number += 1
+    return f"{kind} {number}"
+
+
+def _row_name(row: str, number: int) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": os.getpid(), "tid": number, "args": {"name": f"ssd_fx {row}"}}

@@ -1,0 +1,151 @@
+"""Encodings that make fewer bytes of a tensor: opt-in, chosen per tier (`Config.compression`).
+
+    bitpack   lossless: bool as bits; integers that fit a narrower type; floats that are mostly zero (ReLU) as a bit map
+              and the values that are not
+    fp8       bitpack, and floats of 2 or 4 bytes as float8_e4m3fn with a float32 scale per block of 128
+    int8      the same with int8
+
+What a codec cannot make smaller, or not faithfully (infinities and NaNs in a lossy one), it leaves as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssd_fx.runtime.layout import Layout
+
+BLOCK = 128
+PAYS = 0.75  # a sparse tensor must shrink to this share: the two passes over it cost about what writing it does
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_LOSSY: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
+_BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """`nbytes` encoded bytes for a tensor. `decode(payload, out)` writes it into `out`, dense and of its layout."""
+
+    nbytes: int
+    lossy: bool
+    decode: Callable[[Tensor, Tensor], None]
+
+
+def encode(codec: str, x: Tensor) -> tuple[Tensor, Encoded] | None:
+    """The payload (uint8, 1-d, on x's device) for a dense tensor, or None where `codec` has nothing for it."""
+    flat = flatten(x)
+    if x.dtype is torch.bool:
+        return pack_bits(flat), Encoded(-(-flat.numel() // 8), False, _decode_bits)
+    if x.dtype in (torch.int64, torch.int32, torch.int16):
+        return _narrow(flat)
+    if x.dtype in _FLOATS and codec in _LOSSY:
+        return _quantize(flat, *_LOSSY[codec])
+    return _sparse(flat) if x.dtype in _FLOATS else None
+
+
+def relative_error(x: Tensor, decoded: Tensor) -> float:
+    """The root mean square of the difference over that of `x`; 0 for a tensor of zeros."""
+    exact = x.double()
+    norm = float(exact.norm())
+    return float((exact - decoded.double()).norm()) / norm if norm else 0.0
+
+
+def flatten(x: Tensor) -> Tensor:
+    """The elements of a dense tensor in memory order, as a view."""
+    return alias(x, Layout((x.numel(),), (1,), x.dtype))
+
+
+def alias(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor object of its own on x's bytes, in `layout`."""
+    offset = x.storage_offset() * x.itemsize // layout.dtype.itemsize
+    made = torch.empty(0, dtype=layout.dtype, device=x.device)
+    return made.set_(x.untyped_storage(), offset, layout.size, layout.stride)
+
+
+def pack_bits(flat: Tensor) -> Tensor:
+    """8 bools to a byte, the first one in the lowest bit; the last byte is filled up with zeros."""
+    whole = flat.numel() // 8 * 8
+    packed = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
+    packed[: whole // 8] = _gather(flat[:whole])
+    if whole < flat.numel():
+        last = torch.zeros(8, dtype=torch.bool, device=flat.device)
+        last[: flat.numel() - whole] = flat[whole:]
+        packed[whole // 8 :] = _gather(last)
+    return packed
+
+
+def unpack_bits(packed: Tensor, count: int) -> Tensor:
+    """The first `count` bools of `pack_bits`."""
+    spread = packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return spread.bitwise_and_(1).view(-1)[:count].view(torch.bool)
+
+
+def _gather(bools: Tensor) -> Tensor:
+    """Eight bytes of 0 or 1 are one integer; the product collects byte i in bit i of the highest byte."""
+    words = alias(bools.contiguous(), Layout((bools.numel() // 8,), (1,), torch.int64))
+    return (words * 0x0102040810204080 >> 56).to(torch.uint8)
+
+
+def _decode_bits(payload: Tensor, out: Tensor) -> None:
+    flatten(out).copy_(unpack_bits(payload, out.numel()))
+
+
+def _narrow(flat: Tensor) -> tuple[Tensor, Encoded] | None:
+    low, high = (int(v) for v in torch.aminmax(flat))
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        limits = torch.iinfo(dtype)
+        if dtype.itemsize < flat.itemsize and limits.min <= low and high <= limits.max:
+            payload = flat.to(dtype).view(torch.uint8)
+            return payload, Encoded(payload.numel(), False, functools.partial(_widen, dtype))
+    return None
+
+
+def _widen(dtype: torch.dtype, payload: Tensor, out: Tensor) -> None:
+    flatten(out).copy_(payload.view(dtype))
+
+
+def _sparse(flat: Tensor) -> tuple[Tensor, Encoded] | None:
+    """Zero means all bits: a negative zero or a NaN is a value like any other."""
+    bits = flat.view(_BITS_OF[flat.itemsize])
+    nonzero = int(torch.count_nonzero(bits))
+    map_bytes = -(-flat.numel() // 8)
+    nbytes = map_bytes + nonzero * flat.itemsize
+    if nbytes > PAYS * flat.numel() * flat.itemsize:
+        return None
+    mask = bits != 0
+    payload = torch.cat([pack_bits(mask), bits[mask].view(torch.uint8)])
+
+    def decode(payload: Tensor, out: Tensor) -> None:
+        flat = flatten(out)
+        bits = flat.view(_BITS_OF[flat.itemsize]).zero_()
+        values = payload[map_bytes:].clone().view(bits.dtype)  # a copy: behind the map they are not aligned
+        bits.masked_scatter_(unpack_bits(payload[:map_bytes], bits.numel()), values)
+
+    return payload, Encoded(nbytes, False, decode)
+
+
+def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Encoded] | None:
+    """Per block of 128: the largest magnitude becomes the largest number of `dtype`."""
+    count, blocks = flat.numel(), -(-flat.numel() // BLOCK)
+    padded = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=flat.device)
+    padded[:count] = flat
+    padded = padded.view(blocks, BLOCK)
+    scales = padded.abs().amax(1, keepdim=True) / largest
+    if not bool(scales.isfinite().all()):
+        return None
+    scales[scales == 0] = 1.0
+    padded /= scales
+    if dtype is torch.int8:
+        padded.round_()
+    payload = torch.cat([scales.view(-1).view(torch.uint8), padded.to(dtype).view(-1).view(torch.uint8)])
+
+    def decode(payload: Tensor, out: Tensor) -> None:
+        scales, numbers = payload[: 4 * blocks], payload[4 * blocks :].view(dtype).view(blocks, BLOCK)
+        values = numbers.float().mul_(scales.view(torch.float32).view(blocks, 1))
+        flatten(out).copy_(values.view(-1)[:count])
+
+    return payload, Encoded(payload.numel(), True, decode)

@@ -1,0 +1,74 @@
+"""What was learnt about the slots of the graphs, so that the next step does better without compiling again.
+
+A slot whose tensor was still held by somebody else when it was read back freed nothing by being written: after two
+steps in a row it is no longer written. A slot that was waited for twice in a row is read one load earlier.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+WASTES = 2
+STALLS = 2
+STALL_S = 1e-3  # shorter waits are the price of a system call, not of a late read
+
+
+@dataclass(slots=True)
+class Habit:
+    """One slot. `keep`: do not write it. `stalled`: waits in a row. `plain`: do not try to encode.
+    `measured`: what a lossy encoding does to it has been looked at."""
+
+    wasted: int = 0
+    stalled: int = 0
+    keep: bool = False
+    plain: bool = False
+    measured: bool = False
+
+
+@dataclass(slots=True)
+class Habits:
+    """The habits of all slots of one store; without `adapt` they are noted and not acted upon."""
+
+    adapt: bool = True
+    _slots: dict[tuple[str, int], Habit] = field(default_factory=dict)
+    _warned: bool = False
+
+    def of(self, graph: str, slot: int) -> Habit:
+        """The habit of a slot, made at its first use."""
+        return self._slots.setdefault((graph, slot), Habit())
+
+    def freed(self, graph: str, slot: int, nbytes: int, freed: bool) -> None:
+        """A written tensor is wanted again; whether its memory had really gone."""
+        habit = self.of(graph, slot)
+        habit.wasted = 0 if freed else habit.wasted + 1
+        if self.adapt and habit.wasted == WASTES:
+            habit.keep = True
+            self._warn(graph, slot, nbytes)
+
+    def kept(self, graph: str, slot: int, alone: bool) -> None:
+        """A tensor that was kept is wanted again; if nobody else has it now, it is worth writing again."""
+        habit = self.of(graph, slot)
+        if alone and habit.keep:
+            habit.keep, habit.wasted = False, 0
+
+    def waited(self, graph: str, slot: int, stall_s: float) -> None:
+        """The graph waited so long for a read of this slot."""
+        habit = self.of(graph, slot)
+        habit.stalled = habit.stalled + 1 if stall_s > STALL_S else max(0, habit.stalled - 1)
+
+    def early(self, graph: str, slot: int) -> bool:
+        """Whether reads of this slot should start before the plan says."""
+        return self.adapt and self.of(graph, slot).stalled >= STALLS
+
+    def _warn(self, graph: str, slot: int, nbytes: int) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"ssd_fx stops writing slot {slot} of graph {graph!r} ({nbytes} B): somebody else (a variable of the model "
+            "or of its caller) holds that tensor until the backward, so that writing it freed no memory. This is said "
+            "once; ssd_fx.stats() counts such bytes as wasted_bytes and held_bytes.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

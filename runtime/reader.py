@@ -1,0 +1,160 @@
+"""Tensors on their way back: from memory while they are still there, else from the disk. All but `complete` locked."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from ssd_fx.runtime import codec, memory, trace
+from ssd_fx.runtime.engines import Engine, Extent, Memory, outcome
+from ssd_fx.runtime.entries import GUARD, Entry, Load, State
+from ssd_fx.runtime.layout import Layout, Match, is_alone, match
+from ssd_fx.runtime.stats import counters
+from ssd_fx.runtime.writer import Writer, check_version
+
+ATTEMPTS = 3
+now = time.perf_counter
+
+
+class Reader:
+    """Begins loads and completes them."""
+
+    def __init__(self, engine: Engine, writer: Writer) -> None:
+        self._engine, self._writer = engine, writer
+        self.outstanding_bytes = 0  # of reads that were begun and not waited for
+
+    def begin(self, entry: Entry, asked: Layout, seq: int, consume: bool) -> Load:
+        """A load in the asked layout; its read, if it needs one, is yet to be started.
+
+        Raises: RuntimeError if the tensor was changed in place, given away before, or cannot be had in that layout.
+        """
+        same = match(entry.layout, asked, entry.name) is Match.SAME
+        check_version(entry)
+        if entry.changed is not None:
+            raise RuntimeError(_changed_in_place(entry))
+        match entry.state:
+            case State.GIVEN:
+                raise RuntimeError(
+                    f"{entry.name} was given away by an earlier backward; a second one (retain_graph=True) needs "
+                    "torch._functorch.config.donated_buffer=False when the model is compiled"
+                )
+            case State.IN_MEMORY:
+                return self._forward(entry, asked, same, seq, consume)
+            case State.ON_DISK if not entry.nbytes:
+                out = torch.empty_strided(asked.size, asked.stride, dtype=asked.dtype, device=entry.device)
+                return Load(out, out, None, seq)
+            case State.ON_DISK:
+                return self._read(entry, asked, same, seq)
+
+    def ahead(self, entry: Entry) -> None:
+        """Begins a read that nobody asked for yet; `begin` will find it."""
+        landing = self._landing(entry)
+        entry.ahead = Load(landing, landing, self._engine.read(_extent(entry), Memory.of(landing)), -1)
+        self.outstanding_bytes += entry.moved_bytes
+        counters(entry.graph).prefetched_bytes += entry.moved_bytes
+        self.start(entry.ahead)
+
+    def start(self, load: Load) -> None:
+        """Starts the load's read, once it is noted down with its entry."""
+        if load.read and not load.started:
+            load.started = True
+            load.read.start()
+
+    def forget(self, entry: Entry) -> None:
+        """The entry dies: ends its reads."""
+        ahead, entry.ahead = entry.ahead, None
+        for load in [*entry.loads, *([ahead] if ahead else [])]:
+            if load.read:
+                load.read.cancel()
+                self.outstanding_bytes -= entry.moved_bytes
+        entry.loads.clear()
+
+    def done(self, entry: Entry, load: Load) -> None:
+        """A load was waited for."""
+        entry.loads.remove(load)
+        if load.read:
+            self.outstanding_bytes -= entry.moved_bytes
+
+    def complete(self, entry: Entry, load: Load) -> OSError | None:
+        """Waits for a load's bytes, trying again after an error; the last error. Takes the lock itself."""
+        error = outcome(load.read) if load.read else None
+        for _ in range(ATTEMPTS - 1):
+            if error is None:
+                break
+            with GUARD.lock:
+                load.read = self._engine.read(_extent(entry), Memory.of(load.landing))
+                load.read.start()
+            error = outcome(load.read)
+        if load.read:
+            span, how = load.read.span(), "failed" if error else "ok"
+            trace.record(("read", entry.graph, entry.slot, load.seq, *span, entry.moved_bytes, how, self._engine.name))
+        if error is None and load.read:
+            counters(entry.graph).read_bytes += entry.moved_bytes
+            _place(entry, load)
+        return error
+
+    def _forward(self, entry: Entry, asked: Layout, same: bool, seq: int, consume: bool) -> Load:
+        """From memory: the stored tensor itself if it may be given away and nobody else has it, else a copy."""
+        held = entry.held
+        assert held is not None, "in memory"
+        if entry.encoded:
+            load = Load(memory.empty(asked, entry.device, entry.ptr % 4096), held, None, seq, same)
+            _place(entry, load)
+            return load
+        if consume and same and is_alone(held):
+            self._writer.cancel(entry)
+            entry.held = None
+            out = codec.alias(held, asked)
+        elif same:
+            out = memory.empty(asked, entry.device, entry.ptr % 4096)
+            memory.copy_bytes(out, held)
+        else:
+            out = memory.empty(asked, entry.device)
+            memory.copy_elements(out, held)
+        return Load(out, out, None, seq)
+
+    def _read(self, entry: Entry, asked: Layout, same: bool, seq: int) -> Load:
+        ahead, entry.ahead = entry.ahead, None
+        landing = ahead.landing if ahead else self._landing(entry)
+        direct = same and not entry.encoded
+        out = codec.alias(landing, asked) if direct else memory.empty(asked, entry.device, entry.ptr % 4096)
+        if ahead:
+            return Load(out, landing, ahead.read, seq, same, started=True)
+        self.outstanding_bytes += entry.moved_bytes
+        return Load(out, landing, self._engine.read(_extent(entry), Memory.of(landing)), seq, same)
+
+    def _landing(self, entry: Entry) -> Tensor:
+        """Where the bytes will arrive: of the same phase as what was stored, so that a read needs no copy."""
+        if entry.encoded:
+            return memory.empty(Layout((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
+        return memory.empty(entry.layout, entry.device, entry.ptr % 4096)
+
+
+def _extent(entry: Entry) -> Extent:
+    assert entry.extent, "on disk"
+    return entry.extent
+
+
+def _place(entry: Entry, load: Load) -> None:
+    """The bytes have landed; if that is not in `out` already, they go there."""
+    stored = load.landing
+    if entry.encoded:
+        stored = codec.alias(load.out, entry.layout) if load.same else memory.empty(entry.layout, entry.device)
+        entry.encoded.decode(load.landing, stored)
+    if not load.same:
+        memory.copy_elements(load.out, stored)
+
+
+def _changed_in_place(entry: Entry) -> str:
+    kind = f"torch.{'cuda.' if entry.device.type == 'cuda' else ''}{_TYPE_NAMES.get(entry.layout.dtype, 'Tensor')}"
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {entry.changed}; "
+        f"expected version {entry.version} instead"
+    )
+
+
+_TYPE_NAMES = {torch.float32: "FloatTensor", torch.float64: "DoubleTensor", torch.float16: "HalfTensor"}
+_TYPE_NAMES |= {torch.bfloat16: "BFloat16Tensor", torch.int64: "LongTensor", torch.bool: "BoolTensor"}

@@ -1,0 +1,209 @@
+"""Tensors on their way out of memory.
+
+    accept -> resting -> writing -> on disk        a tensor is held by a reference of ours until it is written
+       |         `-- while there is room in memory they stay, and the oldest one leaves first
+       `-> held for good: leaves, and what experience says is held by others anyway
+
+All methods but `accept` run under the lock of `entries`.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ssd_fx.runtime import codec, trace
+from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.engines import Engine, Memory, outcome
+from ssd_fx.runtime.entries import GUARD, Entry
+from ssd_fx.runtime.habits import Habits
+from ssd_fx.runtime.layout import versioned_alias
+from ssd_fx.runtime.stats import counters
+
+now = time.perf_counter
+
+
+class Writer:
+    """Decides when a tensor is written, and keeps it until that is done."""
+
+    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits) -> None:
+        self._engine, self._habits = engine, habits
+        self._cap, self._room, self._codec = config.inflight, config.host_budget, config.codec("ssd")
+        self._host_codec = config.codec("host")
+        self._resting: dict[Entry, None] = {}  # both oldest first
+        self._writing: dict[Entry, None] = {}
+        self.resting_bytes = self.writing_bytes = 0
+        self._live = _Tide()
+
+    def accept(self, entry: Entry, x: Tensor) -> float:
+        """Takes a tensor over, and starts what must be written now; seconds waited for the cap on bytes in flight."""
+        started, accepted, stalled = now(), False, False
+        while True:
+            with GUARD.lock:
+                self.reap()
+                if not accepted:
+                    self._hold(entry, x)
+                    accepted = True
+                self._start_due()
+                if not self._due():
+                    return now() - started if stalled else 0.0
+                oldest = next(iter(self._writing)).write
+            assert oldest, "what is in flight has a write"
+            stalled = True
+            outcome(oldest)  # whatever it is, reap deals with it
+
+    def reap(self) -> None:
+        """Drops the references to what has been written: from here on only others keep that memory."""
+        for entry in list(self._writing):
+            if entry.write is not None and entry.write.done():
+                self.finish(entry, outcome(entry.write))
+
+    def finish(self, entry: Entry, error: OSError | None) -> None:
+        """A write has ended: the bytes are on disk, or the tensor stays."""
+        c = counters(entry.graph)
+        self._forget_write(entry, "failed" if error else "ok")
+        if error is None:
+            c.written_bytes += entry.moved_bytes
+            check_version(entry)
+            entry.held = None
+            return
+        c.kept_bytes += entry.nbytes
+        extent, entry.extent = entry.extent, None
+        assert extent, "a write has an extent"
+        self._engine.free(extent)
+        if error.errno != errno.ECANCELED:
+            self._engine.failed(extent, error)
+
+    def cancel(self, entry: Entry) -> None:
+        """Afterwards nothing reads the tensor's memory; an extent stays only if all of it had been written."""
+        if entry in self._resting:
+            self._leave_rest(entry)
+        if entry not in self._writing:
+            return
+        if entry.write and not entry.write.cancel():
+            self.finish(entry, None)
+            return
+        self._forget_write(entry, "cancelled")
+        counters(entry.graph).cancelled_bytes += entry.nbytes
+        extent, entry.extent = entry.extent, None
+        assert extent, "a write has an extent"
+        self._engine.free(extent)
+
+    def wanted(self, entry: Entry) -> None:
+        """The entry is asked for, or dies: it counts no more among what a step has outstanding."""
+        self._live.fall(entry)
+
+    def _hold(self, entry: Entry, x: Tensor) -> None:
+        entry.held = versioned_alias(x)
+        entry.version = 0 if x.is_inference() else x._version
+        entry.storage = StorageWeakRef(x.untyped_storage())
+        if (x.requires_grad and x.is_leaf) or self._habits.of(entry.graph, entry.slot).keep:
+            entry.storage = None
+            counters(entry.graph).held_bytes += entry.nbytes
+            return
+        entry.early = self._live.rise(entry) > self._room
+        if self._room and self._host_codec and not entry.early:
+            self._encode(entry, self._host_codec)
+        self._resting[entry] = None
+        self.resting_bytes += entry.moved_bytes
+
+    def _due(self) -> Entry | None:
+        """The entry that should be written next: the oldest, if there are more than may rest or more are to come."""
+        oldest = next(iter(self._resting), None)
+        return oldest if oldest and (oldest.early or self.resting_bytes > self._room) else None
+
+    def _start_due(self) -> None:
+        while entry := self._due():
+            if self._writing and self.writing_bytes + entry.moved_bytes > self._cap:
+                return
+            self._start(entry)
+
+    def _start(self, entry: Entry) -> None:
+        self._leave_rest(entry)
+        if self._codec and not entry.encoded:
+            self._encode(entry, self._codec)
+        held = entry.held
+        assert held is not None, "what rests is held"
+        try:
+            extent = self._engine.alloc(entry.moved_bytes)
+        except OSError:  # the engine warned; the tensor stays in memory
+            counters(entry.graph).kept_bytes += entry.nbytes
+            return
+        entry.extent = extent
+        self._writing[entry] = None
+        self.writing_bytes += entry.moved_bytes
+        try:
+            entry.write = self._engine.write(extent, Memory.of(held))
+            entry.write.start()
+        except OSError as error:
+            self.finish(entry, error)
+
+    def _leave_rest(self, entry: Entry) -> None:
+        del self._resting[entry]
+        self.resting_bytes -= entry.moved_bytes
+
+    def _forget_write(self, entry: Entry, how: str) -> None:
+        write, entry.write = entry.write, None
+        del self._writing[entry]
+        self.writing_bytes -= entry.moved_bytes
+        if write:
+            span = write.span()
+            trace.record(
+                ("write", entry.graph, entry.slot, entry.seq, *span, entry.moved_bytes, how, self._engine.name)
+            )
+
+    def _encode(self, entry: Entry, name: str) -> None:
+        habit = self._habits.of(entry.graph, entry.slot)
+        if habit.plain:
+            return
+        x = entry.held
+        assert x is not None, "what rests is held"
+        made = codec.encode(name, x)
+        if made is None:
+            habit.plain = True
+            return
+        check_version(entry)
+        payload, encoded = made
+        c = counters(entry.graph)
+        c.encoded_from_bytes += entry.nbytes
+        c.encoded_to_bytes += encoded.nbytes
+        if encoded.lossy and not habit.measured:
+            habit.measured = True
+            decoded = x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
+            encoded.decode(payload, decoded)
+            c.encoding_error = max(c.encoding_error, codec.relative_error(x, decoded))
+        entry.held, entry.encoded, entry.version = payload, encoded, payload._version
+
+
+class _Tide:
+    """Bytes of the entries that are stored and not asked for yet; what the last step reached foretells the next."""
+
+    def __init__(self) -> None:
+        self._now = self._peak = self._forecast = 0
+        self._counted: set[Entry] = set()
+
+    def rise(self, entry: Entry) -> int:
+        """Counts an entry; the bytes that are expected to come on top of it: by that much memory will be short."""
+        self._counted.add(entry)
+        before, self._now = self._now, self._now + entry.nbytes
+        self._peak = max(self._peak, self._now)
+        return self._forecast - before
+
+    def fall(self, entry: Entry) -> None:
+        """Takes an entry out; when none is left, a step has ended."""
+        if entry not in self._counted:
+            return
+        self._counted.remove(entry)
+        self._now -= entry.nbytes
+        if not self._counted:
+            self._forecast, self._peak = self._peak, 0
+
+
+def check_version(entry: Entry) -> None:
+    """Notes whether somebody wrote into the stored tensor while its bytes were still wanted."""
+    held = entry.held
+    if held is not None and not held.is_inference() and held._version != entry.version and entry.changed is None:
+        entry.changed = held._version

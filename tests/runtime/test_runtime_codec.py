@@ -1,0 +1,172 @@
+"""Compression: what is lossless is bitwise, what is lossy stays within the error that it reports."""
+
+import pytest
+import torch
+from harness import config_json, load, raw, release, settle, store, watch
+
+from ssd_fx.runtime import codec
+from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.stats import stats
+
+N = 30_001  # no multiple of 8 or of a block
+
+
+def decoded(x, name):
+    made = codec.encode(name, x)
+    if made is None:
+        return None
+    payload, encoded = made
+    assert (payload.dtype, payload.dim(), payload.numel()) == (torch.uint8, 1, encoded.nbytes)
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    encoded.decode(payload, out)
+    return out, encoded
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 64, N])
+def test_bits_survive(count):
+    bools = torch.rand(count) < 0.5
+    assert torch.equal(codec.unpack_bits(codec.pack_bits(bools), count), bools)
+
+
+def test_every_byte_of_eight_bools():
+    bools = (torch.arange(256).unsqueeze(1) >> torch.arange(8)).bitwise_and(1).bool().flatten()
+    assert torch.equal(codec.pack_bits(bools), torch.arange(256, dtype=torch.uint8))
+
+
+def test_a_mask_takes_an_eighth():
+    x = (torch.rand(100, 301) < 0.9).t()  # dense, and not contiguous
+    out, encoded = decoded(x, "bitpack")
+    assert torch.equal(out, x)
+    assert encoded.nbytes == -(-x.numel() // 8)
+    assert not encoded.lossy
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "itemsize"), [(0, 255, 1), (-128, 127, 1), (-129, 0, 2), (0, 40_000, 4), (-(2**31), 2**31 - 1, 4)]
+)
+def test_integers_take_what_their_range_needs(low, high, itemsize):
+    x = torch.randint(low, high, (N,))
+    x[0], x[1] = low, high
+    out, encoded = decoded(x, "bitpack")
+    assert torch.equal(out, x)
+    assert encoded.nbytes == itemsize * N
+
+
+def test_integers_of_full_range_stay():
+    assert codec.encode("bitpack", torch.tensor([0, 2**40])) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_relu_output_is_its_positive_half(dtype):
+    """Negative zeros, NaNs and infinities are values like any other: bit for bit."""
+    x = torch.randn(N).relu().to(dtype)
+    x[:4] = torch.tensor([-0.0, float("nan"), float("inf"), -float("inf")], dtype=dtype)
+    out, encoded = decoded(x, "bitpack")
+    assert raw(out) == raw(x)
+    nonzero = int((x.view(torch.uint8).view(N, -1) != 0).any(1).sum())
+    assert encoded.nbytes == -(-N // 8) + nonzero * x.itemsize
+
+
+def test_dense_floats_stay_without_a_lossy_codec():
+    assert codec.encode("bitpack", torch.randn(N)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "error"), [("fp8", 0.03), ("int8", 0.01)])
+def test_lossy_error(name, error, dtype):
+    """e4m3 has 3 bits of mantissa: at most 1/16 off, 2.6% in the mean square. int8: half of a block's largest / 127."""
+    torch.manual_seed(0)
+    x = torch.randn(N).to(dtype)
+    out, encoded = decoded(x, name)
+    assert encoded.lossy
+    assert encoded.nbytes == -(-N // 128) * (128 + 4)
+    assert codec.relative_error(x, out) < error
+    assert codec.relative_error(x, out) > error / 4  # it is not exact either: the figure means something
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_lossy_blocks_have_scales_of_their_own(name):
+    x = torch.cat([torch.randn(128) * scale for scale in (1e-30, 1e-3, 1.0, 1e30)] + [torch.zeros(5)])
+    out, _ = decoded(x, name)
+    for block in range(4):
+        part = slice(128 * block, 128 * block + 128)
+        assert codec.relative_error(x[part], out[part]) < 0.04
+    assert torch.equal(out[512:], torch.zeros(5))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_lossy_leaves_infinities_alone(poison):
+    x = torch.randn(N)
+    x[17] = poison
+    assert codec.encode("fp8", x) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.complex64, torch.float8_e4m3fn])
+def test_other_types_stay(dtype):
+    assert codec.encode("fp8", torch.ones(N).to(dtype)) is None
+
+
+@pytest.mark.parametrize("engine", ["posix", "memory"])
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_store_writes_the_packed_bits(tmp_path, engine, on_disk):
+    config = config_json(tmp_path, engine, compression={"ssd": "bitpack"})
+    x = (torch.rand(800_003) < 0.9).view(1, -1)
+    h = store(x, config)
+    assert lookup(h).encoded
+    gone, expected = watch(x), x.clone()
+    release(h, x)
+    del x
+    assert gone.expired()  # at once: what is written is the encoded copy
+    if on_disk:
+        settle(h)
+    assert torch.equal(load(h, expected), expected)
+    assert stats().encoded_from_bytes == 800_003
+    assert stats().encoded_to_bytes == 100_001
+    assert stats().encoding_error == 0
+    if on_disk:
+        assert stats().written_bytes == stats().read_bytes == 100_001
+
+
+def test_lossy_values_do_not_depend_on_timing(tmp_path):
+    """What a load gives is the decoded tensor, whether its write was done or not; and the report says how far off."""
+    x = torch.randn(100_003)
+    config = config_json(tmp_path, compression={"ssd": "fp8"})
+    early, late = store(x, config), store(x, config)
+    settle(late)
+    a, b = load(early, x), load(late, x)
+    assert raw(a) == raw(b) != raw(x)
+    assert stats().encoding_error == pytest.approx(codec.relative_error(x, a))
+
+
+def test_encoded_load_in_another_layout(tmp_path):
+    config = config_json(tmp_path, compression={"ssd": "bitpack"})
+    x = (torch.rand(300, 500) < 0.5).t()
+    h = store(x, config)
+    settle(h)
+    like = torch.empty(x.shape, dtype=torch.bool)  # contiguous
+    assert torch.equal(load(h, like), x)
+
+
+def test_what_does_not_shrink_is_not_tried_again(tmp_path, monkeypatch):
+    config = config_json(tmp_path, compression={"ssd": "bitpack"})
+    calls = []
+    encode = codec.encode
+    monkeypatch.setattr(codec, "encode", lambda *args: calls.append(args) or encode(*args))
+    for _ in range(3):
+        x = torch.randn(N)
+        h = store(x, config)
+        assert raw(load(h, x)) == raw(x)
+    assert len(calls) == 1
+
+
+def test_encoding_at_rest(tmp_path):
+    """The host tier has a codec of its own: more fits."""
+    config = config_json(tmp_path, compression={"host": "bitpack"}, host_budget=2 * 100_001)
+    xs = [torch.rand(800_003) < 0.5 for _ in range(3)]
+    handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
+    settle(handles[0])
+    for h, x in zip(handles, xs, strict=True):
+        release(h, x)
+    assert [lookup(h).state for h in handles] == [State.ON_DISK, State.IN_MEMORY, State.IN_MEMORY]
+    for h, x in zip(handles, xs, strict=True):
+        assert torch.equal(load(h, x), x)

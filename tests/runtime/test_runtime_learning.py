@@ -1,0 +1,270 @@
+"""What the store learns from step to step, and what it does across graphs."""
+
+import warnings
+
+import pytest
+import torch
+from engines import DelayedEngine, registered
+from harness import begin, config_json, load, raw, release, settle, start_load, store, wait, watch
+
+from ssd_fx.runtime import entries, trace
+from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.stats import reset_stats, stats
+from ssd_fx.runtime.store import get_store
+
+N = 50_000
+B = 4 * N
+
+
+def where(handles):
+    for h in handles:
+        settle(h)
+    store_of = lookup(handles[0]).store
+    store_of.writer.reap()
+    return "".join("m" if lookup(h).state is State.IN_MEMORY else "d" for h in handles)
+
+
+# --- resting in memory ---------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_move_on_when_the_room_is_full(tmp_path):
+    config = config_json(tmp_path, host_budget=2 * B)
+    xs = [torch.randn(N) for _ in range(5)]
+    handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
+    for h, x in zip(handles, xs, strict=True):
+        release(h, x)
+    assert where(handles) == "dddmm"
+    for h, x in reversed(list(zip(handles, xs, strict=True))):
+        assert raw(load(h, x)) == raw(x)
+    assert stats().written_bytes == 3 * B
+    assert stats().forwarded_bytes == 2 * B
+
+
+def test_the_second_step_writes_at_once_what_will_not_fit(tmp_path):
+    """It knows how much comes: the first tensors are written when they are stored, not when the room is full."""
+    config = config_json(tmp_path, host_budget=2 * B)
+    for step in range(2):
+        handles = []
+        for i in range(5):
+            x = torch.randn(N)
+            handles.append(store(x, config, slot=i))
+            release(handles[-1], x)
+            if step:
+                assert where(handles) == "dddmm"[: i + 1]
+        for h in reversed(handles):
+            load(h, x)
+        del h, handles
+
+
+def test_a_resting_tensor_dies_without_a_trace(tmp_path):
+    config = config_json(tmp_path, host_budget=2 * B)
+    x = torch.randn(N)
+    h = store(x, config)
+    gone = watch(x)
+    del x, h
+    assert entries.living() == []
+    assert gone.expired()
+    assert get_store(config).writer.resting_bytes == 0
+
+
+def test_release_without_hand_over_of_a_resting_tensor(tmp_path):
+    """The owner will overwrite its memory: the bytes are put aside."""
+    config = config_json(tmp_path, host_budget=2 * B)
+    x = torch.randn(N)
+    expected = x.clone()
+    h = store(x, config)
+    release(h, x, hand_over=False)
+    x.zero_()
+    assert raw(load(h, expected)) == raw(expected)
+
+
+# --- what frees nothing --------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_others_hold_is_written_twice_and_then_no_more(tmp_path):
+    config = config_json(tmp_path, adapt=True)
+    held = torch.randn(N)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            h, g = store(held, config, slot=0), store(torch.randn(N), config, slot=1)
+            assert where([g]) == "d"
+            assert raw(load(h, held)) == raw(held)
+            load(g, held)
+            del h, g
+    assert stats().wasted_bytes == 2 * B
+    assert stats().held_bytes == 3 * B
+    assert stats().freed_bytes == 5 * B
+    [warning] = caught
+    assert f"slot 0 of graph 'g' ({B} B)" in str(warning.message)
+
+
+def test_writing_starts_again_when_nobody_holds_it(tmp_path):
+    config = config_json(tmp_path, adapt=True)
+    held = torch.randn(N)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for _ in range(3):
+            h = store(held, config)
+            where([h])
+            load(h, held)
+    del held
+    reset_stats()
+    for _ in range(3):
+        x = torch.randn(N)
+        h = store(x, config)
+        release(h, x)
+        del x
+        where([h])
+        load(h, torch.empty(N))
+    assert stats().held_bytes == B  # one step to notice
+    assert stats().freed_bytes == 2 * B
+
+
+def test_a_leaf_is_never_written(tmp_path):
+    """Its owner, a module or the caller, holds it in any case."""
+    config = config_json(tmp_path)
+    x = torch.randn(N, requires_grad=True)
+    h = store(x, config)
+    assert lookup(h).write is None
+    assert raw(load(h, x)) == raw(x)
+    assert stats().held_bytes == B
+
+
+# --- changed in place -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_changed_before_its_write_was_done(tmp_path, done):
+    """What eager would raise; never the wrong values."""
+    with registered(lambda inner: DelayedEngine(inner, 0.2, 0.2)) as name:
+        config = config_json(tmp_path, name)
+        x = torch.randn(N).view(100, 500)
+        h = store(x, config)
+        x.add_(1)
+        if done:
+            settle(h)
+        message = (
+            r"modified by an inplace operation: \[torch.FloatTensor \[100, 500\]\].* version 1; expected version 0"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            load(h, x)
+
+
+def test_changed_after_its_write_was_done(tmp_path):
+    """The bytes on disk are those of the forward."""
+    config = config_json(tmp_path)
+    x = torch.randn(N)
+    expected = x.clone()
+    h = store(x, config)
+    where([h])
+    x.zero_()
+    assert raw(load(h, expected)) == raw(expected)
+
+
+# --- reads ahead ----------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Blocks of three tensors each, compiled as a graph per block; the backward of each asks for all at once."""
+
+    def __init__(self, config, blocks=3, size=N):
+        self.config, self.blocks, self.size = config, blocks, size
+
+    def forward(self):
+        runs = []
+        for block in range(self.blocks):
+            begin(self.config, f"block{block}", 3 * 4 * self.size, 3 * 4 * self.size)
+            handles = []
+            for slot in range(3):
+                x = torch.full((self.size,), float(10 * block + slot))
+                handles.append(store(x, self.config, slot, slot, f"block{block}"))
+                release(handles[-1], x)
+            runs.append(handles)
+        where([h for handles in runs for h in handles])
+        return runs
+
+    def backward(self, runs, order):
+        """The slots that had been read ahead when their block's backward began."""
+        ahead = []
+        for block in order:
+            handles = runs[block]
+            ahead.append([slot for slot in range(3) if lookup(handles[slot]).ahead])
+            like = torch.empty(self.size)
+            ys = [start_load(h, like, seq=i) for i, h in enumerate(handles)]
+            for slot, (y, h) in enumerate(zip(ys, handles, strict=True)):
+                assert (wait(y, h) == 10 * block + slot).all()
+        return ahead
+
+
+def test_the_next_graph_is_read_ahead_in_reverse_order(tmp_path):
+    steps = Steps(config_json(tmp_path, prefetch=1 << 30))
+    assert steps.backward(steps.forward(), [2, 1, 0]) == [[], [0, 1, 2], [0, 1, 2]]
+    assert stats().prefetched_bytes == 6 * B
+    assert stats().read_bytes == 9 * B
+
+
+def test_the_second_step_follows_the_order_of_the_first(tmp_path):
+    """First in first out, as a pipeline does: guessed wrong once, then known."""
+    steps = Steps(config_json(tmp_path, prefetch=1 << 30))
+    first = steps.backward(steps.forward(), [0, 1, 2])
+    assert first == [[], [], [0, 1, 2]]  # block 2 was guessed twice
+    assert steps.backward(steps.forward(), [0, 1, 2]) == [[], [0, 1, 2], [0, 1, 2]]
+
+
+def test_reads_ahead_stay_within_the_window(tmp_path):
+    """At most `prefetch` bytes are read and not waited for; in the order of the last backward."""
+    config = config_json(tmp_path, prefetch=2 * B)
+    steps = Steps(config)
+    reader = get_store(config).reader
+    for _ in range(2):
+        ahead = steps.backward(steps.forward(), [2, 1, 0])
+        assert reader.outstanding_bytes == 0
+    assert ahead == [[], [0, 1], [0, 1]]
+
+
+def test_a_window_of_nothing_reads_nothing_ahead(tmp_path):
+    steps = Steps(config_json(tmp_path, prefetch=0))
+    assert steps.backward(steps.forward(), [2, 1, 0]) == [[], [], []]
+    assert stats().prefetched_bytes == 0
+
+
+def test_a_graph_that_dies_ends_its_reads(tmp_path):
+    """Read ahead, and the backward never comes: extents, memory and the window are free again."""
+    config = config_json(tmp_path, prefetch=1 << 30)
+    steps = Steps(config, blocks=2)
+    runs = steps.forward()
+    steps.backward(runs, [1])
+    assert lookup(runs[0][0]).ahead
+    del runs
+    assert entries.living() == []
+    assert get_store(config).reader.outstanding_bytes == 0
+    assert steps.backward(steps.forward(), [1, 0]) == [[], [0, 1, 2]]
+
+
+def test_a_slot_that_was_waited_for_is_read_earlier(tmp_path):
+    config = config_json(tmp_path, prefetch=1 << 30, adapt=True)
+    like = torch.empty(N)
+    for step in range(4):
+        begin(config, "g", 2 * B, 2 * B)
+        handles = []
+        for slot in range(2):
+            x = torch.randn(N)
+            handles.append(store(x, config, slot, slot))
+            release(handles[-1], x)
+            del x
+        where(handles)
+        first = start_load(handles[0], like)
+        assert bool(lookup(handles[1]).ahead) == (step >= 1)
+        wait(first, handles[0])
+        wait(start_load(handles[1], like), handles[1])
+        for _ in range(3):  # as if it had come half a second late in the last steps
+            lookup(handles[1]).store.habits.waited("g", 1, 0.5)
+        del handles
+
+
+def test_the_trace_names_the_engine(tmp_path):
+    config = config_json(tmp_path)
+    x = torch.randn(N)
+    load(store(x, config), x)
+    assert {event[8] for event in trace.events()} == {"posix"}
