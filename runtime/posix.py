@@ -121,7 +121,7 @@ class PosixEngine:
     """
 
     name = "posix"
-    devices = frozenset({"cpu"})
+    devices = frozenset({"cpu", "cuda"})
 
     def __init__(
         self,
