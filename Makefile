@@ -6,7 +6,13 @@ PIP_FLAGS ?=
 # Extra flags for pytest, e.g. PYTEST_FLAGS="-x -k store".
 PYTEST_FLAGS ?=
 
+# For "make gpu": the drive, where the results go, extra flags for benchmarks/gpu.py.
+GPU_DIR ?= demo-out/gpu
+GPU_RESULTS ?= benchmarks/results
+GPU_FLAGS ?=
+
 PY := $(VENV)/bin/python
+GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
@@ -16,7 +22,7 @@ help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
 	@echo "make test      tests without the slow ones;  make test-all: every test"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
-	@echo "make gpu       tests that need a GPU;  make bench: the larger benchmark;  make clean"
+	@echo "make gpu       on a GPU: its tests, then bandwidth and steps into benchmarks/results;  make bench;  make clean"
 
 setup: $(STAMP)
 
@@ -42,10 +48,12 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PY) -m pytest $(PYTEST_FLAGS)
 
-gpu: $(STAMP)
-	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then $(PY) -m pytest -m gpu $(PYTEST_FLAGS); \
-	else echo "no GPU here: nothing was run"; fi
+# Runs in .venv if there is one, else with $(PYTHON) as it is: a GPU machine often has its torch already, and no network.
+gpu:
+	@PYTHONPATH=. $(GPU_PY) -c 'import sys, torch; \
+		sys.exit(None if torch.cuda.is_available() else "no GPU here: torch sees no CUDA device, so nothing was run")'
+	PYTHONPATH=. $(GPU_PY) -m pytest -m gpu tests/gpu $(PYTEST_FLAGS)
+	PYTHONPATH=. $(GPU_PY) benchmarks/gpu.py --dir $(GPU_DIR) --results $(GPU_RESULTS) $(GPU_FLAGS)
 
 lint: $(STAMP)
 	bash -n .ci/run

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ssd_fx.runtime import streams
 from ssd_fx.runtime.buffers import POOL, Region
 from ssd_fx.runtime.config import RuntimeConfig
 
@@ -64,7 +65,10 @@ class Completion(Protocol):
 
 
 class Engine(Protocol):
-    """Moves the bytes of an extent to and from memory, which the caller keeps until that is done."""
+    """Moves the bytes of an extent to and from memory, which the caller keeps until that is done.
+
+    `devices`: the types of device, beside the CPU, whose memory it reaches.
+    """
 
     name: str
     devices: frozenset[str]
@@ -136,39 +140,70 @@ class Copy:
 
 
 class _HostExtent(Extent):
-    __slots__ = ("region",)
+    """`region` holds what came from the CPU, `pinned` what came from a device with streams."""
 
-    def __init__(self, nbytes: int, region: Region) -> None:
+    __slots__ = ("pinned", "region")
+
+    def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, "memory")
-        self.region = region
+        self.region: Region | None = None
+        self.pinned: torch.Tensor | None = None
 
 
 class MemoryEngine:
-    """Extents are host memory and transfers are copies: the reference that others are compared with."""
+    """Extents are host memory and transfers are copies: the reference that others are compared with.
+
+    Torch rounds pinned memory up to a power of two, so what is stored from a GPU may take twice its size here.
+    """
 
     name = "memory"
-    devices = frozenset({"cpu"})
+    devices = frozenset({"cpu", "cuda"})
     disk_bytes = 0
 
+    def __init__(self) -> None:
+        self._sides = streams.SideStreams()
+
     def alloc(self, nbytes: int) -> Extent:
-        return _HostExtent(nbytes, POOL.take(nbytes))
+        return _HostExtent(nbytes)  # the memory comes with the write, which knows the device
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, _HostExtent)
-        POOL.give(extent.region)
+        region, extent.region, extent.pinned = extent.region, None, None
+        if region:
+            POOL.give(region)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
+        queued = streams.of(memory.device)
+        if queued:
+            extent.pinned = queued.pinned(memory.nbytes)
+            return self._copy(queued, memory, extent.pinned, write=True)
+        extent.region = POOL.take(memory.nbytes)
         return Copy(extent.region.address, memory.ptr, memory.nbytes)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
+        queued = streams.of(memory.device)
+        if queued:
+            assert extent.pinned is not None, "what came from a device goes back there"
+            return self._copy(queued, memory, extent.pinned, write=False)
+        assert extent.region, "what came from the CPU goes back there"
         return Copy(memory.ptr, extent.region.address, memory.nbytes)
 
     def located(self, extent: Extent) -> Memory:
         """The host memory of an extent that was written."""
         assert isinstance(extent, _HostExtent)
-        return Memory(extent.region.address, extent.nbytes, torch.device("cpu"))
+        at = extent.region.address if extent.region else 0
+        return Memory(extent.pinned.data_ptr() if extent.pinned is not None else at, extent.nbytes, torch.device("cpu"))
+
+    def _copy(self, queued: streams.Streams, memory: Memory, pinned: torch.Tensor, write: bool) -> Completion:
+        def enqueue(side: streams.Stream) -> streams.Check:
+            ours = queued.view(memory.ptr, memory.nbytes, memory.device)
+            target, source = (pinned, ours) if write else (ours, pinned)
+            queued.copy(side, target, source)
+            return lambda: None
+
+        return streams.Queued(memory.device, self._sides.get(memory.device, write), enqueue)
 
     def failed(self, extent: Extent, error: OSError) -> None:
         raise AssertionError(f"a copy in memory cannot fail: {error}")
@@ -179,8 +214,9 @@ class MemoryEngine:
 
 def check_device(engine: Engine, device: torch.device) -> None:
     """Raises: NotImplementedError for a device whose memory the engine cannot reach."""
-    if device.type != "cpu":
-        message = f"engine {engine.name!r} moves CPU tensors only, and got one on {device}; compile for the CPU"
+    if device.type != "cpu" and device.type not in engine.devices:
+        reach = " and ".join(sorted(engine.devices))
+        message = f"engine {engine.name!r} moves tensors on {reach}, and got one on {device}; compile for one of those"
         raise NotImplementedError(message)
 
 
@@ -203,9 +239,26 @@ def _posix(config: RuntimeConfig) -> Engine:
     return made[0] if len(made) == 1 else StripedEngine(made)
 
 
+def _gds(name: str, forced: bool = False) -> Callable[[RuntimeConfig], Engine]:
+    def make(config: RuntimeConfig) -> Engine:
+        from ssd_fx.runtime import cufile, gds
+
+        return gds.make(cufile.driver(name), config, forced=forced)
+
+    return make
+
+
+def _auto(config: RuntimeConfig) -> Engine:
+    from ssd_fx.runtime import cufile, gds
+
+    return gds.usable(cufile.driver("kvikio"), config) or _posix(config)
+
+
 ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
-    "auto": _posix,
+    "auto": _auto,
     "posix": _posix,
+    "kvikio": _gds("kvikio"),
+    "kvikio-forced": _gds("kvikio", forced=True),
     "memory": lambda _: MemoryEngine(),
 }
 

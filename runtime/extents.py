@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable
 
 from ssd_fx.runtime.allocator import Allocator
 from ssd_fx.runtime.arena import PAGE, round_up
@@ -28,14 +29,18 @@ class SlabFile:
 
     `align`: what transfers must be aligned to, 1 without direct I/O.
 
+    `opened` is called with its path while it has one, for those who can open files by name only.
+
     Raises: OSError if no file can be created.
     """
 
-    def __init__(self, directory: str, step: int = STEP, limit: int = 0) -> None:
+    def __init__(
+        self, directory: str, step: int = STEP, limit: int = 0, opened: Callable[[str], None] | None = None
+    ) -> None:
         self.directory = directory
         self.writable = True  # cleared by a failed write: no new extents from here
         self.growable = True  # cleared by a failed growth: only what is there already
-        self.fd, self.direct = _open_direct_if_possible(directory)
+        self.fd, self.direct = _open_direct_if_possible(directory, opened)
         memory, offset = dio_alignment(self.fd) if self.direct else (1, 1)
         self.align = max(memory, offset)
         self._granularity = max(PAGE, self.align)
@@ -113,9 +118,9 @@ class SlabFile:
         raise OSError(reason.errno, message, self.directory)
 
 
-def _open_direct_if_possible(directory: str) -> tuple[int, bool]:
+def _open_direct_if_possible(directory: str, opened: Callable[[str], None] | None) -> tuple[int, bool]:
     try:
-        return _open_unlinked(directory, os.O_DIRECT), True
+        return _open_unlinked(directory, os.O_DIRECT, opened), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -125,13 +130,14 @@ def _open_direct_if_possible(directory: str) -> tuple[int, bool]:
         RuntimeWarning,
         stacklevel=2,
     )
-    return _open_unlinked(directory, 0), False
+    return _open_unlinked(directory, 0, opened), False
 
 
-def _open_unlinked(directory: str, flags: int) -> int:
+def _open_unlinked(directory: str, flags: int, opened: Callable[[str], None] | None) -> int:
     """A descriptor of a file without a name, so that a crash leaves nothing and nobody else can open it."""
     try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
+        if opened is None:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
@@ -139,7 +145,14 @@ def _open_unlinked(directory: str, flags: int) -> int:
     path = os.path.join(private, "slab")
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags, 0o600)
-        os.unlink(path)
+        try:
+            if opened:
+                opened(path)
+        except BaseException:
+            os.close(fd)
+            raise
+        finally:
+            os.unlink(path)
     finally:
         os.rmdir(private)
     return fd

@@ -1,4 +1,8 @@
-"""Memory for tensors: recycled on the CPU, torch's own elsewhere."""
+"""Memory for tensors: recycled on the CPU, torch's own elsewhere.
+
+On a device with streams, allocations and copies are in the order of the stream on which the caller computes, and
+nothing here knows an address longer than the tensor that has it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from ssd_fx.runtime import streams
 from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.layout import Layout
 
@@ -17,6 +22,9 @@ POOLED = 64 << 10  # smaller CPU tensors come from torch's allocator
 def empty(layout: Layout, device: torch.device, phase: int = 0) -> Tensor:
     """A dense tensor with any content; on the CPU its address is `phase` modulo a page: a read then needs no copy."""
     size, stride, dtype = layout
+    queued = streams.of(device)
+    if queued:
+        return queued.empty(size, stride, dtype, device)
     nbytes = math.prod(size) * dtype.itemsize
     if device.type != "cpu" or nbytes < POOLED:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -25,9 +33,23 @@ def empty(layout: Layout, device: torch.device, phase: int = 0) -> Tensor:
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:
     """The bytes of a dense tensor in memory order, into another one of equal size."""
-    if source.device.type == "cpu":
+    queued = streams.of(source.device)
+    if queued:
+        queued.copy(queued.current(source.device), as_bytes(target), as_bytes(source))
+    else:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize)
-        return
-    flat = (t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), (t.numel(),), (1,)) for t in (target, source))
-    into, out_of = (t.view(torch.uint8) for t in flat)
-    into.copy_(out_of)
+
+
+def copy_elements(target: Tensor, source: Tensor) -> None:
+    """The elements of a tensor into one of the same size and dtype, and of other strides."""
+    queued = streams.of(source.device)
+    if queued:
+        queued.copy(queued.current(source.device), target, source)
+    else:
+        target.copy_(source)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes that a dense `x` spans, in memory order, as uint8 on the same storage."""
+    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return flat.set_(x.untyped_storage(), x.storage_offset() * x.itemsize, (x.numel() * x.itemsize,), (1,))

@@ -110,8 +110,8 @@ class Reader:
             out = memory.empty(asked, entry.device, entry.ptr % 4096)
             memory.copy_bytes(out, held)
         else:
-            out = torch.empty_strided(asked.size, asked.stride, dtype=asked.dtype, device=entry.device)
-            out.copy_(held)
+            out = memory.empty(asked, entry.device)
+            memory.copy_elements(out, held)
         return Load(out, out, None, seq)
 
     def _read(self, entry: Entry, asked: Layout, same: bool, seq: int) -> Load:
@@ -143,7 +143,7 @@ def _place(entry: Entry, load: Load) -> None:
         stored = codec.alias(load.out, entry.layout) if load.same else memory.empty(entry.layout, entry.device)
         entry.encoded.decode(load.landing, stored)
     if not load.same:
-        load.out.copy_(stored)
+        memory.copy_elements(load.out, stored)
 
 
 def _changed_in_place(entry: Entry, version: int) -> str:

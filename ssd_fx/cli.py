@@ -1,7 +1,7 @@
 """The command `ssd-fx`: what this machine offers.
 
 ssd-fx check /mnt/nvme     is the directory fit for activations, and how fast does the runtime write and read there
-ssd-fx info                versions and the default options
+ssd-fx info                versions, the device, whether GPUDirect Storage is real, and the default options
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 import ssd_fx
 from ssd_fx.config import Config
+from ssd_fx.runtime import cufile
 from ssd_fx.runtime.extents import check_directory
 
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20
@@ -29,15 +30,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="write and read activations in a directory and print the rates")
     check.add_argument("directory")
-    commands.add_parser("info", help="versions and the default options")
+    commands.add_parser("info", help="versions, device, GPUDirect Storage, default options")
     flags = parser.parse_args(argv)
     return _check(flags.directory) if flags.command == "check" else _info()
 
 
 def _info() -> int:
     print(f"ssd_fx   {ssd_fx.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(f"device   {_device()}")
+    for found in cufile.statuses():
+        print(f"{found.name:8} {_gds(found)}")
     print(f"options  {json.dumps(dataclasses.asdict(Config.make()), default=str)}")
     return 0
+
+
+def _device() -> str:
+    if not torch.cuda.is_available():
+        return f"CPU, {torch.get_num_threads()} threads; torch sees no CUDA device"
+    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
+    return f"{name}, {memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+
+
+def _gds(found: cufile.Status) -> str:
+    version = f"{found.version}: " if found.version else ""
+    if found.real:
+        return f"{version}GPUDirect Storage is real; blocks are not verified with it, whatever `checksums` says"
+    return f"{version}no GPUDirect Storage: {found.reason}"
 
 
 def _check(directory: str) -> int:

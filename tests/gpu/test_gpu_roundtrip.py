@@ -1,0 +1,249 @@
+"""The ops on CUDA tensors, bitwise, with kernels that are still queued when the ops are called.
+
+`slow()` keeps the compute stream busy for some 50 ms: whatever does not wait for it sees the bytes from before.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import ssd_fx
+from ssd_fx.runtime import entries, streams
+from ssd_fx.runtime.entries import State, lookup
+
+op = torch.ops.ssd_fx
+N = 1 << 20
+DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
+]
+
+
+def slow(cycles: int = 100_000_000) -> None:
+    torch.cuda._sleep(cycles)
+
+
+def numbers(start: int = 0, n: int = N) -> Tensor:
+    return torch.arange(start, start + n, dtype=torch.float32, device="cuda")
+
+
+def store(x: Tensor, config: str, slot: int = 0) -> Tensor:
+    handle: Tensor = op.store(x, config, "gpu", slot, 2 * slot)
+    return handle
+
+
+def release(handle: Tensor, x: Tensor, hand_over: bool = True) -> None:
+    op.wait_store_(handle, x, 1, hand_over)
+
+
+def start_load(handle: Tensor, like: Tensor, consume: bool = True) -> Tensor:
+    y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, like.device, 0, consume)
+    return y
+
+
+def wait(y: Tensor, handle: Tensor) -> Tensor:
+    op.wait_load_(y, handle, 1)
+    return y
+
+
+def settle(handle: Tensor) -> None:
+    """Waits until the write is over and the op behind it has seen that."""
+    write = lookup(handle).write
+    if write is not None:
+        write.wait()
+    op.store(torch.ones(1, device="cuda"), lookup_config(handle), "gpu", 99, 199)
+    assert lookup(handle).state is State.ON_DISK
+
+
+_configs: dict[int, str] = {}
+
+
+def lookup_config(handle: Tensor) -> str:
+    return _configs[int(handle.item())]
+
+
+def put(values: Tensor, config: str, slot: int = 0) -> Tensor:
+    """The handle of a copy of `values`, whose kernel is queued behind a slow one, released and dropped."""
+    x = torch.empty_like(values)
+    slow()
+    x.copy_(values)
+    handle = store(x, config, slot)
+    _configs[int(handle.item())] = config
+    release(handle, x)
+    return handle
+
+
+def same(y: Tensor, values: Tensor) -> bool:
+    return torch.equal(y.cpu().contiguous().view(torch.uint8), values.cpu().contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 999, 3 * N + 7])
+def test_round_trip(config: str, dtype: torch.dtype, n: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(n)
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (n * dtype.itemsize,), generator=generator, device="cuda")
+    values = raw.to(torch.uint8).view(dtype)
+    handle = put(values, config)
+    settle(handle)
+    assert same(wait(start_load(handle, values), handle), values)
+
+
+def test_a_view_at_an_odd_place(config: str) -> None:
+    base = numbers().to(torch.bfloat16)
+    values = base[3 : N - 5]
+    handle = store(values, config)
+    _configs[int(handle.item())] = config
+    release(handle, values)
+    settle(handle)
+    assert same(wait(start_load(handle, values), handle), values)
+
+
+def test_other_strides(config: str) -> None:
+    values = numbers().view(1024, -1)
+    asked = values.t().contiguous().t()
+    handle = put(values, config)
+    settle(handle)
+    y = wait(start_load(handle, asked), handle)
+    assert y.stride() == asked.stride()
+    assert torch.equal(y, values)
+
+
+def test_several_streams(config: str) -> None:
+    """Each stream stores and loads its own, all at a time."""
+    side = [torch.cuda.Stream() for _ in range(3)]
+    values = [numbers(1000 * i) for i in range(9)]
+    torch.cuda.synchronize()
+    handles = []
+    for i, value in enumerate(values):
+        with torch.cuda.stream(side[i % 3]):
+            handles.append(put(value, config, i))
+    for i in reversed(range(9)):
+        with torch.cuda.stream(side[i % 3]):
+            y = wait(start_load(handles[i], values[i], consume=False), handles[i])
+            y += 1
+            assert torch.equal(y, values[i] + 1)
+
+
+def test_memory_is_reused_while_a_store_is_in_flight(config: str) -> None:
+    values = numbers()
+    handle = put(values, config)
+    for _ in range(8):
+        torch.empty_like(values).fill_(-1)
+    settle(handle)
+    assert same(wait(start_load(handle, values), handle), values)
+
+
+def test_load_into_memory_whose_last_user_is_queued(config: str) -> None:
+    values = numbers()
+    handle = put(values, config)
+    settle(handle)
+    torch.cuda.synchronize()
+    last_user = torch.empty_like(values)
+    address = last_user.data_ptr()
+    slow()
+    last_user.fill_(-1)
+    del last_user
+    y = start_load(handle, values)
+    assert y.data_ptr() == address
+    assert same(wait(y, handle), values)
+
+
+def test_given_away_while_being_written(config: str) -> None:
+    values = numbers()
+    handle = put(values, config)
+    y = wait(start_load(handle, values), handle)
+    assert same(y, values)
+    y.fill_(-1)
+    second = put(values + 1, config, 1)
+    settle(second)
+    assert same(wait(start_load(second, values), second), values + 1)
+
+
+def test_copied_while_being_written(config: str) -> None:
+    """The owner overwrites its tensor right behind a load that took a copy."""
+    values = numbers()
+    x = torch.empty_like(values)
+    slow()
+    x.copy_(values)
+    handle = store(x, config)
+    y = wait(start_load(handle, values, consume=False), handle)
+    x.fill_(-1)
+    assert same(y, values)
+
+
+def test_overwritten_behind_a_release_that_waits(config: str) -> None:
+    values = numbers()
+    x = values.clone()
+    slow()
+    handle = store(x, config)
+    release(handle, x, hand_over=False)
+    x.fill_(-1)
+    assert same(wait(start_load(handle, values), handle), values)
+
+
+def test_handles_die_in_flight(config: str) -> None:
+    values = numbers()
+    for i in range(20):
+        put(values + i, config)
+    assert entries.living() == []
+    handle = put(values, config)
+    settle(handle)
+    assert same(wait(start_load(handle, values), handle), values)
+
+
+def test_stored_memory_is_free_afterwards(config: str) -> None:
+    values = numbers()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    handles = [put(values, config, i) for i in range(4)]
+    for handle in handles:
+        settle(handle)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_child_of_a_fork_leaves_the_transfers_alone(config: str) -> None:
+    """As the workers of a data loader do."""
+    values = numbers()
+    handle = put(values, config)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    settle(handle)
+    assert same(wait(start_load(handle, values), handle), values)
+
+
+def test_streams_of_torch() -> None:
+    """What the fake device of the other tests stands for."""
+    cuda, device = streams.CudaStreams(), torch.device("cuda", 0)
+    x, pinned = numbers(), cuda.pinned(4 * N)
+    assert pinned.is_pinned()
+    view = cuda.view(x.data_ptr(), 4 * N, device)
+    assert (view.data_ptr(), view.dtype, view.numel()) == (x.data_ptr(), torch.uint8, 4 * N)
+    side = cuda.side(device)
+    assert side.cuda_stream != cuda.current(device).cuda_stream
+    slow()
+    x += 1
+    begun = cuda.record(cuda.current(device))
+    side.wait_event(begun)
+    cuda.copy(side, pinned, view)
+    ended = cuda.record(side)
+    assert not ended.query()  # 50 ms of sleep come first
+    ended.synchronize()
+    assert ended.query()
+    assert begun.elapsed_time(ended) < 1000
+    assert torch.equal(pinned.view(torch.float32), numbers(1).cpu())
+
+
+def test_counts(config: str) -> None:
+    values = numbers()
+    ssd_fx.reset_stats()
+    handle = put(values, config)
+    settle(handle)
+    wait(start_load(handle, values), handle)
+    seen = ssd_fx.stats()
+    assert (seen.written_bytes, seen.read_bytes, seen.forwarded_bytes) == (4 * N, 4 * N, 0)

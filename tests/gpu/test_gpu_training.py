@@ -1,0 +1,97 @@
+"""A small GPT through Inductor on CUDA."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ssd_fx
+from examples.train_gpt import GPT, Shape
+from tests.models import assert_same_bits, batch, deterministic
+
+SMALL = Shape(layers=2, width=128, heads=2, seq=128, dropout=0.1)
+LARGE = Shape(layers=8, width=512, heads=8, seq=512, dropout=0.1)
+
+
+@pytest.fixture(autouse=True)
+def one_order() -> Iterator[None]:
+    """The attention kernels that save memory add up in any order in their backward; the plain one does not."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def compiled(shape: Shape, options: dict[str, Any] | None) -> tuple[GPT, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(shape).cuda()
+    if options is None:
+        return model, torch.compile(model)
+    return model, torch.compile(model, backend=ssd_fx.backend, options=options)
+
+
+def train(options: dict[str, Any] | None, steps: int = 4) -> list[torch.Tensor]:
+    """Loss and all gradients of every step."""
+    model, step = compiled(SMALL, options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs, targets = (x.cuda() for x in batch(SMALL))
+    seen = []
+    for _ in range(steps):
+        loss = step(inputs, targets)
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_same_bits_as_in_memory(config: str) -> None:
+    """Losses and gradients with everything offloaded are those of the same graphs with engine "memory"."""
+    chosen = json.loads(config)
+    options = {"dirs": chosen["dirs"], "allow_tmpfs": True, "min_bytes": 0, "budget": 0}
+    with deterministic():
+        expected = train({**options, "engine": "memory"})
+        ssd_fx.reset_stats()
+        found = train({**options, "engine": chosen["engine"]})
+    assert_same_bits(expected, found)
+    stats = ssd_fx.stats()
+    assert stats.loads == stats.stores
+    assert stats.written_bytes + stats.cancelled_bytes == stats.read_bytes + stats.forwarded_bytes
+    assert stats.in_planned_order == 1.0
+
+
+def test_close_to_plain_inductor(config: str) -> None:
+    """Another partition, so other kernels: equal up to rounding."""
+    chosen = json.loads(config)
+    options = {"dirs": chosen["dirs"], "allow_tmpfs": True, "min_bytes": 0, "engine": chosen["engine"]}
+    with deterministic():
+        for plain, ours in zip(train(None, 2), train(options, 2), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_peak_memory(config: str) -> None:
+    """Forward and backward need less memory, by at least half of what was saved."""
+    chosen = json.loads(config)
+    options = {"dirs": chosen["dirs"], "allow_tmpfs": True, "engine": chosen["engine"], "prefetch": 16 << 20}
+    plain, ours = peak(None), peak({**options, "inflight": 32 << 20})
+    saved = ssd_fx.stats().saved_bytes
+    assert ours <= plain - saved // 2, f"{ours} B at most instead of {plain} B, with {saved} B saved"
+
+
+def peak(options: dict[str, Any] | None) -> int:
+    """The most bytes above the level before forward and backward, in the third step."""
+    model, step = compiled(LARGE, options)
+    inputs, targets = (x.cuda() for x in batch(LARGE, 16))
+    for _ in range(3):
+        model.zero_grad(set_to_none=False)
+        torch.cuda.synchronize()
+        ssd_fx.reset_stats()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(inputs, targets).backward()
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -1,0 +1,229 @@
+"""A device without hardware: CPU memory behind streams that execute late, and in the worst order that is allowed.
+
+Registered for the device type "cpu", so that the store, the engines and the ops run as they do on a GPU. Kernels and
+copies work on addresses, as those of a GPU do: they keep nothing alive and see what is there when they run.
+
+Orders: "sides first": side streams run as soon as they may, the compute stream only when somebody waits for it.
+"compute first": the other way round. "lazy": nothing runs before somebody waits for it. An int: random, with that seed.
+"""
+
+import contextlib
+import ctypes
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ssd_fx.runtime import streams
+
+GARBAGE = 0xCD
+ORDERS = ("sides first", "compute first", "lazy", 1, 2, 3)
+
+
+class FakeEvent:
+    def __init__(self, stream: "FakeStream") -> None:
+        self.stream, self.fired = stream, False
+
+    def query(self) -> bool:
+        self.stream.gpu.progress()
+        return self.fired
+
+    def synchronize(self) -> None:
+        while not self.fired:
+            self.stream.run_first()
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert self.fired, "elapsed_time before the first event fired"
+        assert end.fired, "elapsed_time before the second event fired"
+        return 1.5
+
+
+class FakeStream:
+    def __init__(self, gpu: "FakeGpu", cuda_stream: int) -> None:
+        self.gpu, self.cuda_stream = gpu, cuda_stream
+        self.tasks: deque[FakeEvent | Callable[[], None]] = deque()
+        self.queued = self.ran = 0  # kernels and copies
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.tasks.append(event)
+        self.gpu.progress()
+
+    def run_first(self) -> None:
+        """Runs one task, and before it what it waits for."""
+        first = self.tasks[0]
+        if isinstance(first, FakeEvent):
+            first.synchronize()
+        self.tasks.popleft()
+        if not isinstance(first, FakeEvent):
+            first()
+
+    def runnable(self) -> bool:
+        return bool(self.tasks) and (not isinstance(self.tasks[0], FakeEvent) or self.tasks[0].fired)
+
+
+class Block:
+    """Memory of the device; `live` while a tensor has it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.live = nbytes, True
+        self.memory = ctypes.create_string_buffer(bytes([GARBAGE]) * nbytes, nbytes)
+        self.address = ctypes.addressof(self.memory)
+
+
+class FakeGpu:
+    """`Streams` for tests. `violations`: what accessed memory that it had no right to."""
+
+    def __init__(self, order: str | int = "lazy") -> None:
+        self.order = order
+        self.random = random.Random(order)
+        self.compute = FakeStream(self, 1)
+        self.sides: list[FakeStream] = []
+        self.blocks: dict[int, Block] = {}
+        self.violations: list[str] = []
+        self._free: dict[int, list[Block]] = {}
+        self._running = False
+
+    # ---- what the runtime uses
+
+    def current(self, device: torch.device) -> FakeStream:
+        return self.compute
+
+    def side(self, device: torch.device) -> FakeStream:
+        self.sides.append(FakeStream(self, len(self.sides) + 2))
+        return self.sides[-1]
+
+    def record(self, stream: FakeStream) -> FakeEvent:
+        event = FakeEvent(stream)
+        stream.tasks.append(lambda: setattr(event, "fired", True))
+        self.progress()
+        return event
+
+    def empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:
+        numel = 1 + sum((s - 1) * t for s, t in zip(size, stride, strict=True)) if 0 not in size else 0
+        flat = self._tensor(numel * dtype.itemsize)
+        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return self._tensor(nbytes)
+
+    def view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
+        self.check(address, nbytes, "a view")
+        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+    def copy(self, stream: FakeStream, target: Tensor, source: Tensor) -> None:
+        to, size, stride, dtype = target.data_ptr(), target.size(), target.stride(), target.dtype
+        at, other = source.data_ptr(), source.stride()
+        nbytes = target.numel() * target.itemsize
+
+        def run() -> None:
+            if stream is not self.compute:
+                self.check(to, nbytes, "the target of a copy")
+                self.check(at, nbytes, "the source of a copy")
+            _as(to, nbytes, dtype, size, stride).copy_(_as(at, nbytes, dtype, size, other))
+
+        self.queue(stream, run)
+
+    # ---- what tests use
+
+    def queue(self, stream: FakeStream, task: Callable[[], None]) -> None:
+        def run() -> None:
+            task()
+            stream.ran += 1
+
+        stream.queued += 1
+        stream.tasks.append(run)
+        self.progress()
+
+    def tensor(self, values: Tensor) -> Tensor:
+        """Memory that a kernel, which is queued only, will fill with `values`."""
+        x = self.empty(tuple(values.size()), values.stride(), values.dtype, None)
+        self.overwrite(x, values)
+        return x
+
+    def overwrite(self, x: Tensor, values: Tensor) -> None:
+        """Queues a kernel that writes `values` to where `x` is now."""
+        data = ctypes.string_at(values.data_ptr(), values.numel() * values.itemsize)
+        address = x.data_ptr()
+        self.queue(self.compute, lambda: ctypes.memmove(address, data, len(data)) and None)
+
+    def bytes_of(self, x: Tensor) -> bytes:
+        """What a kernel sees that is queued now."""
+        seen: list[bytes] = []
+        address, nbytes = x.data_ptr(), x.numel() * x.itemsize
+        self.queue(self.compute, lambda: seen.append(ctypes.string_at(address, nbytes)))
+        self.record(self.compute).synchronize()
+        return seen[0]
+
+    def scrub(self) -> None:
+        """Runs every kernel, then spoils the memory that nobody has: what is right afterwards is no leftover."""
+        self.record(self.compute).synchronize()
+        for block in self.blocks.values():
+            if not block.live:
+                ctypes.memset(block.address, GARBAGE, block.nbytes)
+
+    def finish(self) -> None:
+        """Runs all that is queued, for what nobody waited for has to run as well."""
+        for stream in (self.compute, *self.sides):
+            while stream.tasks:
+                stream.run_first()
+
+    def check(self, address: int, nbytes: int, what: str) -> None:
+        """Notes a violation if that is not memory that somebody has."""
+        for block in self.blocks.values():
+            if block.address <= address and address + nbytes <= block.address + block.nbytes:
+                if not block.live:
+                    self.violations.append(f"{what} is memory that was given back")
+                return
+        self.violations.append(f"{what} is not memory of the device")
+
+    def progress(self) -> None:
+        """Runs what the order wants to run now."""
+        if self._running:
+            return
+        self._running = True
+        if isinstance(self.order, int):
+            for _ in range(self.random.randrange(4)):
+                ready = [s for s in (self.compute, *self.sides) if s.runnable()]
+                if ready:
+                    self.random.choice(ready).run_first()
+        eager = {"sides first": self.sides, "compute first": [self.compute]}.get(str(self.order), [])
+        while any(s.runnable() for s in eager):
+            next(s for s in eager if s.runnable()).run_first()
+        self._running = False
+
+    def _tensor(self, nbytes: int) -> Tensor:
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        free = self._free.setdefault(nbytes, [])
+        block = free.pop() if free else Block(nbytes)
+        block.live = True
+        self.blocks[block.address] = block
+        cell = (ctypes.c_ubyte * nbytes).from_address(block.address)
+        weakref.finalize(cell, self._give_back, block)
+        return torch.frombuffer(cell, dtype=torch.uint8)
+
+    def _give_back(self, block: Block) -> None:
+        """At once, as a caching allocator does: kernels that are queued may still use it, in the stream's order."""
+        block.live = False
+        self._free[block.nbytes].append(block)
+
+
+def _as(address: int, nbytes: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    flat = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
+
+
+@contextlib.contextmanager
+def installed(order: str | int) -> Iterator[FakeGpu]:
+    """CPU tensors are those of a fake GPU; at the end nothing may have accessed memory it had no right to."""
+    gpu = FakeGpu(order)
+    streams.BACKENDS["cpu"] = gpu
+    try:
+        yield gpu
+        gpu.finish()
+    finally:
+        del streams.BACKENDS["cpu"]
+    assert not gpu.violations, gpu.violations[:3]

@@ -1,0 +1,358 @@
+"""The engine "kvikio", beside what all engines on streams do (test_runtime_streams): the machine, and failures."""
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import stub_kvikio
+import torch
+from fake_gpu import installed
+from harness import config_json, load, raw, release, settle, store
+from stub_kvikio import CompatMode
+
+from ssd_fx import cli
+from ssd_fx.runtime import cufile, engines, gds, stats
+from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.engines import Memory
+from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.store import close_stores, get_store
+
+N = 50_000
+WARM_UP = 1  # transfers of either kind that making the engine takes in each directory
+
+
+@pytest.fixture
+def gpu():
+    with installed("lazy") as fake:
+        yield fake
+        close_stores()
+
+
+@pytest.fixture
+def stub(gpu, monkeypatch):
+    return stub_kvikio.install(monkeypatch, gpu)
+
+
+@pytest.fixture
+def config(stub, tmp_path):
+    return config_json(tmp_path, "kvikio")
+
+
+def options(directory, engine="kvikio"):
+    return RuntimeConfig(dirs=(str(directory),), engine=engine, allow_tmpfs=True)
+
+
+def stored(gpu, config, slot=0):
+    """(handle, values) of a store that was released."""
+    values = torch.randn(N)
+    x = gpu.tensor(values)
+    handle = store(x, config, slot=slot)
+    release(handle, x)
+    return handle, values
+
+
+# ---- the machine
+
+
+def test_status_of_a_machine_with_gds(stub):
+    assert cufile.status(cufile.driver("kvikio")) == cufile.Status("kvikio", stub_kvikio.VERSION, True, "")
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        ({"compat": True}, "kvikio is in compatibility mode"),
+        ({"nvidia_fs": False, "cufile_compat": True}, "nvidia-fs is not loaded"),
+        ({"driver": False}, "cuFile does not answer: cuFile driver is not available"),
+    ],
+)
+def test_a_machine_without_gds_is_an_error_that_names_posix(stub, tmp_path, machine, reason):
+    for name, value in machine.items():
+        setattr(stub, name, value)
+    found = cufile.status(cufile.driver("kvikio"))
+    assert (found.real, found.reason[: len(reason)]) == (False, reason)
+    with pytest.raises(RuntimeError, match=rf"engine 'kvikio' has no GPUDirect Storage here: {reason}.*engine='posix'"):
+        engines.make_engine(options(tmp_path))
+    assert stub.opened == []
+
+
+def test_peer_to_peer_without_nvidia_fs_is_gds(stub, tmp_path):
+    """cuFile was told to fail rather than to copy through the host: the round trip decides."""
+    stub.nvidia_fs = False
+    engines.make_engine(options(tmp_path)).close()
+    assert stub.counts == {"write": WARM_UP, "read": WARM_UP}
+
+
+def test_the_file_is_opened_by_name_and_strictly(stub, gpu, config, tmp_path):
+    handle, values = stored(gpu, config)
+    assert gpu.bytes_of(load(handle, values)) == raw(values)
+    ((path, mode),) = stub.opened
+    assert (Path(path).parent.parent, mode) == (tmp_path, CompatMode.OFF)
+    assert stub.mode is CompatMode.AUTO
+    assert list(tmp_path.iterdir()) == []  # no name is left
+
+
+def test_forced_without_gds(stub, gpu, tmp_path):
+    stub.compat, stub.driver = True, False
+    handle, values = stored(gpu, config_json(tmp_path, "kvikio-forced"))
+    settle(handle)
+    assert gpu.bytes_of(load(handle, values)) == raw(values)
+    assert [mode for _, mode in stub.opened] == [CompatMode.AUTO]
+
+
+def test_no_package(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(cufile, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/somewhere")
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    for engine in ("kvikio", "kvikio-forced"):
+        with pytest.raises(RuntimeError, match=r"import of kvikio halted.*install the extra.*engine='posix'"):
+            engines.make_engine(options(tmp_path, engine))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu(tmp_path):
+    assert cufile.status(cufile.driver("kvikio")).reason == "torch sees no CUDA device"
+    with pytest.raises(RuntimeError, match="no CUDA device"):
+        engines.make_engine(options(tmp_path))
+
+
+@pytest.mark.parametrize(("real", "initialized", "engine"), [(1, 1, "kvikio"), (0, 1, "posix"), (1, 0, "posix")])
+def test_auto(stub, monkeypatch, tmp_path, real, initialized, engine):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(initialized))
+    stub.compat = not real
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = engines.make_engine(options(tmp_path, "auto"))
+    assert made.name == engine
+    made.close()
+
+
+def test_auto_warns_if_gds_is_there_and_does_not_work(stub, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    stub.faults["write", 0] = "error"
+    with pytest.warns(RuntimeWarning, match="does not work, so ssd_fx takes engine 'posix'.*cuFile error at: -5001"):
+        made = engines.make_engine(options(tmp_path, "auto"))
+    assert made.name == "posix"
+    made.close()
+
+
+def test_wrong_bytes_in_the_round_trip(stub, tmp_path):
+    stub.faults["read", 0] = 0  # and claims success
+    stub_length = 64 << 10
+    original = stub_kvikio.StreamFuture.check_bytes_done
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stub_kvikio.StreamFuture, "check_bytes_done", lambda self: original(self) or stub_length)
+        with pytest.raises(OSError, match="read other bytes than it wrote") as raised:
+            engines.make_engine(options(tmp_path))
+    assert raised.value.filename == str(tmp_path)
+
+
+def test_a_directory_that_cufile_cannot_open(stub, monkeypatch, tmp_path):
+    def refuse(self, stub, path, flags):
+        raise RuntimeError("cuFile error at: unsupported file system")
+
+    monkeypatch.setattr(stub_kvikio._CuFile, "__init__", refuse)
+    with pytest.raises(OSError, match="unsupported file system"):
+        engines.make_engine(options(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_directory(stub):
+    with pytest.raises(ValueError, match="engine 'kvikio' needs at least one directory"):
+        engines.make_engine(RuntimeConfig(engine="kvikio"))
+
+
+def test_cufile_is_configured_before_it_is_loaded(stub, monkeypatch, tmp_path):
+    """Without a configuration kvikio's calls block; with ours cuFile's log does not land in the working directory."""
+    monkeypatch.delenv("CUFILE_ENV_PATH_JSON")
+    monkeypatch.setattr(cufile.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    cufile.status(cufile.driver("kvikio"))
+    path = os.environ["CUFILE_ENV_PATH_JSON"]
+    assert stub.configured == path == str(tmp_path / "cufile.json")
+    settings = json.loads(Path(path).read_text())
+    assert settings["logging"]["dir"] == str(tmp_path)
+    assert settings["properties"] == {"allow_compat_mode": False, "use_pci_p2pdma": True}
+
+
+def test_the_users_configuration_of_cufile_stays(stub):
+    cufile.status(cufile.driver("kvikio"))
+    assert stub.configured == "/somewhere/cufile.json"
+
+
+def test_info_tells(stub, capsys):
+    stub.compat = True
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "kvikio   26.10.00: no GPUDirect Storage: kvikio is in compatibility mode" in out
+    stub.compat = False
+    assert cli.main(["info"]) == 0
+    assert "kvikio   26.10.00: GPUDirect Storage is real; blocks are not verified" in capsys.readouterr().out
+
+
+# ---- transfers
+
+
+def test_streams_are_registered_once(stub, gpu, config):
+    for i in range(3):
+        handle, values = stored(gpu, config, i)
+        settle(handle)
+        load(handle, values)
+    assert stub.registered == {s.cuda_stream: 7 for s in gpu.sides}
+    assert len(gpu.sides) == 2  # one for stores, one for loads
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("submit", "submission"), ("error", "-5001"), (123, "moved 123 B only")]
+)
+def test_a_failed_write_keeps_the_tensor(stub, gpu, config, tmp_path, fault, message):
+    get_store(config)
+    stub.faults["write", WARM_UP] = fault
+    handle, values = stored(gpu, config)
+    with pytest.raises(OSError, match=rf"write of {4 * N} B at offset \d+ of the unlinked file.*{message}") as raised:
+        lookup(handle).write.wait()
+    assert raised.value.filename == str(tmp_path)
+    with pytest.warns(RuntimeWarning, match="keeps activations in memory that do not go to"):
+        store(gpu.tensor(torch.ones(1)), config, slot=99)
+    assert lookup(handle).state is State.IN_MEMORY
+    assert stats.stats().kept_bytes == 4 * N + 4  # nothing more goes to a directory that failed
+    assert gpu.bytes_of(load(handle, values)) == raw(values)
+
+
+@pytest.mark.parametrize("fault", ["submit", "error", 0, 123])
+def test_a_failed_read_is_tried_again(stub, gpu, config, fault):
+    handle, values = stored(gpu, config)
+    settle(handle)
+    stub.faults["read", WARM_UP] = fault
+    assert gpu.bytes_of(load(handle, values, consume=False)) == raw(values)
+    assert stub.counts["read"] == WARM_UP + 2
+
+
+def test_a_read_that_always_fails(stub, gpu, config, tmp_path):
+    handle, values = stored(gpu, config)
+    settle(handle)
+    stub.faults |= {("read", i): 7 for i in range(WARM_UP, WARM_UP + 3)}
+    with pytest.raises(
+        OSError, match=r"load of slot 0 of graph 'g'.*failed 3 times: read of.*moved 7 B only"
+    ) as raised:
+        load(handle, values)
+    assert raised.value.filename == str(tmp_path)
+
+
+def test_closing_waits_for_what_is_queued(stub, gpu, config):
+    """The fixture fails if the file is closed, or a future dropped, before its transfer ran."""
+    kept = [stored(gpu, config, i) for i in range(3)]
+    assert stub.counts["write"] == WARM_UP + 3
+    close_stores()
+    del kept
+
+
+def test_two_directories_in_turn(stub, gpu, tmp_path):
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    for path in dirs:
+        path.mkdir()
+    config = json.dumps({"dirs": [str(path) for path in dirs], "engine": "kvikio", "allow_tmpfs": True})
+    kept = [stored(gpu, config, i) for i in range(4)]
+    assert [lookup(handle).extent.directory for handle, _ in kept] == [str(dirs[i % 2]) for i in range(4)]
+    for handle, values in kept:
+        settle(handle)
+        assert gpu.bytes_of(load(handle, values)) == raw(values)
+
+
+def test_room_is_given_back(stub, gpu, config):
+    offsets = set()
+    for _ in range(5):
+        handle, values = stored(gpu, config)
+        offsets.add(settle(handle).extent.offset)
+        del handle, values
+    assert len(offsets) == 1
+
+
+def test_cpu_tensors_go_through_posix(gpu, stub, tmp_path):
+    """In files of their own; the driver does not see them."""
+    engine = engines.make_engine(options(tmp_path))
+    x, y = torch.randn(N), torch.empty(N)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gds.streams, "BACKENDS", {})
+        extent = engine.alloc(4 * N)
+        for transfer in (engine.write(extent, Memory.of(x)), engine.read(extent, Memory.of(y))):
+            transfer.start()
+            transfer.wait()
+        assert engine.alloc(4 * N).offset == extent.offset  # the GPU's room is free again
+        engine.free(extent)
+    assert torch.equal(x, y)
+    assert stub.counts == {"write": WARM_UP, "read": WARM_UP}
+    engine.close()
+
+
+def test_no_room_for_a_cpu_tensor_is_not_held_against_the_gpus_file(gpu, stub, tmp_path):
+    engine = engines.make_engine(options(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gds.streams, "BACKENDS", {})
+        patch.setattr(gds, "make_engine", lambda config: _Full())
+        extent = engine.alloc(4 * N)
+        with pytest.raises(OSError, match="full") as raised:
+            engine.write(extent, Memory.of(torch.empty(N)))
+        engine.free(extent)
+        engine.failed(extent, raised.value)
+    assert engine.alloc(4 * N).offset == extent.offset
+    engine._host = None
+    engine.close()
+
+
+class _Full:
+    def alloc(self, nbytes):
+        raise OSError(28, "full", "/full")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_runs_no_destructor_of_the_engine(stub, gpu, config):
+    """A child that drops its stores must not deregister the parent's files."""
+    handle, values = stored(gpu, config)
+    engine = get_store(config).engine
+    files = [file.driver._file for file in engine._files]
+    child = os.fork()
+    if child == 0:
+        del engine
+        os._exit(0 if gds._open_engines and not files[0].closed else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert gpu.bytes_of(load(handle, values)) == raw(values)
+
+
+# ---- the stub
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="kvikio is not installed")
+def test_the_stub_has_kvikios_interface():
+    """In a process of its own: libcufile is loaded once, with the configuration that it finds then."""
+    script = (
+        "import inspect, json, kvikio, kvikio.defaults, kvikio.cufile_driver\n"
+        "f = kvikio.CuFile\n"
+        "names = ('__init__', 'raw_read_async', 'raw_write_async')\n"
+        "found = {n: list(inspect.signature(getattr(f, n)).parameters) for n in names}\n"
+        "found['stream_register'] = list(inspect.signature(kvikio.stream_register).parameters)\n"
+        "found['get'] = list(inspect.signature(kvikio.cufile_driver.get).parameters)\n"
+        "modes = {m.name: int(m) for m in kvikio.CompatMode}\n"
+        "assert callable(kvikio.defaults.is_compat_mode_preferred)\n"
+        "with kvikio.defaults.set({'compat_mode': kvikio.CompatMode.ON}):\n"
+        "    assert kvikio.defaults.get('compat_mode') == kvikio.CompatMode.ON\n"
+        "print(json.dumps([found, modes]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found, modes = json.loads(done.stdout.splitlines()[-1])
+
+    def parameters(function):
+        return list(inspect.signature(function).parameters)
+
+    with installed("lazy") as gpu:
+        stub = stub_kvikio.Kvikio(gpu)
+        for name in ("__init__", "raw_read_async", "raw_write_async"):
+            assert found[name] == parameters(getattr(stub.kvikio.CuFile, name))
+        assert found["stream_register"] == parameters(stub.kvikio.stream_register)
+        assert found["get"] == parameters(stub.cufile_driver.get)
+    assert modes == {mode.name: int(mode) for mode in CompatMode}

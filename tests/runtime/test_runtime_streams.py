@@ -1,0 +1,346 @@
+"""Device tensors in the store, on a device that executes late and in the worst order; one test for every hazard.
+
+x is "in the making" where its kernel is queued and has not run. Every engine that works on streams passes all of it.
+"""
+
+import json
+
+import pytest
+import stub_kvikio
+import torch
+from fake_gpu import ORDERS, FakeGpu, installed
+from harness import config_json, load, raw, release, settle, start_load, store, wait
+
+from ssd_fx.runtime import entries, memory, stats, streams
+from ssd_fx.runtime.buffers import POOL
+from ssd_fx.runtime.engines import Memory, MemoryEngine
+from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.store import close_stores
+
+N = 50_000
+MEMORY = json.dumps({"engine": "memory"})
+DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
+]
+
+
+@pytest.fixture(params=ORDERS)
+def gpu(request):
+    with installed(request.param) as fake:
+        yield fake
+        close_stores()
+
+
+@pytest.fixture(params=["memory", "kvikio"])
+def config(request, gpu, tmp_path, monkeypatch):
+    if request.param == "memory":
+        return MEMORY
+    stub_kvikio.install(monkeypatch, gpu)
+    return config_json(tmp_path, request.param)
+
+
+def numbers(n=N, start=0):
+    return torch.arange(start, start + n, dtype=torch.float32)
+
+
+def on_disk(gpu, config, values, **more):
+    """The handle of `values` whose write has ended and whose memory is gone."""
+    x = gpu.tensor(values)
+    handle = store(x, config, **more)
+    release(handle, x)
+    del x
+    settle(handle)
+    store(gpu.tensor(numbers(1)), config, slot=99)  # any op sees that the write is done
+    assert lookup(handle).state is State.ON_DISK
+    gpu.scrub()
+    return handle
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_round_trip_of_every_dtype(gpu, config, dtype):
+    values = torch.randint(0, 2, (999,)).to(dtype) if dtype is torch.bool else torch.randn(999).to(dtype)
+    handle = on_disk(gpu, config, values)
+    assert gpu.bytes_of(load(handle, values)) == raw(values)
+
+
+def test_stored_while_in_the_making(gpu, config):
+    """A transfer that does not wait for the compute stream takes what was there before."""
+    values = numbers()
+    x = gpu.tensor(values)
+    handle = store(x, config)
+    release(handle, x)
+    del x
+    settle(handle)
+    gpu.scrub()
+    assert gpu.bytes_of(load(handle, values)) == raw(values)
+
+
+def test_memory_is_kept_until_its_write_is_over(gpu, config):
+    """The graph drops x and the next kernel overwrites whatever memory it gets."""
+    values = numbers()
+    x = gpu.tensor(values)
+    handle = store(x, config)
+    release(handle, x)
+    del x
+    for _ in range(4):
+        gpu.tensor(torch.full((N,), -1.0))
+    settle(handle)
+    assert gpu.bytes_of(load(handle, values)) == raw(values)
+
+
+def test_loaded_into_memory_whose_last_user_is_queued(gpu, config):
+    """The allocator gives memory in the order of the compute stream; a read that runs ahead of it is overwritten."""
+    values = numbers()
+    handle = on_disk(gpu, config, values)
+    last_user = gpu.tensor(torch.full((N,), -1.0))
+    address = last_user.data_ptr()
+    del last_user
+    y = load(handle, values)
+    assert y.data_ptr() == address
+    assert gpu.bytes_of(y) == raw(values)
+
+
+def test_load_is_valid_for_the_host_after_its_wait(gpu, config):
+    """Without a kernel that looks: what the wait promises holds on the host's clock."""
+    values = numbers()
+    handle = on_disk(gpu, config, values)
+    y = wait(start_load(handle, values), handle)
+    assert raw(y) == raw(values)
+
+
+def test_given_away_and_overwritten_while_being_written(gpu, config):
+    """The backward gets x itself and overwrites it; what was queued may neither read it later nor land anywhere."""
+    values, others = numbers(), numbers(N, 7)
+    x = gpu.tensor(values)
+    handle = store(x, config)
+    address = x.data_ptr()
+    release(handle, x)
+    del x
+    y = load(handle, values, consume=True)
+    if lookup(handle).state is State.GIVEN:
+        assert y.data_ptr() == address
+    assert gpu.bytes_of(y) == raw(values)
+    gpu.overwrite(y, torch.full((N,), -1.0))
+    second = on_disk(gpu, config, others, slot=1)  # its extent may be the first one's
+    assert gpu.bytes_of(load(second, others)) == raw(others)
+
+
+def test_handle_dies_while_its_write_is_queued(gpu, config):
+    values = numbers()
+    for i in range(3):
+        x = gpu.tensor(torch.full((N,), float(i)))
+        handle = store(x, config)
+        release(handle, x)
+        del x, handle
+        assert entries.living() == []
+    handle = on_disk(gpu, config, values)
+    assert gpu.bytes_of(load(handle, values)) == raw(values)
+
+
+def test_load_that_nobody_waits_for(gpu, config):
+    """Its memory goes back to the allocator only when nothing will be written there any more."""
+    values = numbers()
+    handle = on_disk(gpu, config, values)
+    start_load(handle, values)
+    del handle
+    assert entries.living() == []
+    y = gpu.tensor(torch.full((N,), 5.0))
+    assert gpu.bytes_of(y) == raw(torch.full((N,), 5.0))
+
+
+def test_copy_of_what_is_in_the_making(gpu, config):
+    """A load while somebody keeps x: the copy is in the order of the compute stream, behind x's kernel and before the
+    one that overwrites x."""
+    values = numbers()
+    x = gpu.tensor(values)
+    handle = store(x, config)
+    y = load(handle, values, consume=False)
+    gpu.overwrite(x, torch.full((N,), -1.0))
+    assert gpu.bytes_of(y) == raw(values)
+
+
+def test_other_strides(gpu, config):
+    """The elements arrive, from memory and from disk."""
+    values = numbers(600).view(20, 30)
+    asked = values.t().contiguous().t()
+    x = gpu.tensor(values)
+    handle = store(x, config)
+    forwarded = load(handle, asked, consume=False)
+    assert gpu.bytes_of(forwarded) == raw(asked)
+    del x, forwarded
+    settle(handle)
+    read = load(on_disk(gpu, config, values, slot=1), asked)
+    assert gpu.bytes_of(read) == raw(asked)
+
+
+def test_release_that_keeps_the_buffer_waits(gpu, config):
+    """hand_over=False: the caller overwrites its buffer right behind the release."""
+    values = numbers()
+    x = gpu.tensor(values)
+    handle = store(x, config)
+    release(handle, x, hand_over=False)
+    gpu.overwrite(x, torch.full((N,), -1.0))
+    assert gpu.bytes_of(load(handle, values)) == raw(values)
+
+
+def test_many_steps_in_one_set_of_buffers(gpu, config):
+    """Stores, loads and kernels of three steps, all buffers recycled between them."""
+    for step in range(3):
+        kept = []
+        for i in range(6):
+            values = numbers(N + i % 2, 100 * step + i)
+            x = gpu.tensor(values)
+            handle = store(x, config, slot=i)
+            release(handle, x)
+            kept.append((handle, values))
+            del x, handle
+        while kept:
+            handle, values = kept.pop()
+            y = load(handle, values)
+            gpu.overwrite(y, values + 1)
+            assert gpu.bytes_of(y) == raw(values + 1)
+            del y, handle
+    assert entries.living() == []
+    assert stats.stats().loads == 18
+
+
+def test_device_memory_does_not_come_from_the_pool(gpu, config):
+    mapped = POOL.mappings
+    values = numbers()
+    load(on_disk(gpu, config, values), values)
+    assert POOL.mappings == mapped
+
+
+def test_nothing_of_a_dead_tensor_is_kept(gpu, config):
+    """All memory of the device is free once handles and tensors are gone."""
+    values = numbers()
+    handle = on_disk(gpu, config, values)
+    y = load(handle, values)
+    del y, handle
+    entries.living()
+    close_stores()
+    assert [block.nbytes for block in gpu.blocks.values() if block.live] == []
+
+
+# ---- the transfer itself
+
+
+def queued(fake, check, size=10):
+    x = fake._tensor(size)
+
+    def enqueue(side):
+        fake.queue(side, lambda: None)
+        return check
+
+    return x, streams.Queued(x.device, fake.side(x.device), enqueue)
+
+
+def test_a_check_runs_once_and_only_behind_the_event():
+    with installed("lazy") as fake:
+        calls = []
+        x, transfer = queued(fake, lambda: calls.append(fake.sides[0].tasks.copy()))
+        transfer.start()
+        assert not transfer.done()
+        assert calls == []
+        transfer.wait()
+        transfer.wait()
+        assert not transfer.cancel()
+        assert [list(tasks) for tasks in calls] == [[]]  # nothing is left on the stream
+        del x
+
+
+def test_an_error_of_the_check_is_raised_by_every_wait():
+    with installed("lazy") as fake:
+
+        def check():
+            raise OSError(5, "short", "/there")
+
+        x, transfer = queued(fake, check)
+        transfer.start()
+        for _ in range(2):
+            with pytest.raises(OSError, match="short"):
+                transfer.wait()
+        assert transfer.cancel()
+        del x
+
+
+def test_a_transfer_that_was_never_started_is_no_success():
+    with installed("lazy") as fake:
+        x, transfer = queued(fake, lambda: None)
+        assert not transfer.done()
+        with pytest.raises(OSError, match="never queued"):
+            transfer.wait()
+        assert transfer.cancel()
+        del x
+
+
+def test_an_interrupt_before_the_transfer_was_queued_is_no_success():
+    with installed("lazy") as fake:
+
+        def enqueue(side):
+            raise KeyboardInterrupt
+
+        x = fake._tensor(10)
+        transfer = streams.Queued(x.device, fake.side(x.device), enqueue)
+        with pytest.raises(KeyboardInterrupt):
+            transfer.start()
+        assert transfer.cancel()
+        with pytest.raises(OSError, match="never queued"):
+            transfer.wait()
+        del x
+
+
+def test_span_is_as_long_as_the_device_says():
+    with installed("lazy") as fake:
+        x, transfer = queued(fake, lambda: None)
+        transfer.start()
+        transfer.wait()
+        assert transfer.seconds == pytest.approx(1.5e-3)
+        started, ended = transfer.span()
+        assert ended - started == pytest.approx(1.5e-3)
+        del x
+
+
+def test_loads_do_not_wait_behind_stores():
+    """What is copied to the host does not hold up what is copied from it: the bus does both at a time."""
+    with installed("lazy") as fake:
+        engine = MemoryEngine()
+        x, y = fake._tensor(100), fake._tensor(100)
+        first, second = engine.alloc(100), engine.alloc(100)
+        stored = engine.write(first, Memory.of(x))
+        stored.start()
+        stored.wait()
+        write, read = engine.write(second, Memory.of(x)), engine.read(first, Memory.of(y))
+        write.start()
+        read.start()
+        read.wait()
+        assert not write.done()
+        write.wait()
+
+
+def test_bytes_of_views():
+    """as_bytes sees just the elements of a dense view, whatever its dtype."""
+    x = torch.arange(100, dtype=torch.int32)
+    assert raw(memory.as_bytes(x[10:20])) == raw(x[10:20])
+    half = torch.randn(8, dtype=torch.bfloat16)
+    assert raw(memory.as_bytes(half[1:])) == raw(half[1:])
+
+
+def test_exposed_memory_is_plain_bytes():
+    """The array interface that torch and kvikio read."""
+    exposed = streams.Exposed(4096, 77).__cuda_array_interface__
+    assert exposed == {"shape": (77,), "typestr": "|u1", "data": (4096, False), "strides": None, "version": 3}
+
+
+def test_the_fake_is_a_backend():
+    """Same methods, same arguments as the one of torch.cuda, so that what passes here means something there."""
+    import inspect
+
+    def methods(cls):
+        found = inspect.getmembers(cls, inspect.isfunction)
+        return {name: list(inspect.signature(f).parameters) for name, f in found if not name.startswith("_")}
+
+    fake = methods(FakeGpu)
+    for name, parameters in methods(streams.CudaStreams).items():
+        assert fake[name] == parameters
