@@ -27,7 +27,7 @@ help:
 setup: $(STAMP)
 
 # The native source is a prerequisite, so that a change of it rebuilds the library.
-$(STAMP): pyproject.toml constraints.txt $(wildcard runtime/native/*)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 needed; set PYTHON=...")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test]'

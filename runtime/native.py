@@ -172,8 +172,11 @@ def dio_alignment(fd: int) -> tuple[int, int]:
 
 
 def source_hash() -> str:
-    """16 hex digits over iopool.c; a build passes it as -DIOPOOL_SOURCE_HASH="\\"...\\"". Empty without the source."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16] if SOURCE.is_file() else ""
+    """16 hex digits over the C files; every build passes it as -DIOPOOL_SOURCE_HASH. Empty without the source."""
+    if not SOURCE.is_file():
+        return ""
+    files = sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".c", ".h"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 @functools.cache

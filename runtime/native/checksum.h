@@ -64,12 +64,10 @@ static void lanes_portable(uint32_t crc[4], const unsigned char *memory, size_t 
     } \
     crc[0] = (uint32_t)a, crc[1] = (uint32_t)b, crc[2] = (uint32_t)c, crc[3] = (uint32_t)d
 
+/* In assembler, because compilers do not agree on the name of the target feature that their builtin needs. */
 #if defined(__x86_64__)
-#define STEP_SSE42(lane, word) (lane) = __builtin_ia32_crc32di(lane, word)
-__attribute__((target("sse4.2")))
-static void lanes_hardware(uint32_t crc[4], const unsigned char *memory, size_t quarter) {
-    FOUR_LANES(STEP_SSE42);
-}
+#define STEP_SSE42(lane, word) __asm__("crc32q %1, %0" : "+r"(lane) : "r"(word))
+static void lanes_hardware(uint32_t crc[4], const unsigned char *memory, size_t quarter) { FOUR_LANES(STEP_SSE42); }
 static int has_hardware(void) { __builtin_cpu_init(); return __builtin_cpu_supports("sse4.2") != 0; }
 #elif defined(__aarch64__) && defined(__linux__) && !defined(__AARCH64EB__)
 #define STEP_ARM(lane, word) __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(lane) : "r"(word))

@@ -4,9 +4,13 @@ import ctypes
 import gc
 import os
 import random
+import shutil
 import subprocess
+import sys
+import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,6 +231,25 @@ def test_library_of_another_source_is_not_used(uncached, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(native, "VERSION", "another")
     assert native._load(built) is None
+
+
+def test_build_of_the_package_carries_the_hash(tmp_path):
+    """The extension that setuptools builds fits the source; after a change of any of its files it is not used."""
+    pytest.importorskip("setuptools")
+    root = Path(__file__).parents[2]
+    shutil.copy(root / "setup.py", tmp_path)
+    shutil.copytree(native.SOURCE.parent, tmp_path / "runtime" / "native")
+    for changed in (False, True):
+        built = f"built-{changed}"  # a library that is loaded already would be found again under its path
+        if changed:
+            (tmp_path / "runtime" / "native" / "pool.h").open("a").write("/* changed */\n")
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", built]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        (library,) = (tmp_path / built).rglob("_iopool*.so")
+        found = native._load(library)
+        assert (found is None) is changed
+        if found:
+            assert found.source_hash().decode() == native.source_hash()
 
 
 def test_cache_that_others_may_write_is_not_trusted(uncached, tmp_path, monkeypatch):
