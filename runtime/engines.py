@@ -180,7 +180,7 @@ def check_device(engine: Engine, device: torch.device) -> None:
 def _posix(config: RuntimeConfig) -> Engine:
     from ssd_fx.runtime.posix import PosixEngine
 
-    return PosixEngine(config.dirs, allow_tmpfs=config.allow_tmpfs)
+    return PosixEngine(config.dirs, allow_tmpfs=config.allow_tmpfs, checksums=config.checksums)
 
 
 ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {

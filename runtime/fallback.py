@@ -5,10 +5,19 @@ import os
 import queue
 import threading
 import time
+import zlib
 from dataclasses import dataclass, field
 
 PENDING, OK, FAILED, CANCELLED = range(4)
-END_OF_FILE = -1
+END_OF_FILE, CHECKSUM_MISMATCH = -1, -2  # error codes beside errno
+BLOCK = 1 << 20  # bytes that one checksum covers; the last block of a transfer may be shorter
+
+Sums = ctypes.Array[ctypes.c_uint64]
+
+
+def sums_for(nbytes: int) -> Sums:
+    """Room for the checksums of `nbytes`."""
+    return (ctypes.c_uint64 * -(-nbytes // BLOCK))()
 
 
 @dataclass(eq=False, slots=True)
@@ -21,6 +30,7 @@ class ThreadRequest:
     address: int
     nbytes: int
     offset: int
+    sums: Sums | None = None
     _state: int = PENDING
     _started: bool = False
     _error: tuple[int, int] = (0, 0)
@@ -71,6 +81,27 @@ class ThreadRequest:
 
     def _transfer(self) -> tuple[int, int]:
         memory = memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
+        if self.sums and self.write:
+            for block, computed in enumerate(self._computed(memory)):
+                self.sums[block] = computed
+        failure = self._move(memory)
+        if self.sums and not self.write and not failure[0]:
+            return self._compared(memory, self.sums)
+        return failure
+
+    def _computed(self, memory: memoryview) -> list[int]:
+        """CRC-32 rather than the native pool's sum: the sums never leave the process."""
+        with self.pool.lock:
+            self.pool.summed += self.nbytes
+        return [zlib.crc32(memory[at : at + BLOCK]) for at in range(0, self.nbytes, BLOCK)]
+
+    def _compared(self, memory: memoryview, sums: Sums) -> tuple[int, int]:
+        for block, found in enumerate(self._computed(memory)):
+            if found != sums[block]:
+                return CHECKSUM_MISMATCH, self.offset + block * BLOCK
+        return 0, 0
+
+    def _move(self, memory: memoryview) -> tuple[int, int]:
         done = 0
         while done < self.nbytes:
             at = self.offset + done
@@ -91,18 +122,24 @@ class ThreadPool:
         self._queue: queue.PriorityQueue[tuple[int, int, ThreadRequest | None]] = queue.PriorityQueue()
         self._count = 0
         self._closed = False
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        self.summed = 0
         self._pending: dict[ThreadRequest, None] = {}  # oldest first
         self._threads = [threading.Thread(target=self._work, daemon=True, name="ssd_fx-io") for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def request(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> ThreadRequest:
-        return ThreadRequest(self, write, fd, address, nbytes, offset)
+    def request(
+        self, write: bool, fd: int, address: int, nbytes: int, offset: int, sums: Sums | None = None
+    ) -> ThreadRequest:
+        return ThreadRequest(self, write, fd, address, nbytes, offset, sums)
+
+    def summed_bytes(self) -> int:
+        return self.summed
 
     def enqueue(self, request: ThreadRequest) -> None:
         """Hands a request to the workers, or cancels it if they have gone."""
-        with self._lock:
+        with self.lock:
             if not self._closed:
                 self._count += 1
                 self._pending[request] = None
@@ -111,7 +148,7 @@ class ThreadPool:
         request.cancel()
 
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             self._closed = True
             pending = list(self._pending)
         for request in reversed(pending):
@@ -124,5 +161,5 @@ class ThreadPool:
     def _work(self) -> None:
         while (request := self._queue.get()[2]) is not None:
             request.run()
-            with self._lock:
+            with self.lock:
                 self._pending.pop(request, None)

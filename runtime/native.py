@@ -15,12 +15,22 @@ import warnings
 from pathlib import Path
 from typing import Protocol
 
-from ssd_fx.runtime.fallback import ThreadPool
+from ssd_fx.runtime.fallback import (
+    BLOCK,
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    END_OF_FILE,
+    FAILED,
+    OK,
+    PENDING,
+    Sums,
+    ThreadPool,
+)
+
+__all__ = ["BLOCK", "CANCELLED", "CHECKSUM_MISMATCH", "END_OF_FILE", "FAILED", "OK", "PENDING", "Sums", "ThreadPool"]
 
 SOURCE = Path(__file__).parent / "native" / "iopool.c"
-VERSION = "2"
-END_OF_FILE = -1
-PENDING, OK, FAILED, CANCELLED = range(4)
+VERSION = "3"
 
 
 class Request(Protocol):
@@ -39,7 +49,7 @@ class Request(Protocol):
         """Drops what has not started, waits for what runs; the final state, OK if all had been transferred."""
 
     def error(self) -> tuple[int, int]:
-        """(errno or END_OF_FILE, file offset) of a request that FAILED."""
+        """(errno, END_OF_FILE or CHECKSUM_MISMATCH; file offset) of a request that FAILED."""
 
     def span(self) -> tuple[float, float]:
         """Start of its first piece and end of its last, on the clock of time.perf_counter."""
@@ -48,8 +58,16 @@ class Request(Protocol):
 class Pool(Protocol):
     """Executes requests; the caller keeps memory and descriptor alive until a request is final."""
 
-    def request(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
-        """A transfer of `nbytes` between `address` and `offset` of `fd`, which is yet to be started."""
+    def request(
+        self, write: bool, fd: int, address: int, nbytes: int, offset: int, sums: Sums | None = None
+    ) -> Request:
+        """A transfer of `nbytes` between `address` and `offset` of `fd`, which is yet to be started.
+
+        `sums`: one number per block of `BLOCK` bytes, which a write fills and a read compares.
+        """
+
+    def summed_bytes(self) -> int:
+        """Bytes over which checksums were computed so far."""
 
     def close(self) -> None:
         """Cancels what has not started, waits for what runs, ends the threads."""
@@ -72,7 +90,10 @@ class _Library:
         self.create = bind(released, "pool_create", pointer, i32)
         self.destroy = bind(released, "pool_destroy", None, pointer)
         self.request_bytes = int(bind(held, "req_size", size)())
-        self.init = bind(held, "req_init", None, pointer, pointer, i32, i32, pointer, size, i64)
+        self.init = bind(held, "req_init", None, pointer, pointer, i32, i32, pointer, size, i64, pointer)
+        self.summed_bytes = bind(held, "pool_summed_bytes", ctypes.c_uint64, pointer)
+        self.block_bytes = int(bind(held, "block_size", size)())
+        self.checksum_by = bind(released, "checksum_by", i32, i32, pointer, size, pointer, pointer)
         self.start = bind(held, "req_start", None, pointer)
         self.state = bind(held, "req_state", i32, pointer)
         self.wait = bind(released, "req_wait", i32, pointer, i32)
@@ -85,15 +106,19 @@ class _Library:
 
 
 class _NativeRequest:
-    __slots__ = ("_address", "_library", "_memory", "_under_way")
+    __slots__ = ("_address", "_library", "_memory", "_sums", "_under_way")
 
     def __init__(self, library: _Library, under_way: "dict[_NativeRequest, None]") -> None:
         self._library, self._under_way = library, under_way
         self._memory = ctypes.create_string_buffer(library.request_bytes)
         self._address = ctypes.addressof(self._memory)
 
-    def prepare(self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
-        self._library.init(self._address, pool, int(write), fd, address, nbytes, offset)
+    def prepare(
+        self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int, sums: Sums | None
+    ) -> None:
+        self._sums = sums  # alive for as long as a worker may fill it
+        sums_at = ctypes.addressof(sums) if sums else None
+        self._library.init(self._address, pool, int(write), fd, address, nbytes, offset, sums_at)
 
     def start(self) -> None:
         self._under_way[self] = None
@@ -130,10 +155,15 @@ class NativePool:
         if not self._pool:
             raise MemoryError(f"could not start {threads} I/O threads")
 
-    def request(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> Request:
+    def request(
+        self, write: bool, fd: int, address: int, nbytes: int, offset: int, sums: Sums | None = None
+    ) -> Request:
         made = _NativeRequest(self._library, self._under_way)
-        made.prepare(self._pool, write, fd, address, nbytes, offset)
+        made.prepare(self._pool, write, fd, address, nbytes, offset, sums)
         return made
+
+    def summed_bytes(self) -> int:
+        return int(self._library.summed_bytes(self._pool))
 
     def close(self) -> None:
         self._library.destroy(self._pool)
@@ -231,12 +261,8 @@ def _load(path: Path) -> _Library | None:
         return None
     if found.version().decode() != VERSION:
         return None
-    built_from, digest = found.source_hash().decode(), source_hash()
-    if not digest or built_from == digest:
-        return found
-    # A build that was not told the hash (setuptools' extension): trusted unless the source has changed since.
-    newer = not built_from and path.stat().st_mtime >= SOURCE.stat().st_mtime
-    return found if newer else None
+    digest = source_hash()
+    return found if not digest or found.source_hash().decode() == digest else None
 
 
 def source_version() -> str:

@@ -17,6 +17,7 @@ from ssd_fx.runtime import native
 from ssd_fx.runtime.buffers import PAGE, POOL, Region
 from ssd_fx.runtime.engines import Completion, Extent, Memory
 from ssd_fx.runtime.extents import STEP, SlabFile
+from ssd_fx.runtime.fallback import sums_for
 from ssd_fx.runtime.preflight import check_directory
 
 SMALL = 64 << 10
@@ -24,15 +25,17 @@ POLL_MS = 100  # how long a signal handler waits for its turn while a thread wai
 
 
 class FileExtent(Extent):
-    """A piece of a slab file. `body_at` and `body_bytes`: the part of the tensor that is on disk, the rest is here."""
+    """A piece of a slab file. `body_at` and `body_bytes`: the part of the tensor that is on disk, the rest is here.
+    `sums`: the checksums of that part, None without."""
 
-    __slots__ = ("body_at", "body_bytes", "file", "head", "size", "tail")
+    __slots__ = ("body_at", "body_bytes", "file", "head", "size", "sums", "tail")
 
     def __init__(self, nbytes: int, file: SlabFile, offset: int, size: int) -> None:
         super().__init__(nbytes, file.directory, offset)
         self.file, self.size = file, size
         self.body_at, self.body_bytes = 0, nbytes
         self.head = self.tail = b""
+        self.sums: native.Sums | None = None
 
 
 class Transfer:
@@ -94,11 +97,14 @@ class Transfer:
         code, where = self._request.error()
         if code == native.END_OF_FILE:
             return OSError(errno.EIO, f"{place} hit the end of the file at offset {where}", extent.directory)
+        if code == native.CHECKSUM_MISMATCH:
+            message = f"{place}: checksum mismatch in the block at offset {where}: it is not what was written there"
+            return OSError(errno.EIO, message, extent.directory)
         return OSError(code, f"{place} failed at offset {where}: {os.strerror(code)}", extent.directory)
 
 
 class PosixEngine:
-    """Slab files in `dirs`, dealt round robin, behind `threads` I/O threads.
+    """Slab files in `dirs`, dealt round robin, behind `threads` I/O threads; `checksums` over every block of them.
 
     Raises: ValueError without directories; what `check_directory` raises; OSError if no file can be created.
     """
@@ -106,13 +112,21 @@ class PosixEngine:
     name = "posix"
 
     def __init__(
-        self, dirs: Sequence[str], *, allow_tmpfs: bool = False, threads: int = 2, step: int = STEP, small: int = SMALL
+        self,
+        dirs: Sequence[str],
+        *,
+        allow_tmpfs: bool = False,
+        threads: int = 2,
+        step: int = STEP,
+        small: int = SMALL,
+        checksums: bool = True,
     ) -> None:
         if not dirs:
             raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
         for path in dirs:
             check_directory(path, allow_tmpfs)
         self._small = small
+        self._checksums = checksums
         self._turn = 0
         self._warned: set[str] = set()
         self._files = [SlabFile(str(Path(path)), step) for path in dirs]
@@ -194,7 +208,9 @@ class PosixEngine:
         return Transfer("read", extent, self._request(False, extent, at, padded), bounce, (ptr, at - head))
 
     def _request(self, write: bool, extent: FileExtent, address: int, nbytes: int) -> native.Request:
-        return self._pool.request(write, extent.file.fd, address, nbytes, extent.offset)
+        if write:
+            extent.sums = sums_for(nbytes) if self._checksums else None
+        return self._pool.request(write, extent.file.fd, address, nbytes, extent.offset, extent.sums)
 
     def _warn(self, file: SlabFile, nbytes: int, error: OSError) -> None:
         if file.directory in self._warned:

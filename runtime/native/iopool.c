@@ -6,7 +6,8 @@
  * is left; only then does nobody touch its memory. The caller owns the request (`req_size` bytes, set up by `req_init`) and
  * keeps it, memory and descriptor alive until then. It can note the request down before `req_start`, so that whatever
  * interrupts it leaves no transfer behind that nobody knows of.
- * Every piece starts at a multiple of PIECE within its request: the place for a checksum per block is `transfer`.
+ * With `sums` every block (checksum.h) of a write is summed before it is written, and of a read compared after it arrived;
+ * PIECE is a multiple of BLOCK, so no block is in two pieces.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -22,13 +23,17 @@
 #include <time.h>
 #include <unistd.h>
 
-#define VERSION "2"
+#include "checksum.h"
+
+#define VERSION "3"
 #ifndef IOPOOL_SOURCE_HASH
 #define IOPOOL_SOURCE_HASH ""
 #endif
 
 #define PIECE ((size_t)8 << 20)
-#define END_OF_FILE (-1) /* the error code of a read that hit the end of the file */
+
+/* Error codes beside errno: a read hit the end of the file; a block is not what was written. */
+enum { END_OF_FILE = -1, CHECKSUM_MISMATCH = -2 };
 
 enum { READ = 0, WRITE = 1 };
 enum { PENDING = 0, OK = 1, FAILED = 2, CANCELLED = 3 };
@@ -41,6 +46,7 @@ typedef struct Request {
     char *memory;
     size_t bytes, cursor; /* cursor: bytes whose pieces were handed to a worker */
     int64_t offset;
+    uint64_t *sums;       /* one per block, the caller's; NULL: no checksums */
     int running;          /* pieces that a worker holds now */
     int queued;
     int error;
@@ -55,6 +61,7 @@ typedef struct Pool {
     Request *head[2], *tail[2];
     int stopping, threads;
     pthread_t *workers;
+    _Atomic uint64_t summed_bytes;
 } Pool;
 
 static double now(void) {
@@ -90,19 +97,41 @@ static void finish_if_idle(Pool *p, Request *r) {
     pthread_cond_broadcast(&p->finished);
 }
 
-/* One piece, short transfers continued; 0, or an errno (END_OF_FILE at the end of the file), and where it happened. */
-static int transfer(const Request *r, size_t from, size_t bytes, int64_t *where) {
+/* `bytes` of the request from its byte `from` on, to or from `memory`, short transfers continued; 0, or an error code and the
+ * place in the file. */
+static int transfer(const Request *r, char *memory, size_t from, size_t bytes, int64_t *where) {
     size_t done = 0;
     while (done < bytes) {
         int64_t at = r->offset + (int64_t)(from + done);
-        char *memory = r->memory + from + done;
-        ssize_t n = r->operation == WRITE ? pwrite(r->fd, memory, bytes - done, at) : pread(r->fd, memory, bytes - done, at);
+        ssize_t n = r->operation == WRITE ? pwrite(r->fd, memory + done, bytes - done, at)
+                                          : pread(r->fd, memory + done, bytes - done, at);
         if (n > 0) { done += (size_t)n; continue; }
         if (n < 0 && errno == EINTR) continue;
         *where = at;
         return n < 0 ? errno : (r->operation == READ ? END_OF_FILE : EIO);
     }
     return 0;
+}
+
+/* Notes the sums of the blocks from byte `from` on, or (of a read) compares them. */
+static int check(const Request *r, const char *memory, size_t from, size_t bytes, int64_t *where) {
+    uint64_t *sum = r->sums + from / BLOCK;
+    atomic_fetch_add_explicit(&r->pool->summed_bytes, bytes, memory_order_relaxed);
+    for (size_t at = 0; at < bytes; at += BLOCK, sum++) {
+        uint64_t found = block_sum(memory + at, bytes - at < BLOCK ? bytes - at : BLOCK);
+        if (r->operation == WRITE) *sum = found;
+        if (found == *sum) continue;
+        *where = r->offset + (int64_t)(from + at);
+        return CHECKSUM_MISMATCH;
+    }
+    return 0;
+}
+
+/* `transfer` with checksums. `from` is a multiple of BLOCK. */
+static int checked_transfer(const Request *r, char *memory, size_t from, size_t bytes, int64_t *where) {
+    int error = r->sums && r->operation == WRITE ? check(r, memory, from, bytes, where) : 0;
+    if (!error) error = transfer(r, memory, from, bytes, where);
+    return !error && r->sums && r->operation == READ ? check(r, memory, from, bytes, where) : error;
 }
 
 static void run_piece(Pool *p, Request *r) {
@@ -113,7 +142,7 @@ static void run_piece(Pool *p, Request *r) {
     r->running++;
     if (r->cursor == r->bytes) dequeue(p, r);
     pthread_mutex_unlock(&p->lock);
-    int error = transfer(r, from, bytes, &where);
+    int error = checked_transfer(r, r->memory + from, from, bytes, &where);
     pthread_mutex_lock(&p->lock);
     r->running--;
     if (error && !r->error) {
@@ -155,6 +184,7 @@ Pool *pool_create(int threads) {
     Pool *p = calloc(1, sizeof *p);
     pthread_condattr_t monotonic;
     if (!p) return NULL;
+    pthread_once(&checksum_once, prepare_checksum);
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->work, NULL);
     pthread_condattr_init(&monotonic);
@@ -167,9 +197,14 @@ Pool *pool_create(int threads) {
     return NULL;
 }
 
-size_t req_size(void) { return sizeof(Request); }
+/* Bytes that were summed so far. */
+uint64_t pool_summed_bytes(Pool *p) { return atomic_load(&p->summed_bytes); }
 
-void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset) {
+size_t req_size(void) { return sizeof(Request); }
+size_t block_size(void) { return BLOCK; }
+
+/* `sums`: room for a number per block, which the caller keeps and passes to the read again, or NULL. */
+void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset, uint64_t *sums) {
     memset(r, 0, sizeof *r);
     r->pool = p;
     r->process = getpid();
@@ -178,6 +213,7 @@ void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t b
     r->memory = memory;
     r->bytes = bytes;
     r->offset = offset;
+    r->sums = sums;
     atomic_init(&r->state, PENDING);
 }
 

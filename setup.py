@@ -1,0 +1,28 @@
+"""The native pool; everything else is in pyproject.toml.
+
+A plain shared object without Python.h, loaded with ctypes. Optional: without a compiler the install goes on, and the
+pool is built at its first use. The hash over the sources is that of `runtime/native.py`, which checks it: a library that
+was built from other sources is not used.
+"""
+
+import hashlib
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+FILES = sorted(path for path in Path("runtime", "native").iterdir() if path.suffix in (".c", ".h"))
+HASH = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]
+
+setup(
+    ext_modules=[
+        Extension(
+            "ssd_fx.runtime._iopool",
+            sources=["runtime/native/iopool.c"],
+            depends=[str(path) for path in FILES],
+            define_macros=[("IOPOOL_SOURCE_HASH", f'"{HASH}"')],
+            extra_compile_args=["-O2", "-pthread", "-std=gnu11"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+    ]
+)
