@@ -86,6 +86,14 @@ int faultio_arm(int call, int action, int64_t first, int64_t step, int64_t most,
     return room;
 }
 
+/* Faults of the rule that was armed as the `number`-th since the last reset, from 0. */
+int64_t faultio_fired(int number) {
+    pthread_mutex_lock(&lock);
+    int64_t fired = number >= 0 && number < RULES ? rules[number].fired : 0;
+    pthread_mutex_unlock(&lock);
+    return fired;
+}
+
 int64_t faultio_calls(int call) { return __atomic_load_n(&calls[call], __ATOMIC_SEQ_CST); }
 int64_t faultio_faults(int call) { return __atomic_load_n(&faults[call], __ATOMIC_SEQ_CST); }
 

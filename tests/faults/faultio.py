@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import errno
 import hashlib
 import os
 import subprocess
@@ -35,6 +36,11 @@ class Action(enum.IntEnum):
     LOST = -4
     ZEROS = -5
     SLEEP = -6
+
+
+def action_name(action: int) -> str:
+    """What an action is called: "EIO", "FLIP"."""
+    return errno.errorcode[action] if action > 0 else Action(action).name
 
 
 def library() -> Path:
@@ -82,7 +88,8 @@ class Faults:
         if not hasattr(self._library, "faultio_arm"):
             raise RuntimeError(f"start the process with LD_PRELOAD={library()}")
         os.environ.pop("LD_PRELOAD", None)  # compilers and other children need none
-        for name in ("faultio_calls", "faultio_faults"):
+        self._rules: list[str] = []
+        for name in ("faultio_calls", "faultio_faults", "faultio_fired"):
             getattr(self._library, name).restype = ctypes.c_int64
         number = ctypes.c_int64
         self._library.faultio_arm.argtypes = [
@@ -106,6 +113,13 @@ class Faults:
         """Faults since the last reset."""
         return sum(int(self._library.faultio_faults(int(call))) for call in calls)
 
+    def count_by_name(self) -> dict[str, int]:
+        """The same by call and action: `{"WRITE EIO": 2}`."""
+        found: dict[str, int] = {}
+        for number, name in enumerate(self._rules):
+            found[name] = found.get(name, 0) + int(self._library.faultio_fired(number))
+        return found
+
     def disarm(self) -> None:
         """Ends all rules; the counters stay."""
         self._library.faultio_disarm()
@@ -113,7 +127,9 @@ class Faults:
     def reset(self) -> None:
         """Ends all rules and sets the counters to zero."""
         self._library.faultio_reset()
+        self._rules.clear()
 
     def _arm(self, call: Call, action: int, *numbers: float) -> None:
         if not self._library.faultio_arm(int(call), int(action), *numbers):
             raise RuntimeError("more rules than faultio.c has room for")
+        self._rules.append(f"{call.name} {action_name(action)}")

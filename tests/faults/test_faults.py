@@ -27,15 +27,23 @@ def test_the_nth_call_of_a_step_fails(tmp_path: Path) -> None:
     done = faultio.run("tests.faults.nth_call", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert lines[-1] == "88 attempts, every one right"
-    assert len(lines) == 17
+    assert lines[-1] == "120 attempts, every one right"
+    assert len(lines) == 21
+
+
+@pytest.mark.xfail(strict=True, reason="PosixEngine.__init__ leaves the files it made open when a later one fails")
+def test_the_second_directory_cannot_be_opened(tmp_path: Path) -> None:
+    """No descriptor is left of the first one, which would keep its space until the process ends."""
+    done = faultio.run("tests.faults.nth_call", tmp_path, "--two")
+    assert "descriptors" in done.stderr or done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0
 
 
 @pytest.mark.slow
 def test_the_nth_call_of_a_step_fails_in_every_way(tmp_path: Path) -> None:
     done = faultio.run("tests.faults.nth_call", tmp_path, "--all", timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "262 attempts, every one right"
+    assert done.stdout.splitlines()[-1] == "342 attempts, every one right"
 
 
 def test_a_short_soak(tmp_path: Path) -> None:

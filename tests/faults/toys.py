@@ -39,10 +39,10 @@ class Toy(nn.Module):
 
 
 def compile_toy(model: nn.Module, directory: object, engine: str, **more: Any) -> Callable[[Tensor], Tensor]:
-    """`model` with every tensor that can leave on disk, however small."""
+    """`model` with every tensor on disk that can leave, however small; not for dynamic shapes, whose tensors stay."""
     options: dict[str, Any] = {"dirs": [str(directory)], "engine": engine, "inner": "aot_eager"}
     options |= {"budget": 0, "min_bytes": 0, **more}
-    compiled: Callable[[Tensor], Tensor] = torch.compile(model, backend=ssd_fx.backend, options=options)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(model, backend=ssd_fx.backend, options=options, dynamic=False)
     return compiled
 
 
