@@ -73,13 +73,16 @@ class Report:
         """Without the delays."""
         return self.met.total() - self.delays
 
+    def tenths(self) -> list[int]:
+        """Resident bytes after each tenth of the episodes."""
+        return [self.resident_bytes[-(-len(self.resident_bytes) * n // 10) - 1] for n in range(1, 11)]
+
     def lines(self) -> list[str]:
-        first, last = self.resident_bytes[len(self.resident_bytes) // 5], self.resident_bytes[-1]
         return [
             f"{self.episodes} episodes, {self.faults} faults, {self.delays} delays",
             "outcomes: " + ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items())),
             "faults: " + ", ".join(f"{name} {count}" for name, count in sorted(self.met.items())),
-            f"resident: {first >> 20} MiB after a fifth, {last >> 20} MiB at the end",
+            "resident after each tenth, MiB: " + " ".join(str(size >> 20) for size in self.tenths()),
         ]
 
 
@@ -265,8 +268,8 @@ def main() -> None:
         print(f"WRONG GRADIENTS after {soak.report.faults} faults: {error}", flush=True)
         sys.exit(3)
     print("\n".join(report.lines()), flush=True)
-    first, last = report.resident_bytes[len(report.resident_bytes) // 5], report.resident_bytes[-1]
-    assert last < first + GROWTH_BYTES, f"memory grew from {first} B to {last} B"
+    sizes = report.tenths()
+    assert sizes[-1] < sizes[1] + GROWTH_BYTES, f"memory grew from {sizes[1]} B to {sizes[-1]} B"
 
 
 if __name__ == "__main__":
