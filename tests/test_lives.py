@@ -152,6 +152,7 @@ def test_a_write_fails(tmp_path: Path, code: int, inner: str) -> None:
     assert not made[0].out
 
 
+@pytest.mark.slow
 def test_the_file_may_not_grow(tmp_path: Path) -> None:
     """RLIMIT_FSIZE: what fits is written, the rest stays, one warning, right gradients, a clean exit."""
     code = """
@@ -376,15 +377,16 @@ def test_an_exception_between_forward_and_backward(trainee: Trainee) -> None:
     trainee.step()
 
 
-def test_a_backward_that_never_comes(trainee: Trainee) -> None:
-    """1,000 forwards: neither entries nor the file nor staging grow."""
+@pytest.mark.parametrize("forwards", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_backward_that_never_comes(trainee: Trainee, forwards: int) -> None:
+    """Neither entries nor the file nor staging grow."""
     trainee.step()
     before = ssd_fx.stats()
-    for i in range(1000):
+    for i in range(forwards):
         trainee.forward(i % 4)
     assert living() == []
     after = ssd_fx.stats()
-    assert after.stores == before.stores + 1000 * 5
+    assert after.stores == before.stores + forwards * 5
     assert (after.disk_bytes, after.staging_bytes) == (before.disk_bytes, before.staging_bytes)
     trainee.step()
 
