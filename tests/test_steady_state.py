@@ -13,7 +13,7 @@ import torch
 import ssd_fx
 from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.entries import living
-from tests.faults.toys import Toy, compile_toy, descriptors, settle
+from tests.faults.toys import Toy, compile_toy, descriptors, fill_the_trace, settle
 
 WARM = 20  # steps until the heap has its size; everything else has to stand still after two
 GROWTH_BYTES = 4 << 20
@@ -51,6 +51,7 @@ def test_a_training_run_stands_still(tmp_path: Path, steps: int) -> None:
 
     step()
     step()
+    fill_the_trace()
     gc.collect()
     before, written = taken(), ssd_fx.stats().written_bytes
     sizes = []
@@ -60,6 +61,7 @@ def test_a_training_run_stands_still(tmp_path: Path, steps: int) -> None:
         sizes.append(resident_bytes())
     assert ssd_fx.stats().written_bytes - written == steps * written // 2
     assert ssd_fx.stats().read_bytes == ssd_fx.stats().written_bytes
+    assert ssd_fx.stats().written_bytes == ssd_fx.stats().offloaded_bytes
     figures = f"resident {sizes[WARM] >> 10} KiB after {WARM} steps, {sizes[-1] >> 10} KiB after {steps}"
     print(f"{figures}; {before}")  # pytest -s
     assert sizes[-1] - sizes[WARM] < GROWTH_BYTES, f"memory grew by {sizes[-1] - sizes[WARM]} B"

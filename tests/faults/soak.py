@@ -37,7 +37,18 @@ from ssd_fx.runtime.engines import ENGINES, Engine
 from ssd_fx.runtime.entries import GUARD, living
 from ssd_fx.runtime.store import close_stores
 from tests.faults.faultio import Action, Call, Faults
-from tests.faults.toys import Counting, Late, Toy, compile_toy, complaint, descriptors, gradients, same_bits, settle
+from tests.faults.toys import (
+    Counting,
+    Late,
+    Toy,
+    compile_toy,
+    complaint,
+    descriptors,
+    fill_the_trace,
+    gradients,
+    same_bits,
+    settle,
+)
 
 HANG_S = 60
 INPUTS = 4
@@ -126,6 +137,7 @@ class Soak:
             )
         ]
         self.close()
+        fill_the_trace()
         self.faults = Faults(os.path.dirname(directories[0]))  # the rules are for all that is under it
         self.before = collections.Counter(descriptors().values())
         gc.collect()
@@ -171,7 +183,7 @@ class Soak:
             if self.corrupt and call in (Call.WRITE, Call.READ):
                 possible = (*possible, *CORRUPT)
             action = self.random.choice(possible)
-            rate = self.random.choice([0.02, 0.1, 0.4])
+            rate = self.random.choice([0.02, 0.1, 0.4, 0.9])
             self.faults.some(call, action, rate, self.random.getrandbits(32))
 
     def schedule(self, trainee: Trainee, compiled: Callable[[Tensor], Tensor]) -> None:
@@ -179,7 +191,7 @@ class Soak:
         losses = []
         for _ in range(self.random.randint(1, 5)):
             chosen = self.random.randrange(INPUTS)
-            losses.append((chosen, compiled(trainee.inputs[chosen])))
+            losses.append((chosen, compiled(trainee.inputs[chosen].clone())))
         match self.random.choice(["first in first out", "last in first out", "random"]):
             case "last in first out":
                 losses.reverse()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ssd_fx
+from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines import Engine, Extent, outcome
 from ssd_fx.runtime.entries import living
 from tests.runtime.engines import DelayedEngine, Wrapped
@@ -110,3 +112,9 @@ def descriptors() -> dict[str, str]:
         except FileNotFoundError:  # the one that listed them
             continue
     return found
+
+
+def fill_the_trace() -> None:
+    """The ring of events at its full size, 26 MB, so that it grows no more while memory is watched."""
+    for number in range(trace.LENGTH):
+        trace.record(("store", "full", number, number, time.perf_counter(), time.perf_counter(), 1 << 20, "disk"))
