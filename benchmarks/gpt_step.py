@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -36,11 +35,10 @@ sys.path.insert(0, str(ROOT / "examples"))  # the model is the example's
 import peak  # noqa: E402 - a neighbour of this file
 import torch  # noqa: E402 - with the lines around it
 import train_gpt  # noqa: E402 - found through the path above
+from system import MIB, io_cpu_s, machine  # noqa: E402 - a neighbour of this file
 
 BACKENDS = ("inductor", "ssd_fx")
-IO_THREADS = "ssd_fx-io"  # what the runtime calls them
 PAUSE_S = 0.05  # between turns: OpenMP's threads spin for some milliseconds after their last parallel region
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -60,20 +58,6 @@ class Step:
     forwarded_bytes: int = 0
     stall_s: float = 0.0
     disk_bytes: int = 0
-
-
-def io_cpu_s() -> float | None:
-    """CPU seconds that this process's I/O threads have used so far, or None when there are none."""
-    total = None
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            name, stat = (task / "comm").read_text(), (task / "stat").read_text()
-        except FileNotFoundError:
-            continue  # it ended meanwhile
-        if name.startswith(IO_THREADS):
-            user, system = stat.rpartition(")")[2].split()[11:13]
-            total = (total or 0.0) + (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    return total
 
 
 def train(flags: argparse.Namespace) -> Iterator[Step]:
@@ -188,41 +172,12 @@ def measure(flags: argparse.Namespace, arguments: list[str]) -> tuple[dict[str, 
 
 def system(flags: argparse.Namespace) -> dict[str, str]:
     """Where this was measured."""
-    cpu = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0].strip("\t :") or "unknown"
-    memory = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) / MIB
-    return {
-        "cpu": f"{cpu}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads for torch",
-        "memory": f"{memory:.1f} GiB; load average {os.getloadavg()[0]:.1f} before the start",
-        "kernel": platform.release(),
-        "software": f"Python {platform.python_version()}, torch {torch.__version__}",
-        "directory": file_system(flags.dir) if flags.dir else "the backend's default",
-        "commit": commit(),
+    return machine(flags.dir) | {
         "model": f"{flags.layers} layers, width {flags.width}, {flags.heads} heads, dropout {flags.dropout}, "
         f"batch {flags.batch} x {flags.seq} bytes, {'bfloat16 autocast' if flags.amp else 'float32'}",
         "budget": flags.budget or "the backend's default",
         "neighbour": "one busy process" if flags.neighbour else "none",
     }
-
-
-def file_system(directory: str) -> str:
-    """`/path on ext4, /dev/nvme0n1`: the mount with the longest matching path."""
-    path = Path(directory).resolve()
-    best, found = -1, ""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        mount = Path(left.split()[4].replace("\\040", " "))
-        if path.is_relative_to(mount) and len(mount.parts) >= best:
-            best, found = len(mount.parts), "{}, {}".format(*right.split()[:2])
-    return f"{path} on {found}"
-
-
-def commit() -> str:
-    """The commit of the source, with `+` when tracked files differ from it."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
-    except FileNotFoundError:
-        return "unknown (no git)"
 
 
 def median(steps: Iterable[Step], field: str) -> float:
