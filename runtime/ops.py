@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.library import Library
 
 from ssd_fx.runtime import trace
-from ssd_fx.runtime.engines import check_device
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.heap import HUGE_PAGES
 from ssd_fx.runtime.layout import Layout
@@ -64,7 +63,8 @@ def _load(
     consume: bool,
 ) -> Tensor:
     entry = lookup(handle)
-    check_device(entry.store.engine, device)
+    if device.type != entry.device.type:
+        raise RuntimeError(f"{entry.name} was stored from {entry.device} and cannot be loaded to {device}")
     return entry.store.load(entry, Layout(tuple(size), tuple(stride), dtype), seq, consume)
 
 

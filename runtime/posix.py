@@ -242,9 +242,9 @@ class PosixEngine:
             return
         self._warned = True
         warnings.warn(
-            f"ssd_fx keeps activations in memory that do not go to {self._file.directory}, unless another directory "
-            f"takes them: storing {nbytes} B failed ({error.strerror}); the file there holds {self._file.nbytes} B. "
-            "Training goes on and needs more memory.",
+            f"ssd_fx keeps activations in memory that do not go to {self._file.directory}: storing {nbytes} B failed "
+            f"({error.strerror}); the file there holds {self._file.nbytes} B. Training goes on and needs more memory, "
+            "unless another directory takes them.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -64,7 +64,7 @@ def _check(directory: str) -> int:
     except OSError as error:
         print(f"unfit: {error}", file=sys.stderr)
         return 1
-    config = Config.make({"dirs": [directory], "engine": "posix", "inflight": _TENSORS * _TENSOR_BYTES})
+    config = Config.make({"dirs": [directory], "engine": "posix", "adapt": False, "inflight": _TENSORS * _TENSOR_BYTES})
     tensors = [torch.full((_TENSOR_BYTES,), i, dtype=torch.uint8) for i in range(_TENSORS)]
     for name in ("first pass (the file grows)", "second pass (its space is reused)"):
         write_s, read_s = _round_trip(tensors, config.runtime_json())

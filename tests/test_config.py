@@ -72,7 +72,29 @@ def test_relative_directories_survive_a_chdir(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_runtime_half_is_canonical() -> None:
-    a = Config.make({"dirs": "/a", "budget": 1, "engine": "memory"}).runtime_json()
-    b = Config.make({"engine": "memory", "dirs": ["/a"], "budget": 2}).runtime_json()
+    a = Config.make({"dirs": "/a", "budget": 0.1, "engine": "memory"}).runtime_json()
+    b = Config.make({"engine": "memory", "dirs": ["/a"], "budget": 0.2}).runtime_json()
     assert a == b
     assert json.loads(a)["dirs"] == ["/a"]
+
+
+@pytest.mark.parametrize("said", ["fp8", {"ssd": "fp8"}, "ssd=fp8"])
+def test_one_codec_is_that_of_the_disk(said: object) -> None:
+    assert Config.make({"compression": said}).compression == (("ssd", "fp8"),)
+
+
+def test_a_codec_per_tier() -> None:
+    config = Config.make({"compression": "host=bitpack, ssd=int8"})
+    assert config.compression == (("host", "bitpack"), ("ssd", "int8"))
+    assert json.loads(config.runtime_json())["compression"] == {"host": "bitpack", "ssd": "int8"}
+
+
+@pytest.mark.parametrize("said", ["zip", "tape=fp8", {"ssd": "zip"}, 7])
+def test_what_is_no_compression(said: object) -> None:
+    with pytest.raises(ValueError, match="is no compression; right would be one of 'bitpack', 'fp8', 'int8', or one"):
+        Config.make({"compression": said})
+
+
+def test_bytes_are_the_budget_of_the_process() -> None:
+    assert json.loads(Config.make({"budget": "1KiB"}).runtime_json())["resident"] == 1024
+    assert json.loads(Config.make({"budget": 0.5}).runtime_json())["resident"] == 0

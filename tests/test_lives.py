@@ -535,9 +535,6 @@ def test_the_garbage_collector_is_off(trainee: Trainee) -> None:
     assert (after.disk_bytes, after.staging_bytes) == (before.disk_bytes, before.staging_bytes)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the error that PosixEngine.alloc raises is a local of its own traceback's frame"
-)
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_the_garbage_collector_is_off_and_the_directory_retired(tmp_path: Path) -> None:
     """A refused allocation keeps nothing alive: else every step's activations stay until a collection."""
