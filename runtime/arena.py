@@ -95,6 +95,14 @@ class Arena:
         self._allocator = Allocator(memory.nbytes)
         self._touched = bytearray(memory.nbytes // CHUNK)
         self.address = memory.address
+        # One object for all of it: a ctypes array of another length is another type, which takes 0.1 ms to make.
+        whole = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
+        whole.memory = memory  # type: ignore[attr-defined]  # mapped for as long as anybody looks at a part of it
+        self._bytes = memoryview(whole).cast("B")
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """A new object on these bytes, which keeps them mapped."""
+        return self._bytes[offset : offset + nbytes]
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """(offset, bytes that were not touched before) of `nbytes`, a multiple of a page; None if they are not there.

@@ -6,8 +6,6 @@ nothing until it is touched, so that what one size gave back serves any other. A
 storage dies, whatever aliases of it exist by then.
 """
 
-import ctypes
-
 import torch
 
 from ssd_fx.runtime.arena import PAGE, Arena, map_range, round_up
@@ -80,8 +78,7 @@ class BufferPool:
     ) -> torch.Tensor:
         """A CPU tensor of that layout, spanning `nbytes`, whose data_ptr() is `phase` modulo a page; any content."""
         region = self.take(phase + nbytes)
-        memory = (ctypes.c_ubyte * nbytes).from_address(region.address + phase)
-        memory.region = region  # type: ignore[attr-defined]  # mapped for as long as the storage lives
+        memory = region.arena.view(region.address - region.arena.address + phase, nbytes)
         self._guard.watch(memory, region)
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)

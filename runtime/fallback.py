@@ -1,5 +1,7 @@
 """Python threads behind the interface of the native pool: correct, and slow while somebody holds the GIL."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import queue
@@ -27,7 +29,7 @@ from ssd_fx.runtime.pool import (
 class ThreadRequest:
     """A transfer in one go; see `pool.Request` for the contract of its methods."""
 
-    pool: "ThreadPool"
+    pool: ThreadPool
     write: bool
     fd: int
     address: int

@@ -4,6 +4,8 @@ The library is looked for beside the package (`_iopool*.so`, built with it), the
 once with `cc`. It is plain C without Python.h and is only ever loaded with ctypes.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import hashlib
@@ -43,7 +45,7 @@ class _Library:
         held, released = ctypes.PyDLL(path), ctypes.CDLL(path)
         pointer, size, i32, i64, real = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 
-        def bind(dll: ctypes.CDLL, name: str, result: object, *arguments: object) -> "ctypes._NamedFuncPointer":
+        def bind(dll: ctypes.CDLL, name: str, result: object, *arguments: object) -> ctypes._NamedFuncPointer:
             function = getattr(dll, name)
             function.restype, function.argtypes = result, list(arguments)
             return function  # type: ignore[no-any-return]
@@ -52,7 +54,7 @@ class _Library:
         self.source_hash = bind(held, "iopool_source_hash", ctypes.c_char_p)
         self.create = bind(released, "pool_create", pointer, i32)
         self.destroy = bind(released, "pool_destroy", None, pointer)
-        self.request_bytes = int(bind(held, "req_size", size)())
+        self.request_type = ctypes.c_char * int(bind(held, "req_size", size)())
         self.init = bind(held, "req_init", None, pointer, pointer, i32, i32, pointer, size, i64, pointer)
         self.on_device = bind(held, "req_on_device", None, pointer, pointer, size)
         self.counts = bind(held, "pool_counts", None, pointer, pointer)
@@ -75,9 +77,9 @@ class _Library:
 class _NativeRequest:
     __slots__ = ("_address", "_event", "_library", "_memory", "_sums", "_under_way")
 
-    def __init__(self, library: _Library, under_way: "dict[_NativeRequest, None]") -> None:
+    def __init__(self, library: _Library, under_way: dict[_NativeRequest, None]) -> None:
         self._library, self._under_way = library, under_way
-        self._memory = ctypes.create_string_buffer(library.request_bytes)
+        self._memory = library.request_type()
         self._address = ctypes.addressof(self._memory)
         self._event: Event | None = None
 
@@ -85,7 +87,7 @@ class _NativeRequest:
         self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int, sums: Sums | None
     ) -> None:
         self._sums = sums  # alive for as long as a worker may fill it
-        sums_at = ctypes.addressof(sums) if sums else None
+        sums_at = sums.buffer_info()[0] if sums else None
         self._library.init(self._address, pool, int(write), fd, address, nbytes, offset, sums_at)
 
     def on_device(self, where: OnDevice) -> None:

@@ -1,7 +1,9 @@
 """The interface of the pools of I/O threads (`native`, `fallback`), and the numbers they share with `native/pool.h`."""
 
-import ctypes
-from typing import NamedTuple, Protocol
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ssd_fx.runtime.driver import Event
 
@@ -9,12 +11,12 @@ PENDING, OK, FAILED, CANCELLED = range(4)
 END_OF_FILE, CHECKSUM_MISMATCH, CUDA_FAILED = -1, -2, -3  # error codes beside errno
 BLOCK = 1 << 20  # bytes that one checksum covers; the last block of a transfer may be shorter
 
-Sums = ctypes.Array[ctypes.c_uint64]
+Sums: TypeAlias = "array[int]"
 
 
 def sums_for(nbytes: int) -> Sums:
     """Room for the checksums of `nbytes`."""
-    return (ctypes.c_uint64 * -(-nbytes // BLOCK))()
+    return array("Q", bytes(8 * -(-nbytes // BLOCK)))
 
 
 class OnDevice(NamedTuple):

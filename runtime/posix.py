@@ -7,6 +7,8 @@ copy. What is small, or has another phase, bounces through an aligned buffer, pa
 device goes whole, and padded, through pinned memory of the I/O threads (`native/staging.h`).
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import os

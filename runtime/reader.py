@@ -117,8 +117,10 @@ class Reader:
     def _read(self, entry: Entry, asked: Layout, same: bool, seq: int) -> Load:
         ahead, entry.ahead = entry.ahead, None
         landing = ahead.landing if ahead else self._landing(entry)
-        direct = same and not entry.encoded
-        out = codec.alias(landing, asked) if direct else memory.empty(asked, entry.device, entry.ptr % 4096)
+        if entry.encoded or not same:
+            out = memory.empty(asked, entry.device, entry.ptr % 4096)
+        else:
+            out = landing if asked == entry.layout else codec.alias(landing, asked)
         if ahead:
             return Load(out, landing, ahead.read, seq, same, started=True)
         self.outstanding_bytes += entry.moved_bytes

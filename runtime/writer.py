@@ -23,6 +23,8 @@ from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import let_go, versioned_alias
 from ssd_fx.runtime.stats import counters
 
+OVERTAKERS = 8  # writes end about in the order in which they began: so many unfinished ones are looked past
+
 now = time.perf_counter
 
 
@@ -58,9 +60,14 @@ class Writer:
 
     def reap(self) -> None:
         """Drops the references to what has been written: from here on only others keep that memory."""
-        for entry in list(self._writing):
+        unfinished, ended = 0, []
+        for entry in self._writing:
             if entry.write is not None and entry.write.done():
-                self.finish(entry, outcome(entry.write))
+                ended.append((entry, entry.write))
+            elif (unfinished := unfinished + 1) > OVERTAKERS:
+                break
+        for entry, write in ended:
+            self.finish(entry, outcome(write))
 
     def finish(self, entry: Entry, error: OSError | None) -> None:
         """A write has ended: the bytes are on disk, or the tensor stays."""
