@@ -88,6 +88,7 @@ class Ours:
             {
                 "dirs": [flags.dir],
                 "engine": flags.engine,
+                "adapt": False,
                 "inflight": flags.inflight * MIB,
                 "checksums": flags.checksums,
             }
