@@ -16,6 +16,8 @@ from torch import fx
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
 from ssd_fx.passes.plan import AliasGroup, Layout, Member, Plan
 
+DYNAMIC = "dynamic shape"
+
 
 def alias(partition: Partition, plan: Plan) -> Plan:
     """Fill `plan.groups`, in the order in which the storages are produced."""
@@ -101,7 +103,7 @@ def _obstacle(owner: fx.Node, saved: list[fx.Node]) -> str:
     assert base is not None
     tensors = [n.meta["val"] for n in saved]
     if any(_is_symbolic(t) for t in (base, *tensors)):
-        return "dynamic shape"
+        return DYNAMIC
     if base.storage_offset() != 0 or base.numel() * base.itemsize != base.untyped_storage().nbytes():
         return "no node covers the storage"
     if not _is_dense(base):

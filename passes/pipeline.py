@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ssd_fx.passes import dump, verify
-from ssd_fx.passes.alias import alias
+from ssd_fx.passes.alias import DYNAMIC, alias
 from ssd_fx.passes.costs import Machine, time
 from ssd_fx.passes.insert import insert
 from ssd_fx.passes.lifetime import lifetime
@@ -53,6 +54,7 @@ def run(partition: Partition, options: PlanOptions, *, consume: bool) -> Plan:
     for decide in plan_passes(options, machine):
         plan = decide(partition, plan)
         verify.verify_plan(partition, plan)
+    _tell_dynamic(plan, options)
     names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
     before = verify.Before.of(partition)
     if plan.groups:
@@ -61,6 +63,19 @@ def run(partition: Partition, options: PlanOptions, *, consume: bool) -> Plan:
     if options.dump_dir:
         dump.write(Path(options.dump_dir), partition, plan, dump.table(plan, *names))
     return plan
+
+
+def _tell_dynamic(plan: Plan, options: PlanOptions) -> None:
+    """A fallback is loud: with dynamic shapes nothing leaves, and the memory that was to be free is not."""
+    nbytes = sum(g.nbytes for g in plan.groups if g.obstacle == DYNAMIC and g.nbytes >= options.min_bytes)
+    if nbytes:
+        warnings.warn(
+            f"ssd_fx keeps about {nbytes} B of graph {plan.graph} in memory, because shapes are dynamic: another "
+            "batch size or length made torch compile again. Equal shapes (drop_last=True, padding) or "
+            "torch.compile(dynamic=False), which compiles for every shape, let them leave.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _device(partition: Partition) -> torch.device:

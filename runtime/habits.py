@@ -6,8 +6,10 @@ steps in a row it is no longer written. A slot that was waited for twice in a ro
 
 from __future__ import annotations
 
-import warnings
+import logging
 from dataclasses import dataclass, field
+
+_log = logging.getLogger("ssd_fx")
 
 WASTES = 2
 STALLS = 2
@@ -17,13 +19,13 @@ STALL_S = 1e-3  # shorter waits are the price of a system call, not of a late re
 @dataclass(slots=True)
 class Habit:
     """One slot. `keep`: do not write it. `stalled`: waits in a row. `plain`: do not try to encode.
-    `measured`: what a lossy encoding does to it has been looked at."""
+    `error`: the relative error of a lossy encoding, None until it was measured."""
 
     wasted: int = 0
     stalled: int = 0
     keep: bool = False
     plain: bool = False
-    measured: bool = False
+    error: float | None = None
 
 
 @dataclass(slots=True)
@@ -32,7 +34,6 @@ class Habits:
 
     adapt: bool = True
     _slots: dict[tuple[str, int], Habit] = field(default_factory=dict)
-    _warned: bool = False
 
     def of(self, graph: str, slot: int) -> Habit:
         """The habit of a slot, made at its first use."""
@@ -44,7 +45,13 @@ class Habits:
         habit.wasted = 0 if freed else habit.wasted + 1
         if self.adapt and habit.wasted == WASTES:
             habit.keep = True
-            self._warn(graph, slot, nbytes)
+            _log.info(
+                "slot %d of graph %r (%d B) is no longer written: somebody else (a variable of the model or of its "
+                "caller) holds that tensor until the backward, so that writing it freed no memory",
+                slot,
+                graph,
+                nbytes,
+            )
 
     def kept(self, graph: str, slot: int, alone: bool) -> None:
         """A tensor that was kept is wanted again; if nobody else has it now, it is worth writing again."""
@@ -60,15 +67,3 @@ class Habits:
     def early(self, graph: str, slot: int) -> bool:
         """Whether reads of this slot should start before the plan says."""
         return self.adapt and self.of(graph, slot).stalled >= STALLS
-
-    def _warn(self, graph: str, slot: int, nbytes: int) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"ssd_fx stops writing slot {slot} of graph {graph!r} ({nbytes} B): somebody else (a variable of the model "
-            "or of its caller) holds that tensor until the backward, so that writing it freed no memory. This is said "
-            "once; ssd_fx.stats() counts such bytes as wasted_bytes and held_bytes.",
-            RuntimeWarning,
-            stacklevel=2,
-        )

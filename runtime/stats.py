@@ -18,7 +18,7 @@ class GraphStats:
     else held the tensor until it was wanted again. `held_bytes`: not written, because that is known of their slot, or
     because they are leaves. `prefetched_bytes`: reads that began before the graph asked. `encoded_from_bytes`,
     `encoded_to_bytes`: what compression got and made. `encoding_error`: the largest relative error (root mean square)
-    that a lossy one was measured to make, once per slot. `stall_s`: time that ops waited for I/O.
+    that a lossy one was measured to make, at the first tensor of each slot. `stall_s`: time that ops waited for I/O.
     `in_planned_order`: the share of nodes that came with a greater seq than the one before them in their run.
     """
 

@@ -177,11 +177,11 @@ class Writer:
         c = counters(entry.graph)
         c.encoded_from_bytes += entry.nbytes
         c.encoded_to_bytes += encoded.nbytes
-        if encoded.lossy and not habit.measured:
-            habit.measured = True
+        if encoded.lossy and habit.error is None:
             decoded = x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
             encoded.decode(payload, decoded)
-            c.encoding_error = max(c.encoding_error, codec.relative_error(x, decoded))
+            habit.error = codec.relative_error(x, decoded)
+        c.encoding_error = max(c.encoding_error, habit.error or 0.0)
         drop(entry)
         entry.held, entry.encoded = payload, encoded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ def backend(
         if config.engine != "memory":
             for directory in config.dirs:
                 check_directory(directory, allow_tmpfs=config.allow_tmpfs)
+        if config.dump:
+            os.makedirs(config.dump, exist_ok=True)
     heap.keep_freed_memory()
     if config.inner == "aot_eager":
         return _aot_eager(gm, inputs, config)

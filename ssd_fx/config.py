@@ -71,12 +71,17 @@ class Config:
             ValueError: an unknown option, or a value that is none; the message says what would be right.
         """
         names = [f.name for f in fields(Config)]
+        unknown = [n for n in os.environ if n.startswith("SSD_FX_") and n[7:].lower() not in names]
+        if unknown:
+            raise ValueError(
+                f"the environment has {unknown[0]}, and ssd_fx has no such option{_known(unknown[0][7:], names)}"
+            )
         given = {n: os.environ[f"SSD_FX_{n.upper()}"] for n in names if f"SSD_FX_{n.upper()}" in os.environ}
+        if not isinstance(options or {}, Mapping):
+            raise ValueError(f"options={options!r} is no dictionary of options such as {{'dirs': ['/mnt/nvme']}}")
         for name, value in (options or {}).items():
             if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else "."
-                raise ValueError(f"ssd_fx has no option {name!r}{hint} The options are: {', '.join(names)}.")
+                raise ValueError(f"ssd_fx has no option {name!r}{_known(str(name), names)}")
             given[name] = value
         values = {name: _PARSERS[name](name, value) for name, value in given.items()}
         values.setdefault("dirs", (os.path.abspath(tempfile.gettempdir()),))
@@ -90,6 +95,12 @@ class Config:
         half |= {"compression": dict(self.compression)}
         half |= {"resident": self.budget if isinstance(self.budget, int) else 0}
         return json.dumps(half, sort_keys=True, separators=(",", ":"))
+
+
+def _known(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{hint} The options are: {', '.join(names)}."
 
 
 def parse_bytes(name: str, value: object) -> int:
@@ -107,6 +118,13 @@ def parse_bytes(name: str, value: object) -> int:
     raise ValueError(
         f"option {name}={value!r} is not a size; right would be a number of bytes or e.g. '512MiB' or '2GB'"
     )
+
+
+def _parse_positive(name: str, value: object) -> int:
+    nbytes = parse_bytes(name, value)
+    if not nbytes:
+        raise ValueError(f"option {name}={value!r} lets nothing be written; right would be e.g. '128MiB'")
+    return nbytes
 
 
 def parse_budget(name: str, value: object) -> int | float:
@@ -131,9 +149,12 @@ def parse_budget(name: str, value: object) -> int | float:
             return value
         raise ValueError(right)
     try:
-        return parse_bytes(name, value)
+        nbytes = parse_bytes(name, value)
     except ValueError:
         raise ValueError(right) from None
+    if nbytes == 1:
+        raise ValueError(f"option {name}={value!r} is one byte; right would be 1.0 to keep everything, or a size")
+    return nbytes
 
 
 def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
@@ -148,7 +169,7 @@ def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
         raise ValueError(
             f"option {name}={value!r} is not a list of directories; right would be e.g. ['/mnt/nvme0', '/mnt/nvme1']"
         )
-    return tuple(os.path.abspath(p) for p in parts)
+    return tuple(os.path.abspath(os.path.expanduser(p)) for p in parts)
 
 
 def _parse_choice(*choices: str) -> Any:
@@ -188,7 +209,7 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
 def _parse_path(name: str, value: object) -> str:
     if not isinstance(value, (str, Path)):
         raise ValueError(f"option {name}={value!r} is not a path")
-    return os.path.abspath(value) if str(value) else ""
+    return os.path.abspath(os.path.expanduser(value)) if str(value) else ""
 
 
 def _parse_flag(name: str, value: object) -> bool:
@@ -207,7 +228,7 @@ _PARSERS: dict[str, Any] = {
     "min_bytes": parse_bytes,
     "engine": _parse_engine,
     "inner": _parse_choice("inductor", "aot_eager"),
-    "inflight": parse_bytes,
+    "inflight": _parse_positive,
     "prefetch": parse_bytes,
     "dump": _parse_path,
     "allow_tmpfs": _parse_flag,

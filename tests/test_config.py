@@ -20,7 +20,7 @@ def test_defaults_are_documented_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
-        *[("2GiB", 2 << 30), ("512MB", 512_000_000), (4096, 4096), ("0", 0), (1, 1)],
+        *[("2GiB", 2 << 30), ("512MB", 512_000_000), (4096, 4096), ("0", 0), (2, 2)],
         *[(0.25, 0.25), ("0.25", 0.25), ("25%", 0.25), (1.0, 1.0), ("100%", 1.0)],
     ],
 )
@@ -98,3 +98,30 @@ def test_what_is_no_compression(said: object) -> None:
 def test_bytes_are_the_budget_of_the_process() -> None:
     assert json.loads(Config.make({"budget": "1KiB"}).runtime_json())["resident"] == 1024
     assert json.loads(Config.make({"budget": 0.5}).runtime_json())["resident"] == 0
+
+
+def test_an_unknown_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_FX_BUGDET", "1GiB")
+    with pytest.raises(ValueError, match=r"has SSD_FX_BUGDET, and ssd_fx has no such option; did you mean 'budget'\?"):
+        Config.make()
+
+
+def test_one_byte_is_hardly_meant() -> None:
+    with pytest.raises(ValueError, match=r"budget=1 is one byte; right would be 1\.0 to keep everything"):
+        Config.make({"budget": 1})
+
+
+def test_nothing_in_flight() -> None:
+    with pytest.raises(ValueError, match="inflight=0 lets nothing be written"):
+        Config.make({"inflight": 0})
+
+
+def test_options_that_are_no_dictionary() -> None:
+    with pytest.raises(ValueError, match="options='dirs' is no dictionary of options"):
+        Config.make("dirs")  # type: ignore[arg-type]
+
+
+def test_home_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    config = Config.make({"dirs": "~/spill", "dump": "~/plan"})
+    assert (config.dirs, config.dump) == (("/somewhere/spill",), "/somewhere/plan")
