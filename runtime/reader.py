@@ -106,6 +106,7 @@ class Reader:
             out = codec.alias(held, asked)  # first: a write that had ended after all lets go of `held`
             self._writer.cancel(entry)
             drop(entry)
+            entry.storage = None  # the backward has it now, which says nothing about what the write freed
         elif same:
             out = memory.empty(asked, entry.device, entry.ptr % 4096)
             memory.copy_bytes(out, held)

@@ -117,6 +117,26 @@ def test_given_after_the_write_was_done_stays_on_disk(config):
     assert torch.equal(load(h, expected), expected)
 
 
+def test_given_although_its_write_was_done(config, monkeypatch):
+    """The same race in a load: the tensor is given away, can be read again, and its write was no waste."""
+    x = torch.randn(N)
+    expected = x.clone()
+    h = store(x, config)
+    release(h, x)
+    del x
+    entry = lookup(h)
+    entry.write.wait()
+    monkeypatch.setattr(entry.store.writer, "reap", lambda: None)  # the write ends behind the look
+    given = load(h, expected)
+    assert entry.state is State.ON_DISK
+    assert torch.equal(given, expected)
+    given.zero_()
+    assert torch.equal(load(h, expected), expected)
+    del h, entry
+    assert entries.living() == []
+    assert stats().wasted_bytes == 0
+
+
 def test_forwarded_view_of_a_larger_storage(stuck):
     base = torch.randn(2 * N)
     x = base[100 : 100 + N]
