@@ -29,9 +29,11 @@ def alias(partition: Partition, plan: Plan) -> Plan:
     saved = nodes_by_storage(n for n in dict.fromkeys(partition.saved))
     placeholders = partition.bwd_placeholders
     keys = sorted((key for key in saved if key not in live), key=lambda key: position[owners[key]])
+    inputs = nodes_by_storage(n for n in forward if n.op == "placeholder")
     groups = []
     for slot, key in enumerate(keys):
         obstacle = "aliases disagree" if key in disputed else _obstacle(owners[key], saved[key])
+        obstacle = obstacle or _input_obstacle(inputs.get(key, []), saved[key])
         if any(n.name not in placeholders for n in saved[key]):
             obstacle = "not an input of the backward"
         groups.append(_group(slot, owners[key], saved[key], obstacle))
@@ -114,6 +116,19 @@ def _obstacle(owner: fx.Node, saved: list[fx.Node]) -> str:
         return "lazy conjugate or negation"
     if base.numel() == 0:
         return "empty"
+    return ""
+
+
+def _input_obstacle(inputs: list[fx.Node], saved: list[fx.Node]) -> str:
+    """Why a group that holds inputs of the graph cannot be offloaded; empty if it can.
+
+    That two inputs share a storage is true of the call that was compiled and guarded by nobody. And what autograd saves
+    without a version check, the backward sees as it is then, changed in place or not.
+    """
+    if len(inputs) > 1:
+        return "inputs that alias"
+    if inputs and any(n.meta.get("saved_tensor_with_no_vc_check") for n in saved):
+        return "saved without a version check"
     return ""
 
 

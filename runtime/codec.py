@@ -47,6 +47,11 @@ def encode(codec: str, x: Tensor) -> tuple[Tensor, Encoded] | None:
     return _sparse(flat) if x.dtype in _FLOATS else None
 
 
+def is_lossy(codec: str, dtype: torch.dtype) -> bool:
+    """Whether `codec` does not keep the bits of tensors of `dtype`."""
+    return codec in _LOSSY and dtype in _FLOATS
+
+
 def relative_error(x: Tensor, decoded: Tensor) -> float:
     """The root mean square of the difference over that of `x`; 0 for a tensor of zeros."""
     exact = x.double()
@@ -86,7 +91,8 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 
 def _gather(bools: Tensor) -> Tensor:
     """Eight bytes of 0 or 1 are one integer; the product collects byte i in bit i of the highest byte."""
-    words = alias(bools.contiguous(), Layout((bools.numel() // 8,), (1,), torch.int64))
+    bytes_ = bools.view(torch.uint8) != 0  # a bool that was viewed from bytes may hold any of them
+    words = alias(bytes_, Layout((bools.numel() // 8,), (1,), torch.int64))
     return (words * 0x0102040810204080 >> 56).to(torch.uint8)
 
 
@@ -139,6 +145,7 @@ def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor,
         return None
     scales[scales == 0] = 1.0
     padded /= scales
+    padded.clamp_(-largest, largest)  # a denormal scale is coarse: the quotient may be too large, and int8 would wrap
     if dtype is torch.int8:
         padded.round_()
     payload = torch.cat([scales.view(-1).view(torch.uint8), padded.to(dtype).view(-1).view(torch.uint8)])

@@ -42,6 +42,7 @@ class Load:
     seq: int
     same: bool = True  # the bytes of `out` are the stored ones, in their order
     started: bool = False
+    counted: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -6,6 +6,7 @@ So the callbacks here are no Python code: they leave what is to be done in a que
 Whoever uses the guarded state next does it too, so that what is free by then is there.
 """
 
+import logging
 import os
 import queue
 import threading
@@ -94,4 +95,7 @@ def _follow_up(wake: "queue.SimpleQueue[_Watcher]") -> None:
         while not wake.empty():
             guards.add(wake.get().item)
         for guard in guards:
-            guard.drain()
+            try:
+                guard.drain()
+            except Exception:  # it is left in the queue, and the next op meets it in the user's own thread
+                logging.getLogger("ssd_fx").exception("giving back what died failed")

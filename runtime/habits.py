@@ -18,13 +18,13 @@ STALL_S = 1e-3  # shorter waits are the price of a system call, not of a late re
 
 @dataclass(slots=True)
 class Habit:
-    """One slot. `keep`: do not write it. `stalled`: waits in a row. `plain`: do not try to encode.
+    """One slot. `keep`: do not write it. `stalled`: waits in a row. `plain`: codecs that have nothing for it.
     `error`: the relative error of a lossy encoding, None until it was measured."""
 
     wasted: int = 0
     stalled: int = 0
     keep: bool = False
-    plain: bool = False
+    plain: set[str] = field(default_factory=set)
     error: float | None = None
 
 
@@ -33,6 +33,7 @@ class Habits:
     """The habits of all slots of one store; without `adapt` they are noted and not acted upon."""
 
     adapt: bool = True
+    late: dict[tuple[str, int], None] = field(default_factory=dict)  # reads that should start before the plan says
     _slots: dict[tuple[str, int], Habit] = field(default_factory=dict)
 
     def of(self, graph: str, slot: int) -> Habit:
@@ -63,7 +64,7 @@ class Habits:
         """The graph waited so long for a read of this slot."""
         habit = self.of(graph, slot)
         habit.stalled = habit.stalled + 1 if stall_s > STALL_S else max(0, habit.stalled - 1)
-
-    def early(self, graph: str, slot: int) -> bool:
-        """Whether reads of this slot should start before the plan says."""
-        return self.adapt and self.of(graph, slot).stalled >= STALLS
+        if self.adapt and habit.stalled >= STALLS:
+            self.late[graph, slot] = None
+        elif not habit.stalled:
+            self.late.pop((graph, slot), None)

@@ -8,6 +8,7 @@ are read in the order of its last backward. All methods run under the lock of `e
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,6 +16,9 @@ from ssd_fx.runtime.entries import Entry, State
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.reader import Reader
 
+_log = logging.getLogger("ssd_fx")
+
+OLD = 64  # runs
 FAR = 2  # a slot that stalled is looked for among so many that follow
 
 
@@ -38,11 +42,12 @@ class Prefetcher:
         self._begun = 0
         self._order: list[tuple[int, str]] = []  # in which the runs of this step were asked for
         self._last_order: dict[tuple[int, str], tuple[int, str]] = {}  # of the last step: the successors
-        self._slots: dict[str, list[int]] = {}  # the last backward of each graph
+        self._slots: dict[str, dict[int, int]] = {}  # the last backward of each graph: slots and their places
         self._upcoming: deque[Entry] = deque()
 
     def begin(self, graph: str) -> None:
         """A forward of `graph` begins."""
+        self._forget_old()
         self._current[graph] = Run(graph, self._begun)
         self._begun += 1
 
@@ -67,7 +72,7 @@ class Prefetcher:
         if run.waiting:
             self._upcoming.extend(self._late_ones(run, entry.slot))
         else:
-            self._slots[run.graph] = run.asked
+            self._slots[run.graph] = {slot: place for place, slot in enumerate(run.asked)}
             successor = self._successor(run)
             self._upcoming = deque(self._in_order(successor) if successor else ())
         self.advance()
@@ -83,15 +88,33 @@ class Prefetcher:
         while self._upcoming:
             entry = self._upcoming[0]
             if _worth_reading(entry):
-                if self._reader.outstanding_bytes + entry.moved_bytes > self._window:
+                outstanding = self._reader.outstanding_bytes  # one always may, however large
+                if outstanding + entry.moved_bytes > self._window and (outstanding or not self._window):
                     return
-                self._reader.ahead(entry)
+                try:
+                    self._reader.ahead(entry)
+                except (OSError, MemoryError) as error:  # nobody asked for it: who does will hear of it
+                    _log.warning("reading %s ahead failed: %s", entry.name, error)
+                    self._upcoming.clear()
+                    return
             self._upcoming.popleft()
+
+    def _forget_old(self) -> None:
+        """A run whose backward has not come while many others went by may never come: it no longer holds up a step."""
+        oldest = next(iter(self._runs.values()), None)
+        if oldest and oldest.number < self._begun - max(OLD, 2 * len(self._last_order)):
+            for entry in oldest.waiting.values():
+                entry.run = None
+                self._reader.drop_ahead(entry)
+            oldest.waiting.clear()
+            self._end(oldest)
 
     def _leave(self, run: Run, entry: Entry) -> None:
         del run.waiting[entry.slot]
-        if run.waiting:
-            return
+        if not run.waiting:
+            self._end(run)
+
+    def _end(self, run: Run) -> None:
         self._runs.pop(run.number, None)
         if not self._runs:  # the step is over
             self._last_order = dict(zip(self._order, self._order[1:], strict=False))
@@ -104,16 +127,17 @@ class Prefetcher:
         return next((r for _, r in sorted(self._runs.items(), reverse=True) if not r.asked), None)
 
     def _in_order(self, run: Run) -> list[Entry]:
-        slots = self._slots.get(run.graph) or list(reversed(run.waiting))
-        return [run.waiting[slot] for slot in slots if slot in run.waiting]
+        slots = self._slots.get(run.graph) or reversed(run.waiting)
+        return [run.waiting[slot] for slot in list(slots) if slot in run.waiting]
 
     def _late_ones(self, run: Run, slot: int) -> list[Entry]:
         """Those that follow soon and had to be waited for in the last steps."""
-        order = self._slots.get(run.graph, [])
-        if slot not in order:
+        if not self._habits.late:
             return []
-        following = order[order.index(slot) + 1 :][:FAR]
-        return [run.waiting[s] for s in following if s in run.waiting and self._habits.early(run.graph, s)]
+        places = self._slots.get(run.graph, {})
+        near = range(places.get(slot, len(places)) + 1, places.get(slot, len(places)) + 1 + FAR)
+        late = [s for g, s in self._habits.late if g == run.graph and places.get(s) in near and s in run.waiting]
+        return [run.waiting[s] for s in sorted(late, key=places.__getitem__)]
 
 
 def _worth_reading(entry: Entry) -> bool:

@@ -26,7 +26,7 @@ class Reader:
         self.outstanding_bytes = 0  # of reads that were begun and not waited for
 
     def begin(self, entry: Entry, asked: Layout, seq: int, consume: bool) -> Load:
-        """A load in the asked layout; its read, if it needs one, is yet to be started.
+        """A load in the asked layout, noted down in the entry; its read, if it needs one, is yet to be started.
 
         Raises: RuntimeError if the tensor was changed in place, given away before, or cannot be had in that layout.
         """
@@ -40,7 +40,9 @@ class Reader:
                     "torch._functorch.config.donated_buffer=False when the model is compiled"
                 )
             case State.IN_MEMORY:
-                return self._forward(entry, asked, same, seq, consume)
+                load = self._forward(entry, asked, same, seq, consume)
+                entry.loads.append(load)
+                return load
             case State.ON_DISK if not entry.nbytes:
                 out = torch.empty_strided(asked.size, asked.stride, dtype=asked.dtype, device=entry.device)
                 return Load(out, out, None, seq)
@@ -51,9 +53,16 @@ class Reader:
         """Begins a read that nobody asked for yet; `begin` will find it."""
         landing = self._landing(entry)
         entry.ahead = Load(landing, landing, self._engine.read(_extent(entry), Memory.of(landing)), -1)
-        self.outstanding_bytes += entry.moved_bytes
+        self._count(entry.ahead, entry.moved_bytes)
         counters(entry.graph).prefetched_bytes += entry.moved_bytes
         self.start(entry.ahead)
+
+    def drop_ahead(self, entry: Entry) -> None:
+        """Ends a read that nobody is going to ask for."""
+        ahead, entry.ahead = entry.ahead, None
+        if ahead and ahead.read:
+            ahead.read.cancel()
+            self._count(ahead, 0)
 
     def start(self, load: Load) -> None:
         """Starts the load's read, once it is noted down with its entry."""
@@ -67,14 +76,13 @@ class Reader:
         for load in [*entry.loads, *([ahead] if ahead else [])]:
             if load.read:
                 load.read.cancel()
-                self.outstanding_bytes -= entry.moved_bytes
+                self._count(load, 0)
         entry.loads.clear()
 
     def done(self, entry: Entry, load: Load) -> None:
         """A load was waited for."""
         entry.loads.remove(load)
-        if load.read:
-            self.outstanding_bytes -= entry.moved_bytes
+        self._count(load, 0)
 
     def complete(self, entry: Entry, load: Load) -> OSError | None:
         """Waits for a load's bytes, trying again after an error; the last error. Takes the lock itself."""
@@ -116,16 +124,27 @@ class Reader:
         return Load(out, out, None, seq)
 
     def _read(self, entry: Entry, asked: Layout, same: bool, seq: int) -> Load:
-        ahead, entry.ahead = entry.ahead, None
+        ahead = entry.ahead
         landing = ahead.landing if ahead else self._landing(entry)
         if entry.encoded or not same:
             out = memory.empty(asked, entry.device, entry.ptr % 4096)
         else:
             out = landing if asked == entry.layout else codec.alias(landing, asked)
-        if ahead:
-            return Load(out, landing, ahead.read, seq, same, started=True)
-        self.outstanding_bytes += entry.moved_bytes
-        return Load(out, landing, self._engine.read(_extent(entry), Memory.of(landing)), seq, same)
+        if ahead:  # it keeps its owner until the load is noted down: something may raise in between
+            load = Load(out, landing, ahead.read, seq, same, started=True)
+            entry.loads.append(load)
+            entry.ahead, ahead.read = None, None
+            self._count(ahead, 0)
+        else:
+            load = Load(out, landing, self._engine.read(_extent(entry), Memory.of(landing)), seq, same)
+            entry.loads.append(load)
+        self._count(load, entry.moved_bytes)
+        return load
+
+    def _count(self, load: Load, nbytes: int) -> None:
+        """So many bytes of the window are the load's."""
+        self.outstanding_bytes += nbytes - load.counted
+        load.counted = nbytes
 
     def _landing(self, entry: Entry) -> Tensor:
         """Where the bytes will arrive: of the same phase as what was stored, so that a read needs no copy."""

@@ -86,8 +86,6 @@ class Store:
             where = entry.state
             self._judge(entry)
             load = self.reader.begin(entry, asked, seq, consume)
-            if entry.nbytes:
-                entry.loads.append(load)
             self.reader.start(load)
             self.prefetcher.asked(entry)
             self.writer.wanted(entry)

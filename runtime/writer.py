@@ -54,9 +54,9 @@ class Writer:
                 if not self._due():
                     return now() - started if stalled else 0.0
                 oldest = next(iter(self._writing)).write
-            assert oldest, "what is in flight has a write"
             stalled = True
-            outcome(oldest)  # whatever it is, reap deals with it
+            if oldest:
+                outcome(oldest)  # whatever it is, reap deals with it
 
     def reap(self) -> None:
         """Drops the references to what has been written: from here on only others keep that memory."""
@@ -115,8 +115,10 @@ class Writer:
         entry.early = self._live.rise(entry) > self._room
         if self._room and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
+        self.resting_bytes += (
+            entry.moved_bytes
+        )  # first: if a signal comes in between, too much is counted, not too little
         self._resting[entry] = None
-        self.resting_bytes += entry.moved_bytes
 
     def _due(self) -> Entry | None:
         """The entry that should be written next: the oldest, if there are more than may rest or more are to come."""
@@ -148,15 +150,18 @@ class Writer:
             entry.write.start()
         except OSError as error:
             self.finish(entry, error)
+        except BaseException:  # Ctrl-C, no memory: nothing may stay among the writes that nobody will ever end
+            self.cancel(entry)
+            raise
 
     def _leave_rest(self, entry: Entry) -> None:
         del self._resting[entry]
         self.resting_bytes -= entry.moved_bytes
 
     def _forget_write(self, entry: Entry, how: str) -> None:
-        write, entry.write = entry.write, None
         del self._writing[entry]
         self.writing_bytes -= entry.moved_bytes
+        write, entry.write = entry.write, None
         if write:
             span = write.span()
             trace.record(
@@ -165,13 +170,14 @@ class Writer:
 
     def _encode(self, entry: Entry, name: str) -> None:
         habit = self._habits.of(entry.graph, entry.slot)
-        if habit.plain:
+        if name in habit.plain:
             return
         x = entry.held
         assert x is not None, "what rests is held"
         made = codec.encode(name, x)
         if made is None:
-            habit.plain = True
+            if not codec.is_lossy(name, x.dtype):  # else it was an infinity, which comes and goes
+                habit.plain.add(name)
             return
         payload, encoded = made
         c = counters(entry.graph)
@@ -187,27 +193,33 @@ class Writer:
 
 
 class _Tide:
-    """Bytes of the entries that are stored and not asked for yet; what the last step reached foretells the next."""
+    """Bytes of the entries that are stored and not asked for yet; what the last step reached foretells the next.
+
+    A step ends where they have fallen to half of their height or less and rise again. Not where none is left: a caller
+    may keep a graph for ever.
+    """
 
     def __init__(self) -> None:
         self._now = self._peak = self._forecast = 0
+        self._falling = False
         self._counted: set[Entry] = set()
 
     def rise(self, entry: Entry) -> int:
         """Counts an entry; the bytes that are expected to come on top of it: by that much memory will be short."""
+        if self._falling and 2 * self._now <= self._peak:
+            self._forecast, self._peak = self._peak, self._now
+        self._falling = False
         self._counted.add(entry)
         before, self._now = self._now, self._now + entry.nbytes
         self._peak = max(self._peak, self._now)
         return self._forecast - before
 
     def fall(self, entry: Entry) -> None:
-        """Takes an entry out; when none is left, a step has ended."""
-        if entry not in self._counted:
-            return
-        self._counted.remove(entry)
-        self._now -= entry.nbytes
-        if not self._counted:
-            self._forecast, self._peak = self._peak, 0
+        """Takes an entry out."""
+        if entry in self._counted:
+            self._counted.remove(entry)
+            self._now -= entry.nbytes
+            self._falling = True
 
 
 def drop(entry: Entry) -> None:

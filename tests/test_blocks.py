@@ -124,3 +124,57 @@ def test_one_budget_over_all_graphs(tmp_path: object, bytes_: int) -> None:
     stats = ssd_fx.stats()
     left = stats.offloaded_bytes - stats.held_bytes - bytes_  # but for the leaf, and what fits
     assert stats.written_bytes + stats.cancelled_bytes == left
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_inputs_that_alias_in_the_first_call_only(tmp_path: object, inner: str) -> None:
+    """Nothing guards that: what was compiled with x and a view of it is also called with two tensors of their own."""
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * y.view(-1)).square().sum()
+
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0, "allow_tmpfs": True, "inner": inner}
+    compiled = torch.compile(product, backend=ssd_fx.backend, options=options)
+
+    def gradients(function: Any, shared: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        leaves = [torch.randn(1000, requires_grad=True) for _ in range(2)]
+        x = leaves[0] * 2
+        y = x.view(10, 100) if shared else (leaves[1] * 3).view(10, 100)
+        function(x, y).backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    for shared in (True, False):
+        for a, b in zip(gradients(compiled, shared), gradients(product, shared), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+class Unchecked(torch.autograd.Function):
+    """Saves its input past autograd's check."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.x.cos()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "ssd_fx"])
+def test_an_input_that_is_saved_without_a_check(tmp_path: object, backend: str) -> None:
+    """The backward sees what is there then, as it does without offload."""
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0, "allow_tmpfs": True, "inner": "aot_eager"}
+    chosen: Any = (
+        {"backend": "aot_eager"} if backend == "aot_eager" else {"backend": ssd_fx.backend, "options": options}
+    )
+    compiled = torch.compile(Unchecked.apply, **chosen)
+    leaf = torch.ones(1000, requires_grad=True)
+    x = leaf * 2
+    y = compiled(x)
+    with torch.no_grad():
+        x.fill_(1.0)
+    y.sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, torch.full((1000,), 2.0).mul(torch.tensor(1.0).cos()))

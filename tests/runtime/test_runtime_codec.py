@@ -170,3 +170,36 @@ def test_encoding_at_rest(tmp_path):
     assert [lookup(h).state for h in handles] == [State.ON_DISK, State.IN_MEMORY, State.IN_MEMORY]
     for h, x in zip(handles, xs, strict=True):
         assert torch.equal(load(h, x), x)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_denormals_keep_their_signs(name):
+    """The scale of a block of them is a coarse denormal itself: the quotient may be too large for the type."""
+    x = torch.cat([torch.full((128,), tiny) for tiny in (1e-45, 3e-45, 9.1e-43, 1e-40, 1e-38)])
+    out, _ = decoded(x, name)
+    assert (out >= 0).all()
+    out, _ = decoded(-x, name)
+    assert (out <= 0).all()
+
+
+def test_bools_of_any_byte():
+    x = torch.randint(0, 256, (1000,), dtype=torch.uint8).view(torch.bool)
+    out, _ = decoded(x, "bitpack")
+    assert torch.equal(out, x)
+
+
+def test_a_codec_per_tier_does_not_stand_in_the_way_of_the_other(tmp_path):
+    config = config_json(tmp_path, compression={"host": "bitpack", "ssd": "fp8"}, host_budget=4 * N)
+    x = torch.randn(N)
+    handles = [store(x, config, slot=i % 2) for i in range(4)]
+    assert [bool(lookup(h).encoded) for h in handles] == [True, True, True, False]
+
+
+def test_an_infinity_turns_a_lossy_codec_off_for_one_step(tmp_path):
+    config = config_json(tmp_path, compression={"ssd": "fp8"})
+    x = torch.randn(N)
+    x[0] = float("inf")
+    assert lookup(store(x, config)).encoded is None
+    x.data[0] = 0.0
+    h = store(x, config)
+    assert lookup(h).encoded

@@ -265,3 +265,77 @@ def test_the_trace_names_the_engine(tmp_path):
     x = torch.randn(N)
     load(store(x, config), x)
     assert {event[8] for event in trace.events()} == {"posix"}
+
+
+def test_an_entry_larger_than_the_window_is_read_alone(tmp_path):
+    steps = Steps(config_json(tmp_path, prefetch=B // 2), blocks=2)
+    assert steps.backward(steps.forward(), [1, 0]) == [[], [2]]  # the first step: in reverse order of the stores
+
+
+def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path):
+    """A caller may keep one for ever, as stored predictions do."""
+    config = config_json(tmp_path, prefetch=1 << 30, host_budget=B)
+    steps = Steps(config, blocks=3)
+    kept = steps.forward()
+    for _ in range(60):
+        ahead = steps.backward(steps.forward(), [0, 1, 2])
+    prefetcher = get_store(config).prefetcher
+    assert len(prefetcher._runs) <= 3
+    assert len(prefetcher._order) <= 3 * 64
+    assert get_store(config).reader.outstanding_bytes == 0
+    assert get_store(config).writer._live._forecast > 0
+    assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
+    assert ahead
+
+
+def test_a_read_ahead_that_cannot_be_is_not_the_fault_of_who_asked(tmp_path, monkeypatch):
+    config = config_json(tmp_path, prefetch=1 << 30)
+    steps = Steps(config, blocks=2)
+    runs = steps.forward()
+    reader = get_store(config).reader
+    landing = reader._landing
+
+    def refuse(entry):
+        if entry.graph == "block0":
+            raise MemoryError("planted")
+        return landing(entry)
+
+    monkeypatch.setattr(reader, "_landing", refuse)
+    assert steps.backward(runs, [1]) == [[]]
+    monkeypatch.setattr(reader, "_landing", landing)
+    assert steps.backward(runs, [0]) == [[]]
+    assert reader.outstanding_bytes == 0
+
+
+def test_what_is_raised_in_a_load_leaves_its_read_ahead_with_its_owner(tmp_path, monkeypatch):
+    """Else the disk would write into memory that somebody else has by then."""
+    config = config_json(tmp_path, prefetch=1 << 30, compression={"ssd": "fp8"})
+    steps = Steps(config, blocks=2)
+    runs = steps.forward()
+    like = torch.empty(N)
+    for h in runs[1]:
+        wait(start_load(h, like), h)
+    entry = lookup(runs[0][0])
+    assert entry.ahead
+    with monkeypatch.context() as patched:
+        patched.setattr("ssd_fx.runtime.memory.empty", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            start_load(runs[0][0], like)
+    assert entry.ahead
+    assert (wait(start_load(runs[0][0], like), runs[0][0]) == 0).all()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_an_interrupted_write_is_not_under_way(tmp_path, monkeypatch, error):
+    """While its traceback lives, as in a notebook, later stores work, also those that meet the cap."""
+    config = config_json(tmp_path, inflight=2 * B)
+    engine = get_store(config).engine
+    x = torch.randn(N)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "write", lambda *_: (_ for _ in ()).throw(error("planted")))
+        with pytest.raises(error) as kept:
+            store(x, config)
+    handles = [store(x, config, slot=i) for i in range(5)]
+    assert all(raw(load(h, x)) == raw(x) for h in handles)
+    assert get_store(config).writer.writing_bytes == 0
+    del kept

