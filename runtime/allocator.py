@@ -8,8 +8,8 @@ Complexity, with n free extents of D different lengths: `allocate` and `free` ta
 list of D pointers. Sizes that are multiples of a unit give D <= sqrt(2 * end / unit), because D different lengths sum
 up to D^2 / 2 units at least: 23,170 for 1 TiB in pages. A call takes 1.8 us among 10 free extents, 4.3 among 100,000.
 
-Fragmentation: steps whose shapes all change need up to 1.04 times the peak of their live bytes, random sizes and
-lifetimes 1.2 times (tests/runtime/test_runtime_extents.py). There is no bound for every order (Robson 1977).
+Fragmentation: steps whose shapes all change needed up to 1.04 times the peak of their live bytes, random sizes and
+lifetimes up to 1.17 times (tests/runtime/test_runtime_extents.py). There is no bound for every order.
 """
 
 import bisect

@@ -18,7 +18,7 @@ from ssd_fx.runtime.reader import Reader
 
 _log = logging.getLogger("ssd_fx")
 
-OLD = 64  # runs
+OLD = 4096  # runs: 64 micro-batches through 48 blocks may all wait at a time
 FAR = 2  # a slot that stalled is looked for among so many that follow
 
 

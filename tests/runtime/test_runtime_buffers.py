@@ -172,7 +172,7 @@ def test_backward_of_a_gpt_stays_close_to_what_is_live():
 def test_fragmentation_of_random_lifetimes(seed):
     """5,000 sizes from 4 KiB to 16 MiB, up to 40 alive in random order: at most 1.35 times the peak of live bytes.
 
-    No allocator has a bound that is independent of the sizes (Robson 1977); 1.13 to 1.22 is what these take.
+    No allocator has a bound that is independent of the sizes; this one is for these.
     """
     rng, pool, live, peak = random.Random(seed), BufferPool(limit=1 << 40), [], 0
     for _ in range(5000):

@@ -272,8 +272,9 @@ def test_an_entry_larger_than_the_window_is_read_alone(tmp_path):
     assert steps.backward(steps.forward(), [1, 0]) == [[], [2]]  # the first step: in reverse order of the stores
 
 
-def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path):
+def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatch):
     """A caller may keep one for ever, as stored predictions do."""
+    monkeypatch.setattr("ssd_fx.runtime.prefetch.OLD", 64)
     config = config_json(tmp_path, prefetch=1 << 30, host_budget=B)
     steps = Steps(config, blocks=3)
     kept = steps.forward()
