@@ -53,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     for mib in options.mib:
         tensors = [torch.randn(mib << 18) for _ in range(options.total_mib // mib)]
-        engines = {on: PosixEngine([options.dir], checksums=on) for on in (False, True)}
+        engines = {on: PosixEngine(options.dir, checksums=on) for on in (False, True)}
         results: dict[tuple[bool, str], list[tuple[float, float]]] = {}
         for repeat in range(-1, options.repeats):  # the first one writes fresh extents and is not counted
             for on in (False, True) if repeat % 2 else (True, False):
