@@ -34,7 +34,7 @@ for _ in range(3):
 stats = ssd_fx.stats()
 sums = [t.double().sum().item() for t in seen]
 print(json.dumps({"passes": len(runs), "sums": sums, "stores": stats.stores, "saved": stats.saved_bytes,
-                  "written": stats.written_bytes, "order": stats.in_planned_order}))
+                  "written": stats.written_bytes + stats.cancelled_bytes, "order": stats.in_planned_order}))
 """
 
 

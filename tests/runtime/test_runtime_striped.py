@@ -248,7 +248,7 @@ def test_all_directories_full(tmp_path):
     with pytest.warns(RuntimeWarning, match="disk_limit") as warned:
         h = store(x, config)
     store(x, config)  # without another warning, which would be an error here
-    assert sorted(str(w.message).split(" go to ")[1].split(",")[0] for w in warned) == dirs
+    assert sorted(str(w.message).split(" go to ")[1].split(":")[0] for w in warned) == dirs
     assert lookup(h).state is State.IN_MEMORY
     assert stats().kept_bytes == 8 * MIB
     small = torch.randn(1000)
