@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime.layout import Layout
+from ssd_fx.runtime.layout import Layout, alias
 
 BLOCK = 128
 PAYS = 0.75  # a sparse tensor must shrink to this share: the two passes over it cost about what writing it does
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LOSSY: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
+CODECS = ("bitpack", *_LOSSY)
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -62,13 +63,6 @@ def relative_error(x: Tensor, decoded: Tensor) -> float:
 def flatten(x: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, as a view."""
     return alias(x, Layout((x.numel(),), (1,), x.dtype))
-
-
-def alias(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor object of its own on x's bytes, in `layout`."""
-    offset = x.storage_offset() * x.itemsize // layout.dtype.itemsize
-    made = torch.empty(0, dtype=layout.dtype, device=x.device)
-    return made.set_(x.untyped_storage(), offset, layout.size, layout.stride)
 
 
 def pack_bits(flat: Tensor) -> Tensor:

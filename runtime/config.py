@@ -6,8 +6,9 @@ import json
 import os
 from dataclasses import dataclass
 
+from ssd_fx.runtime.codec import CODECS
+
 TIERS = ("host", "ssd")
-CODECS = ("bitpack", "fp8", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

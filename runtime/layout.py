@@ -88,6 +88,13 @@ def is_alone(x: Tensor) -> bool:
 _VERSIONED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
+def alias(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor object of its own on x's bytes, in `layout`."""
+    offset = x.storage_offset() * x.itemsize // layout.dtype.itemsize
+    made = torch.empty(0, dtype=layout.dtype, device=x.device)
+    return made.set_(x.untyped_storage(), offset, layout.size, layout.stride)
+
+
 def versioned_alias(x: Tensor) -> Tensor:
     """A tensor object of our own on x's storage that shares x's version counter: it tells when somebody writes into it.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ssd_fx.runtime import streams
 from ssd_fx.runtime.buffers import POOL
-from ssd_fx.runtime.layout import Layout
+from ssd_fx.runtime.layout import Layout, alias
 
 POOLED = 64 << 10  # smaller CPU tensors come from torch's allocator
 
@@ -51,5 +51,4 @@ def copy_elements(target: Tensor, source: Tensor) -> None:
 
 def as_bytes(x: Tensor) -> Tensor:
     """The bytes that a dense `x` spans, in memory order, as uint8 on the same storage."""
-    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
-    return flat.set_(x.untyped_storage(), x.storage_offset() * x.itemsize, (x.numel() * x.itemsize,), (1,))
+    return alias(x, Layout((x.numel() * x.itemsize,), (1,), torch.uint8))

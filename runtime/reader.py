@@ -7,10 +7,10 @@ import time
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime import codec, memory, trace
+from ssd_fx.runtime import memory, trace
 from ssd_fx.runtime.engines import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
-from ssd_fx.runtime.layout import Layout, Match, is_alone, match
+from ssd_fx.runtime.layout import Layout, Match, alias, is_alone, match
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
 
@@ -72,8 +72,8 @@ class Reader:
 
     def forget(self, entry: Entry) -> None:
         """The entry dies: ends its reads."""
-        ahead, entry.ahead = entry.ahead, None
-        for load in [*entry.loads, *([ahead] if ahead else [])]:
+        self.drop_ahead(entry)
+        for load in entry.loads:
             if load.read:
                 load.read.cancel()
                 self._count(load, 0)
@@ -111,7 +111,7 @@ class Reader:
             _place(entry, load)
             return load
         if consume and same and is_alone(held):
-            out = codec.alias(held, asked)  # first: a write that had ended after all lets go of `held`
+            out = alias(held, asked)  # first: a write that had ended after all lets go of `held`
             self._writer.cancel(entry)
             drop(entry)
             entry.storage = None  # the backward has it now, which says nothing about what the write freed
@@ -129,7 +129,7 @@ class Reader:
         if entry.encoded or not same:
             out = memory.empty(asked, entry.device, entry.ptr % 4096)
         else:
-            out = landing if asked == entry.layout else codec.alias(landing, asked)
+            out = landing if asked == entry.layout else alias(landing, asked)
         if ahead:  # it keeps its owner until the load is noted down: something may raise in between
             load = Load(out, landing, ahead.read, seq, same, started=True)
             entry.loads.append(load)
@@ -162,7 +162,7 @@ def _place(entry: Entry, load: Load) -> None:
     """The bytes have landed; if that is not in `out` already, they go there."""
     stored = load.landing
     if entry.encoded:
-        stored = codec.alias(load.out, entry.layout) if load.same else memory.empty(entry.layout, entry.device)
+        stored = alias(load.out, entry.layout) if load.same else memory.empty(entry.layout, entry.device)
         entry.encoded.decode(load.landing, stored)
     if not load.same:
         memory.copy_elements(load.out, stored)

@@ -115,9 +115,8 @@ class Writer:
         entry.early = self._live.rise(entry) > self._room
         if self._room and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
-        self.resting_bytes += (
-            entry.moved_bytes
-        )  # first: if a signal comes in between, too much is counted, not too little
+        # In this order: if a signal comes in between, too much is counted, not too little.
+        self.resting_bytes += entry.moved_bytes
         self._resting[entry] = None
 
     def _due(self) -> Entry | None:

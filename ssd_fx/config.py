@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ssd_fx.runtime.config import CODECS, TIERS
+from ssd_fx.runtime.codec import CODECS
+from ssd_fx.runtime.config import TIERS
 
 _MIB = 2**20
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

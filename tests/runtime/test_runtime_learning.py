@@ -279,14 +279,13 @@ def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatc
     steps = Steps(config, blocks=3)
     kept = steps.forward()
     for _ in range(60):
-        ahead = steps.backward(steps.forward(), [0, 1, 2])
+        steps.backward(steps.forward(), [0, 1, 2])
     prefetcher = get_store(config).prefetcher
     assert len(prefetcher._runs) <= 3
     assert len(prefetcher._order) <= 3 * 64
     assert get_store(config).reader.outstanding_bytes == 0
     assert get_store(config).writer._live._forecast > 0
     assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
-    assert ahead
 
 
 def test_a_read_ahead_that_cannot_be_is_not_the_fault_of_who_asked(tmp_path, monkeypatch):
