@@ -25,6 +25,8 @@ class Machine:
     write_bw: float
     read_bw: float
     latency_s: float = 1e-3
+    node_s: float = 0.0
+    drag_s_per_byte: float = 0.0
 
     @staticmethod
     def default(device: torch.device, threads: int) -> Machine:

@@ -1,0 +1,174 @@
+"""One training step as numbers: what a choice for every alias group costs in time and memory.
+
+    compute   f0 f1 f2 ... | b0 b1 b2 ...        one lane; operators in the order of the graphs
+    writes       [A][B]  [C]                     one lane, first in first out
+    reads                    [C] [B][A]          one lane, first in first out
+
+Everything is counted in operators of one step, forward and backward behind each other. Memory is a matter of positions,
+not of times: what the plan lets go of at an operator is gone there, because a release that the budget needs waits for its
+write. Time is what such waits, and the waits for loads, add to the operators. No tensors, no graphs; thousands of
+groups in milliseconds.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ssd_fx.passes.costs import Machine
+
+
+class Choice(enum.Enum):
+    """What becomes of an alias group between forward and backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An alias group: `nbytes`, and the operators that produce it, read it last in the forward, first and last in the
+    backward. `recompute_s`: seconds to compute it again, infinite where that cannot be. `choices`: what is allowed."""
+
+    nbytes: int
+    produced: int
+    last_use: int
+    first_use: int
+    last_bwd_use: int
+    recompute_s: float = math.inf
+    choices: frozenset[Choice] = frozenset({Choice.KEEP, Choice.OFFLOAD})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: seconds of every operator, forward then backward; `base`: bytes alive during each that no
+    choice touches; `forward`: the number of forward operators."""
+
+    seconds: tuple[float, ...]
+    base: tuple[int, ...]
+    forward: int
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Where the four nodes of an offloaded item stand: store and release behind an operator, load and wait before one.
+
+    `block`: the release returns when the write is done. Without it the memory is gone when the write is.
+    """
+
+    store_after: int
+    release_after: int
+    block: bool
+    load_before: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated step took: seconds, of them stalled in releases and in waits; bytes alive during every operator."""
+
+    seconds: float
+    write_stall_s: float
+    read_stall_s: float
+    memory: tuple[int, ...]
+    written: int
+    starts: tuple[float, ...] = field(repr=False, default=())
+    write_ends: Mapping[int, float] = field(repr=False, default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        return max(self.memory, default=0)
+
+    @property
+    def stall_s(self) -> float:
+        return self.write_stall_s + self.read_stall_s
+
+
+def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine) -> Outcome:
+    """Play one step. `transfers` has an entry for every item that is offloaded."""
+    count = len(step.seconds)
+    extra = [0.0] * count  # seconds that choices add to operators
+    stores: dict[int, list[int]] = {}
+    releases: dict[int, list[int]] = {}
+    loads: dict[int, list[int]] = {}
+    waits: dict[int, list[int]] = {}
+    written = 0
+    for i, choice in enumerate(choices):
+        item = step.items[i]
+        if choice is Choice.RECOMPUTE:
+            extra[item.first_use] += item.recompute_s
+        elif choice is Choice.OFFLOAD:
+            transfer = transfers[i]
+            stores.setdefault(transfer.store_after, []).append(i)
+            releases.setdefault(transfer.release_after, []).append(i)
+            loads.setdefault(transfer.load_before, []).append(i)
+            waits.setdefault(item.first_use, []).append(i)
+            written += item.nbytes
+            drag = machine.drag_s_per_byte * item.nbytes
+            extra[transfer.store_after] += 2 * machine.node_s + drag
+            extra[item.first_use] += 2 * machine.node_s + drag
+    now = write_lane = read_lane = write_stall = read_stall = 0.0
+    write_end: dict[int, float] = {}
+    read_end: dict[int, float] = {}
+    starts = []
+    for p in range(count):
+        for i in loads.get(p, ()):
+            if write_end[i] > now and not transfers[i].block:
+                read_end[i] = now  # still in memory: forwarded
+                continue
+            read_lane = max(read_lane, now) + step.items[i].nbytes / machine.read_bw
+            read_end[i] = read_lane + machine.latency_s
+        for i in waits.get(p, ()):
+            if read_end[i] > now:
+                read_stall += read_end[i] - now
+                now = read_end[i]
+        starts.append(now)
+        now += step.seconds[p] + extra[p]
+        for i in stores.get(p, ()):
+            write_lane = max(write_lane, now) + step.items[i].nbytes / machine.write_bw
+            write_end[i] = write_lane + machine.latency_s
+        for i in releases.get(p, ()):
+            if transfers[i].block and write_end[i] > now:
+                write_stall += write_end[i] - now
+                now = write_end[i]
+    starts.append(now)
+    memory = _memory(step, choices, transfers, starts, write_end)
+    return Outcome(now, write_stall, read_stall, memory, written, tuple(starts), write_end)
+
+
+def _memory(
+    step: Step,
+    choices: Sequence[Choice],
+    transfers: Mapping[int, Transfer],
+    starts: Sequence[float],
+    write_end: Mapping[int, float],
+) -> tuple[int, ...]:
+    change = [0] * (len(step.seconds) + 1)
+
+    def alive(first: int, last: int, nbytes: int) -> None:
+        change[first] += nbytes
+        change[last + 1] -= nbytes
+
+    for i, choice in enumerate(choices):
+        item = step.items[i]
+        if choice is Choice.KEEP:
+            alive(item.produced, item.last_bwd_use, item.nbytes)
+        elif choice is Choice.RECOMPUTE:
+            alive(item.produced, item.last_use, item.nbytes)
+            alive(item.first_use, item.last_bwd_use, item.nbytes)
+        else:
+            transfer = transfers[i]
+            gone = transfer.release_after
+            if not transfer.block:  # the runtime holds it until it is written
+                while gone + 1 < transfer.load_before and starts[gone + 1] < write_end[i]:
+                    gone += 1
+            alive(item.produced, gone, item.nbytes)
+            alive(max(transfer.load_before, gone + 1), item.last_bwd_use, item.nbytes)
+    total, memory = 0, []
+    for p in range(len(step.seconds)):
+        total += change[p]
+        memory.append(total + step.base[p])
+    return tuple(memory)
