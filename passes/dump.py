@@ -42,7 +42,7 @@ def predicted(plan: Plan) -> dict[str, float]:
         "write_stall_s": outcome.write_stall_s,
         "read_stall_s": outcome.read_stall_s,
         "peak_bytes": outcome.peak,
-        "limit_bytes": int(found.limit),
+        "limit_bytes": int(found.limits.memory),
         "floor_bytes": found.floor,
         "kept_peak_bytes": found.everything,
     }

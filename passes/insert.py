@@ -162,7 +162,8 @@ class _BackwardWriter:
         layout = group.layout
         assert layout is not None
         args = (self.handles[group.slot], list(layout.size), list(layout.stride), layout.dtype, layout.device, seq)
-        node = self.graph.call_function(ops.load.default, (*args, self.consume))
+        strict = self.plan.points[group.slot].strict
+        node = self.graph.call_function(ops.load.default, (*args, self.consume, strict))
         # The storage of the saved tensors' FakeTensors, so that whoever asks what aliases what in the backward is
         # told the truth.
         saved = self.placeholders[group.members[0].name].meta["val"]

@@ -53,7 +53,7 @@ class _Placing:
             return None
         self._release_when_written(order)
         loads = self._loads()
-        return {i: Transfer(self.store_after[i], *self.released[i], loads[i]) for i in self.offloaded}
+        return {i: Transfer(self.store_after[i], *self.released[i], *loads[i]) for i in self.offloaded}
 
     def _starts(self, choices: Sequence[Choice]) -> list[float]:
         """When every operator starts if nothing stalls."""
@@ -144,11 +144,12 @@ class _Placing:
             for p in span:
                 self.free[p] -= items[i].nbytes
 
-    def _loads(self) -> dict[int, int]:
+    def _loads(self) -> dict[int, tuple[int, bool]]:
+        """Where each load stands, and whether only memory keeps it from standing earlier."""
         items, free = self.step.items, self.free
         by_deadline = sorted(self.offloaded, key=lambda i: (items[i].first_use, i))
         wanted = self._latest_starts(by_deadline)
-        loads: dict[int, int] = {}
+        loads: dict[int, tuple[int, bool]] = {}
         window: list[int] = []
         ahead = earliest = 0
         for i in by_deadline:
@@ -165,7 +166,7 @@ class _Placing:
                 at -= 1
             for p in range(at, item.first_use):
                 free[p] -= item.nbytes
-            loads[i] = at
+            loads[i] = (at, at > begin)
         return loads
 
     def _latest_starts(self, by_deadline: list[int]) -> dict[int, int]:

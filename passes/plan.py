@@ -34,7 +34,17 @@ class Offload:
     """The group is stored once, released in the forward, and loaded again in the backward."""
 
 
-Decision = Keep | Offload
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The group is computed again in the backward, by running the nodes of these names again.
+
+    Only a plan that says how to partition once more has such groups; in the one that is carried out nobody saves them.
+    """
+
+    nodes: frozenset[str]
+
+
+Decision = Keep | Offload | Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +103,8 @@ class Lifetime:
 class Points:
     """Where the four nodes of an offloaded group go, as indices into the graphs before insertion.
 
-    `block`: the release waits for its write, because the budget needs the memory there.
+    `block`: the release waits for its write, because the budget needs the memory there. `strict`: there is no memory to
+    load it earlier.
     """
 
     store_after: int
@@ -101,6 +112,7 @@ class Points:
     load_before: int
     wait_before: int
     block: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +127,34 @@ class Timeline:
     backward_begin: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What computing a group again costs: predicted seconds, and the names of the nodes that must run again."""
+
+    seconds: float
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A budget in bytes: of the memory curve above the level before the step, and of what may be kept of what can
+    leave."""
+
+    memory: float
+    kept: float
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What the simulator says of a plan. Bytes are above the level before the step: parameters do not count.
 
-    `limit`: the memory that the budget allows; `floor`: the peak that infinitely fast I/O would leave; `everything`:
+    `limits`: what the budget allows; `floor`: the peak that infinitely fast I/O would leave; `everything`:
     the peak with everything kept.
     """
 
     modelled: Modelled
     solution: Solution
-    limit: float
+    limits: Limits
     floor: int
     everything: int
 
@@ -140,6 +169,7 @@ class Plan:
     lifetimes: MappingProxyType[int, Lifetime] = field(default_factory=lambda: MappingProxyType({}))
     decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))
     points: MappingProxyType[int, Points] = field(default_factory=lambda: MappingProxyType({}))
+    prices: MappingProxyType[int, Price] = field(default_factory=lambda: MappingProxyType({}))
     prediction: Prediction | None = None
 
     @property
@@ -150,6 +180,11 @@ class Plan:
     @property
     def offloaded(self) -> tuple[AliasGroup, ...]:
         return tuple(g for g in self.groups if isinstance(self.decisions.get(g.slot), Offload))
+
+    @property
+    def recomputed_nodes(self) -> frozenset[str]:
+        """Names of the nodes that run again for the groups that are to be recomputed."""
+        return frozenset().union(*(d.nodes for d in self.decisions.values() if isinstance(d, Recompute)))
 
     @property
     def offloaded_bytes(self) -> int:

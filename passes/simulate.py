@@ -57,13 +57,15 @@ class Step:
 class Transfer:
     """Where the four nodes of an offloaded item stand: store and release behind an operator, load and wait before one.
 
-    `block`: the release returns when the write is done. Without it the memory is gone when the write is.
+    `block`: the release returns when the write is done. Without it the memory is gone when the write is. `strict`: the
+    load would stand earlier if there was memory for it.
     """
 
     store_after: int
     release_after: int
     block: bool
     load_before: int
+    strict: bool = False
 
 
 @dataclass(frozen=True)

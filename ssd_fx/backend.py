@@ -52,7 +52,8 @@ def backend(
 def plan_options(config: Config, *, hand_over: bool = True) -> PlanOptions:
     """What the passes need of the options."""
     return PlanOptions(
-        budget=config.budget if isinstance(config.budget, float) else 0,  # bytes are the runtime's: one budget for all
+        budget=config.budget,  # bytes are the runtime's, one budget for all graphs: each plan only leaves room for them
+        recompute=config.recompute,
         min_bytes=config.min_bytes,
         prefetch=config.prefetch,
         machine=None,

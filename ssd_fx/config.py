@@ -31,8 +31,10 @@ class Config:
     dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
         temporary directory.
     budget: saved tensors that may stay resident. A share of each graph's saved bytes (a float from 0 to 1): the plan
-        keeps that much, and offloads what idles longest. Bytes (`"2GiB"`, an int): one budget over all graphs of the
-        process, kept at run time; the oldest tensors leave first. Default: 0, all that can leave leaves.
+        keeps at most that share of what can leave, and memory stays as far below its peak with everything kept. Bytes
+        (`"2GiB"`, an int): one budget over all graphs of the process, kept at run time; the oldest tensors leave first.
+        `"auto"`: the least share that is predicted to cost no wait. Default: 0, all that can leave leaves.
+    recompute: compute tensors again instead where that is predicted to be faster than the drive. Default: on.
     min_bytes: smaller storages always stay. Default: 1 MiB.
     engine: `"auto"`, `"posix"` (direct file I/O) or `"memory"` (host memory, for comparisons).
     inner: the compiler behind: `"inductor"` or `"aot_eager"`.
@@ -50,7 +52,8 @@ class Config:
     """
 
     dirs: tuple[str, ...] = ()
-    budget: int | float = 0
+    budget: int | float | str = 0
+    recompute: bool = True
     min_bytes: int = _MIB
     engine: str = "auto"
     inner: str = "inductor"
@@ -128,18 +131,20 @@ def _parse_positive(name: str, value: object) -> int:
     return nbytes
 
 
-def parse_budget(name: str, value: object) -> int | float:
-    """A share of the saved bytes (`0.25`, `"25%"`) or a size.
+def parse_budget(name: str, value: object) -> int | float | str:
+    """A share of the saved bytes (`0.25`, `"25%"`), a size, or "auto".
 
     Raises:
         ValueError: neither.
     """
     right = (
         f"option {name}={value!r} is not a budget; "
-        "right would be a size such as '2GiB' or a share from 0.0 to 1.0 such as 0.25 or '25%'"
+        "right would be a size such as '2GiB', a share from 0.0 to 1.0 such as 0.25 or '25%', or 'auto'"
     )
     if isinstance(value, str):
         text = value.strip()
+        if text.lower() == "auto":
+            return "auto"
         share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
         if share:
             value = float(share[1]) / 100
@@ -226,6 +231,7 @@ def _parse_flag(name: str, value: object) -> bool:
 _PARSERS: dict[str, Any] = {
     "dirs": _parse_dirs,
     "budget": parse_budget,
+    "recompute": _parse_flag,
     "min_bytes": parse_bytes,
     "engine": _parse_engine,
     "inner": _parse_choice("inductor", "aot_eager"),
