@@ -120,6 +120,9 @@ class _Predictor:
         for i in reversed(range(len(self.nodes))):
             if not self.view[i] and not is_inlined(self.nodes[i]):
                 continue
+            if not self.nodes[i].all_input_nodes:  # a constant: every kernel that wants one makes its own
+                runs[i] = i + 1
+                continue
             readers = [self.index[r] for r in self._readers(i)]
             inside = {runs[r] for r in readers}
             written = any(self.nodes[r].op == "output" or is_extern(self.nodes[r]) for r in readers)

@@ -75,11 +75,12 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
         return partition, plan
     best, limits, names = (partition, plan), plan.prediction.limits, frozenset[str]()
     for _ in range(RECOMPUTE_ROUNDS):
-        wanted = names | decide(partition, options, budget=limits, priced=True).recomputed_nodes
+        priced = decide(partition, options, budget=limits, priced=True)
+        wanted = names | priced.recomputed_nodes
         if wanted == names:
             break
         names = wanted
-        partition = joint.partition_again(names)
+        partition = joint.partition_again(names, priced.saved_nodes)
         try:
             plan = decide(partition, options, budget=limits)
         except ValueError:  # what is computed again needs more memory at a time than the budget allows

@@ -187,6 +187,12 @@ class Plan:
         return frozenset().union(*(d.nodes for d in self.decisions.values() if isinstance(d, Recompute)))
 
     @property
+    def saved_nodes(self) -> frozenset[str]:
+        """Names of the saved nodes and of the bases of what is not to be recomputed."""
+        stay = [g for g in self.groups if not isinstance(self.decisions.get(g.slot), Recompute)]
+        return frozenset(name for g in stay for name in (g.base, *(m.name for m in g.members)))
+
+    @property
     def offloaded_bytes(self) -> int:
         return sum(g.nbytes for g in self.offloaded)
 

@@ -5,9 +5,9 @@
     3. choose keep, recompute or offload for all          the write lane is full: gelu and mm are computed again
     4. partition again with PyTorch's min-cut, told which operators it may recompute
 
-Step 4 uses the hook of `activation_memory_budget` for a solver of one's own: PyTorch asks which of the operators that
-it would not recompute by itself (matrix products, attention, reductions) it may, and its min-cut does the rest. What
-comes out is planned and simulated like the first partition, and taken only if it is predicted to be faster.
+Step 4 tags the nodes as selective checkpointing does: what is chosen must be recomputed, what else was saved must be saved,
+and PyTorch's min-cut does the rest. What comes out is planned and simulated like the first partition, and taken only if it
+is predicted to be faster. docs/planner.md has why it is not the knapsack of `activation_memory_budget` that is asked.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ from typing import Any
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._inductor.custom_graph_pass import CustomKnapsackSolver
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes.partition import Partition, activation_inputs, storage_key, tensor_of
 from ssd_fx.passes.plan import Plan, Price
 
 LONGEST = 200  # nodes of a chain: what depends on more is not worth it
-
-# PyTorch consults its solver only below a budget of 1; so little that no cut of its own is ever enough.
-_ASK_SOLVER = 1e-9
 
 
 class Joint:
@@ -46,15 +42,21 @@ class Joint:
             self._pristine = _clone(self._module)
         return self._cut(self._module)
 
-    def partition_again(self, recomputed: Collection[str]) -> Partition:
-        """With the operators of these names computed again where the backward needs them."""
+    def partition_again(self, recomputed: Collection[str], saved: Collection[str]) -> Partition:
+        """With the nodes of these names computed again in the backward, and those other ones saved if it needs them.
+
+        The tags are those of selective checkpointing; what the user tagged stays.
+        """
         assert self._pristine is not None, "partition(keep_pristine=True) comes first"
-        patch = {
-            "activation_memory_budget": _ASK_SOLVER,
-            "activation_memory_budget_solver": _Chosen(frozenset(recomputed)),
-        }
-        with functorch_config.patch(patch):
-            return self._cut(_clone(self._pristine))
+        module = _clone(self._pristine)
+        for node in module.graph.nodes:
+            if node.op != "call_function" or "recompute" in node.meta:
+                continue
+            if node.name in recomputed:
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            elif node.name in saved:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return self._cut(module)
 
     def _cut(self, module: fx.GraphModule) -> Partition:
         forward, backward = min_cut_rematerialization_partition(module, self._inputs, **self._arguments)
@@ -66,27 +68,6 @@ def _clone(module: fx.GraphModule) -> fx.GraphModule:
     clone = fx.GraphModule(module, copy.deepcopy(module.graph))
     clone.meta.update(module.meta)
     return clone
-
-
-class _Chosen(CustomKnapsackSolver):
-    """Recomputes what it was told to, and saves the rest."""
-
-    def __init__(self, names: frozenset[str]) -> None:
-        self.names = names
-
-    def __call__(
-        self,
-        memory: list[float],
-        joint_graph: fx.Graph,
-        max_memory: float,
-        node_info: object,
-        all_recomputable_banned_nodes: list[fx.Node],
-    ) -> tuple[list[int], list[int]]:
-        chosen = [n.name in self.names for n in all_recomputable_banned_nodes]
-        return [i for i, c in enumerate(chosen) if not c], [i for i, c in enumerate(chosen) if c]
-
-    def uuid(self) -> Any:
-        return sorted(self.names)
 
 
 def price(partition: Partition, plan: Plan) -> Plan:
