@@ -16,11 +16,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from functorch.compile import aot_function
+from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import boxed_nop
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
-from ssd_fx.passes import pipeline
+import ssd_fx
+from ssd_fx.passes import partitioner, pipeline
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.partitioner import Partitioner
@@ -93,7 +95,7 @@ class Trial:
             keep_inference_input_mutations=True,
         )
         torch.manual_seed(0)
-        with recorded(self.plans):
+        with recorded(self.plans), _use_lazy_graph_module(True):
             outputs = compiled(*values.values())
         roots, starts = cotangents(list(outputs))
         if not self.compiled or not roots:
@@ -102,11 +104,16 @@ class Trial:
         return True
 
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, ...]:
+        """The min-cut runs once; every variant gets copies of what it returns."""
         self.num_outputs = kwargs["num_fwd_outputs"]
-        for variant in self.variants:
-            joint = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-            joint.meta.update(gm.meta)
-            self.compiled.append(Compiled(*variant.partitioner()(joint, joint_inputs, **kwargs)))
+        halves = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+        def min_cut(*args: object, **kwargs: object) -> tuple[fx.GraphModule, ...]:
+            return tuple(_make_graph_module(half, copy.deepcopy(half.graph)) for half in halves)
+
+        with mock.patch.object(partitioner, "min_cut_rematerialization_partition", min_cut):
+            for variant in self.variants:
+                self.compiled.append(Compiled(*variant.partitioner()(gm, joint_inputs, **kwargs)))
         return self.compiled[0].forward, self.compiled[0].backward
 
     def _forward(self, args: list[Any]) -> Sequence[Any]:
@@ -235,3 +242,17 @@ def count(plans: Sequence[tuple[Partition, Plan]]) -> Counter[str]:
             found.update(kinds(partition, group))
         found.update(f"kept: {g.obstacle}" for g in plan.groups if g.obstacle)
     return found
+
+
+def through_compile(program: Program, variant: Variant, **options: object) -> list[Tensor]:
+    """Outputs, gradients and arguments after one step of the whole `torch.compile`."""
+    torch._dynamo.reset()
+    leaves, values = arguments(program.inputs)
+    given = {"engine": variant.engine, "min_bytes": 0, "budget": variant.budget, "prefetch": variant.prefetch}
+    given |= {"dirs": [variant.directory], "allow_tmpfs": True} if variant.directory else {}
+    compiled = torch.compile(program.function(), backend=ssd_fx.backend, dynamic=False, options=given | options)
+    torch.manual_seed(0)
+    outputs = list(compiled(*values.values()))
+    roots, starts = cotangents(outputs)
+    found = torch.autograd.grad(roots, leaves, starts, allow_unused=True)
+    return [t.detach() for t in [*outputs, *(g for g in found if g is not None), *values.values()]]
