@@ -193,6 +193,29 @@ class Draft:
         exec("\n".join(self.lines), dict(_NAMES), self.values)
 
 
+def is_float(t: Tensor) -> bool:
+    return t.dtype in (torch.float32, torch.bfloat16)
+
+
+def is_single(t: Tensor) -> bool:
+    return t.dtype == torch.float32
+
+
+def is_integer(t: Tensor) -> bool:
+    return not t.dtype.is_floating_point and not t.dtype.is_complex and t.dtype != torch.bool
+
+
+def is_large(t: Tensor) -> bool:
+    return t.dim() >= 1 and t.numel() >= 2
+
+
+def broadcasts(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
+    try:
+        return torch.broadcast_shapes(small, large) == torch.Size(large)
+    except RuntimeError:
+        return False
+
+
 @st.composite
 def programs(draw: st.DrawFn, most_lines: int = 16) -> Program:
     """Programs of up to `most_lines` operators, with an output that has a gradient."""
@@ -227,4 +250,3 @@ def _outputs(draft: Draft) -> tuple[str, ...]:
     returned = total + [n for n in unread if n not in summed]
     others = draft.draw(st.lists(st.sampled_from([*reversed(draft.values)]), max_size=2))
     return (*(returned[:4] or roots[-1:]), *others)
-

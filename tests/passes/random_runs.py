@@ -50,9 +50,13 @@ class Variant:
             runtime["dirs"] = [self.directory]
         return Partitioner(
             pipeline.PlanOptions(
-                budget=self.budget, min_bytes=0, prefetch=self.prefetch, machine=self.machine,
-                runtime_config=json.dumps(runtime), hand_over=True,
-            )  # fmt: skip
+                budget=self.budget,
+                min_bytes=0,
+                prefetch=self.prefetch,
+                machine=self.machine,
+                runtime_config=json.dumps(runtime),
+                hand_over=True,
+            )
         )
 
 
@@ -163,7 +167,9 @@ def clones(tensors: Sequence[Any]) -> list[Any]:
         storage = t.untyped_storage()
         if storage._cdata not in storages:
             storages[storage._cdata] = storage.clone()
-        copied.append(torch.empty(0, dtype=t.dtype).set_(storages[storage._cdata], t.storage_offset(), t.shape, t.stride()))
+        copied.append(
+            torch.empty(0, dtype=t.dtype).set_(storages[storage._cdata], t.storage_offset(), t.shape, t.stride())
+        )
     return copied
 
 
