@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,22 @@ class Program:
         names = dict(_NAMES)
         exec(compile(self.source, "<random program>", "exec"), names)
         return names["program"]  # type: ignore[return-value]
+
+    def resized(self, old: int, new: int) -> Program:
+        """The same with arguments of another size: `new` wherever a dimension was `old`."""
+        sizes = [tuple(new if n == old else n for n in i.size) for i in self.inputs]
+        return replace(self, inputs=tuple(replace(i, size=s) for i, s in zip(self.inputs, sizes, strict=True)))
+
+    @property
+    def trains(self) -> bool:
+        """Whether eager PyTorch runs it, forward and backward."""
+        leaves, values = arguments(self.inputs)
+        try:
+            roots, starts = cotangents(list(self.function()(*values.values())))
+            torch.autograd.grad(roots, leaves, starts, allow_unused=True)
+        except REFUSALS:
+            return False
+        return True
 
     @property
     def changes_in_place(self) -> bool:
@@ -217,13 +233,16 @@ def broadcasts(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
 
 
 @st.composite
-def programs(draw: st.DrawFn, most_lines: int = 16) -> Program:
-    """Programs of up to `most_lines` operators, with an output that has a gradient."""
+def programs(draw: st.DrawFn, most_lines: int = 16, rows: int = 0) -> Program:
+    """Programs of up to `most_lines` operators, with an output that has a gradient.
+
+    `rows`: the first dimension of the first argument, drawn where it is 0.
+    """
     from tests.passes.random_operators import OPERATORS
 
     draft = Draft(draw)
-    rows, columns = draft.number(1, 7), draft.number(1, 9)
-    draft.input("leaf", rows, columns)
+    columns = draft.number(1, 9)
+    draft.input("leaf", rows or draft.number(1, 7), columns)
     draft.define(f"leaf0 @ {draft.input('leaf', columns, draft.number(1, 8))}")
     for _ in range(draft.number(3, most_lines)):
         operator = draft.one(*OPERATORS)

@@ -250,15 +250,19 @@ def count(plans: Sequence[tuple[Partition, Plan]]) -> Counter[str]:
     return found
 
 
-def through_compile(program: Program, variant: Variant, **options: object) -> list[Tensor]:
-    """Outputs, gradients and arguments after one step of the whole `torch.compile`."""
+def through_compile(sizes: Sequence[Program], variant: Variant, **options: object) -> list[Tensor]:
+    """Outputs, gradients and arguments after one step of the whole `torch.compile` at each size of one program."""
     torch._dynamo.reset()
-    leaves, values = arguments(program.inputs)
-    given = {"engine": variant.engine, "min_bytes": 0, "budget": variant.budget, "prefetch": variant.prefetch}
-    given |= {"dirs": [variant.directory], "allow_tmpfs": True} if variant.directory else {}
-    compiled = torch.compile(program.function(), backend=ssd_fx.backend, dynamic=False, options=given | options)
-    torch.manual_seed(0)
-    outputs = list(compiled(*values.values()))
-    roots, starts = cotangents(outputs)
-    found = torch.autograd.grad(roots, leaves, starts, allow_unused=True)
-    return [t.detach() for t in [*outputs, *(g for g in found if g is not None), *values.values()]]
+    given = {"min_bytes": 0, "budget": variant.budget, "engine": variant.engine, **options}
+    compiled = torch.compile(
+        sizes[0].function(), backend=ssd_fx.backend, dynamic=len(sizes) > 1, fullgraph=True, options=given
+    )
+    found: list[Tensor] = []
+    for program in sizes:
+        leaves, values = arguments(program.inputs)
+        torch.manual_seed(0)
+        outputs = list(compiled(*values.values()))
+        roots, starts = cotangents(outputs)
+        gradients = torch.autograd.grad(roots, leaves, starts, allow_unused=True)
+        found += [t.detach() for t in [*outputs, *(g for g in gradients if g is not None), *values.values()]]
+    return found
