@@ -26,15 +26,23 @@ def binary(d: Draft) -> None:
     d.define(d.one(f"{x} * {y}", f"{x} + {y}", f"{x} - {y}", f"torch.maximum({x}, {y})", f"torch.atan2({x}, {y})"))
 
 
+def spread(d: Draft) -> None:
+    """A small tensor over a large one: what is saved has strides of zero."""
+    x = d.pick(is_float)
+    y = d.pick(lambda t: is_float(t) and t.shape != d.values[x].shape and broadcasts(d.values[x].shape, t.shape))
+    d.define(f"{x}.sin().expand_as({y}) * {y}")
+
+
 def constant(d: Draft) -> None:
     x = d.pick(is_float)
     d.define(d.one(f"{x} * 0.5", f"{x} + 1", f"1 - {x}", f"{x}.clamp(-1, 1)", f"{x}.clone()", f"{x}.detach()"))
 
 
 def matmul(d: Draft) -> None:
-    x = d.pick(lambda t: is_single(t) and t.dim() >= 2)
+    x = d.pick(lambda t: is_float(t) and t.dim() >= 2)
     columns = d.values[x].shape[-1]
-    d.define(f"{x} @ {d.weight(columns, d.number(1, 8))}")
+    cast = ".bfloat16()" if d.values[x].dtype == torch.bfloat16 else ""
+    d.define(f"{x} @ {d.weight(columns, d.number(1, 8))}{cast}")
 
 
 def self_matmul(d: Draft) -> None:
@@ -74,7 +82,9 @@ def softmax(d: Draft) -> None:
 
 def cast(d: Draft) -> None:
     x = d.pick(lambda t: not t.is_complex())
-    d.define(f"{x}.{d.one('bfloat16', 'float', 'double', 'int', 'long')}()" if d.number(0, 2) else f"{x}.float()")
+    d.define(
+        f"{x}.{d.one('bfloat16', 'bfloat16', 'float', 'double', 'int', 'long')}()" if d.number(0, 2) else f"{x}.float()"
+    )
 
 
 def mask(d: Draft) -> None:
@@ -137,8 +147,8 @@ def gathered(d: Draft) -> None:
 
 
 COMPUTATIONS = (
-    pointwise, activation, binary, constant, matmul, self_matmul, linear, reduction, to_scalar, normalised, softmax,
-    cast, mask, masked, integer, integer_factor, two_results, moments, embedding, indexed, gathered,
+    pointwise, activation, binary, spread, constant, matmul, self_matmul, linear, reduction, to_scalar, normalised,
+    softmax, cast, mask, masked, integer, integer_factor, two_results, moments, embedding, indexed, gathered,
 )  # fmt: skip
 # Simplest first, because that is where a failing program shrinks to; what is repeated comes more often.
-OPERATORS = (*COMPUTATIONS, *VIEWS, *CHANGES, matmul, matmul, binary, *CHANGES)
+OPERATORS = (*COMPUTATIONS, *VIEWS, *CHANGES, matmul, matmul, binary, cast, spread, *CHANGES)
