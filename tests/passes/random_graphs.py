@@ -44,12 +44,23 @@ class Input:
     of: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} = {self.of}" if self.of else f"{self.name} = {self.kind}{list(self.size)}"
+        size = list(self.size)
+        made = {
+            "leaf": f"torch.randn({size}).requires_grad_()",
+            "hidden": f"torch.randn({size}).requires_grad_() * 1.0",
+            "buffer": f"torch.randn({size})",
+            "index": f"torch.randint({self.high}, {size})",
+            "alias": self.of,
+        }
+        return f"{self.name} = {made[self.kind]}"
 
 
 @dataclass(frozen=True)
 class Program:
-    """Arguments, lines and returned names; `str` is its Python."""
+    """Arguments, lines and returned names; `repr` is its Python, with other random numbers.
+
+    `refused`: lines that were drawn and that eager PyTorch did not take.
+    """
 
     inputs: tuple[Input, ...]
     lines: tuple[str, ...]
@@ -62,7 +73,7 @@ class Program:
         return f"def program({', '.join(i.name for i in self.inputs)}):\n{body}    return {', '.join(self.outputs)},\n"
 
     def __repr__(self) -> str:
-        return "\n" + "".join(f"# {i}\n" for i in self.inputs) + self.source
+        return "\n" + "".join(f"{i}\n" for i in self.inputs) + self.source
 
     def function(self) -> Callable[..., tuple[Tensor, ...]]:
         names = dict(_NAMES)

@@ -101,7 +101,7 @@ def test_gradients_are_bitwise_those_of_everything_kept(names: Names, tmp_path: 
 
 
 def test_through_the_whole_of_torch_compile() -> None:
-    @settings(SETTINGS, max_examples=6, derandomize=True)
+    @settings(SETTINGS, max_examples=4, derandomize=True)
     @given(programs())
     def attempt(program: Program) -> None:
         kept, gone = (through_compile([program], Variant(b), inner="aot_eager") for b in (1.0, 0.0))
@@ -125,7 +125,7 @@ def search_dynamic(examples: int) -> None:
 
 
 def test_dynamic_shapes() -> None:
-    search_dynamic(4)
+    search_dynamic(2)
 
 
 def loads(partition: Partition) -> list[fx.Node]:
