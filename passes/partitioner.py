@@ -22,7 +22,9 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import ssd_fx.passes
 import ssd_fx.runtime
+from ssd_fx.errors import user_errors
 from ssd_fx.passes import pipeline
+from ssd_fx.passes.marks import lift
 from ssd_fx.passes.partition import Partition, activation_inputs
 
 
@@ -37,10 +39,12 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
         activations = activation_inputs(gm, kwargs.get("static_lifetime_input_indices"))
+        lift(gm.graph)  # under Inductor it has run: LiftMarks
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         partition = Partition(forward, backward, kwargs["num_fwd_outputs"], activations)
         # Autograd refuses a second backward through a graph with donated buffers, so that loads may give tensors away.
-        pipeline.run(partition, self.options, consume=bool(functorch_config.donated_buffer))
+        with user_errors():
+            pipeline.run(partition, self.options, consume=bool(functorch_config.donated_buffer))
         return forward, backward
 
     def uuid(self) -> str:

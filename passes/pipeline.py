@@ -14,6 +14,7 @@ from ssd_fx.passes.alias import DYNAMIC, alias
 from ssd_fx.passes.costs import Machine, time
 from ssd_fx.passes.insert import insert
 from ssd_fx.passes.lifetime import lifetime
+from ssd_fx.passes.marks import mark
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Plan, PlanPass
 from ssd_fx.passes.schedule import schedule
@@ -25,7 +26,8 @@ class PlanOptions:
     """What the passes need to know; `runtime_config` is handed through to the nodes unread.
 
     `budget` is bytes (int) or a share of the saved bytes (float); `min_bytes` and `prefetch` are bytes; `dump_dir`
-    may be empty.
+    may be empty. `keep` and `offload` are module name patterns, `roots` the expressions that module names begin behind;
+    `annotations` is a digest of what the graph says beside its code, which caches do not look at.
     """
 
     budget: int | float
@@ -35,11 +37,16 @@ class PlanOptions:
     runtime_config: str
     hand_over: bool
     dump_dir: str = ""
+    keep: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    annotations: str = ""
 
 
 def plan_passes(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
+        partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # binds select, reads groups
         partial(time, machine=machine),  # before lifetimes, whose idle time is predicted time
         lifetime,
         partial(select, budget=options.budget, min_bytes=options.min_bytes),  # ranks by idle time

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -77,6 +77,19 @@ class AliasGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """What the user wants of a group, and who said so.
+
+    `tier` is a hint where it should go: `"host"`, `"ssd"` or empty. `itself`: the tensor was named, not its module.
+    """
+
+    decision: Literal["keep", "offload", "prefer_offload"]
+    reason: str
+    tier: Literal["host", "ssd", ""] = ""
+    itself: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Lifetime:
     """Positions are indices of nodes in their graph; times are predicted, in ms from the start of their graph."""
 
@@ -114,6 +127,8 @@ class Plan:
 
     graph: str
     groups: tuple[AliasGroup, ...] = ()
+    marks: MappingProxyType[int, Mark] = field(default_factory=lambda: MappingProxyType({}))
+    modules: MappingProxyType[int, str] = field(default_factory=lambda: MappingProxyType({}))
     timeline: Timeline | None = None
     lifetimes: MappingProxyType[int, Lifetime] = field(default_factory=lambda: MappingProxyType({}))
     decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))
