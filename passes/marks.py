@@ -4,8 +4,8 @@
     lift          relu {marks: ssd_fx.keep} -> mm              the graph is as if nothing had been marked
     mark          group of relu: Mark(keep, "marked by ssd_fx.keep")
 
-`lift` runs on the joint graph, before anything matches patterns in it or cuts it. A mark stands for the storage, so it is
-put on every node that shares it: whichever of them the min-cut saves carries it into the forward graph. `mark` then
+`lift` runs on the joint graph, before anything matches patterns in it or cuts it. A mark stands for the storage, so it
+is put on every node that shares it: whichever of them the min-cut saves carries it into the forward graph. `mark` then
 gives each alias group at most one: a call in the model outweighs a pattern, and that a checkpoint policy.
 """
 
@@ -79,11 +79,11 @@ def _take_out(node: fx.Node) -> None:
 
 
 @dataclass(frozen=True)
-class LiftMarks(CustomGraphPass):  # type: ignore[misc]
+class LiftMarks(CustomGraphPass):
     """`lift` as Inductor's first pass over a joint graph, and then what was there before.
 
-    Later would be too late: a node that is in the way when Inductor looks for attention would cost the fused kernel, and
-    one that does nothing is removed.
+    Later would be too late: a node that is in the way when Inductor looks for attention would cost the fused kernel,
+    and one that does nothing is removed.
     """
 
     version: str
@@ -159,8 +159,8 @@ def _callers(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 def _of_calls(group: AliasGroup, callers: tuple[str, ...]) -> Mark | None:
     if KEEP in callers and OFFLOAD in callers:
         raise ValueError(
-            f"tensor {group.base!r} ({group.nbytes} B) is marked by {KEEP} and by {OFFLOAD}, itself or as a view of the "
-            "same memory; right would be one of them"
+            f"tensor {group.base!r} ({group.nbytes} B) is marked by {KEEP} and by {OFFLOAD}, itself or as a view "
+            "of the same memory; right would be one of them"
         )
     if KEEP in callers:
         return Mark("keep", f"marked by {KEEP}")
@@ -175,8 +175,8 @@ def _of_patterns(
     if kept and gone and kept[0] == gone[0]:
         raise ValueError(
             f"tensor {group.base!r} ({group.nbytes} B) of module {around[kept[0]]!r} is to be kept by "
-            f"keep=[{kept[1]!r}] and offloaded by offload=[{gone[1]!r}]; right would be patterns of which one matches a "
-            "module further inside"
+            f"keep=[{kept[1]!r}] and offloaded by offload=[{gone[1]!r}]; right would be patterns of which one matches "
+            "a module further inside"
         )
     if kept and (not gone or kept[0] > gone[0]):
         return Mark("keep", f"keep=[{kept[1]!r}]", itself=False)
@@ -207,8 +207,8 @@ def _tell_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list
         if key not in saved and calls:
             where = sharing[0].meta.get("stack_trace") or ""
             log.info(
-                "%s of %r has no effect in graph %s: it is not saved for backward, or lives anyway (a parameter, input or "
-                "output). %s",
+                "%s of %r has no effect in graph %s: it is not saved for backward, or lives anyway (a parameter, "
+                "an input or an output). %s",
                 " and ".join(calls),
                 sharing[0].name,
                 plan.graph,

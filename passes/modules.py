@@ -2,8 +2,8 @@
 
 Dynamo notes at every node the modules whose `forward` it stands in, outermost first, as expressions seen from the
 compiled frame: `L['self'].model.blocks.0`, `L['self'].model.blocks.0.attn`. A module's name begins behind its *root*,
-the outermost module that the frame reaches it through (`L['self']` where the model itself was compiled, `L['self'].model`
-in a method of a trainer).
+the outermost module that the frame reaches it through: `L['self']` where the model itself was compiled,
+`L['self'].model` in a method of a trainer.
 """
 
 from __future__ import annotations

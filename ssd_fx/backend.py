@@ -77,8 +77,8 @@ def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:
     roots = patterns.roots(gm)
     named = (*options.keep, *options.offload)
     patterns.check(named, gm, roots)
-    annotations = patterns.annotations(gm, names=bool(named))
-    return replace(options, roots=tuple(roots), annotations=annotations)
+    digest = patterns.annotation_digest(gm, names=bool(named))
+    return replace(options, roots=tuple(roots), annotations=digest)
 
 
 def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], plan: PlanOptions, mode: str | None) -> Compiled:

@@ -11,10 +11,10 @@ from ssd_fx.passes.marks import ANNOTATION, KEEP, OFFLOAD
 def keep(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, and have what is saved of it for backward stay in memory, whatever the budget.
 
-    The mark is one of the memory of `x` as it is here: it holds for whichever tensor or view of that memory autograd saves.
-    It saves nothing that would not be saved without it; where nothing of it is (Inductor recomputes cheap operators
-    from their inputs), the logger `ssd_fx` says so at level INFO. Outside of a graph that ssd_fx compiles it is the
-    identity. It changes neither kernels nor results.
+    The mark is one of the memory of `x` as it is here: it holds for whichever tensor or view of it autograd saves. It
+    saves nothing that would not be saved without it; where nothing of it is (Inductor recomputes cheap operators from
+    their inputs), the logger `ssd_fx` says so at level INFO. It changes neither kernels nor results. Outside of a
+    graph that ssd_fx compiles it is the identity.
 
     Raises:
         ValueError: `x` is no tensor.
@@ -25,8 +25,8 @@ def keep(x: torch.Tensor) -> torch.Tensor:
 def offload(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, and have what is saved of it for backward leave memory, whatever the budget and however small it is.
 
-    What `keep` says of the memory of `x` holds here too. Where it cannot leave, a `RuntimeWarning` says why. To mark the
-    same memory both ways is a `ValueError` when the graph is compiled.
+    What `keep` says of the memory of `x` holds here too. Where it cannot leave, a `RuntimeWarning` says why. To mark
+    the same memory both ways is a `ValueError` when the graph is compiled.
 
     Raises:
         ValueError: `x` is no tensor.

@@ -1,9 +1,8 @@
-"""The options `keep` and `offload` against the modules of the user's program: what a pattern means, and whether it means
-anything.
+"""What the module name patterns of `keep` and `offload` name in the user's program, and whether they name anything.
 
-A name is that of `named_modules()` of what the compiled code belongs to: the model whose `forward` it is, or the model that
-it calls. One compile call may see many graphs (graph breaks, blocks that are compiled one by one), so that no single
-graph decides whether a pattern is wrong: a pattern is an error where it names no module of the models in reach.
+A name is that of `named_modules()` of what the compiled code belongs to: the model whose `forward` it is, or the model
+that it calls. One compile call may see many graphs (graph breaks, blocks that are compiled one by one), so that no
+single graph decides whether a pattern is wrong: it is an error where it names no module of the models in reach.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import fx, nn
+from torch._dynamo import OptimizedModule
 
 from ssd_fx.passes.marks import ANNOTATION
 from ssd_fx.passes.modules import enclosing, matches, paths
@@ -38,8 +38,8 @@ def roots(graph_module: fx.GraphModule) -> dict[str, nn.Module]:
 def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: dict[str, nn.Module]) -> None:
     """Compare patterns with the names of all modules in reach. `own`: the graph's `roots`.
 
-    A pattern that names modules of this graph only by what they are called further outside cannot be obeyed here, because
-    the compiled code is used for every module of that kind: a RuntimeWarning.
+    A pattern that names modules of this graph only by what they are called further outside cannot be obeyed, because
+    the compiled code may serve every module of that kind: a RuntimeWarning.
 
     Raises:
         ValueError: a pattern names no module; the message has near ones.
@@ -55,16 +55,17 @@ def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: dict[str, 
         outside = [m for model in around for name, m in model.named_modules() if matches(pattern, name)]
         if any(_overlap(module, model) for module in outside for model in own.values()):
             warnings.warn(
-                f"module pattern {pattern!r} has no effect on a graph of {_kinds(own.values())}, which is compiled by "
-                f"itself: its modules are called {_listed(names)} here",
+                f"ssd_fx: module pattern {pattern!r} has no effect on {_kinds(own.values())}, which is compiled by "
+                f"itself: its modules are called {_listed(names)} there",
                 RuntimeWarning,
                 stacklevel=2,
             )
         elif not outside and pattern not in _matched and names - {""}:
+            names |= {name for model in around for name, _ in model.named_modules()}
             raise ValueError(_no_match(pattern, names))
 
 
-def annotations(graph_module: fx.GraphModule, *, names: bool) -> str:
+def annotation_digest(graph_module: fx.GraphModule, *, names: bool) -> str:
     """A digest of the marks at the nodes of a Dynamo graph, and of the modules' names where they matter.
 
     Compile caches look at the code of a graph, in which neither stands. Empty where there is nothing to tell apart.
@@ -114,7 +115,7 @@ def _first_module(path: str, frame: Any) -> tuple[str, nn.Module] | None:
 
 
 def _models_of(frame: Any) -> list[nn.Module]:
-    """Models that the compiled function may call in another of its graphs: locals, globals it names, what `self` holds."""
+    """Models that another graph of the compiled function may call: its locals, globals it names, what `self` holds."""
     values = list(frame.f_locals.values())
     values += [frame.f_globals.get(name) for name in (frame.f_code.co_names if frame.f_code else ())]
     owner = frame.f_locals.get("self")
@@ -125,15 +126,14 @@ def _models_of(frame: Any) -> list[nn.Module]:
 def _callers_models(models: list[nn.Module]) -> list[nn.Module]:
     """Modules whose methods are running right now and which hold one of `models`."""
     inner = {id(model) for model in models}
-    found: dict[int, nn.Module] = {}
+    owners: dict[int, nn.Module] = {}
     frame: Any = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and not isinstance(owner, fx.GraphModule) and id(owner) not in inner:
-            if any(id(module) in inner for module in owner.modules()):
-                found[id(owner)] = owner
+        if isinstance(owner, nn.Module) and not isinstance(owner, OptimizedModule) and id(owner) not in inner:
+            owners[id(owner)] = owner
         frame = frame.f_back
-    return list(found.values())
+    return [owner for owner in owners.values() if any(id(module) in inner for module in owner.modules())]
 
 
 def _overlap(a: nn.Module, b: nn.Module) -> bool:
