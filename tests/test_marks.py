@@ -115,48 +115,58 @@ def test_export_and_vmap() -> None:
     assert torch.equal(exported.module()(x), x.sin().cos())
 
 
-@pytest.mark.parametrize("inner", INNERS)
+Toy = Callable[[Mark], Callable[..., torch.Tensor]]
+
+
 @pytest.mark.parametrize("toy", [layers, attention, written])
-def test_no_bit_changes(
-    options: dict[str, object], inner: str, toy: Callable[[Mark], Callable[..., torch.Tensor]]
-) -> None:
-    options |= {"inner": inner, "engine": "memory"}
+def test_no_bit_changes(options: dict[str, object], toy: Toy) -> None:
+    options |= {"inner": "aot_eager", "engine": "memory"}
     seen = []
     for mark, budget in ((none, 1.0), (ssd_fx.keep, 0), (ssd_fx.offload, 1.0)):
-        compiled = torch.compile(
-            toy(mark), backend=ssd_fx.backend, fullgraph=True, options=options | {"budget": budget}
-        )
+        more = options | {"budget": budget}
+        compiled = torch.compile(toy(mark), backend=ssd_fx.backend, fullgraph=True, options=more)
         seen.append(gradients(compiled, *inputs()))
     assert same_bits(seen[0], seen[1])
     assert same_bits(seen[0], seen[2])
 
 
-@pytest.mark.parametrize("toy", [layers, attention, written])
-def test_inductor_writes_the_same_code(
-    options: dict[str, object], toy: Callable[[Mark], Callable[..., torch.Tensor]]
-) -> None:
-    """Line for line, but for the graph's name, which is made of node names, and for comments."""
+@pytest.mark.parametrize(
+    "toy", [attention, pytest.param(layers, marks=pytest.mark.slow), pytest.param(written, marks=pytest.mark.slow)]
+)
+def test_inductor_writes_the_same_code(options: dict[str, object], toy: Toy) -> None:
+    """Line for line where all is kept, but for the graph's name, which is made of node names, and for comments."""
+    options |= {"budget": 1.0}
 
-    def code(mark: Mark) -> str:
+    def run(mark: Mark) -> tuple[tuple[torch.Tensor, ...], str]:
         torch._dynamo.reset()
-        compiled = torch.compile(toy(mark), backend=ssd_fx.backend, fullgraph=True, options=options | {"budget": 1.0})
+        compiled = torch.compile(toy(mark), backend=ssd_fx.backend, fullgraph=True, options=options)
         with fresh_inductor_cache():
-            _, texts = run_and_get_code(lambda: gradients(compiled, *inputs()))
+            grads, texts = run_and_get_code(lambda: gradients(compiled, *inputs()))
         assert len(texts) == 2
-        return re.sub(r"#.*|'[0-9a-f]{8}'", "", "\n".join(texts))
+        return grads, re.sub(r"#.*|'[0-9a-f]{8}'", "", "\n".join(texts))
 
-    plain = code(none)
-    assert ("_scaled_dot_product" in plain) == (toy is attention)
-    assert (code(ssd_fx.keep) == plain) is True  # no diff of a thousand lines
+    plain, code = run(none)
+    assert ("_scaled_dot_product" in code) == (toy is attention)
+    kept, kept_code = run(ssd_fx.keep)
+    assert (kept_code == code) is True  # no diff of a thousand lines
+    assert same_bits(kept, plain)
+    offloaded, _ = run(ssd_fx.offload)
+    assert ssd_fx.stats().stores >= 2
+    assert same_bits(offloaded, plain)
 
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_the_dump_says_who_marked_what(options: dict[str, object], tmp_path: Path, inner: str) -> None:
     options |= {"inner": inner, "dump": str(tmp_path / "dump")}
     gradients(torch.compile(layers(ssd_fx.keep), backend=ssd_fx.backend, options=options), *inputs())
-    lines = plan_text(tmp_path / "dump").splitlines()[1:]
-    assert [line.split()[3] for line in lines] == ["keep", "keep", "offload"]
-    assert ["marked by ssd_fx.keep" in line for line in lines] == [True, True, False]
+    lines = [line.split(None, 4) for line in plan_text(tmp_path / "dump").splitlines()[1:]]
+    marked = "marked by ssd_fx.keep"
+    reasons = {base: marked if rest.startswith(marked) else decision for base, _, _, decision, rest in lines}
+    assert {base: reason for base, reason in reasons.items() if base.startswith("mm")} == {
+        "mm": marked,
+        "mm_1": marked,
+        "mm_2": "offload",
+    }
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -171,7 +181,7 @@ def test_a_contradiction_reaches_the_user_as_what_it_is(options: dict[str, objec
 
 def test_the_compile_cache_tells_marks_apart(options: dict[str, object]) -> None:
     """Graphs that differ in their marks alone have the same code."""
-    offloaded = []
+    offloaded, hits = [], []
     with fresh_inductor_cache():
         for mark in (ssd_fx.keep, ssd_fx.offload, ssd_fx.keep):
             torch._dynamo.reset()
@@ -180,8 +190,8 @@ def test_the_compile_cache_tells_marks_apart(options: dict[str, object]) -> None
             compiled = torch.compile(layers(mark), backend=ssd_fx.backend, options=options | {"budget": 1.0})
             gradients(compiled, *inputs())
             offloaded.append(ssd_fx.stats().offloaded_bytes)
-            hit = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
-        assert hit == 1
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 0, 1]
     assert offloaded == [0, 2 * 64 * 64 * 4, 0]
 
 
@@ -208,7 +218,7 @@ def test_must_cpu_offload_trains_as_without_a_checkpoint(options: dict[str, obje
     saved = run(CheckpointPolicy.MUST_SAVE)
     assert ssd_fx.stats().offloaded_bytes == 0
     offloaded = run(CheckpointPolicy.MUST_CPU_OFFLOAD)
-    assert ssd_fx.stats().offloaded_bytes == ssd_fx.stats().saved_bytes == 3 * 64 * 64 * 4
+    assert ssd_fx.stats().offloaded_bytes == 3 * 64 * 64 * 4
     assert same_bits(saved, offloaded)
     for ours, eager in zip(offloaded, gradients(layers(none), *inputs()), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-2)  # gradients of about 1e4

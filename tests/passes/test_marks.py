@@ -295,36 +295,50 @@ def check_modules(expected: str, **changes: object) -> None:
 
 
 def test_patterns_and_names() -> None:
-    check_modules("""\
+    check_modules(
+        """\
 sigmoid blocks.0.attn keep keep=['blocks.0'] (keep=['blocks.0'])
 tanh blocks.0.mlp.1 offload (offload=['*.mlp'])
 exp blocks.0 keep keep=['blocks.0'] (keep=['blocks.0'])
 sigmoid_1 blocks.1.attn offload ()
 tanh_1 blocks.1.mlp.1 offload (offload=['*.mlp'])
 exp_1 blocks.1 offload ()
-mm_4 head keep within the budget ()""", keep=("blocks.0",), offload=("*.mlp",), budget=0.5)
+mm_4 head keep within the budget ()""",
+        keep=("blocks.0",),
+        offload=("*.mlp",),
+        budget=0.5,
+    )
 
 
 def test_a_pattern_heeds_min_bytes() -> None:
-    check_modules("""\
+    check_modules(
+        """\
 sigmoid blocks.0.attn keep below min_bytes (offload=['*'])
 tanh blocks.0.mlp.1 keep below min_bytes (offload=['*'])
 exp blocks.0 keep below min_bytes (offload=['*'])
 sigmoid_1 blocks.1.attn keep below min_bytes (offload=['*'])
 tanh_1 blocks.1.mlp.1 keep below min_bytes (offload=['*'])
 exp_1 blocks.1 keep below min_bytes (offload=['*'])
-mm_4 head keep below min_bytes (offload=['*'])""", offload=("*",), budget=1.0, min_bytes=257)
+mm_4 head keep below min_bytes (offload=['*'])""",
+        offload=("*",),
+        budget=1.0,
+        min_bytes=257,
+    )
 
 
 def test_the_innermost_module_wins() -> None:
-    check_modules("""\
+    check_modules(
+        """\
 sigmoid blocks.0.attn offload (offload=['blocks.0'])
 tanh blocks.0.mlp.1 offload (offload=['blocks.0'])
 exp blocks.0 offload (offload=['blocks.0'])
 sigmoid_1 blocks.1.attn offload (offload=['blocks.1.*'])
 tanh_1 blocks.1.mlp.1 offload (offload=['blocks.1.*'])
 exp_1 blocks.1 keep keep=['blocks'] (keep=['blocks'])
-mm_4 head offload ()""", keep=("blocks",), offload=("blocks.1.*", "blocks.0"))
+mm_4 head offload ()""",
+        keep=("blocks",),
+        offload=("blocks.1.*", "blocks.0"),
+    )
 
 
 def test_patterns_of_one_module_that_disagree() -> None:
