@@ -76,7 +76,8 @@ def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str])
         f"store>{forward[points.store_after]} release>{forward[points.release_after]} "
         f"load<{backward[points.load_before]} wait<{backward[points.wait_before]}"
     )
-    return group.base, size, "offload", where, members
+    mark = plan.marks.get(group.slot)
+    return group.base, size, "offload", where if mark is None else f"{where} ({mark.reason})", members
 
 
 def write(directory: Path, partition: Partition, plan: Plan, text: str) -> None:

@@ -33,6 +33,9 @@ _REDUCTIONS = frozenset(
     {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
 )
 
+_HEAVY = frozenset({aten.exp, aten.sigmoid, aten.tanh, aten.log, aten.pow})
+_LARGE = 16  # nodes that several kernels will not each compute
+
 
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor can compute the node inside a kernel that reads it."""
@@ -126,9 +129,27 @@ class _Predictor:
             readers = [self.index[r] for r in self._readers(i)]
             inside = {runs[r] for r in readers}
             written = any(self.nodes[r].op == "output" or is_extern(self.nodes[r]) for r in readers)
-            if readers and not self.view[i] and not written and len(inside) == 1:
-                runs[i] = inside.pop()
+            if readers and not self.view[i] and not written and (len(inside) == 1 or self._is_cheap(i)):
+                runs[i] = max(inside)
         return runs
+
+    def _is_cheap(self, i: int) -> bool:
+        """Whether several kernels would rather compute the node each, because it reads one tensor and little is done."""
+        reads: set[int] = set()
+        work, seen = [self.nodes[i]], set[fx.Node]()
+        while work:
+            node = work.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if getattr(node.target, "overloadpacket", None) in _HEAVY or len(seen) > _LARGE:
+                return False
+            for source in node.all_input_nodes:
+                if self.view[self.index[source]] or is_inlined(source):
+                    work.append(source)
+                elif tensor_of(source) is not None:
+                    reads.add(self.index[source])
+        return len(reads) <= 1
 
     def _readers(self, i: int) -> Iterable[fx.Node]:
         """Users of the node, through views of it."""

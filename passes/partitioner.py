@@ -21,7 +21,9 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import ssd_fx.passes
 import ssd_fx.runtime
+from ssd_fx.errors import user_errors
 from ssd_fx.passes import pipeline
+from ssd_fx.passes.marks import lift
 from ssd_fx.passes.recompute import Joint
 
 
@@ -35,7 +37,9 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
-        partition, plan = pipeline.decide_joint(Joint(gm, joint_inputs, kwargs), self.options)
+        lift(gm.graph)  # under Inductor it has run: LiftMarks
+        with user_errors():
+            partition, plan = pipeline.decide_joint(Joint(gm, joint_inputs, kwargs), self.options)
         # Autograd refuses a second backward through a graph with donated buffers, so that loads may give tensors away.
         pipeline.rewrite(partition, plan, self.options, consume=bool(functorch_config.donated_buffer))
         return partition.forward, partition.backward

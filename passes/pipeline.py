@@ -15,13 +15,15 @@ from ssd_fx.passes.alias import DYNAMIC, alias
 from ssd_fx.passes.costs import Machine, time
 from ssd_fx.passes.insert import insert
 from ssd_fx.passes.lifetime import lifetime
+from ssd_fx.passes.marks import mark
 from ssd_fx.passes.partition import Partition, fingerprint
-from ssd_fx.passes.plan import Plan, PlanPass, Prediction
+from ssd_fx.passes.plan import Limits, Plan, PlanPass, Prediction
 from ssd_fx.passes.recompute import Joint, price
 from ssd_fx.passes.schedule import schedule
 from ssd_fx.passes.select import Budget, select
+from ssd_fx.passes.solve import BudgetError
 
-RECOMPUTE_ROUNDS = 2  # partitions that are tried beside PyTorch's own
+RECOMPUTE_ROUNDS = 3  # partitions that are tried beside PyTorch's own
 GAIN = 5e-3  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
 
 
@@ -30,7 +32,9 @@ class PlanOptions:
     """What the passes need to know; `runtime_config` is handed through to the nodes unread.
 
     `budget` is bytes (int), a share of the bytes that can leave (float) or "auto"; `min_bytes`, `prefetch` are bytes;
-    `recompute`: whether tensors may be computed again instead; `dump_dir` may be empty.
+    `recompute`: whether tensors may be computed again instead; `dump_dir` may be empty. `keep` and `offload` are module
+    name patterns, `roots` the expressions that module names begin behind; `annotations` is a digest of what the graph
+    says beside its code, which caches do not look at.
     """
 
     budget: int | float | str
@@ -41,11 +45,16 @@ class PlanOptions:
     hand_over: bool
     recompute: bool = False
     dump_dir: str = ""
+    keep: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    annotations: str = ""
 
 
 def plan_passes(options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
+        partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # binds select, reads groups
         partial(time, machine=machine),  # before lifetimes, whose idle time is predicted time
         lifetime,
         *([price] if priced else []),  # needs the groups and the times
@@ -73,20 +82,25 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
     plan = decide(partition, options)
     if not recompute or plan.prediction is None or not _could_gain(plan.prediction):
         return partition, plan
-    best, limits, names = (partition, plan), plan.prediction.limits, frozenset[str]()
+    first, best, limits = partition, (partition, plan), plan.prediction.limits
+    tight, tried = limits, {frozenset[str]()}
     for _ in range(RECOMPUTE_ROUNDS):
-        priced = decide(partition, options, budget=limits, priced=True)
-        wanted = names | priced.recomputed_nodes
-        if wanted == names:
+        try:
+            priced = decide(first, options, budget=tight, priced=True)
+        except BudgetError:
             break
-        names = wanted
-        partition = joint.partition_again(names, priced.saved_nodes)
+        if priced.recomputed_nodes in tried:
+            break
+        tried.add(priced.recomputed_nodes)
+        partition = joint.partition_again(priced.recomputed_nodes, priced.saved_nodes)
         try:
             plan = decide(partition, options, budget=limits)
-        except ValueError:  # what is computed again needs more memory at a time than the budget allows
-            break
+        except BudgetError as error:  # the chains need memory that their prices do not tell of
+            tight = Limits(tight.memory - (error.least - limits.memory), tight.kept)
+            continue
         if _seconds(plan) < (1 - GAIN) * _seconds(best[1]):
             best = (partition, plan)
+        break
     return best
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -89,6 +89,19 @@ class AliasGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """What the user wants of a group, and who said so.
+
+    `tier` is a hint where it should go: `"host"`, `"ssd"` or empty. `itself`: the tensor was named, not its module.
+    """
+
+    decision: Literal["keep", "offload", "prefer_offload"]
+    reason: str
+    tier: Literal["host", "ssd", ""] = ""
+    itself: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Lifetime:
     """Positions are indices of nodes in their graph; times are predicted, in ms from the start of their graph."""
 
@@ -129,10 +142,12 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What computing a group again costs: predicted seconds, and the names of the nodes that must run again."""
+    """What computing a group again costs: predicted seconds, the names of the nodes that must run again, and the slots
+    of the groups that they read."""
 
     seconds: float
     nodes: frozenset[str]
+    needs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +180,8 @@ class Plan:
 
     graph: str
     groups: tuple[AliasGroup, ...] = ()
+    marks: MappingProxyType[int, Mark] = field(default_factory=lambda: MappingProxyType({}))
+    modules: MappingProxyType[int, str] = field(default_factory=lambda: MappingProxyType({}))
     timeline: Timeline | None = None
     lifetimes: MappingProxyType[int, Lifetime] = field(default_factory=lambda: MappingProxyType({}))
     decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))

@@ -5,16 +5,16 @@
     3. choose keep, recompute or offload for all          the write lane is full: gelu and mm are computed again
     4. partition again with PyTorch's min-cut, told which operators it may recompute
 
-Step 4 tags the nodes as selective checkpointing does: what is chosen must be recomputed, what else was saved must be saved,
-and PyTorch's min-cut does the rest. What comes out is planned and simulated like the first partition, and taken only if it
-is predicted to be faster. docs/planner.md has why it is not the knapsack of `activation_memory_budget` that is asked.
+Step 4 tags the nodes as selective checkpointing does: what is chosen must be recomputed, what else was saved must be
+saved, and PyTorch's min-cut does the rest. What comes out is planned and simulated like the first partition, and taken
+only if it is predicted to be faster. docs/planner.md has why the knapsack of `activation_memory_budget` is not asked.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,9 @@ def price(partition: Partition, plan: Plan) -> Plan:
     starts = plan.timeline.forward
     seconds = {n: (starts[i + 1] - starts[i]) / 1e3 for i, n in enumerate(nodes)}
     by_name = {n.name: n for n in nodes}
-    there = {_key(n) for n in (*partition.saved, *partition.kept_outputs)} - {None}
+    there = {_key(n): -1 for n in (*partition.saved, *partition.kept_outputs)}
+    there |= {_key(by_name[g.base]): g.slot for g in plan.groups}
+    there.pop(None, None)
     found = {}
     for group in plan.groups:
         cost = None if group.obstacle else _price(by_name[group.base], there, seconds)
@@ -89,9 +91,13 @@ def price(partition: Partition, plan: Plan) -> Plan:
     return plan.with_(prices=found)
 
 
-def _price(base: fx.Node, there: Collection[int | None], seconds: dict[fx.Node, float]) -> Price | None:
-    """The chain from `base` up to what is there anyway; None if it cannot or should not run twice."""
+def _price(base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.Node, float]) -> Price | None:
+    """The chain from `base` up to what is there anyway; None if it cannot or should not run twice.
+
+    `there`: storages, with the slot of their group or -1.
+    """
     chain: dict[fx.Node, None] = {}
+    needs = set()
     work = [base]
     while work:
         node = work.pop()
@@ -101,10 +107,13 @@ def _price(base: fx.Node, there: Collection[int | None], seconds: dict[fx.Node, 
             return None
         chain[node] = None
         for source in node.all_input_nodes:
-            ends = source.op in ("placeholder", "get_attr") or _key(source) in there
-            if not ends or _key(source) == _key(base):
+            key = _key(source)
+            if key in there and key != _key(base):
+                needs.add(there[key])
+            elif source.op not in ("placeholder", "get_attr"):
                 work.append(source)
-    return Price(math.fsum(seconds[n] for n in chain), frozenset(n.name for n in chain))
+    names = frozenset(n.name for n in chain)
+    return Price(math.fsum(seconds[n] for n in chain), names, frozenset(needs - {-1}))
 
 
 def _may_run_twice(node: fx.Node) -> bool:

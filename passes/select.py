@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing_extensions import assert_never
 
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.marks import forced, prefers_offload
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.place import everything, floor
 from ssd_fx.passes.plan import AliasGroup, Decision, Keep, Limits, Offload, Plan, Prediction, Recompute
@@ -26,32 +27,41 @@ def select(
     `budget`: a share (float from 0 to 1): that much of the bytes that can leave may stay, and memory stays as far below
     its peak with everything kept (`docs/planner.md`); bytes (int): everything that can leave leaves, and so many bytes
     may be in memory beyond what the fastest drive would leave; `"auto"`: the least share without a predicted stall.
-    Groups under `min_bytes` and those with an obstacle always stay; those with a price may be recomputed.
+    Groups under `min_bytes` and those with an obstacle always stay; those with a price may be recomputed. Marks are
+    obeyed before all that; what only prefers to go goes unless everything may stay.
     """
-    reasons = {g.slot: _reason(g, min_bytes) for g in plan.groups}
-    seconds = {slot: price.seconds for slot, price in plan.prices.items()}
-    modelled = model(partition, plan, {s: _allowed(r, s in seconds) for s, r in reasons.items()}, seconds)
+    allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
+    modelled = model(partition, plan, allowed)
     step = modelled.step
     solution, limits = _solve(step, budget, machine, prefetch)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
-    decisions = {slot: _decision(plan, slot, chosen.get(slot), reason) for slot, reason in reasons.items()}
+    decisions = {g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes) for g in plan.groups}
     prediction = Prediction(modelled, solution, limits, floor(step), everything(step))
     return plan.with_(decisions=decisions, prediction=prediction)
 
 
-def _allowed(reason: str, priced: bool) -> frozenset[Choice]:
-    may = {Choice.KEEP} if reason else {Choice.KEEP, Choice.OFFLOAD}
-    return frozenset(may | {Choice.RECOMPUTE} if priced and not reason else may)
+def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> frozenset[Choice]:
+    match forced(plan, group, min_bytes):
+        case Keep():
+            return frozenset({Choice.KEEP})
+        case Offload():
+            return frozenset({Choice.OFFLOAD})
+    if _reason(group, min_bytes):
+        return frozenset({Choice.KEEP})
+    if prefers_offload(plan, group) and not stay:
+        return frozenset({Choice.OFFLOAD})
+    both = {Choice.KEEP, Choice.OFFLOAD}
+    return frozenset(both | {Choice.RECOMPUTE} if group.slot in plan.prices else both)
 
 
-def _decision(plan: Plan, slot: int, chosen: Choice | None, reason: str) -> Decision:
+def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: int) -> Decision:
     match chosen:
         case None | Choice.KEEP:
-            return Keep(reason or "within the budget")
+            return forced(plan, group, min_bytes) or Keep(_reason(group, min_bytes) or "within the budget")
         case Choice.OFFLOAD:
             return Offload()
         case Choice.RECOMPUTE:
-            return Recompute(plan.prices[slot].nodes)
+            return Recompute(plan.prices[group.slot].nodes)
     assert_never(chosen)
 
 

@@ -28,23 +28,31 @@ class Solution:
     outcome: Outcome
 
 
+class BudgetError(ValueError):
+    """No choices meet the budget; `least` is the memory in bytes that can be met."""
+
+    def __init__(self, limit: float, least: int) -> None:
+        super().__init__(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
+        self.least = least
+
+
 def solve(
     step: Step, machine: Machine, *, limit: float, share_bytes: float, prefetch: float = float("inf")
 ) -> Solution:
     """The best choices found with memory never above `limit` bytes and at most `share_bytes` kept of what may leave.
 
     Raises:
-        ValueError: no choices meet `limit`; the message says the least that can be met.
+        BudgetError: no choices meet `limit`; the message says the least that can be met.
     """
     least = floor(step)
     if limit < least:
-        raise ValueError(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
+        raise BudgetError(limit, least)
     search = _Search(step, machine, limit, share_bytes, prefetch)
     search.families()
     if not search.is_cheapest():
         search.improve()
     if search.best is None:
-        raise ValueError(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
+        raise BudgetError(limit, least)
     return search.best
 
 

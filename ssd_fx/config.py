@@ -49,6 +49,10 @@ class Config:
         nature), `"fp8"` or `"int8"` (lossy); or one per tier, `{"host": "bitpack", "ssd": "fp8"}` or
         `"host=bitpack,ssd=fp8"`.
     adapt: stop writing tensors that somebody else keeps anyway, read earlier what was waited for. Default: on.
+    keep: patterns of module names (`["head", "blocks.[0-3].attn", "*.norm"]`) whose saved tensors stay, whatever the
+        budget. Names are those of `named_modules()`; a pattern holds for everything inside the modules it names.
+    offload: patterns of module names whose saved tensors of at least `min_bytes` leave, whatever the budget. Where both
+        match, the innermost module decides, and `ssd_fx.keep(x)` or `ssd_fx.offload(x)` in the model before that.
     """
 
     dirs: tuple[str, ...] = ()
@@ -66,6 +70,8 @@ class Config:
     host_budget: int = 0
     compression: tuple[tuple[str, str], ...] = ()
     adapt: bool = True
+    keep: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
@@ -212,6 +218,16 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(given.items()))
 
 
+def _parse_patterns(name: str, value: object) -> tuple[str, ...]:
+    """One pattern, several separated by commas, or a sequence of patterns."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
+        raise ValueError(
+            f"option {name}={value!r} is no list of module name patterns; right would be e.g. ['blocks.0', '*.mlp']"
+        )
+    return tuple(dict.fromkeys(p.strip() for p in parts if p.strip()))
+
+
 def _parse_path(name: str, value: object) -> str:
     if not isinstance(value, (str, Path)):
         raise ValueError(f"option {name}={value!r} is not a path")
@@ -244,4 +260,6 @@ _PARSERS: dict[str, Any] = {
     "host_budget": parse_bytes,
     "compression": _parse_compression,
     "adapt": _parse_flag,
+    "keep": _parse_patterns,
+    "offload": _parse_patterns,
 }

@@ -15,6 +15,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 from ssd_fx.passes import dump, pipeline
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.marks import lift
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
 
@@ -134,10 +135,11 @@ def options(**changes: object) -> pipeline.PlanOptions:
 
 
 def partitioned(toy: Toy, *args: torch.Tensor) -> Partition:
-    """The forward and backward of `toy` as PyTorch's min-cut partitions them, untouched."""
+    """The forward and backward of `toy` as PyTorch's min-cut partitions them, untouched but for marks."""
     found: list[Partition] = []
 
     def capture(gm: torch.fx.GraphModule, joint_inputs: object, **kwargs: object) -> tuple[torch.fx.GraphModule, ...]:
+        lift(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         found.append(Partition(forward, backward, int(kwargs["num_fwd_outputs"])))  # type: ignore[call-overload]
         raise _Captured
