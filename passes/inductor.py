@@ -20,6 +20,7 @@ is fused stays free to move.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,8 @@ class ReleaseKernel(ir.FallbackKernel):
         assert current is not None
         last = name in current.last_usage and not V.graph.cpp_wrapper
         if not last:
-            self.constant_args = (*self.constant_args[:-1], False)
+            schema = ops.wait_store_.default._schema
+            self.constant_args = with_constant(schema, self.constant_args, "hand_over", False)
         super().codegen(wrapper)
         if last:
             wrapper.freed.add(name)
@@ -73,11 +75,20 @@ def _lower_store(x: Any, *args: Any) -> Any:
     return tree_map_only(ir.IRNode, ir.TensorBox.create, handle)
 
 
-def _lower_release(handle: Any, keepalive: Any, seq: int, hand_over: bool = False) -> None:
+def with_constant(schema: Any, constants: Sequence[Any], name: str, value: Any) -> tuple[Any, ...]:
+    """`constants`, the arguments of an operator that are no tensors, with the one called `name` replaced."""
+    names = [a.name for a in schema.arguments if not isinstance(a.type, torch.TensorType)]
+    assert len(names) == len(constants), f"{schema.name} takes {names}; its kernel has {list(constants)}"
+    return tuple(value if n == name else c for n, c in zip(names, constants, strict=True))
+
+
+def _lower_release(handle: Any, keepalive: Any, *args: Any) -> None:
     # Whatever the graph says, what is kept alive is the very buffer that was stored: realizing `keepalive` once more
     # could make a copy and protect that.
     store = _store_of(V.graph.name_to_buffer[handle.get_name()])
-    ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, seq, hand_over)
+    given = 2 + len(args)
+    defaults = [a.default_value for a in ops.wait_store_.default._schema.arguments[given:]]
+    ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, *args, *defaults)
     release = V.graph.operations[-1]
     assert isinstance(release, ReleaseKernel)
     held, written = _input_name(release, 1), _input_name(store, 0)
