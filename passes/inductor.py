@@ -1,6 +1,6 @@
-"""What Inductor must be told about our nodes: how a release gives a buffer up, and in which order they run.
+"""What Inductor must be told about our nodes: how a release gives a buffer up.
 
-Lowering. Inductor frees a buffer, or reuses its memory, after its last use, and knows nothing of a write that is
+Inductor frees a buffer, or reuses its memory, after its last use, and knows nothing of a write that is
 still going on. The lowering of `wait_store_` therefore drops the buffer itself, right behind the call, and takes it
 out of reuse:
 
@@ -11,43 +11,40 @@ out of reuse:
 
 Where the release turns out not to be the last use (it always should be), it hands nothing over and blocks until the
 write is done.
-
-Order. Inductor keeps data dependencies only. `PinOrder` runs after fusion, so that it costs none, and chains our
-nodes and all extern kernels (matmuls, attention) in the planned order by dependencies that extend no lifetime; what
-is fused stays free to move.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import networkx as nx
 import torch
-from torch._inductor import custom_graph_pass, ir
-from torch._inductor.dependencies import WeakDep
+from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
-from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_map_only
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
-from ssd_fx.passes.partitioner import source_digest
+from ssd_fx.passes import audit
 
 ops = torch.ops.ssd_fx
-# Before torch 2.13 a scheduler pass is any callable, and Inductor compiles without its cache when there is one.
-_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
-class StoreKernel(ir.FallbackKernel):
+class AuditedKernel(ir.FallbackKernel):
+    """A call of one of our operators, in code that is audited when it is written out."""
+
+    def codegen(self, wrapper: Any) -> None:
+        audit.attach(wrapper)
+        super().codegen(wrapper)
+
+
+class StoreKernel(AuditedKernel):
     """`store`: `stored` is the realized input, which the release gives up."""
 
     stored: Any
 
 
-class ReleaseKernel(ir.FallbackKernel):
+class ReleaseKernel(AuditedKernel):
     """`wait_store_`: drops its buffer behind the call if nothing uses it later."""
 
     def codegen(self, wrapper: Any) -> None:
@@ -73,6 +70,10 @@ def _lower_store(x: Any, *args: Any) -> Any:
     handle = StoreKernel.create(ops.store.default, x, *args)
     _store_of(handle).stored = x
     return tree_map_only(ir.IRNode, ir.TensorBox.create, handle)
+
+
+def _lower_load(handle: Any, *args: Any) -> Any:
+    return tree_map_only(ir.IRNode, ir.TensorBox.create, AuditedKernel.create(ops.load.default, handle, *args))
 
 
 def with_constant(schema: Any, constants: Sequence[Any], name: str, value: Any) -> tuple[Any, ...]:
@@ -111,52 +112,5 @@ def _store_of(handle: Any) -> StoreKernel:
 def register() -> None:
     """Make the lowerings known to Inductor; calling it again changes nothing."""
     register_lowering(ops.store.default, type_promotion_kind=None)(_lower_store)
+    register_lowering(ops.load.default, type_promotion_kind=None)(_lower_load)
     register_lowering(ops.wait_store_.default, type_promotion_kind=None)(_lower_release)
-
-
-@dataclass(frozen=True)
-class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
-    """Keeps the planned order of our nodes and the extern kernels, through Inductor's own reorder for peak memory."""
-
-    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        if not any(_is_ours(n) for n in nodes):
-            return nodes
-        order = _planned_order(nodes)
-        skeleton = [n for n in order if isinstance(n, ExternKernelSchedulerNode)]
-        for before, after in itertools.pairwise(skeleton):
-            first, second = before.get_outputs()[0].get_name(), after.get_outputs()[0].get_name()
-            after.add_fake_dep(WeakDep(first, mutating_buf=second, is_fake=True))
-        return order
-
-    def uuid(self) -> str:
-        return source_digest()
-
-
-def _is_ours(node: BaseSchedulerNode) -> bool:
-    overload = getattr(node.node, "op_overload", None)
-    return isinstance(overload, torch._ops.OpOverload) and overload.namespace == "ssd_fx"
-
-
-def _planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    """A topological order that follows the FX graph, as far as fusion allows.
-
-    Every node is wanted at the last FX node that it computes, or earlier if a node that needs it is wanted earlier.
-    """
-    position = {n: i for i, n in enumerate(V.graph.graph.nodes)}
-    index = {b.get_name(): i for i, n in enumerate(nodes) for b in n.get_outputs()}
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(nodes)))
-    for i, node in enumerate(nodes):
-        graph.add_edges_from((index[d.name], i) for d in node.unmet_dependencies if index.get(d.name, i) != i)
-    wanted = [_position(n, position) for n in nodes]
-    for i in reversed(list(nx.topological_sort(graph))):
-        wanted[i] = min([wanted[i], *(wanted[k] for k in graph.successors(i))])
-    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
-
-
-def _position(node: BaseSchedulerNode, position: dict[torch.fx.Node, int]) -> int:
-    origin = getattr(node.node, "origin_node", None)
-    if isinstance(node, ExternKernelSchedulerNode) and isinstance(origin, torch.fx.Node):
-        return position.get(origin, len(position))
-    origins = [o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()]
-    return max((position[o] for o in origins if o in position), default=len(position))

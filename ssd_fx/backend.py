@@ -66,12 +66,12 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], config: Config
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    from ssd_fx.passes import inductor
+    from ssd_fx.passes import inductor, order
 
     inductor.register()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     patches["custom_partitioner_fn"] = Partitioner(plan_options(config))
-    patches["_post_fusion_custom_pass"] = inductor.PinOrder()
+    patches["_post_fusion_custom_pass"] = order.PinOrder()
     return compile_fx(gm, list(inputs), config_patches=patches)
 
 
