@@ -55,9 +55,10 @@ class Before:
             ("backward", partition.backward, self.backward, after.backward),
         ):
             _verify_nodes(module.graph, old, new)
-            require(
-                old.results == new.results, f"an output of the {name} is {new.results}, was {old.results}", "insert"
-            )
+            text = f"the outputs of the {name} are {new.results}, were {old.results}"
+            require(old.results == new.results, text, "insert")
+            moved = [(o, n) for o, n in zip(old.outputs, new.outputs, strict=True) if o != n and o in new.values]
+            require(not moved, f"outputs of the {name} were exchanged: {moved}", "insert")
             pairs = sorted(new.aliases - old.aliases)
             require(not pairs, f"in the {name} {pairs} share memory and did not before", "insert")
 

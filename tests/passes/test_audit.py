@@ -9,13 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._inductor import lowering
 from torch._inductor.codegen.wrapper import FreeLine, ReuseLine
 from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
-from ssd_fx.passes import inductor, order
+from ssd_fx.passes import audit, inductor, order
 from tests.passes import toys
 from tests.passes.lowered import lower
 
@@ -25,13 +24,20 @@ Plant = Callable[[Any, inductor.AuditedKernel, list[str]], None]
 
 @contextmanager
 def planted(target: object, plant: Plant) -> Iterator[None]:
-    """`plant(wrapper, kernel, seen)` runs behind every call of operator `target`; `seen`: what it returned before."""
+    """`plant(wrapper, kernel, seen)` runs behind every call of operator `target`.
+
+    Where `seen`, the tensors of earlier calls, matter, it runs before the call.
+    """
     seen: list[str] = []
 
     def codegen(self: inductor.AuditedKernel, wrapper: Any) -> None:
+        early = plant in (use_handed_over, reuse_handed_over)
+        if self.op_overload is target and early:
+            plant(wrapper, self, seen)
         real(self, wrapper)
         if self.op_overload is target:
-            plant(wrapper, self, seen)
+            if not early:
+                plant(wrapper, self, seen)
             seen.append(self.inputs[1 if target is ops.wait_store_.default else 0].get_name())  # type: ignore[union-attr]
 
     real = inductor.AuditedKernel.codegen
@@ -61,13 +67,13 @@ def use_before_del(wrapper: Any, kernel: inductor.AuditedKernel, seen: list[str]
 
 def use_handed_over(wrapper: Any, kernel: inductor.AuditedKernel, seen: list[str]) -> None:
     if seen:
-        wrapper.lines.insert(-1, f"something({seen[0]})")
+        wrapper.writeline(f"something({seen[0]})")
 
 
 def reuse_handed_over(wrapper: Any, kernel: inductor.AuditedKernel, seen: list[str]) -> None:
     if seen:
         gone = V.graph.name_to_buffer.get(seen[0]) or V.graph.graph_inputs_original[seen[0]]
-        wrapper.lines.insert(-1, ReuseLine(wrapper, gone, kernel))
+        wrapper.writeline(ReuseLine(wrapper, gone, V.graph.name_to_buffer[kernel.inputs[0].get_name()]))  # type: ignore[union-attr]
 
 
 def use_loading(wrapper: Any, kernel: inductor.AuditedKernel, seen: list[str]) -> None:
@@ -105,21 +111,25 @@ def test_faults_in_the_code(target: object, plant: Plant, message: str) -> None:
     assert str(caught.value).count("\n--> ") == 1  # with the code around it
 
 
-@contextmanager
-def lowered_as(target: object, function: Callable[..., Any]) -> Iterator[None]:
-    inductor.register()
-    with mock.patch.dict(lowering.lowerings, {target: function}), mock.patch.object(inductor, "register"):
-        yield
+def is_store(node: BaseSchedulerNode) -> bool:
+    return getattr(node.node, "op_overload", None) is ops.store.default
 
 
 def test_a_kernel_that_writes_in_place() -> None:
-    def release(handle: Any, keepalive: Any, *args: Any) -> None:
-        if not keepalive.get_name().startswith("primals"):
-            lowering.mutate_to(keepalive, lowering.lowerings[torch.ops.aten.neg.default](keepalive))
-        real(handle, keepalive, *args)
+    """The kernel behind the store of an intermediate says that it mutates what is stored."""
 
-    real = inductor._lower_release
-    with lowered_as(ops.wait_store_.default, release), pytest.raises(InductorError, match=r"writes '\w+' while it is"):
+    def tampered(graph: Any, nodes: list[BaseSchedulerNode]) -> None:
+        inputs = [n.node.inputs[0].get_name() if is_store(n) else "" for n in nodes]  # type: ignore[union-attr]
+        at, name = next((i, name) for i, name in enumerate(inputs) if name.startswith("buf"))
+        kernel = next(n for n in nodes[at:] if not order.is_ours(n))
+        with mock.patch.object(kernel.get_outputs()[0], "get_mutations", return_value=[name]):
+            real(graph, nodes)
+
+    real = audit.audit_schedule
+    with (
+        mock.patch.object(audit, "audit_schedule", tampered),
+        pytest.raises(InductorError, match=r"\w+ writes 'buf\d+' while it is stored; see pass 'inductor'"),
+    ):
         lower(toys.relu_chain, *toys.inputs(), options={})
 
 
@@ -128,7 +138,14 @@ def test_a_kernel_that_writes_in_place() -> None:
     [(ops.wait_store_.default, "are stored and never released"), (ops.wait_load_.default, "loaded and never waited")],
 )
 def test_a_node_that_is_missing(target: object, message: str) -> None:
-    with lowered_as(target, lambda *args: None), pytest.raises(InductorError, match=message):
+    """The code ends before the first release or wait."""
+
+    def cut(graph: Any, lines: list[Any]) -> None:
+        ends = [i for i, x in enumerate(lines) if getattr(getattr(x, "node", None), "op_overload", None) is target]
+        real(graph, lines[: ends[0]] if ends else lines)
+
+    real = audit.audit_lines
+    with mock.patch.object(audit, "audit_lines", cut), pytest.raises(InductorError, match=message):
         lower(toys.relu_chain, *toys.inputs(), options={})
 
 
