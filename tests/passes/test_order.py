@@ -17,7 +17,7 @@ from tests.passes.lowered import Lowered, lower
 
 
 def branches(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """repeat -> mm -> sigmoid -> sum; mm -> sin -> mm; added: a greedy order for memory takes the small branch first."""
+    """repeat -> mm -> sigmoid -> sum; mm -> sin -> mm; a greedy order for memory takes the small branch first."""
     wide = (x.repeat(4, 1) @ w).sigmoid().sum(0)
     narrow = (x @ w).sin()
     return (narrow @ w + wide).exp().sum()
