@@ -30,6 +30,14 @@ from torch._inductor.virtualized import V
 from ssd_fx.passes.fault import VerifyError, require
 
 ops = torch.ops.ssd_fx
+_LINES = (
+    "CommentLine", "ExternKernelAllocLine", "FreeIfNotReusedLine", "FreeLine", "KernelCallLine", "LineContext",
+    "MemoryPlanningLine", "MultiOutputLine", "ReinterpretLine", "ReuseLine", "UnbackedSymbolDefsLine", "WrapperLine",
+)  # fmt: skip
+if _missing := [name for name in _LINES if not hasattr(lines_of, name)]:
+    raise ImportError(
+        f"Inductor of torch {torch.__version__} writes its code without {_missing}, which the audit reads"
+    )
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
