@@ -87,13 +87,13 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], plan: PlanOpti
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    from ssd_fx.passes import inductor
+    from ssd_fx.passes import inductor, order
 
     inductor.register()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     patches["custom_partitioner_fn"] = Partitioner(plan)
     patches["joint_custom_pre_pass"] = LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass))
-    patches["_post_fusion_custom_pass"] = inductor.PinOrder()
+    patches["_post_fusion_custom_pass"] = order.PinOrder()
     return compile_fx(gm, list(inputs), config_patches=patches)
 
 

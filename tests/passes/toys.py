@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
 from ssd_fx.passes import dump, pipeline
+from ssd_fx.passes.before import Before
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.marks import lift
 from ssd_fx.passes.partition import Partition
@@ -126,6 +127,7 @@ class Planned:
     partition: Partition
     plan: Plan
     table: str
+    before: Before
 
 
 def options(**changes: object) -> pipeline.PlanOptions:
@@ -161,7 +163,8 @@ def planned(toy: Toy, *args: torch.Tensor, **changes: object) -> Planned:
     """`toy` through the whole pipeline."""
     partition = partitioned(toy, *(args or inputs()))
     names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
+    before = Before.of(partition)
     plan = pipeline.run(partition, options(**changes), consume=True)
     table = dump.table(plan, *names)
     lines = table.splitlines()
-    return Planned(partition, plan, "\n".join(line for line in lines[1:] if not line.startswith("predicted")))
+    return Planned(partition, plan, "\n".join(line for line in lines[1:] if not line.startswith("predicted")), before)
