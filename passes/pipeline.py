@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,11 @@ from ssd_fx.passes.insert import insert
 from ssd_fx.passes.lifetime import lifetime
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Plan, PlanPass
+from ssd_fx.passes.profile import Profile
 from ssd_fx.passes.schedule import schedule
 from ssd_fx.passes.select import select
+
+log = logging.getLogger("ssd_fx")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class PlanOptions:
     """What the passes need to know; `runtime_config` is handed through to the nodes unread.
 
     `budget` is bytes (int) or a share of the saved bytes (float); `min_bytes` and `prefetch` are bytes; `dump_dir`
-    may be empty.
+    may be empty. `machine`: None for typical rates. `profile`: measured times, of this graph or of others.
     """
 
     budget: int | float
@@ -35,12 +39,13 @@ class PlanOptions:
     runtime_config: str
     hand_over: bool
     dump_dir: str = ""
+    profile: Profile | None = None
 
 
 def plan_passes(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
-        partial(time, machine=machine),  # before lifetimes, whose idle time is predicted time
+        partial(time, machine=machine, profile=options.profile),  # before lifetimes, whose idle time is predicted time
         lifetime,
         partial(select, budget=options.budget, min_bytes=options.min_bytes),  # ranks by idle time
         partial(schedule, machine=machine, prefetch=options.prefetch),  # places only what is offloaded
@@ -51,6 +56,10 @@ def run(partition: Partition, options: PlanOptions, *, consume: bool) -> Plan:
     """Plan and rewrite `partition` in place; returns the plan. `consume`: the backward runs at most once."""
     machine = options.machine or Machine.default(_device(partition), torch.get_num_threads())
     plan = Plan(graph=fingerprint(partition))
+    if options.profile is not None:
+        machine = options.profile.machine(machine, plan.graph)
+        if options.profile.of(plan.graph) is None:
+            log.info("the profile does not know graph %s, whose times are predicted", plan.graph)
     for decide in plan_passes(options, machine):
         plan = decide(partition, plan)
         verify.verify_plan(partition, plan)

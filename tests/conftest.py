@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 import ssd_fx
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.store import close_stores
+
+os.environ["SSD_FX_MACHINE"] = "default"  # plans do not depend on the machine, and nothing is measured
 
 
 @pytest.fixture(autouse=True)
