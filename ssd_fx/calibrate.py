@@ -30,6 +30,9 @@ from ssd_fx.runtime.config import RuntimeConfig
 _VERSION = 1
 _SECTIONS = ("compute", "disk")
 _DIGITS = 3
+# A kernel with nothing to do takes 5 to 20 us. With more threads than cores to run them it waits for a time slice of
+# the scheduler, and products were measured at a hundredth of their rate.
+_BUSY_S = 5e-4
 T = TypeVar("T")
 Rates = dict[str, object]
 Cached = dict[str, dict[str, Rates]]  # section -> key -> rates
@@ -41,17 +44,21 @@ _known: Cached = {section: {} for section in _SECTIONS}  # what this process has
 def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = False) -> Machine:
     """The machine that computes on `device` with the drives of `config`: as cached, else measured, which takes seconds.
 
-    `anew` measures in any case. A drive that cannot be measured has typical rates, after a RuntimeWarning.
+    `anew` measures in any case. What cannot be measured, a drive that is full or cores that others use, has typical
+    rates in this process and is not kept, after a RuntimeWarning.
     """
     keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
-    measure = {"compute": lambda: rates.Compute(device).rates(), "disk": lambda: _disk(config, device)}
+    measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
     with _lock:
         if anew or any(keys[section] not in _known[section] for section in _SECTIONS):
             with _exclusive() as kept:
                 for section in _SECTIONS:
                     found = None if anew else kept[section].get(keys[section])
-                    fresh = _rounded(_in_thread(measure[section])) if found is None else found
-                    _known[section][keys[section]] = kept[section][keys[section]] = fresh
+                    if found is None:
+                        found = _rounded(_in_thread(measure[section]))
+                    _known[section][keys[section]] = found
+                    if found:
+                        kept[section][keys[section]] = found
         machine = Machine.default(device, torch.get_num_threads())
         for section in _SECTIONS:
             machine = machine.with_rates(_known[section][keys[section]])
@@ -98,6 +105,19 @@ def disk_key(config: RuntimeConfig, device: torch.device) -> str:
     drives = [f"{os.major(n)}:{os.minor(n)}" for n in numbers]
     what = {"drives": drives, "engine": config.engine, "checksums": config.checksums}
     return json.dumps(json.loads(compute_key(device)) | what, sort_keys=True)
+
+
+def _compute(device: torch.device) -> Rates:
+    found = rates.Compute(device).rates()
+    if float(str(found["kernel_s"])) < _BUSY_S:
+        return found
+    warnings.warn(
+        f"ssd_fx plans with typical rates: other processes use the cores, and a small kernel took {found['kernel_s']:.3g} "
+        "s; `ssd-fx calibrate DIRECTORY` measures when they are idle",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return {}
 
 
 def _disk(config: RuntimeConfig, device: torch.device) -> Rates:
