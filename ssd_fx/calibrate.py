@@ -111,9 +111,10 @@ def _compute(device: torch.device) -> Rates:
     found = rates.Compute(device).rates()
     if float(str(found["kernel_s"])) < _BUSY_S:
         return found
+    took = f"a small kernel took {found['kernel_s']:.3g} s"
     warnings.warn(
-        f"ssd_fx plans with typical rates: other processes use the cores, and a small kernel took {found['kernel_s']:.3g} "
-        "s; `ssd-fx calibrate DIRECTORY` measures when they are idle",
+        f"ssd_fx plans with typical rates: other processes use the cores, and {took}; "
+        "`ssd-fx calibrate DIRECTORY` measures when they are idle",
         RuntimeWarning,
         stacklevel=2,
     )

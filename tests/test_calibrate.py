@@ -18,6 +18,7 @@ from ssd_fx.runtime import trace
 from ssd_fx.runtime.config import RuntimeConfig
 
 CPU = torch.device("cpu")
+ONES = torch.ones(2, 2)
 COMPUTE = {"flops": 2e11, "memory_bw": 2e10, "kernel_s": 1e-5}
 DISK = rates.Disk(write_bw=1.5e9, read_bw=1e9, latency_s=1e-4, drag_s_per_byte=1e-10)
 
@@ -98,11 +99,18 @@ def test_threads_that_compile_at_once_measure_once(calls: Calls, tmp_path: Path)
     assert (calls.compute, calls.disk) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "not json", "[]", '{"version": 0}', '{"version": 1, "compute": {}}']
-    + ['{"version": 1, "compute": {"k": {"flops": "fast"}}, "disk": {}}', '{"version": 1, "compute": 1, "disk": {}}'],
-)
+NO_RATES = {
+    "empty": "",
+    "no JSON": "rates",
+    "a list": "[]",
+    "another version": '{"version": 0}',
+    "a section missing": '{"version": 1, "compute": {}}',
+    "a number": '{"version": 1, "compute": 1, "disk": {}}',
+    "no rate": '{"version": 1, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
+}
+
+
+@pytest.mark.parametrize("text", NO_RATES.values(), ids=NO_RATES)
 def test_a_file_that_is_none_is_measured_anew_with_one_warning(calls: Calls, tmp_path: Path, text: str) -> None:
     path = calibrate.cache_path()
     path.parent.mkdir(parents=True)
@@ -180,9 +188,7 @@ def test_the_program_s_random_numbers_and_autocast_are_left_alone() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
-        flops, dtype = calibrate._in_thread(
-            lambda: (rates.Compute(CPU).random_s(), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
-        )
-    assert dtype == torch.float32
-    assert 1e-12 < flops < 1e-3
+        seconds, product = calibrate._in_thread(lambda: (rates.Compute(CPU).random_s(), ONES.mm(ONES)))
+    assert product.dtype == torch.float32
+    assert 1e-12 < seconds < 1e-3
     assert torch.equal(torch.random.get_rng_state(), before)

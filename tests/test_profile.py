@@ -51,17 +51,22 @@ def test_nothing_ran(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"version": 7}', '{"version": 1, "graphs": {"g": {}}, "write_bw": 0, "read_bw": 0}']
-    + ['{"version": 1, "graphs": {"g": {"forward": [[3, 1], [2, 2]], "backward": []}}, "write_bw": 0, "read_bw": 0}'],
-)
+NO_TIMES = '{"version": 1, "graphs": {"g": %s}, "write_bw": 0, "read_bw": 0}'
+NO_PROFILES = {
+    "empty": "",
+    "a list": "[]",
+    "nothing": "{}",
+    "another version": '{"version": 7}',
+    "no times": NO_TIMES % "{}",
+    "descending": NO_TIMES % '{"forward": [[3, 1], [2, 2]], "backward": []}',
+}
+
+
+@pytest.mark.parametrize("text", NO_PROFILES.values(), ids=NO_PROFILES)
 def test_what_is_no_profile(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
-    with pytest.raises(
-        ValueError, match=r"p.json' is no profile; right would be a file that ssd_fx.save_profile wrote"
-    ):
+    with pytest.raises(ValueError, match=r"p\.json' is no profile; right would be a file that ssd_fx.save"):
         read_profile(path)
     with pytest.raises(ValueError, match="missing' is no profile"):
         read_profile(tmp_path / "missing")
@@ -99,13 +104,11 @@ def test_a_run_s_times_are_in_the_next_plan(
     assert graph == plans[0].graph
     train(model, profile=str(path))
     assert plans[1].graph == graph
-    for starts, anchors in (
-        (plans[1].timeline.forward, found["forward"]),
-        (plans[1].timeline.backward, found["backward"]),
-    ):  # type: ignore[union-attr]
-        first_position, first_ms = anchors[0]
-        for position, ms in (anchors[0], anchors[-1]):
-            assert starts[position] - starts[first_position] == pytest.approx(ms - first_ms)
+    timeline = plans[1].timeline
+    assert timeline is not None
+    for starts, anchors in ((timeline.forward, found["forward"]), (timeline.backward, found["backward"])):
+        (first, first_ms), (last, last_ms) = anchors[0], anchors[-1]
+        assert starts[last] - starts[first] == pytest.approx(last_ms - first_ms)
     with caplog.at_level(logging.INFO, logger="ssd_fx"):
         train(lambda x, w: model(x, w).cos(), profile=str(path))
     assert f"the profile does not know graph {plans[2].graph}" in caplog.text
