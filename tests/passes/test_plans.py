@@ -62,8 +62,8 @@ def test_multi_output() -> None:
         toys.multi_output,
         """\
 mm         256 B  offload  store>mm release>t_6 load<expand wait<native_layer_norm_backward       [mm]
-getitem_1   32 B  offload  store>getitem_1 release>t_6 load<mul wait<native_layer_norm_backward   [getitem_1]
-getitem_2   32 B  offload  store>getitem_2 release>t_6 load<mm_2 wait<native_layer_norm_backward  [getitem_2]
+getitem_1   32 B  offload  store>getitem_1 release>t_6 load<mm_2 wait<native_layer_norm_backward  [getitem_1]
+getitem_2   32 B  offload  store>getitem_2 release>t_6 load<mm_3 wait<native_layer_norm_backward  [getitem_2]
 getitem_3  128 B  offload  store>getitem_3 release>t_6 load<expand wait<mm_2                      [getitem_3]
 getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter                   [getitem_4]
 mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                            [mm_1]""",
@@ -74,9 +74,9 @@ def test_expanded_stores_the_row() -> None:
     check(
         toys.expanded,
         """\
-mm       256 B  offload  store>mm release>bmm load<bmm_1 wait<cos            [mm]
+mm       256 B  offload  store>mm release>bmm load<bmm_2 wait<cos            [mm]
 sigmoid   32 B  offload  store>sigmoid release>bmm load<expand_2 wait<bmm_1  [sigmoid]
-sin      256 B  offload  store>sin release>t_1 load<expand_2 wait<bmm_2      [sin]""",
+sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2    [sin]""",
     )
 
 
@@ -99,7 +99,7 @@ def test_half_precision() -> None:
         toys.half_precision,
         """\
 _to_copy    128 B  offload  store>_to_copy release>t_5 load<expand wait<mm_4  [t_5]
-_to_copy_1  128 B  offload  store>_to_copy_1 release>t_6 load<mm_2 wait<mm_5  [t_6]
+_to_copy_1  128 B  offload  store>_to_copy_1 release>t_6 load<mm_3 wait<mm_5  [t_6]
 sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2   [sigmoid]""",
     )
 
@@ -131,12 +131,12 @@ def test_a_budget_keeps_what_idles_least() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>t_6 load<expand wait<native_layer_norm_backward  [mm]
-getitem_1   32 B  keep     within the budget                                                 [getitem_1]
-getitem_2   32 B  keep     within the budget                                                 [getitem_2]
-getitem_3  128 B  keep     within the budget                                                 [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter              [getitem_4]
-mm_1       256 B  keep     within the budget                                                 [mm_1]""",
+mm         256 B  offload  store>mm release>t_6 load<expand wait<native_layer_norm_backward       [mm]
+getitem_1   32 B  offload  store>getitem_1 release>t_6 load<mm_2 wait<native_layer_norm_backward  [getitem_1]
+getitem_2   32 B  offload  store>getitem_2 release>t_6 load<mm_3 wait<native_layer_norm_backward  [getitem_2]
+getitem_3  128 B  keep     within the budget                                                      [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter                   [getitem_4]
+mm_1       256 B  keep     within the budget                                                      [mm_1]""",
         budget=500,
     )
 
