@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ssd_fx.passes.costs import has_flops, hint
+from ssd_fx.passes import kernels
+from ssd_fx.passes.kernels import hint
 from ssd_fx.passes.partition import storage_key, tensor_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -50,7 +51,7 @@ def is_extern(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return not _is_getitem(node) and tensor_of(node) is not None
-    return has_flops(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
+    return kernels.is_extern(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
 
 
 def _is_getitem(node: fx.Node) -> bool:
@@ -134,7 +135,7 @@ class _Predictor:
         return runs
 
     def _is_cheap(self, i: int) -> bool:
-        """Whether several kernels would rather compute the node each, because it reads one tensor and little is done."""
+        """Whether several kernels would rather compute the node each: it reads one tensor and does little with it."""
         reads: set[int] = set()
         work, seen = [self.nodes[i]], set[fx.Node]()
         while work:

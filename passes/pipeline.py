@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from ssd_fx.passes.lifetime import lifetime
 from ssd_fx.passes.marks import mark
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan, PlanPass, Prediction
+from ssd_fx.passes.profile import Profile
 from ssd_fx.passes.recompute import Joint, price
 from ssd_fx.passes.schedule import schedule
 from ssd_fx.passes.select import Budget, select
@@ -25,6 +27,8 @@ from ssd_fx.passes.solve import BudgetError
 
 RECOMPUTE_ROUNDS = 3  # partitions that are tried beside PyTorch's own
 GAIN = 5e-3  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
+
+log = logging.getLogger("ssd_fx")
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class PlanOptions:
     `budget` is bytes (int), a share of the bytes that can leave (float) or "auto"; `min_bytes`, `prefetch` are bytes;
     `recompute`: whether tensors may be computed again instead; `dump_dir` may be empty. `keep` and `offload` are module
     name patterns, `roots` the expressions that module names begin behind; `annotations` is a digest of what the graph
-    says beside its code, which caches do not look at.
+    says beside its code, which caches do not look at. `machine`: None for
+    typical rates. `profile`: measured times, of this graph or of others.
     """
 
     budget: int | float | str
@@ -49,13 +54,14 @@ class PlanOptions:
     offload: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
     annotations: str = ""
+    profile: Profile | None = None
 
 
 def plan_passes(options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
         partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # binds select, reads groups
-        partial(time, machine=machine),  # before lifetimes, whose idle time is predicted time
+        partial(time, machine=machine, profile=options.profile),  # before lifetimes, whose idle time is predicted time
         lifetime,
         *([price] if priced else []),  # needs the groups and the times
         partial(  # decides and places together, since what a choice costs depends on where its nodes can stand
@@ -69,6 +75,10 @@ def decide(partition: Partition, options: PlanOptions, *, budget: Budget | None 
     """Plan `partition` without changing it. `priced`: groups may be recomputed, which takes another partition."""
     machine = options.machine or Machine.default(_device(partition), torch.get_num_threads())
     plan = Plan(graph=fingerprint(partition))
+    if options.profile is not None:
+        machine = options.profile.machine(machine, plan.graph)
+        if options.profile.of(plan.graph) is None:
+            log.info("the profile does not know graph %s, whose times are predicted", plan.graph)
     for pass_ in plan_passes(options, machine, options.budget if budget is None else budget, priced=priced):
         plan = pass_(partition, plan)
         verify.verify_plan(partition, plan)

@@ -26,7 +26,8 @@ from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
 
 _SCHEMAS = (
-    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes) -> ()",
+    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes,"
+    " str positions='') -> ()",
     "store(Tensor x, str config, str graph, int slot, int seq) -> Tensor",
     "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
     "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq, bool consume,"
@@ -35,10 +36,11 @@ _SCHEMAS = (
 )
 
 
-def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
+def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, positions: str = "") -> None:
     started = time.perf_counter()
     if offloaded_bytes:
         HUGE_PAGES.follow()
+        trace.positions[graph] = positions
         get_store(config).begin(graph)  # directories that cannot be used are an error before anything was computed
     counters(graph).begin(saved_bytes, offloaded_bytes)
     trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
@@ -74,7 +76,9 @@ def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
     entry.store.wait_load_(entry, x, seq)
 
 
-def _fake_begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
+def _fake_begin(
+    token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, positions: str = ""
+) -> None:
     return
 
 

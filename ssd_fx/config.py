@@ -16,6 +16,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ssd_fx.passes.machine import Machine
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS
 
@@ -53,6 +56,10 @@ class Config:
         budget. Names are those of `named_modules()`; a pattern holds for everything inside the modules it names.
     offload: patterns of module names whose saved tensors of at least `min_bytes` leave, whatever the budget. Where both
         match, the innermost module decides, and `ssd_fx.keep(x)` or `ssd_fx.offload(x)` in the model before that.
+    machine: the rates that the plan is made for. `"auto"`: measured once, which takes some seconds, and kept in the
+        user's cache directory; `"default"`: typical ones, nothing is measured; or a dictionary (in the environment
+        JSON) of `ssd_fx.passes.machine.Machine`'s fields, e.g. `{"flops": 3e14, "write_bw": 6e9}`, to plan for another.
+    profile: a file that `ssd_fx.save_profile` wrote: the plan is made with its measured times. Default: none.
     """
 
     dirs: tuple[str, ...] = ()
@@ -72,6 +79,8 @@ class Config:
     adapt: bool = True
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    machine: str = "auto"
+    profile: str = ""
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
@@ -244,6 +253,23 @@ def _parse_flag(name: str, value: object) -> bool:
     raise ValueError(f"option {name}={value!r} is neither true nor false")
 
 
+def _parse_machine(name: str, value: object) -> str:
+    """`"auto"`, `"default"`, or rates as a mapping or as JSON; these come back as canonical JSON."""
+    if value in ("auto", "default"):
+        return str(value)
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(given, Mapping):
+            raise ValueError("no dictionary of rates")
+        Machine.default(torch.device("cpu"), 1).with_rates(given)
+    except ValueError as error:
+        raise ValueError(
+            f"option {name}={value!r} is no machine ({error}); "
+            "right would be 'auto', 'default' or rates such as {\"flops\": 3e14, \"write_bw\": 6e9}"
+        ) from None
+    return json.dumps(dict(given), sort_keys=True)
+
+
 _PARSERS: dict[str, Any] = {
     "dirs": _parse_dirs,
     "budget": parse_budget,
@@ -262,4 +288,6 @@ _PARSERS: dict[str, Any] = {
     "adapt": _parse_flag,
     "keep": _parse_patterns,
     "offload": _parse_patterns,
+    "machine": _parse_machine,
+    "profile": _parse_path,
 }
