@@ -30,6 +30,8 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         fwd_nodes = aliases[key]
         fwd_uses = [fwd_position[u] for n in fwd_nodes for u in n.users if u.op != "output"]
         last = max([fwd_position[n] for n in fwd_nodes] + fwd_uses)
+        if group.pack is not None and group.pack.copy:  # nobody but the store reads the copy
+            last = fwd_position[base]
         first = min(first_read(placeholders[m.name], bwd_position) for m in group.members)
         assert plan.timeline is not None
         # Nothing stands between the inputs of a graph: one of them is produced where the last one is.

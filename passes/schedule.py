@@ -46,7 +46,7 @@ def _releases(plan: Plan, machine: Machine) -> dict[int, int]:
     for group in sorted(plan.offloaded, key=lambda g: plan.lifetimes[g.slot].produced):
         life = plan.lifetimes[group.slot]
         ready = starts[life.produced + 1]
-        lane_free = max(lane_free, ready) + 1e3 * (machine.latency_s + group.nbytes / machine.write_bw)
+        lane_free = max(lane_free, ready) + 1e3 * (machine.latency_s + group.stored_nbytes / machine.write_bw)
         written = bisect_left(starts, lane_free) - 1  # the node that is predicted to end at or after that moment
         releases[group.slot] = min(max(life.last_fwd_use, written), last)
     return releases
@@ -60,7 +60,7 @@ def _loads(plan: Plan, machine: Machine, prefetch: int) -> dict[int, int]:
     lane, wanted = float("inf"), {}
     for group in reversed(by_deadline):
         due = plan.lifetimes[group.slot].first_bwd_use
-        lane = min(lane, starts[due]) - 1e3 * LOAD_MARGIN * (machine.latency_s + group.nbytes / machine.read_bw)
+        lane = min(lane, starts[due]) - 1e3 * LOAD_MARGIN * (machine.latency_s + group.stored_nbytes / machine.read_bw)
         wanted[group.slot] = min(max(bisect_right(starts, lane) - 1, plan.timeline.backward_begin), due)
     return _within_window(plan, by_deadline, wanted, prefetch)
 
@@ -69,9 +69,9 @@ def _within_window(plan: Plan, by_deadline: list[AliasGroup], wanted: dict[int, 
     """Delay loads until earlier ones have been waited for, so that at most `prefetch` bytes wait; one always may."""
     loads, outstanding, oldest, earliest = {}, 0, 0, 0
     for i, group in enumerate(by_deadline):
-        outstanding += group.nbytes
+        outstanding += group.stored_nbytes
         while outstanding > prefetch and oldest < i:
-            outstanding -= by_deadline[oldest].nbytes
+            outstanding -= by_deadline[oldest].stored_nbytes
             earliest = plan.lifetimes[by_deadline[oldest].slot].first_bwd_use
             oldest += 1
         loads[group.slot] = max(wanted[group.slot], earliest)

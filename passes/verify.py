@@ -5,13 +5,14 @@ Each rule raises `VerifyError`, which says what is broken, where, and which pass
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
+from ssd_fx.passes.packing import is_dense, span, statically_equal
 from ssd_fx.passes.partition import Partition, storage_key, tensor_of
 from ssd_fx.passes.plan import AliasGroup, Offload, Plan
 
@@ -31,7 +32,21 @@ def verify_plan(partition: Partition, plan: Plan) -> None:
         _require(group.base in forward, f"base {group.base!r} of slot {group.slot} is not in the forward", "alias")
         if isinstance(plan.decisions.get(group.slot), Offload):
             _require(not group.obstacle, f"{group.base!r} is offloaded but {group.obstacle}", "select")
+            _verify_members(group)
             _verify_points(plan, group)
+
+
+def _verify_members(group: AliasGroup) -> None:
+    """What is stored is dense, and every member lies within it."""
+    stored = group.layout
+    _require(stored is not None and is_dense(stored), f"what is stored of {group.base!r} has gaps", "alias")
+    assert stored is not None
+    if stored.is_symbolic:
+        return  # then it is all of a storage, in which all of its views lie
+    for member in group.members:
+        layout = member.copy.source if member.copy else member.layout
+        inside = span(layout) * layout.dtype.itemsize <= stored.numel * stored.dtype.itemsize
+        _require(inside, f"member {member.name!r} lies outside of what is stored of {group.base!r}", "alias")
 
 
 def _verify_points(plan: Plan, group: AliasGroup) -> None:
@@ -130,8 +145,15 @@ def _verify_backward(partition: Partition, plan: Plan) -> None:
         early = [u.name for u in load.users if u is not waits[0] and position[u] < position[waits[0]]]
         _require(not early, f"load {load.name!r} is used by {early} before its wait", "schedule")
         tensor, size, stride = tensor_of(load), load.args[1], load.args[2]
-        same = tensor is not None and list(tensor.shape) == size and list(tensor.stride()) == stride
+        same = tensor is not None and _are(size, tensor.shape) and _are(stride, tensor.stride())
         _require(same, f"load {load.name!r} says another layout than its value has", "insert")
+
+
+def _are(args: object, sizes: Sequence[int | torch.SymInt]) -> bool:
+    """Whether the arguments of a node, numbers or nodes that compute them, are these sizes."""
+    assert isinstance(args, list)
+    values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+    return len(values) == len(sizes) and all(map(statically_equal, values, sizes))
 
 
 def _writes(users: Iterable[fx.Node], alias: fx.Node) -> bool:
