@@ -123,10 +123,11 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
 def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layout]) -> Stored | str:
     """Symbolic sizes: the owner itself, where it covers the storage and the backward knows all sizes."""
     storage = facts.owner(key).meta["val"].untyped_storage().nbytes()
-    parts = [i for layout in (owner, *members) for i in (*layout.size, *layout.stride, layout.offset)]
+    parts = [i for layout in (owner, *members) for i in layout.numbers]
     if any(free_unbacked_symbols(p) for p in parts):
         return "size depends on data"
-    if not free_symbols(parts) <= facts.symbols:
+    # Before torch 2.13 a graph cannot be asked for nodes that compute a symbolic size.
+    if not free_symbols(parts) <= facts.symbols or not hasattr(fx.Graph, "materialize_symints"):
         return DYNAMIC
     covers = statically_known_true(owner.numel * owner.dtype.itemsize == storage)
     alike = all(m.dtype == owner.dtype for m in members)

@@ -13,7 +13,7 @@ planned order, so that the trace of a run can be compared with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,7 @@ class _ForwardWriter:
         with self.graph.inserting_before(_first_compute(self.nodes)):
             token = self.graph.call_function(aten.empty.memory_format, ([0],), {"dtype": torch.int64, "device": _CPU})
             token.meta["val"] = _fake(self.fake_mode, (0,))
-            totals = (self.plan.saved_bytes, self.plan.offloaded_bytes)
+            totals = rebuild.Sizes(self.graph).all(_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
             begin = self.graph.call_function(ops.begin_.default, (token, self.config, self.plan.graph, *totals))
             begin.meta["val"] = None
 
@@ -132,7 +132,8 @@ class _BackwardWriter:
         for group in self.plan.offloaded:
             self._add_handle(group, forward_handles[group.slot].name)
         with self.graph.inserting_before(_first_compute(self.nodes)):
-            self.sizes = rebuild.Sizes(self.graph, [la for g in self.plan.offloaded for la in _layouts(g)])
+            self.sizes = rebuild.Sizes(self.graph)
+            self.sizes.prepare(i for g in self.plan.offloaded for layout in _layouts(g) for i in layout.numbers)
         todo = []
         for group in self.plan.offloaded:
             points = self.plan.points[group.slot]
@@ -181,7 +182,7 @@ class _BackwardWriter:
             forward = self.forward[copy.node]
             with self.graph.inserting_before(self.nodes[position]):
                 source = rebuild.member(self.graph, loaded, layout, copy.source, self.sizes)
-                made = rebuild.call(self.graph, forward.target, source, **forward.kwargs)  # type: ignore[arg-type]
+                made = rebuild.call(self.graph, forward.target, source, **forward.kwargs)
                 for member in members:
                     self._replace(member, made, Layout.of(made.meta["val"]), position)
 
@@ -200,6 +201,11 @@ class _BackwardWriter:
         key = storage_key(placeholder.meta["val"])
         assert key is not None
         rebuild.refresh(rebuilt, key, self.fake_mode)
+
+
+def _nbytes(groups: Iterable[AliasGroup]) -> int | torch.SymInt:
+    """Their bytes, in symbols where they have some."""
+    return sum(g.layout.numel * g.layout.dtype.itemsize if g.layout and g.is_hint else g.nbytes for g in groups)
 
 
 def _layouts(group: AliasGroup) -> list[Layout]:

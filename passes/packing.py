@@ -78,16 +78,17 @@ def smallest_box(numel: int, members: Sequence[Layout], *, whole_rows: bool = Tr
 
 def _box(numel: int, row: int, members: Sequence[Layout]) -> Box | None:
     """The smallest box of rows of that length, or None where a member does not keep to rows and columns."""
-    tops, bottoms, lefts, rights = [], [], [], []
+    corners = []
     for member in members:
         steps = [(n - 1, t) for n, t in zip(member.size, member.stride, strict=True) if n > 1]
         top, left = divmod(member.offset, row)
+        bottom = top + sum(n * (t // row) for n, t in steps if t % row == 0)
         right = left + sum(n * t for n, t in steps if t % row)
         if right >= row:
             return None
-        tops, lefts, rights = [*tops, top], [*lefts, left], [*rights, right + 1]
-        bottoms.append(top + sum(n * (t // row) for n, t in steps if t % row == 0) + 1)
-    box = Box(row, (min(tops), max(bottoms)), (min(lefts), max(rights)))
+        corners.append((top, bottom, left, right))
+    tops, bottoms, lefts, rights = zip(*corners, strict=True)
+    box = Box(row, (min(tops), max(bottoms) + 1), (min(lefts), max(rights) + 1))
     inside = (box.rows[1] - 1) * row + box.columns[1] <= numel
     return box if inside and all(_merges_alike(m, within(box, m)) for m in members) else None
 
@@ -129,11 +130,10 @@ def is_dense(layout: Layout) -> bool:
     expected: int | torch.SymInt = 1
     dims = [(n, t) for n, t in zip(layout.size, layout.stride, strict=True) if not statically_equal(n, 1)]
     while dims:
-        fitting = next((d for d in dims if statically_equal(d[1], expected)), None)
+        fitting = next((i for i, (_, t) in enumerate(dims) if statically_equal(t, expected)), None)
         if fitting is None:
             return False
-        dims.remove(fitting)
-        expected = expected * fitting[0]
+        expected = expected * dims.pop(fitting)[0]
     return True
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -53,18 +53,20 @@ class Layout:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
-        lazy = (tensor.is_conj(), tensor.is_neg())
-        return Layout(
-            tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, tensor.device, *lazy
-        )
+        where = (tuple(tensor.shape), tuple(tensor.stride()), cast(int, tensor.storage_offset()))
+        return Layout(*where, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
 
     @property
     def numel(self) -> int:
         return math.prod(self.size)
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        return (*self.size, *self.stride, self.offset)
+
+    @property
     def is_symbolic(self) -> bool:
-        return any(isinstance(i, torch.SymInt) for i in (*self.size, *self.stride, self.offset))
+        return any(isinstance(i, torch.SymInt) for i in self.numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ Every node gets its FakeTensor by running its operator on those of its arguments
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,7 +31,7 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     return mode
 
 
-def call(graph: fx.Graph, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+def call(graph: fx.Graph, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
     """A node at the graph's insertion point, with its FakeTensor."""
     node = graph.call_function(target, args, kwargs)
     infer(node, fake_mode(graph))
@@ -64,19 +65,24 @@ def packed(graph: fx.Graph, base: fx.Node, group: AliasGroup) -> fx.Node:
 
 
 class Sizes:
-    """Sizes and strides as arguments of nodes: numbers, or nodes that compute the symbolic ones from saved integers."""
+    """Sizes and strides as arguments of nodes: numbers, or nodes of the graph that compute the symbolic ones."""
 
-    def __init__(self, graph: fx.Graph, layouts: Iterable[Layout]) -> None:
-        parts = [i for layout in layouts for i in (*layout.size, *layout.stride, layout.offset)]
-        symbolic = list({i.node.expr: i for i in parts if isinstance(i, torch.SymInt)}.values())
-        nodes = graph.materialize_symints(symbolic) if symbolic else []
-        self._nodes = {s.node.expr: n for s, n in zip(symbolic, nodes, strict=True)}
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._nodes: dict[object, fx.Node | int] = {}
 
-    def one(self, value: int | torch.SymInt) -> fx.Node | int:
-        return self._nodes[value.node.expr] if isinstance(value, torch.SymInt) else value
+    def prepare(self, values: Iterable[int | torch.SymInt]) -> None:
+        """Make the nodes for these values, at the graph's insertion point: all at once, as each time scans it."""
+        new = {v.node.expr: v for v in values if isinstance(v, torch.SymInt) and v.node.expr not in self._nodes}
+        if new:
+            self._nodes |= zip(new, self._graph.materialize_symints(list(new.values())), strict=True)
 
-    def of(self, values: tuple[int, ...]) -> list[fx.Node | int]:
-        return [self.one(v) for v in values]
+    def of(self, values: Sequence[int | torch.SymInt]) -> list[fx.Node | int]:
+        return [self._nodes[v.node.expr] if isinstance(v, torch.SymInt) else v for v in values]
+
+    def all(self, *values: int | torch.SymInt) -> list[fx.Node | int]:
+        self.prepare(values)
+        return self.of(values)
 
 
 def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes: Sizes) -> fx.Node:
@@ -86,7 +92,7 @@ def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes
         flat = call(graph, aten.as_strided.default, node, [held.numel], [1], 0)
         node = call(graph, aten.view.dtype, flat, wanted.dtype)
     if node is not source or not _same_view(held, wanted):
-        where = (sizes.of(wanted.size), sizes.of(wanted.stride), sizes.one(wanted.offset))
+        where = (sizes.of(wanted.size), sizes.of(wanted.stride), *sizes.of([wanted.offset]))
         node = call(graph, aten.as_strided.default, node, *where)
     if wanted.conj:
         node = call(graph, aten._conj.default, node)
@@ -96,8 +102,8 @@ def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes
 
 
 def _same_view(a: Layout, b: Layout) -> bool:
-    parts = [(*layout.size, *layout.stride, layout.offset) for layout in (a, b)]
-    return len(a.size) == len(b.size) and all(statically_equal(i, k) for i, k in zip(*parts, strict=True))
+    pairs = zip(a.numbers, b.numbers, strict=True) if len(a.size) == len(b.size) else ((0, 1),)
+    return all(statically_equal(i, k) for i, k in pairs)
 
 
 def refresh(replaced: fx.Node, old: int, mode: FakeTensorMode) -> None:
