@@ -96,7 +96,8 @@ def _box(numel: int, row: int, members: Sequence[Layout]) -> Box | None:
 def within(box: Box, member: Layout) -> Layout:
     """The layout of a member in the tensor that holds only the box."""
     top, left = divmod(member.offset, box.row)
-    stride = tuple(t if t % box.row else t // box.row * box.width for t in member.stride)
+    dims = zip(member.size, member.stride, strict=True)
+    stride = tuple(t if n == 1 or t % box.row else t // box.row * box.width for n, t in dims)
     return replace(member, stride=stride, offset=(top - box.rows[0]) * box.width + left - box.columns[0])
 
 

@@ -256,6 +256,11 @@ ALL: tuple[Toy, ...] = (
 )  # fmt: skip
 
 
+def name(toy: Toy | str) -> str:
+    """For the ids of tests."""
+    return toy if isinstance(toy, str) else toy.__name__
+
+
 def inputs(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(size, size, generator=generator).requires_grad_() for _ in range(2))  # type: ignore[return-value]

@@ -1,0 +1,103 @@
+"""Symbolic sizes: one compilation for several lengths, offloaded like any other."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.nn import functional as F
+
+import ssd_fx
+from ssd_fx.passes import dump, pipeline
+from tests.passes import toys
+from tests.passes.test_insert import ours
+
+LENGTHS = (7, 12, 31, 5)
+
+
+class Block(nn.Module):
+    """Attention over heads that are chunks of one qkv, and an MLP: views, slices and items of tuples, all symbolic."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.proj(y)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def gradients(budget: float, inner: str) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = Block()
+    options = {"inner": inner, "engine": "memory", "min_bytes": 0, "budget": budget}
+    compiled = torch.compile(block, dynamic=True, backend=ssd_fx.backend, options=options)
+    found = []
+    for length in LENGTHS:
+        block.zero_grad()
+        x = torch.randn(2, length, 16, requires_grad=True)
+        compiled(x).square().sum().backward()
+        found += [t.grad.clone() for t in (x, *block.parameters()) if t.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_several_lengths_and_one_graph(inner: str) -> None:
+    kept = gradients(1.0, inner)
+    ssd_fx.reset_stats()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "ssd_fx keeps", RuntimeWarning)
+        offloaded = gradients(0.0, inner)
+    assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
+    stats = ssd_fx.stats()
+    assert len(stats.graphs) == 1
+    assert (stats.steps, stats.loads) == (len(LENGTHS), stats.stores)
+    assert stats.saved_bytes == stats.offloaded_bytes  # counted at the length of each call, not at that of the first
+    assert stats.written_bytes + stats.held_bytes == stats.offloaded_bytes
+    assert stats.read_bytes + stats.forwarded_bytes == stats.offloaded_bytes
+
+
+def symbolic(toy: toys.Toy, dims: tuple[int, ...] = (0,)) -> toys.Planned:
+    x, w = toys.inputs()
+    for dim in dims:
+        torch._dynamo.mark_dynamic(x, dim)
+    return toys.planned(toy, x, w)
+
+
+def wide(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Rows are symbolic; two views of one storage are saved."""
+    a, b = ((x @ torch.cat([w, w], 1)).relu()).chunk(2, 1)
+    return (a.sin() @ w).sum() + (b @ w).sum()
+
+
+def test_plan() -> None:
+    assert_expected_inline(symbolic(wide).table.strip("\n"), """""", skip=1)
+
+
+def test_the_forward_counts_bytes_and_the_backward_computes_sizes_from_saved_integers() -> None:
+    partition = symbolic(wide).partition
+    text = "\n".join(ours(m.graph) for m in (partition.forward, partition.backward))
+    assert_expected_inline(
+        "\n".join(line for line in text.split("\n") if "mul" in line or "load" in line or "begin" in line or "strided" in line),
+        """""",
+    )
+
+
+def by_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """As many rows as there are positive elements."""
+    y = (x @ w)[(x[:, 0] > 0).nonzero().squeeze(1)].sigmoid()
+    return (y @ w).sum()
+
+
+def test_sizes_that_depend_on_data_are_kept() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert_expected_inline(toys.planned(by_data).table.strip("\n"), """""")
