@@ -3,6 +3,11 @@
     relu -> view -> mm          relu and view saved, one storage
     relu -> sin                 => one group {base relu, members relu and view}; one write, one read, the view replayed
 
+    mm -> slice -> mm           an eighth of mm's storage saved
+                                => one group {base mm, member slice}; the slice alone is stored (packing)
+    relu -> t -> clone          relu and a copy of it saved
+                                => one group {base relu, members relu and clone}; copied again in the backward (copies)
+
 Never offloaded, because they live anyway: parameters, buffers, constants, outputs, and views of any of them. Other
 inputs (the hidden state that one compiled block hands to the next) are: whether their owner lets go of them is
 seen at run time. One that the graph writes into stays.

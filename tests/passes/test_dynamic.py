@@ -109,6 +109,13 @@ mm_8 = mm.default(threshold_backward, as_strided_default_1)""",
     )
 
 
+def test_what_cannot_leave_is_told_of() -> None:
+    """Views of another dtype, under symbolic sizes: the one group stays, with a warning; the others leave without."""
+    with pytest.warns(RuntimeWarning, match="ssd_fx keeps about 256 B of graph .*: shapes are dynamic"):
+        planned = symbolic(toys.dtype_view)
+    assert [(g.base, g.obstacle) for g in planned.plan.groups] == [("sigmoid", "dynamic shape")]
+
+
 def by_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """As many rows as there are positive elements."""
     y = (x @ w)[(x[:, 0] > 0).nonzero().squeeze(1)].sigmoid()
