@@ -3,6 +3,11 @@
     relu -> view -> mm          relu and view saved, one storage
     relu -> sin                 => one group {base relu, members relu and view}; one write, one read, the view replayed
 
+    mm -> slice -> mm           an eighth of mm's storage saved
+                                => one group {base mm, member slice}; the slice alone is stored (packing)
+    relu -> t -> clone          relu and a copy of it saved
+                                => one group {base relu, members relu and clone}; copied again in the backward (copies)
+
 Never offloaded, because they live anyway: parameters, buffers, constants, outputs, and views of any of them. Other
 inputs (the hidden state that one compiled block hands to the next) are: whether their owner lets go of them is
 seen at run time. One that the graph writes into stays.
@@ -10,10 +15,15 @@ seen at run time. One that the graph writes into stays.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 
-from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
+from ssd_fx.passes.copies import merge_copies
+from ssd_fx.passes.packing import Stored, is_dense, may_restride, pack
+from ssd_fx.passes.partition import Partition, known_symbols, nodes_by_storage, storage_key, tensor_of
 from ssd_fx.passes.plan import AliasGroup, Layout, Member, Plan
 
 DYNAMIC = "dynamic shape"
@@ -21,35 +31,60 @@ DYNAMIC = "dynamic shape"
 
 def alias(partition: Partition, plan: Plan) -> Plan:
     """Fill `plan.groups`, in the order in which the storages are produced."""
-    forward = list(partition.forward.graph.nodes)
-    position = {n: i for i, n in enumerate(forward)}
-    owners = {key: nodes[0] for key, nodes in nodes_by_storage(forward).items()}
-    live = _live_anyway(forward, partition)
-    disputed = _disputed(forward)
+    facts = _Facts.of(partition)
     saved = nodes_by_storage(n for n in dict.fromkeys(partition.saved))
-    placeholders = partition.bwd_placeholders
-    keys = sorted((key for key in saved if key not in live), key=lambda key: position[owners[key]])
-    inputs = nodes_by_storage(n for n in forward if n.op == "placeholder")
-    groups = []
-    for slot, key in enumerate(keys):
-        obstacle = "aliases disagree" if key in disputed else _obstacle(owners[key], saved[key])
-        obstacle = obstacle or _input_obstacle(inputs.get(key, []), saved[key])
-        if any(n.name not in placeholders for n in saved[key]):
-            obstacle = "not an input of the backward"
-        groups.append(_group(slot, owners[key], saved[key], obstacle))
-    return plan.with_(groups=tuple(groups))
+    keys = [key for key in saved if key not in facts.live]
+    groups = [_group(facts, key, saved[key]) for key in sorted(keys, key=lambda key: facts.position[facts.owner(key)])]
+    groups = merge_copies(partition, groups)
+    return plan.with_(groups=tuple(replace(g, slot=slot) for slot, g in enumerate(groups)))
 
 
-def _group(slot: int, owner: fx.Node, saved: list[fx.Node], obstacle: str) -> AliasGroup:
-    tensor = tensor_of(owner)
-    assert tensor is not None
-    nbytes = tensor.untyped_storage().nbytes()
-    if obstacle:  # sizes may be symbolic: nothing may be computed with them but a hint for the report
-        return AliasGroup(
-            slot, owner.name, None, tuple(Member(n.name, _NO_LAYOUT) for n in saved), _hint(nbytes), obstacle
+@dataclass(frozen=True)
+class _Facts:
+    """What is asked of the two graphs. `nodes`: of the forward, by storage, the owner first."""
+
+    position: dict[fx.Node, int]
+    nodes: dict[int, list[fx.Node]]
+    placeholders: dict[str, fx.Node]
+    symbols: frozenset[object]
+    live: set[int]
+    disputed: set[int]
+
+    @staticmethod
+    def of(partition: Partition) -> _Facts:
+        forward = list(partition.forward.graph.nodes)
+        return _Facts(
+            {n: i for i, n in enumerate(forward)},
+            nodes_by_storage(forward),
+            partition.bwd_placeholders,
+            known_symbols(partition.backward.graph),
+            _live_anyway(forward, partition),
+            _disputed(forward),
         )
-    members = tuple(Member(n.name, Layout.of(n.meta["val"])) for n in saved)
-    return AliasGroup(slot, owner.name, Layout.of(tensor), members, int(nbytes))
+
+    def owner(self, key: int) -> fx.Node:
+        return self.nodes[key][0]
+
+    def inputs(self, key: int) -> list[fx.Node]:
+        return [n for n in self.nodes[key] if n.op == "placeholder"]
+
+
+def _group(facts: _Facts, key: int, saved: list[fx.Node]) -> AliasGroup:
+    """The group of one storage; the slot is not yet known."""
+    owner = facts.owner(key)
+    base = owner.meta["val"]
+    nbytes = base.untyped_storage().nbytes()
+    found = _stored(facts, key, saved)
+    if isinstance(found, str):  # sizes may be symbolic: nothing may be computed with them but a hint for the report
+        members = tuple(Member(n.name, _NO_LAYOUT) for n in saved)
+        return AliasGroup(0, owner.name, None, members, _hint(nbytes), found, is_hint=not isinstance(nbytes, int))
+    members = tuple(Member(n.name, layout) for n, layout in zip(saved, found.members, strict=True))
+    if not isinstance(nbytes, int):
+        return AliasGroup(0, owner.name, found.layout, members, _hint(nbytes), is_hint=True)
+    needed = found.layout.numel * base.itemsize
+    return AliasGroup(
+        0, owner.name, found.layout, members, nbytes, pack=found.pack, needed_nbytes=needed if needed < nbytes else None
+    )
 
 
 _NO_LAYOUT = Layout((), (), 0, torch.uint8, torch.device("meta"))
@@ -60,6 +95,58 @@ def _hint(nbytes: int | torch.SymInt) -> int:
         return nbytes
     hint = nbytes.node.hint  # None where the size depends on data
     return int(hint) if hint is not None else 0
+
+
+def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
+    """What is stored of a storage, or why nothing can be."""
+    if any(n.name not in facts.placeholders for n in saved):
+        return "not an input of the backward"
+    if key in facts.disputed:
+        return "aliases disagree"
+    obstacle = _input_obstacle(facts.inputs(key), saved)
+    if obstacle:
+        return obstacle
+    owner, members = Layout.of(facts.owner(key).meta["val"]), [Layout.of(n.meta["val"]) for n in saved]
+    if owner.conj or owner.neg:
+        return "input with a lazy conjugate or negation"
+    if any(layout.is_symbolic for layout in (owner, *members)):
+        return _stored_symbolic(facts, key, owner, members)
+    if owner.numel == 0:
+        return "empty"
+    if owner.numel == 1:
+        return "scalar"
+    absolute = any(n.target is torch.ops.aten.as_strided.default for n in facts.nodes[key])
+    relative = [_from_first(owner, m) for m in members]
+    if any(m is None for m in relative) or (absolute and owner.offset):
+        return "no node covers the storage"
+    restride = may_restride([facts.placeholders[n.name] for n in saved])
+    # Whether the caller lets go of an input is seen at run time, by its storage; a copy of a part would hide it.
+    found = pack(owner, [m for m in relative if m is not None], part=not facts.inputs(key), restride=restride)
+    return found or "no dense tensor holds the bytes needed"
+
+
+def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layout]) -> Stored | str:
+    """Symbolic sizes: the owner itself, where it covers the storage and the backward knows all sizes."""
+    storage = facts.owner(key).meta["val"].untyped_storage().nbytes()
+    parts = [i for layout in (owner, *members) for i in layout.numbers]
+    if any(free_unbacked_symbols(p) for p in parts):
+        return "size depends on data"
+    # Before torch 2.13 a graph cannot be asked for nodes that compute a symbolic size.
+    if not free_symbols(parts) <= facts.symbols or not hasattr(fx.Graph, "materialize_symints"):
+        return DYNAMIC
+    covers = statically_known_true(owner.numel * owner.dtype.itemsize == storage)
+    alike = all(m.dtype == owner.dtype for m in members)
+    if not (covers and alike and is_dense(owner) and statically_known_true(owner.offset == 0)):
+        return DYNAMIC
+    return Stored(owner, None, tuple(members))
+
+
+def _from_first(owner: Layout, member: Layout) -> Layout | None:
+    """The member with its offset counted from the owner's first element; None if it does not lie at a whole one."""
+    nbytes = member.offset * member.dtype.itemsize - owner.offset * owner.dtype.itemsize
+    if nbytes < 0 or nbytes % member.dtype.itemsize:
+        return None
+    return replace(member, offset=nbytes // member.dtype.itemsize)
 
 
 def _live_anyway(forward: list[fx.Node], partition: Partition) -> set[int]:
@@ -99,26 +186,6 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
     return disputed
 
 
-def _obstacle(owner: fx.Node, saved: list[fx.Node]) -> str:
-    """Why the group cannot be offloaded; empty if it can."""
-    base = tensor_of(owner)
-    assert base is not None
-    tensors = [n.meta["val"] for n in saved]
-    if any(_is_symbolic(t) for t in (base, *tensors)):
-        return DYNAMIC
-    if base.storage_offset() != 0 or base.numel() * base.itemsize != base.untyped_storage().nbytes():
-        return "no node covers the storage"
-    if not _is_dense(base):
-        return "not dense"
-    if any(t.dtype != base.dtype for t in tensors):
-        return "viewed as another dtype"
-    if any(t.is_conj() or t.is_neg() for t in (base, *tensors)):
-        return "lazy conjugate or negation"
-    if base.numel() == 0:
-        return "empty"
-    return ""
-
-
 def _input_obstacle(inputs: list[fx.Node], saved: list[fx.Node]) -> str:
     """Why a group that holds inputs of the graph cannot be offloaded; empty if it can.
 
@@ -130,18 +197,3 @@ def _input_obstacle(inputs: list[fx.Node], saved: list[fx.Node]) -> str:
     if inputs and any(n.meta.get("saved_tensor_with_no_vc_check") for n in saved):
         return "saved without a version check"
     return ""
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory without gap or overlap, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _is_symbolic(tensor: torch.Tensor) -> bool:
-    parts = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    return any(isinstance(p, torch.SymInt) for p in parts)

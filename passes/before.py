@@ -6,7 +6,7 @@ after    load -> wait_load_ -> as_strided -> ...   mm(as_strided, ...)      the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import fx
 
 from ssd_fx.passes.fault import require
 from ssd_fx.passes.partition import Partition, storage_key, tensor_of
+
+Layout = tuple[str, ...] | None  # shape, strides, dtype, device, lazy bits
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,11 @@ class Before:
             Facts.of(partition.backward, None),
         )
 
-    def verify(self, partition: Partition) -> None:
-        """Raises `VerifyError` where something is not as it was."""
+    def verify(self, partition: Partition, *, copied: bool = False) -> None:
+        """Raises `VerifyError` where something is not as it was.
+
+        `copied`: some slices are stored as dense copies, so that strides in the backward may have changed.
+        """
         after = Before.of(partition)
         require(after.outputs == self.outputs, "an output of the model changed", "insert", partition.fwd_output)
         require(after.forward.inputs == self.forward.inputs, "an input of the forward changed", "insert")
@@ -54,7 +59,7 @@ class Before:
             ("forward", partition.forward, self.forward, after.forward),
             ("backward", partition.backward, self.backward, after.backward),
         ):
-            _verify_nodes(module.graph, old, new)
+            _verify_nodes(module.graph, old, new, strides=not (copied and name == "backward"))
             text = f"the outputs of the {name} are {new.results}, were {old.results}"
             require(old.results == new.results, text, "insert")
             moved = [(o, n) for o, n in zip(old.outputs, new.outputs, strict=True) if o != n and o in new.values]
@@ -63,16 +68,28 @@ class Before:
             require(not pairs, f"in the {name} {pairs} share memory and did not before", "insert")
 
 
-def _verify_nodes(graph: fx.Graph, old: Facts, new: Facts) -> None:
+def _verify_nodes(graph: fx.Graph, old: Facts, new: Facts, *, strides: bool) -> None:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        require("val" in node.meta, f"{node.name!r} has no meta['val']", "insert", node)
+        require("val" in node.meta or node.name in old.values, f"{node.name!r} has no meta['val']", "insert", node)
         if node.name in old.values:
             then, now = old.values[node.name], new.values[node.name]
-            require(then == now, f"{node.name!r} is {now}, was {then}", "insert", node)
-            then, now = old.arguments[node.name], new.arguments[node.name]
-            require(then == now, f"{node.name!r} is given {now}, was given {then}", "insert", node)
+            require(_same(then, now, strides), f"{node.name!r} is {_text(now)}, was {_text(then)}", "insert", node)
+            was, given = old.arguments[node.name], new.arguments[node.name]
+            same = len(was) == len(given) and all(_same(a, b, strides) for a, b in zip(was, given, strict=True))
+            text = f"{node.name!r} is given {list(map(_text, given))}, was given {list(map(_text, was))}"
+            require(same, text, "insert", node)
+
+
+def _text(layout: Layout) -> str:
+    return " ".join(layout) if layout else "no tensor"
+
+
+def _same(a: Layout, b: Layout, strides: bool) -> bool:
+    if strides or a is None or b is None:
+        return a == b
+    return (a[0], *a[2:]) == (b[0], *b[2:])
 
 
 @dataclass(frozen=True)
@@ -81,10 +98,10 @@ class Facts:
     outputs that are no saved tensors; `aliases`: pairs of inputs and outputs that share a storage."""
 
     inputs: tuple[str, ...]
-    values: dict[str, Hashable]
-    arguments: dict[str, tuple[Hashable, ...]]
+    values: dict[str, Layout]
+    arguments: dict[str, tuple[Layout, ...]]
     outputs: tuple[str, ...]
-    results: tuple[Hashable, ...]
+    results: tuple[Layout, ...]
     aliases: frozenset[tuple[str, str]]
 
     @staticmethod
@@ -108,7 +125,7 @@ class Facts:
         )
 
 
-def layout(node: object) -> Hashable:
+def layout(node: object) -> Layout:
     """Shape, strides, dtype, device and lazy bits of what a node yields, comparable without a guard on sizes."""
     tensor = tensor_of(node) if isinstance(node, fx.Node) else None
     if tensor is None:
@@ -116,7 +133,7 @@ def layout(node: object) -> Hashable:
     strides = tensor.stride() if tensor.layout == torch.strided else ()
     lazy = [name for name, on in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if on]
     sizes = (f"[{', '.join(map(str, parts))}]" for parts in (tensor.shape, strides))
-    return " ".join([*sizes, str(tensor.dtype), str(tensor.device), *lazy])
+    return (*sizes, str(tensor.dtype), str(tensor.device), *lazy)
 
 
 def arguments(node: fx.Node) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._inductor.inductor_prims  # defines prims.inductor_random
 from torch import fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry

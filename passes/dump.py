@@ -64,7 +64,8 @@ def _predicted(plan: Plan) -> list[str]:
 def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str]) -> tuple[str, str, str, str, str]:
     decision = plan.decisions.get(group.slot)
     members = f"[{', '.join(m.name for m in group.members)}]"
-    size = f"{group.nbytes} B"
+    part = f"{group.stored_nbytes} of " if group.stored_nbytes != group.nbytes else ""
+    size = f"{part}{group.nbytes} B"
     if decision is None:
         return group.base, size, "undecided", "", members
     if isinstance(decision, Keep):

@@ -13,17 +13,17 @@ planned order, so that the trace of a run can be compared with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
-from ssd_fx.passes.lifetime import view_closure
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes import rebuild
+from ssd_fx.passes.lifetime import first_read, view_closure
+from ssd_fx.passes.partition import Partition, storage_key
 from ssd_fx.passes.plan import AliasGroup, Layout, Member, Plan
 
 ops = torch.ops.ssd_fx
@@ -60,8 +60,9 @@ class _ForwardWriter:
         self.graph = partition.forward.graph
         self.nodes = list(self.graph.nodes)
         self.base = {n.name: n for n in self.nodes}
+        self.stored: dict[int, fx.Node] = {}
         self.handles: dict[int, fx.Node] = {}
-        self.fake_mode = _fake_mode(self.nodes)
+        self.fake_mode = rebuild.fake_mode(self.graph)
 
     def write(self) -> None:
         self._begin()
@@ -77,7 +78,7 @@ class _ForwardWriter:
         with self.graph.inserting_before(_first_compute(self.nodes)):
             token = self.graph.call_function(aten.empty.memory_format, ([0],), {"dtype": torch.int64, "device": _CPU})
             token.meta["val"] = _fake(self.fake_mode, (0,))
-            totals = (self.plan.saved_bytes, self.plan.offloaded_bytes)
+            totals = rebuild.Sizes(self.graph).all(_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
             args = (token, self.config, self.plan.graph, *totals, self._positions())
             begin = self.graph.call_function(ops.begin_.default, args)
             begin.meta["val"] = None
@@ -94,14 +95,16 @@ class _ForwardWriter:
         return "|".join(",".join(map(str, half)) for half in halves)
 
     def _store(self, group: AliasGroup, seq: int) -> None:
-        args = (self.base[group.base], self.config, self.plan.graph, group.slot, seq)
+        stored = rebuild.packed(self.graph, self.base[group.base], group)
+        self.stored[group.slot] = stored
+        args = (stored, self.config, self.plan.graph, group.slot, seq)
         handle = self.graph.create_node("call_function", ops.store.default, args, {}, name=handle_name(group))
         handle.meta["val"] = _fake(self.fake_mode, ())
         self.handles[group.slot] = handle
 
     def _release(self, group: AliasGroup, seq: int) -> None:
         block = self.plan.points[group.slot].block
-        args = (self.handles[group.slot], self.base[group.base], seq, self.hand_over, block)
+        args = (self.handles[group.slot], self.stored[group.slot], seq, self.hand_over, block)
         node = self.graph.call_function(ops.wait_store_.default, args)
         node.meta["val"] = None
 
@@ -143,19 +146,25 @@ class _BackwardWriter:
         self.nodes = list(self.graph.nodes)
         self.position = {n: i for i, n in enumerate(self.nodes)}
         self.placeholders = partition.bwd_placeholders
+        self.forward = {n.name: n for n in partition.forward.graph.nodes}
         self.handles: dict[int, fx.Node] = {}
         self.loads: dict[int, fx.Node] = {}
-        self.fake_mode = _fake_mode(self.nodes)
+        self.fake_mode = rebuild.fake_mode(self.graph)
 
     def write(self, forward_handles: dict[int, fx.Node]) -> None:
         for group in self.plan.offloaded:
             self._add_handle(group, forward_handles[group.slot].name)
+        with self.graph.inserting_before(_first_compute(self.nodes)):
+            self.sizes = rebuild.Sizes(self.graph)
+            self.sizes.prepare(i for g in self.plan.offloaded for layout in _layouts(g) for i in layout.numbers)
         todo = []
         for group in self.plan.offloaded:
             points = self.plan.points[group.slot]
             todo.append(_Insertion(points.load_before, 0, group, self._load))
             todo.append(_Insertion(points.wait_before, 1, group, self._wait))
         _run(self.graph, self.nodes, todo)
+        for group in self.plan.offloaded:  # last: it moves views from where other nodes of ours were to go
+            self._copy_again(group)
         for group in self.plan.offloaded:
             for member in group.members:
                 self.graph.erase_node(self.placeholders[member.name])
@@ -173,52 +182,59 @@ class _BackwardWriter:
     def _load(self, group: AliasGroup, seq: int) -> None:
         layout = group.layout
         assert layout is not None
-        args = (self.handles[group.slot], list(layout.size), list(layout.stride), layout.dtype, layout.device, seq)
+        where = (self.sizes.of(layout.size), self.sizes.of(layout.stride), layout.dtype, layout.device)
         strict = self.plan.points[group.slot].strict
-        node = self.graph.call_function(ops.load.default, (*args, self.consume, strict))
-        # The storage of the saved tensors' FakeTensors, so that whoever asks what aliases what in the backward is
-        # told the truth.
-        saved = self.placeholders[group.members[0].name].meta["val"]
-        with self.fake_mode:
-            node.meta["val"] = torch.as_strided(saved, layout.size, layout.stride, layout.offset)
-        self.loads[group.slot] = node
+        args = (self.handles[group.slot], *where, seq, self.consume, strict)
+        self.loads[group.slot] = rebuild.call(self.graph, ops.load.default, *args)
 
     def _wait(self, group: AliasGroup, seq: int) -> None:
-        loaded = self.loads[group.slot]
+        loaded, layout = self.loads[group.slot], group.layout
+        assert layout is not None
         node = self.graph.call_function(ops.wait_load_.default, (loaded, self.handles[group.slot], seq))
         node.meta["val"] = None
-        assert group.layout is not None
-        after = node
         for member in group.members:
-            placeholder = self.placeholders[member.name]
-            views = [v for v in view_closure(placeholder) if v is not placeholder]
-            tensor, after = self._replay(loaded, group.layout, member, after)
-            placeholder.replace_all_uses_with(tensor)
-            after = self._pull_behind(after, views, self.plan.points[group.slot].wait_before)
+            if member.copy is None:
+                self._replace(member, loaded, layout, self.plan.points[group.slot].wait_before)
 
-    def _replay(self, loaded: fx.Node, base: Layout, member: Member, after: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The member as a view of the loaded base."""
-        layout = member.layout
-        if (layout.size, layout.stride, layout.offset) == (base.size, base.stride, base.offset):
-            return loaded, after
-        with self.graph.inserting_after(after):
-            args = (loaded, list(layout.size), list(layout.stride), layout.offset)
-            view = self.graph.call_function(aten.as_strided.default, args)
-        with self.fake_mode:
-            view.meta["val"] = torch.as_strided(loaded.meta["val"], layout.size, layout.stride, layout.offset)
-        return view, view
+    def _copy_again(self, group: AliasGroup) -> None:
+        """Each copy right before the first of its members is read."""
+        loaded, layout = self.loads[group.slot], group.layout
+        assert layout is not None
+        for copy in dict.fromkeys(m.copy for m in group.members if m.copy is not None):
+            members = [m for m in group.members if m.copy == copy]
+            position = min(first_read(self.placeholders[m.name], self.position) for m in members)
+            forward = self.forward[copy.node]
+            with self.graph.inserting_before(self.nodes[position]):
+                source = rebuild.member(self.graph, loaded, layout, copy.source, self.sizes)
+                made = rebuild.call(self.graph, forward.target, source, **forward.kwargs)
+                for member in members:
+                    self._replace(member, made, Layout.of(made.meta["val"]), position)
 
-    def _pull_behind(self, after: fx.Node, views: list[fx.Node], wait_before: int) -> fx.Node:
-        """Move the views that stand before the wait behind it: they would otherwise look at bytes that are not there
-        yet.
+    def _replace(self, member: Member, source: fx.Node, held: Layout, position: int) -> None:
+        """Put the member, rebuilt from `source`, in the place of its placeholder, before the node at `position`.
 
-        The first read comes after the wait, so only views (whose other inputs are symbolic sizes) can stand before it.
+        Its views that stand earlier move behind it: they would look at bytes that are not there yet. Nothing before
+        `position` reads them, so only views (whose other inputs are symbolic sizes) can stand there.
         """
+        placeholder = self.placeholders[member.name]
+        views = [v for v in view_closure(placeholder) if v is not placeholder and self.position[v] < position]
+        rebuilt = rebuild.member(self.graph, source, held, member.layout, self.sizes)
+        placeholder.replace_all_uses_with(rebuilt)
         for view in sorted(views, key=self.position.__getitem__):
-            if self.position[view] < wait_before:
-                after.append(view)
-                after = view
-        return after
+            self.nodes[position].prepend(view)
+        key = storage_key(placeholder.meta["val"])
+        assert key is not None
+        rebuild.refresh(rebuilt, key, self.fake_mode)
+
+
+def _nbytes(groups: Iterable[AliasGroup]) -> int | torch.SymInt:
+    """Their bytes, in symbols where they have some."""
+    return sum(g.layout.numel * g.layout.dtype.itemsize if g.layout and g.is_hint else g.nbytes for g in groups)
+
+
+def _layouts(group: AliasGroup) -> list[Layout]:
+    assert group.layout is not None
+    return [group.layout, *(m.layout for m in group.members)]
 
 
 _CPU = torch.device("cpu")
@@ -240,12 +256,6 @@ def _run(graph: fx.Graph, nodes: list[fx.Node], todo: list[_Insertion]) -> None:
 
 def _first_compute(nodes: list[fx.Node]) -> fx.Node:
     return next(n for n in nodes if n.op != "placeholder")
-
-
-def _fake_mode(nodes: list[fx.Node]) -> FakeTensorMode:
-    mode = detect_fake_mode([n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)])
-    assert mode is not None, "a partitioned graph has FakeTensors"
-    return mode
 
 
 def _fake(mode: FakeTensorMode, size: tuple[int, ...]) -> torch.Tensor:

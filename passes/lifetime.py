@@ -6,10 +6,12 @@ kernel runs that it is fused into.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from ssd_fx.passes.footprint import buffers
-from ssd_fx.passes.partition import Partition, storage_key, tensor_of
+from ssd_fx.passes.partition import Partition, storage_key
 from ssd_fx.passes.plan import AliasGroup, Lifetime, Plan
 
 
@@ -30,6 +32,8 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         key = storage_key(base.meta["val"])
         assert key is not None
         last = max(fwd_position[base], fwd_buffers.last[key])
+        if group.pack is not None and group.pack.copy:  # nobody but the store reads the copy
+            last = fwd_position[base]
         first = min(first_read(placeholders[m.name], bwd_position) for m in group.members)
         assert plan.timeline is not None
         # Nothing stands between the inputs of a graph: one of them is produced where the last one is.
@@ -49,16 +53,14 @@ def first_read(placeholder: fx.Node, position: dict[fx.Node, int]) -> int:
 
 
 def view_closure(placeholder: fx.Node) -> dict[fx.Node, None]:
-    """The placeholder and all nodes of its graph that are views of it."""
+    """The placeholder and all nodes of its graph that are views of it, or tuples of nothing but such views."""
+    key = storage_key(placeholder.meta["val"])
     closure = {placeholder: None}
     work = [placeholder]
     while work:
-        node = work.pop()
-        tensor = tensor_of(node)
-        assert tensor is not None
-        for user in node.users:
-            view = tensor_of(user)
-            if user not in closure and view is not None and storage_key(view) == storage_key(tensor):
+        for user in work.pop().users:
+            tensors = [v for v in tree_leaves(user.meta.get("val")) if isinstance(v, torch.Tensor)]
+            if user not in closure and tensors and all(storage_key(v) == key for v in tensors):
                 closure[user] = None
                 work.append(user)
     return closure

@@ -93,6 +93,13 @@ def nodes_by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
     return groups
 
 
+def known_symbols(backward: fx.Graph) -> frozenset[object]:
+    """The symbolic sizes that the backward is given as numbers: those of its saved integers."""
+    values = [n.meta.get("val") for n in backward.nodes if n.op == "placeholder"]
+    exprs = [v.node.expr for v in values if isinstance(v, torch.SymInt)]
+    return frozenset(e for e in exprs if e.is_symbol)
+
+
 def fingerprint(partition: Partition) -> str:
     """Eight hex digits that name the graph in reports: the same in every process that compiles the same graph."""
     digest = hashlib.sha256()

@@ -145,12 +145,12 @@ def rewrite(partition: Partition, plan: Plan, options: PlanOptions, *, consume: 
 
 
 def _tell_dynamic(plan: Plan, options: PlanOptions) -> None:
-    """A fallback is loud: with dynamic shapes nothing leaves, and the memory that was to be free is not."""
+    """A fallback is loud: what has symbolic sizes and cannot leave takes memory that was to be free."""
     nbytes = sum(g.nbytes for g in plan.groups if g.obstacle == DYNAMIC and g.nbytes >= options.min_bytes)
     if nbytes:
         warnings.warn(
-            f"ssd_fx keeps about {nbytes} B of graph {plan.graph} in memory, because shapes are dynamic: another "
-            "batch size or length made torch compile again. Equal shapes (drop_last=True, padding) or "
+            f"ssd_fx keeps about {nbytes} B of graph {plan.graph} in memory: shapes are dynamic, and what is stored "
+            "cannot be told from the sizes that the backward knows. Equal shapes (drop_last=True, padding) or "
             "torch.compile(dynamic=False), which compiles for every shape, let them leave.",
             RuntimeWarning,
             stacklevel=2,

@@ -63,7 +63,7 @@ class _Placing:
             if choice is Choice.RECOMPUTE:
                 seconds[first] += item.recompute_s
             elif choice is Choice.OFFLOAD:
-                own = 2 * machine.node_s + machine.drag_s_per_byte * item.nbytes
+                own = 2 * machine.node_s + machine.drag_s_per_byte * item.moved_nbytes
                 seconds[item.produced] += own
                 seconds[first] += own
         return [0.0, *itertools.accumulate(seconds)]
@@ -96,7 +96,7 @@ class _Placing:
                 at += 1
             best = heapq.heappop(waiting)[-1]
             order.append(best)
-            lane += items[best].nbytes / self.machine.write_bw
+            lane += items[best].moved_nbytes / self.machine.write_bw
             self.written[best] = lane + self.machine.latency_s
             position = self.store_after[best] = max(position, items[best].produced)
         return order
@@ -174,7 +174,7 @@ class _Placing:
         lane, wanted = float("inf"), {}
         for i in reversed(by_deadline):
             item = self.step.items[i]
-            seconds = self.machine.latency_s + LOAD_MARGIN * item.nbytes / self.machine.read_bw
+            seconds = self.machine.latency_s + LOAD_MARGIN * item.moved_nbytes / self.machine.read_bw
             lane = min(lane, self.starts[self.firsts[i]]) - seconds
             wanted[i] = min(max(bisect_right(self.starts, lane) - 1, self.step.forward), self.firsts[i])
         return wanted

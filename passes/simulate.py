@@ -44,6 +44,12 @@ class Item:
     recompute_s: float = math.inf
     choices: frozenset[Choice] = frozenset({Choice.KEEP, Choice.OFFLOAD})
     needs: tuple[int, ...] = ()
+    stored_nbytes: int | None = None
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that are written and read back; fewer than `nbytes` where a part of the storage is enough."""
+        return self.nbytes if self.stored_nbytes is None else self.stored_nbytes
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,8 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
             releases.setdefault(transfer.release_after, []).append(i)
             loads.setdefault(transfer.load_before, []).append(i)
             waits.setdefault(firsts[i], []).append(i)
-            written += item.nbytes
-            drag = machine.drag_s_per_byte * item.nbytes
+            written += item.moved_nbytes
+            drag = machine.drag_s_per_byte * item.moved_nbytes
             extra[transfer.store_after] += 2 * machine.node_s + drag
             extra[firsts[i]] += 2 * machine.node_s + drag
     now = write_lane = read_lane = write_stall = read_stall = 0.0
@@ -125,7 +131,7 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
             if write_end[i] > now and not transfers[i].block:
                 read_end[i] = now  # still in memory: forwarded
                 continue
-            read_lane = max(read_lane, now) + step.items[i].nbytes / machine.read_bw
+            read_lane = max(read_lane, now) + step.items[i].moved_nbytes / machine.read_bw
             read_end[i] = read_lane + machine.latency_s
         for i in waits.get(p, ()):
             if read_end[i] > now:
@@ -134,7 +140,7 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
         starts.append(now)
         now += step.seconds[p] + extra[p]
         for i in stores.get(p, ()):
-            write_lane = max(write_lane, now) + step.items[i].nbytes / machine.write_bw
+            write_lane = max(write_lane, now) + step.items[i].moved_nbytes / machine.write_bw
             write_end[i] = write_lane + machine.latency_s
         for i in releases.get(p, ()):
             if transfers[i].block and write_end[i] > now:

@@ -100,6 +100,7 @@ class _Modelling:
             count + operator(backward, life.last_bwd_use),
             self.plan.prices[group.slot].seconds if group.slot in self.plan.prices else math.inf,
             self.choices[group.slot],
+            stored_nbytes=group.stored_nbytes,
         )
 
     def _needs(self, slot: int, index: Mapping[int, int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import fx
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes.before import Before
 from ssd_fx.passes.fault import VerifyError, require
+from ssd_fx.passes.packing import is_dense, span
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
 from ssd_fx.passes.plan import AliasGroup, Offload, Plan
 
@@ -41,9 +42,23 @@ def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] =
         require(group.base in forward, f"base {group.base!r} of slot {group.slot} is not in the forward", "alias")
         if isinstance(plan.decisions.get(group.slot), Offload):
             require(not group.obstacle, f"{group.base!r} is offloaded but {group.obstacle}", "select")
+            _verify_members(group)
             _verify_points(plan, group)
     for rule in rules:
         rule(partition, plan)
+
+
+def _verify_members(group: AliasGroup) -> None:
+    """What is stored is dense, and every member lies within it."""
+    stored = group.layout
+    require(stored is not None and is_dense(stored), f"what is stored of {group.base!r} has gaps", "alias")
+    assert stored is not None
+    if stored.is_symbolic:
+        return  # then it is all of a storage, in which all of its views lie
+    for member in group.members:
+        layout = member.copy.source if member.copy else member.layout
+        inside = span(layout) * layout.dtype.itemsize <= stored.numel * stored.dtype.itemsize
+        require(inside, f"member {member.name!r} lies outside of what is stored of {group.base!r}", "alias")
 
 
 def _verify_points(plan: Plan, group: AliasGroup) -> None:
@@ -69,7 +84,7 @@ def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
     _verify_saved(partition, plan, before)
     _verify_forward(partition, plan)
     _verify_backward(partition, plan)
-    before.verify(partition)
+    before.verify(partition, copied=any(g.pack is not None and g.pack.copy for g in plan.offloaded))
 
 
 def _verify_saved(partition: Partition, plan: Plan, before: Before) -> None:

@@ -111,15 +111,33 @@ def gradients(toy: toys.Toy, budget: float, size: int, **options: object) -> lis
     return [*(t.detach() for t in tensors), x.grad, w.grad]
 
 
-@pytest.mark.parametrize("engine", ["memory", "posix"])
-@pytest.mark.parametrize("toy", toys.ALL, ids=lambda t: t.__name__)
+ON_DISK = (toys.relu_chain, toys.views_only, toys.complex_numbers, toys.narrow, toys.slice_of_big_base, toys.equal_copy)
+
+
+@pytest.mark.parametrize(
+    ("toy", "engine"), [*((t, "memory") for t in toys.ALL), *((t, "posix") for t in ON_DISK)], ids=toys.name
+)
 def test_gradients_are_bitwise_those_of_everything_kept(toy: toys.Toy, engine: str, tmp_path: object) -> None:
     kept = gradients(toy, 1.0, 8)
     ssd_fx.reset_stats()
     offloaded = gradients(toy, 0.0, 8, engine=engine, dirs=[str(tmp_path)])
     for a, b in zip(kept, offloaded, strict=True):
         assert torch.equal(a, b)
-    stats = ssd_fx.stats()
-    assert stats.read_bytes + stats.forwarded_bytes == stats.offloaded_bytes
+    stats, plan = ssd_fx.stats(), toys.planned(toy).plan
     inputs = stats.held_bytes  # here they are leaves, which their owner holds
-    assert stats.offloaded_bytes - inputs == toys.planned(toy).plan.offloaded_bytes
+    assert stats.read_bytes + stats.forwarded_bytes == plan.stored_bytes + inputs
+    assert stats.offloaded_bytes == plan.offloaded_bytes + inputs
+
+
+FUSED = (toys.real_view, toys.slice_of_big_base, toys.equal_copy)
+
+
+@pytest.mark.parametrize(
+    "toy", [pytest.param(t, marks=() if t in FUSED else pytest.mark.slow) for t in toys.ALL], ids=toys.name
+)
+def test_inductor_computes_the_same(toy: toys.Toy) -> None:
+    kept, offloaded = (gradients(toy, budget, 8, inner="inductor") for budget in (1.0, 0.0))
+    assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
+    stats, plan = ssd_fx.stats(), toys.planned(toy).plan
+    assert stats.in_planned_order == 1.0
+    assert stats.loads > 0 or not plan.offloaded  # here the inputs are activations too

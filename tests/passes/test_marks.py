@@ -61,10 +61,10 @@ def contradiction(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (ssd_fx.offload(y.view(4, 16)) @ w.view(16, 4)).sum()
 
 
-def dtype_view_marked(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """What is marked offload cannot leave: its conjugate is lazy."""
-    z = ssd_fx.offload(torch.complex(x @ w, x))
-    return (z @ z.conj().t()).abs().sum()
+def marked_scalar(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A single number is marked to leave."""
+    y = x @ w
+    return (y * ssd_fx.offload(y.mean().exp())).sum()
 
 
 def test_keep_stays_where_nothing_else_does() -> None:
@@ -80,8 +80,8 @@ def test_offload_leaves_though_it_is_small_and_all_fits() -> None:
     check(
         offloaded,
         """\
-sigmoid    256 B  offload  store>sigmoid release>t_4 load<expand wait<mm_5 (marked by ssd_fx.offload)  [sigmoid]
-sigmoid_1  256 B  keep     below min_bytes                                                             [sigmoid_1]""",
+sigmoid    256 B  offload  store>sigmoid release>mm_2 load<expand wait<mm_5 (marked by ssd_fx.offload)  [sigmoid]
+sigmoid_1  256 B  keep     below min_bytes                                                              [sigmoid_1]""",
         budget=1.0,
         min_bytes=1 << 20,
     )
@@ -134,10 +134,11 @@ def test_a_contradiction_names_both() -> None:
 def test_an_obstacle_is_loud() -> None:
     with pytest.warns(
         RuntimeWarning,
-        match=r"cannot offload what graph \w+ was told to: 'complex_1' \(512 B, marked by ssd_fx\.offload: lazy conj",
+        match=r"cannot offload what graph \w+ was told to: 'exp' \(4 B, marked by ssd_fx\.offload: scalar",
     ):
-        planned = toys.planned(dtype_view_marked)
-    assert isinstance(planned.plan.decisions[0], Keep)
+        planned = toys.planned(marked_scalar)
+    stuck = next(g for g in planned.plan.groups if g.base == "exp")
+    assert isinstance(planned.plan.decisions[stuck.slot], Keep)
 
 
 # Checkpoint policies.
@@ -172,8 +173,8 @@ mm_1  256 B  offload  store>mm_1 release>t_4 load<expand wait<sigmoid_1  [mm_1]"
     check(
         under(CheckpointPolicy.MUST_SAVE),
         """\
-mm    256 B  keep     within the budget                                  [mm]
-mm_1  256 B  offload  store>mm_1 release>t_4 load<expand wait<sigmoid_1  [mm_1]""",
+mm    256 B  offload  store>mm release>mm_2 load<expand wait<sigmoid  [mm]
+mm_1  256 B  keep     within the budget                               [mm_1]""",
         budget=0.5,
     )
 
@@ -231,9 +232,9 @@ def test_prefer_cpu_offload_goes_first() -> None:
     check(
         toy,
         """\
-sigmoid  256 B  offload  store>sigmoid release>sigmoid_2 load<expand wait<mm_8                   [sigmoid]
-mm_1     256 B  offload  store>mm_1 release>t_6 load<expand wait<sigmoid_1 (PREFER_CPU_OFFLOAD)  [mm_1]
-mm_2     256 B  offload  store>mm_2 release>t_6 load<expand wait<sigmoid_2 (PREFER_CPU_OFFLOAD)  [mm_2]""",
+sigmoid  256 B  keep     within the budget                                                        [sigmoid]
+mm_1     256 B  offload  store>mm_1 release>mm_3 load<expand wait<sigmoid_1 (PREFER_CPU_OFFLOAD)  [mm_1]
+mm_2     256 B  offload  store>mm_2 release>t_6 load<expand wait<sigmoid_2 (PREFER_CPU_OFFLOAD)   [mm_2]""",
         budget=0.5,
     )
 

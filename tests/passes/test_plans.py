@@ -64,7 +64,7 @@ def test_multi_output() -> None:
 mm         256 B  offload  store>mm release>getitem_4 load<native_layer_norm_backward wait<native_layer_norm_backward   [mm]
 getitem_1   32 B  offload  store>getitem_1 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_1]
 getitem_2   32 B  offload  store>getitem_2 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<cos wait<mm_2                                               [getitem_3]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                            [getitem_3]
 getitem_4  256 B  offload  store>getitem_4 release>t_6 load<t_4 wait<scatter                                            [getitem_4]
 mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                                  [mm_1]""",
     )
@@ -74,23 +74,36 @@ def test_expanded_stores_the_row() -> None:
     check(
         toys.expanded,
         """\
-mm       256 B  offload  store>mm release>bmm load<cos wait<cos              [mm]
+mm       256 B  offload  store>mm release>bmm load<view wait<cos             [mm]
 sigmoid   32 B  offload  store>sigmoid release>bmm load<expand_2 wait<bmm_1  [sigmoid]
 sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2    [sin]""",
     )
 
 
-def test_another_dtype_is_kept() -> None:
-    check(toys.dtype_view, """sigmoid  256 B  keep  viewed as another dtype  [detach_2, t, detach_3]""")
+def test_another_dtype_is_stored_as_its_base() -> None:
+    check(
+        toys.dtype_view,
+        """\
+sigmoid  256 B  offload  store>sigmoid release>t_2 load<expand wait<bitwise_and  [detach_2, t, detach_3]""",
+    )
+
+
+def test_nor_does_its_width_matter() -> None:
+    check(
+        toys.wide_dtype_view,
+        """\
+sigmoid  256 B  offload  store>sigmoid release>t_4 load<expand wait<mul_3  [slice_1, t, detach_3]
+sum_2      4 B  keep     scalar                                            [sum_2]""",
+    )
 
 
 def test_dropout() -> None:
     check(
         toys.dropout,
         """\
-relu       256 B  offload  store>relu release>t_2 load<native_dropout_backward wait<threshold_backward  [detach_1]
-getitem    256 B  offload  store>getitem_1 release>t_2 load<expand wait<mm_2                            [t]
-getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward         [getitem_1]""",
+relu       256 B  offload  store>relu release>t_2 load<mm_3 wait<threshold_backward              [detach_1]
+getitem    256 B  offload  store>getitem_1 release>t_2 load<expand wait<mm_2                     [t]
+getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward  [getitem_1]""",
     )
 
 
@@ -98,18 +111,207 @@ def test_half_precision() -> None:
     check(
         toys.half_precision,
         """\
-_to_copy    128 B  offload  store>_to_copy release>sigmoid load<expand wait<mm_4  [t_5]
-_to_copy_1  128 B  offload  store>_to_copy_1 release>t_6 load<t_4 wait<mm_5       [t_6]
-sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2       [sigmoid]""",
+_to_copy    128 B  offload  store>_to_copy release>mm load<expand wait<mm_4   [t_5]
+_to_copy_1  128 B  offload  store>_to_copy_1 release>mm_1 load<t_4 wait<mm_5  [t_6]
+sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2   [sigmoid]""",
     )
 
 
-def test_lazy_conjugates_are_kept() -> None:
+def test_lazy_conjugates_are_stored_as_their_bytes() -> None:
     check(
         toys.complex_numbers,
         """\
-complex_1  512 B  keep     lazy conjugate or negation                   [_conj]
-mm_1       512 B  offload  store>mm_1 release>t_6 load<expand wait<sgn  [mm_1]""",
+complex_1  512 B  offload  store>complex_1 release>t_6 load<expand wait<mm_2  [_conj]
+mm_1       512 B  offload  store>mm_1 release>t_6 load<expand wait<sgn        [mm_1]""",
+    )
+
+
+def test_so_are_lazy_negatives() -> None:
+    check(
+        toys.lazy_negative,
+        """\
+complex_1  512 B  offload  store>complex_1 release>t_6 load<expand wait<mm_3  [_conj]
+mm_2       512 B  offload  store>mm_2 release>t_6 load<expand wait<mul_1      [select]
+clone      256 B  offload  store>clone release>t_6 load<expand wait<mul_2     [clone]""",
+    )
+
+
+def test_real_views_of_complex_numbers() -> None:
+    check(
+        toys.real_view,
+        """\
+complex_1  512 B  offload  store>complex_1 release>t_3 load<expand wait<mm_3  [view_as_real, _conj]
+mm_2       512 B  offload  store>mm_2 release>t_3 load<expand wait<sgn        [mm_2]""",
+    )
+
+
+def test_float8() -> None:
+    check(
+        toys.float8,
+        """\
+_to_copy   64 B  offload  store>_to_copy release>sum_1 load<expand wait<_to_copy_1  [_to_copy]
+mm_1      256 B  offload  store>mm_1 release>sum_1 load<expand wait<mul_2           [mm_1]""",
+    )
+
+
+def test_a_scalar_is_kept() -> None:
+    check(
+        toys.scalar,
+        """\
+exp     4 B  keep     scalar                                       [exp]
+mm_1  256 B  offload  store>mm_1 release>t_1 load<expand wait<sin  [mm_1]""",
+    )
+
+
+def test_so_is_what_is_empty() -> None:
+    check(
+        toys.empty,
+        """\
+mm       256 B  offload  store>mm release>detach_1 load<expand wait<cos  [mm]
+sigmoid    0 B  keep     empty                                           [t, detach_1]""",
+    )
+
+
+def test_saved_twice() -> None:
+    check(toys.saved_twice, """relu  256 B  offload  store>relu release>t_3 load<expand wait<mm_2  [relu]""")
+
+
+def test_items_of_a_tuple_of_views_are_members() -> None:
+    check(
+        toys.unbound,
+        """\
+cat  768 B  offload  store>cat release>t_1 load<view_13 wait<mm_2    [t_1]
+mm   768 B  offload  store>mm release>t_1 load<bmm_3 wait<bmm_3      [transpose_3, transpose_5, transpose_6]
+bmm  128 B  offload  store>bmm release>t_1 load<expand_4 wait<bmm_2  [transpose_2]""",
+    )
+
+
+def test_slices_that_claim_to_be_no_views() -> None:
+    check(
+        toys.unsafe_split,
+        """\
+cat   512 B  offload  store>cat release>t_5 load<mul_2 wait<mm_8     [t_5]
+mm    512 B  offload  store>mm release>t_5 load<mul_1 wait<mm_3      [t, t_2]
+mm_1  256 B  offload  store>mm_1 release>t_5 load<expand wait<mul_1  [mm_1]
+mm_2  256 B  offload  store>mm_2 release>t_5 load<expand wait<mul_2  [mm_2]""",
+    )
+
+
+def test_overlapping_windows_store_their_base() -> None:
+    check(toys.overlapping, """relu  256 B  offload  store>relu release>t_2 load<expand wait<mm_2  [t, detach_1]""")
+
+
+def test_views_of_an_input() -> None:
+    check(
+        toys.view_of_input,
+        """\
+relu  256 B  offload  store>relu release>t_1 load<expand wait<threshold_backward  [detach_1]""",
+    )
+
+
+def test_a_range_is_stored_where_it_lies() -> None:
+    check(
+        toys.narrow,
+        """\
+cat         2048 B  offload  store>cat release>t_2 load<mm_4 wait<mm_4  [t_2]
+mm   256 of 2048 B  offload  store>mm release>t_2 load<mm_2 wait<mm_2   [t]""",
+    )
+
+
+def test_columns_are_copied() -> None:
+    check(
+        toys.slice_of_big_base,
+        """\
+cat         2048 B  offload  store>cat release>t_3 load<mm_5 wait<mm_5   [t_3]
+mm   256 of 2048 B  offload  store>mm release>t_3 load<expand wait<mm_2  [t]""",
+    )
+
+
+def test_neighbours_are_copied_together() -> None:
+    check(
+        toys.neighbouring_slices,
+        """\
+cat          2048 B  offload  store>cat release>t_7 load<mm_8 wait<mm_8     [t_7]
+mm    768 of 2048 B  offload  store>mm release>t_7 load<expand wait<mm_5    [t_3, t_4]
+mm_1          256 B  offload  store>mm_1 release>t_7 load<expand wait<mm_3  [t_1]""",
+    )
+
+
+def test_distant_ones_are_not() -> None:
+    check(
+        toys.scattered_slices,
+        """\
+cat   2048 B  offload  store>cat release>t_5 load<mm_8 wait<mm_8     [t_5]
+mm    2048 B  offload  store>mm release>t_5 load<expand wait<mm_5    [t_2, t_3]
+mm_1   256 B  offload  store>mm_1 release>t_5 load<expand wait<mm_3  [t]""",
+    )
+
+
+def test_every_eighth_column() -> None:
+    check(
+        toys.slice_with_steps,
+        """\
+cat         2048 B  offload  store>cat release>t_3 load<mm_5 wait<mm_5   [t_3]
+mm   256 of 2048 B  offload  store>mm release>t_3 load<expand wait<mm_2  [t]""",
+    )
+
+
+def test_a_slice_of_a_permuted_base() -> None:
+    check(
+        toys.slice_of_permuted,
+        """sigmoid  256 of 2048 B  offload  store>sigmoid release>t_3 load<expand wait<mm_3  [t_1]""",
+    )
+
+
+def test_a_copied_slice_is_released_before_its_base() -> None:
+    check(
+        toys.slice_and_living_base,
+        """\
+cat          2048 B  offload  store>cat release>t_3 load<mm_5 wait<mm_5                   [t_3]
+mm    256 of 2048 B  offload  store>mm release>t_3 load<expand wait<mm_2                  [t]
+relu          256 B  offload  store>relu release>t_3 load<expand wait<threshold_backward  [detach_1]""",
+    )
+
+
+def test_a_slice_that_is_reduced_keeps_its_strides() -> None:
+    check(
+        toys.slice_that_is_reduced,
+        """\
+cat        2048 B  offload  store>cat release>t_1 load<mm_2 wait<mm_2                                             [t_1]
+mm         2048 B  offload  store>mm release>t_1 load<native_layer_norm_backward wait<native_layer_norm_backward  [slice_1]
+getitem_1    32 B  offload  store>getitem_1 release>t_1 load<expand wait<native_layer_norm_backward               [getitem_1]
+getitem_2    32 B  offload  store>getitem_2 release>t_1 load<expand wait<native_layer_norm_backward               [getitem_2]
+cos         256 B  offload  store>cos release>t_1 load<expand wait<mul                                            [cos]""",
+    )
+
+
+def test_gaps_are_not_stored() -> None:
+    check(toys.gaps, """copy  256 of 480 B  offload  store>copy release>t_3 load<expand wait<mm_2  [t_1]""")
+
+
+def test_a_copy_is_stored_once() -> None:
+    check(
+        toys.equal_copy,
+        """\
+sigmoid  256 of 512 B  offload  store>sigmoid release>t_4 load<expand wait<mul_1  [sigmoid, t_1]""",
+    )
+
+
+def test_a_copy_of_a_copy_is_not() -> None:
+    check(
+        toys.copy_of_copy,
+        """\
+sigmoid  256 B  offload  store>sigmoid release>t_6 load<expand wait<mul_1  [sigmoid]
+clone_1  256 B  offload  store>clone_1 release>t_6 load<expand wait<mm_2   [t_2]""",
+    )
+
+
+def test_nor_is_a_changed_copy() -> None:
+    check(
+        toys.changed_copy,
+        """\
+sigmoid  256 B  offload  store>sigmoid release>t_6 load<expand wait<mul_2  [sigmoid]
+mul      256 B  offload  store>mul release>t_6 load<expand wait<mm_2       [t_2]""",
     )
 
 
@@ -117,12 +319,12 @@ def test_small_ones_are_kept() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>mm_1 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
-getitem_1   32 B  keep     below min_bytes                                                                        [getitem_1]
-getitem_2   32 B  keep     below min_bytes                                                                        [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<cos wait<mm_2                                         [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<t_4 wait<scatter                                      [getitem_4]
-mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                            [mm_1]""",
+mm         256 B  offload  store>mm release>sin load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
+getitem_1   32 B  keep     below min_bytes                                                                       [getitem_1]
+getitem_2   32 B  keep     below min_bytes                                                                       [getitem_2]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<cos wait<mm_2                                        [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<t_4 wait<scatter                                     [getitem_4]
+mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                           [mm_1]""",
         min_bytes=100,
     )
 
@@ -132,7 +334,7 @@ def test_a_budget_keeps_what_idles_least() -> None:
         toys.multi_output,
         """\
 mm         256 B  offload  store>mm release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
-getitem_1   32 B  offload  store>getitem_1 release>t_6 load<mm_2 wait<native_layer_norm_backward                 [getitem_1]
+getitem_1   32 B  offload  store>getitem_1 release>t_6 load<t_2 wait<native_layer_norm_backward                  [getitem_1]
 getitem_2   32 B  keep     within the budget                                                                     [getitem_2]
 getitem_3  128 B  keep     within the budget                                                                     [getitem_3]
 getitem_4  256 B  keep     within the budget                                                                     [getitem_4]

@@ -72,6 +72,27 @@ def test_a_tensor_in_two_groups() -> None:
         verify_plan(partition, plan.with_(groups=(*plan.groups, plan.groups[0])))
 
 
+def test_a_member_outside_of_what_is_stored() -> None:
+    partition = toys.partitioned(toys.slice_of_big_base, *toys.inputs())
+    plan = toys.planned(toys.slice_of_big_base).plan
+    verify_plan(partition, plan)
+    group = next(g for g in plan.groups if g.pack is not None)
+    member = replace(group.members[0], layout=replace(group.members[0].layout, offset=1))
+    groups = tuple(replace(g, members=(member,)) if g is group else g for g in plan.groups)
+    with pytest.raises(VerifyError, match="member 't' lies outside of what is stored of 'mm'; see pass 'alias'"):
+        verify_plan(partition, plan.with_(groups=groups))
+
+
+def test_what_is_stored_has_gaps() -> None:
+    partition = toys.partitioned(toys.relu_chain, *toys.inputs())
+    plan = toys.planned(toys.relu_chain).plan
+    group = plan.groups[0]
+    assert group.layout is not None
+    gaps = replace(group, layout=replace(group.layout, stride=(16, 1)))
+    with pytest.raises(VerifyError, match="what is stored of 'relu' has gaps"):
+        verify_plan(partition, plan.with_(groups=(gaps,)))
+
+
 def erase_release(planned: toys.Planned) -> None:
     graph = planned.partition.forward.graph
     graph.erase_node(find(graph, ops.wait_store_.default))
@@ -148,7 +169,7 @@ def compute(graph: fx.Graph, index: int = -1) -> fx.Node:
 
 def wait_on_the_handle_of_another(planned: toys.Planned) -> None:
     graph = planned.partition.backward.graph
-    find(graph, ops.wait_load_.default).update_arg(1, find(graph, ops.load.default, 0).args[0])
+    find(graph, ops.wait_load_.default).update_arg(1, find(graph, ops.load.default, 1).args[0])
 
 
 def load_the_handle_of_another(planned: toys.Planned) -> None:

@@ -109,10 +109,158 @@ def complex_numbers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (z @ z.conj().t()).abs().sum()
 
 
+def lazy_negative(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The imaginary part of a conjugate: a real view of complex bytes, every other one, lazily negated."""
+    z = torch.complex(x @ w, x @ w + 1)
+    return ((z @ z.conj().t()).imag * z.conj().imag).sum()
+
+
+def real_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Complex numbers, saved as pairs of real ones and conjugated: two dtypes on one storage."""
+    z = torch.complex(x @ w, x @ w + 1)
+    pairs = torch.view_as_real(z)
+    return (pairs.sin() * pairs[..., 0:1]).sum() + (z @ z).abs().sum()
+
+
+def wide_dtype_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Halves of floats: the saved view has twice as many elements, of half the size."""
+    y = (x @ w).sigmoid()
+    halves = y.detach().view(torch.int16)[:, 3:5]
+    return (y @ w).sum() * (halves * halves).float().sum() + ((y @ w)[:, :2] * halves).sum()
+
+
+def float8(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """An activation in eight bits is saved."""
+    small = (x @ w).to(torch.float8_e4m3fn)
+    return (small.float() * (x @ w.t())).sum()
+
+
+def scalar(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A 0-dim tensor is saved: four bytes are not worth a request."""
+    return ((x @ w).sum().exp() * (w @ x).sin()).sum()
+
+
+def empty(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A tensor without elements is saved."""
+    nothing = (x @ w)[:0].sigmoid()
+    return (x @ w).sin().sum() + (nothing @ w).sum()
+
+
+def saved_twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """relu is both factors of a product: one saved tensor, two uses."""
+    y = (x @ w).relu()
+    return (y @ y).sum()
+
+
+def unbound(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """qkv -> view -> unbind: q, k, v are items of a tuple of views, and permuted."""
+    q, k, v = (x @ torch.cat([w, w, w], 1)).view(4, 2, 3, 8).unbind(2)
+    return (q.transpose(0, 1) @ k.permute(1, 2, 0) @ v.transpose(0, 1)).sum()
+
+
+def unsafe_split(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Slices by an operator whose schema says that they alias nothing, and whose storage is another's."""
+    a, b = torch.unsafe_split(x @ torch.cat([w, w], 1), 8, 1)
+    return ((a @ w) * (b @ w)).sum()
+
+
+def overlapping(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A sliding window is saved: its rows overlap, its bytes are those of the base."""
+    windows = (x @ w).relu().view(64).unfold(0, 8, 4)
+    return (windows @ w).sum()
+
+
+def view_of_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Slices of an input are saved: the caller has its storage."""
+    return (x[:, :4] @ w[:4]).relu().sum()
+
+
+def narrow(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """An eighth of a storage is needed, in one piece: it is stored where it lies."""
+    y = torch.cat([x] * 8) @ w
+    return (y[8:16] @ w).sum()
+
+
+def slice_of_big_base(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """An eighth of a storage is needed, some columns of all rows: a dense copy is stored."""
+    y = x @ torch.cat([w] * 8, 1)
+    return (y[:, 8:16] @ w).sum()
+
+
+def neighbouring_slices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Two slices that are columns 8 to 32 of 64: one copy of both and of what lies between."""
+    y = x @ torch.cat([w] * 8, 1)
+    return (y[:, 8:16].t() @ y[:, 24:32] @ w).sum()
+
+
+def scattered_slices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The first and the last columns: what lies between is most of the base, which is stored."""
+    y = x @ torch.cat([w] * 8, 1)
+    return (y[:, :8] @ y[:, 56:] @ w).sum()
+
+
+def slice_with_steps(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Every eighth column is needed."""
+    y = x @ torch.cat([w] * 8, 1)
+    return (y[:, 2::8] @ w).sum()
+
+
+def slice_of_permuted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The base is dense in another order than its dimensions say, and a slice of it is saved."""
+    y = (x @ torch.cat([w] * 8, 1)).t().sigmoid()
+    return (y.detach()[8:16] @ (x @ w)).sum()
+
+
+def slice_and_living_base(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A slice is saved while the forward goes on to read the base."""
+    y = x @ torch.cat([w] * 8, 1)
+    return (y[:, 8:16] @ w).relu().sum() + y.sum()
+
+
+def slice_that_is_reduced(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The backward normalizes with the slice: dense strides could add up in another order, so the base is stored."""
+    y = x @ torch.cat([w] * 8, 1)
+    return torch.nn.functional.layer_norm(y[:, 8:16], (8,)).sin().sum()
+
+
+def gaps(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """An activation is made with gaps between its rows: only its elements are stored."""
+    y = torch.empty_strided((8, 8), (16, 1)).copy_(x @ w)
+    return (y @ w).sum()
+
+
+def equal_copy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """sigmoid and a contiguous copy of its transpose are saved: the same bytes in another order."""
+    y = (x @ w).sigmoid()
+    return (y.t().contiguous() @ w).sum() + (y * y).sum()
+
+
+def copy_of_copy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Two copies in a row, and only the ends are saved: one is no single copy of the other, so both are stored."""
+    y = (x @ w).sigmoid()
+    return (y.t().contiguous().view(4, 16).t().contiguous().view(8, 8) @ w).sum() + (y * y).sum()
+
+
+def changed_copy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A copy that is written into is no copy any more."""
+    y = (x @ w).sigmoid()
+    z = y.t().clone()
+    z.mul_(2)
+    return (z @ w).sum() + (y * y).sum()
+
+
 ALL: tuple[Toy, ...] = (
     relu_chain, shared_view, views_only, non_contiguous, tied_weight, saved_output, view_of_output, in_place,
-    multi_output, expanded, dtype_view, dropout, half_precision, complex_numbers,
+    multi_output, expanded, dtype_view, dropout, half_precision, complex_numbers, lazy_negative, real_view,
+    wide_dtype_view, float8, scalar, empty, saved_twice, unbound, unsafe_split, overlapping, view_of_input,
+    narrow, slice_of_big_base, neighbouring_slices, scattered_slices, slice_with_steps, slice_of_permuted,
+    slice_and_living_base, slice_that_is_reduced, gaps, equal_copy, copy_of_copy, changed_copy,
 )  # fmt: skip
+
+
+def name(toy: Toy | str) -> str:
+    """For the ids of tests."""
+    return toy if isinstance(toy, str) else toy.__name__
 
 
 def inputs(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:

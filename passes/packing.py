@@ -1,0 +1,187 @@
+"""Which bytes of a storage its saved views need, and how a dense tensor with just those is made of its owner.
+
+    owner      8 x 64, dense                              rows of 64 elements, columns 16 to 24 needed
+    members    owner[:, 16:24], stride (64, 1)
+    stored     owner.view(8, 64)[:, 16:24].clone()        8 x 8: an eighth of the bytes
+    rebuilt    as_strided(stored, (8, 8), (8, 1), 0)
+
+The needed bytes are described by a `Box`: some columns of some rows of the storage, cut into rows of equal length. A
+box of whole rows is a range of the storage, which is stored where it lies; any other costs one copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ssd_fx.passes.partition import tensor_of
+from ssd_fx.passes.plan import Box, Layout, Pack
+
+aten = torch.ops.aten
+
+# A copy is paid in memory traffic and, until the owner dies, in memory; the I/O and the resident bytes that it saves
+# are worth it only where a good part of the storage stays behind.
+COPY_BELOW = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is stored for a group: its layout, how it is made (None: it is the owner itself), and its members in it."""
+
+    layout: Layout
+    pack: Pack | None
+    members: tuple[Layout, ...]
+
+
+def pack(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool) -> Stored | None:
+    """What to store so that all members can be had from it; None where that is not certain. Sizes are plain.
+
+    Offsets count from the owner's first element. `part`: whether less than the owner may be stored; `restride`:
+    whether the rebuilt members may have other strides than they had.
+    """
+    expanded = tuple(d for d, (n, t) in enumerate(zip(owner.size, owner.stride, strict=True)) if n != 1 and t == 0)
+    core = replace(owner, size=tuple(1 if d in expanded else n for d, n in enumerate(owner.size)), offset=0)
+    alike = all(m.dtype == owner.dtype for m in members)
+    if is_dense(core):
+        if any(span(m) * m.dtype.itemsize > core.numel * core.dtype.itemsize for m in members):
+            return None
+        box = smallest_box(core.numel, members) if alike and part else None
+        if box is None or box.numel == core.numel or not _pays(box, core.numel, restride):
+            return Stored(core, Pack(expanded=expanded) if expanded else None, tuple(members))
+        made = Pack(expanded, memory_order(core), box, copy=not box.is_range)
+        return Stored(_contiguous(core, (box.height, box.width)), made, tuple(within(box, m) for m in members))
+    box = smallest_box(span(core), members, whole_rows=False) if alike and part and restride else None
+    if box is None or box.numel != core.numel or span(core) <= core.numel:
+        return None
+    order = memory_order(core)
+    layout = _contiguous(core, tuple(core.size[d] for d in order))
+    return Stored(layout, Pack(expanded, order, copy=True), tuple(within(box, m) for m in members))
+
+
+def _pays(box: Box, numel: int, restride: bool) -> bool:
+    return box.is_range or (restride and box.numel < COPY_BELOW * numel)
+
+
+def smallest_box(numel: int, members: Sequence[Layout], *, whole_rows: bool = True) -> Box | None:
+    """The smallest box that holds all members, in a range of `numel` elements that is cut into (whole) rows."""
+    strides = {t for m in members for n, t in zip(m.size, m.stride, strict=True) if n > 1 and t > 1}
+    lengths = [n * t for m in members for n, t in zip(m.size, m.stride, strict=True) if n > 1 and t > 0]
+    rows = [r for r in sorted({numel, *strides, *lengths}) if numel % r == 0 or not whole_rows]
+    found = [box for row in rows if (box := _box(numel, row, members)) is not None]
+    return min(found, key=lambda b: (b.numel, not b.is_range, b.row), default=None)
+
+
+def _box(numel: int, row: int, members: Sequence[Layout]) -> Box | None:
+    """The smallest box of rows of that length, or None where a member does not keep to rows and columns."""
+    corners = []
+    for member in members:
+        steps = [(n - 1, t) for n, t in zip(member.size, member.stride, strict=True) if n > 1]
+        top, left = divmod(member.offset, row)
+        bottom = top + sum(n * (t // row) for n, t in steps if t % row == 0)
+        right = left + sum(n * t for n, t in steps if t % row)
+        if right >= row:
+            return None
+        corners.append((top, bottom, left, right))
+    tops, bottoms, lefts, rights = zip(*corners, strict=True)
+    box = Box(row, (min(tops), max(bottoms) + 1), (min(lefts), max(rights) + 1))
+    inside = (box.rows[1] - 1) * row + box.columns[1] <= numel
+    return box if inside and all(_merges_alike(m, within(box, m)) for m in members) else None
+
+
+def within(box: Box, member: Layout) -> Layout:
+    """The layout of a member in the tensor that holds only the box."""
+    top, left = divmod(member.offset, box.row)
+    dims = zip(member.size, member.stride, strict=True)
+    stride = tuple(t if n == 1 or t % box.row else t // box.row * box.width for n, t in dims)
+    return replace(member, stride=stride, offset=(top - box.rows[0]) * box.width + left - box.columns[0])
+
+
+def _merges_alike(before: Layout, after: Layout) -> bool:
+    """Whether every view of a member is a view of it in its new strides too."""
+    dims = [d for d, n in enumerate(before.size) if n > 1]
+
+    def merge(layout: Layout, i: int, j: int) -> bool:
+        return layout.stride[i] == layout.size[j] * layout.stride[j]
+
+    return all(merge(after, i, j) for i in dims for j in dims if i != j and merge(before, i, j))
+
+
+def memory_order(layout: Layout) -> tuple[int, ...]:
+    """The dimensions from the slowest to the fastest in memory."""
+    return tuple(sorted(range(len(layout.size)), key=lambda d: (-layout.stride[d], -layout.size[d])))
+
+
+def span(layout: Layout) -> int:
+    """Elements from the first of the storage to the last of the tensor, both included."""
+    if not all(layout.size):
+        return 0
+    return layout.offset + 1 + sum((n - 1) * t for n, t in zip(layout.size, layout.stride, strict=True))
+
+
+def is_dense(layout: Layout) -> bool:
+    """Whether the elements fill a block of memory without gap or overlap, in whatever order; False if uncertain.
+
+    Sizes may be symbolic: an answer must follow from the expressions alone, and adds no guard.
+    """
+    expected: int | torch.SymInt = 1
+    dims = [(n, t) for n, t in zip(layout.size, layout.stride, strict=True) if not statically_equal(n, 1)]
+    while dims:
+        fitting = next((i for i, (_, t) in enumerate(dims) if statically_equal(t, expected)), None)
+        if fitting is None:
+            return False
+        expected = expected * dims.pop(fitting)[0]
+    return True
+
+
+def statically_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal for certain; asking adds no guard."""
+    return a == b if isinstance(a, int) and isinstance(b, int) else bool(statically_known_true(a == b))
+
+
+def _contiguous(like: Layout, size: tuple[int, ...]) -> Layout:
+    stride = tuple(math.prod(size[d + 1 :]) for d in range(len(size)))
+    return Layout(size, stride, 0, like.dtype, like.device)
+
+
+def may_restride(placeholders: Iterable[fx.Node]) -> bool:
+    """Whether what the backward computes from these tensors is bitwise the same if their strides are others.
+
+    A matmul is, and pointwise arithmetic. Not: a reduction, also one that something pointwise is fused with, which may
+    add up in another order; and a transcendental function read from them, whose vector and scalar forms differ.
+    """
+    work = [(p, True) for p in placeholders]
+    seen = {p for p, _ in work}
+    while work:
+        node, is_view = work.pop()
+        for user in node.users:
+            if user in seen or user.op == "output" or user.target in _MATMULS:
+                continue
+            viewed = _is_view(user)
+            if not viewed and not (user.target in _EXACT if is_view else _is_pointwise(user)):
+                return False
+            seen.add(user)
+            work.append((user, is_view and viewed))
+    return True
+
+
+_MATMULS = (aten.mm.default, aten.bmm.default)
+_EXACT = (
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.neg.default,
+    aten.relu.default, aten.threshold_backward.default, aten.where.self, aten.clone.default, aten._to_copy.default,
+    aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.eq.Scalar, aten.ne.Scalar,
+)  # fmt: skip
+
+
+def _is_view(node: fx.Node) -> bool:
+    if tensor_of(node) is None or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags

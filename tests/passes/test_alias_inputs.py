@@ -1,0 +1,61 @@
+"""Inputs of unusual layout, as one compiled region hands them to the next: stored whole, or kept with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssd_fx
+
+Make = Callable[[torch.Tensor], torch.Tensor]
+
+
+def squares(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sin().sum() + (x * x).sum()
+
+
+def magnitudes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ x).abs().sum() + w.sum()
+
+
+INPUTS: dict[str, tuple[Callable[..., torch.Tensor], Make, str]] = {
+    "dense": (squares, lambda b: (b.view(16, 8) * 2)[:8].clone(), "256 B  offload"),
+    "offset": (squares, lambda b: (b.view(16, 8) * 2)[8:], "256 of 512 B  offload"),
+    "expanded": (squares, lambda b: (b[:1, :8] * 2).expand(8, 8), "32 B  offload"),
+    "gaps": (squares, lambda b: (b * 2)[:, :8], "512 B  keep     no dense tensor holds the bytes needed"),
+    "overlapping": (
+        squares,
+        lambda b: (b.view(-1) * 2)[:36].unfold(0, 8, 4),
+        "512 B  keep     no dense tensor holds the bytes needed",
+    ),
+    "lazy_conjugate": (
+        magnitudes,
+        lambda b: torch.complex(b[:, :8] * 1, b[:, 8:]).conj(),
+        "512 B  keep     input with a lazy conjugate or negation",
+    ),
+}
+
+
+def gradients(function: Callable[..., torch.Tensor], make: Make, budget: float, dump: Path) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(8, 16, generator=generator).requires_grad_()
+    w = torch.randn(8, 8, generator=generator).requires_grad_()
+    options = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "budget": budget, "dump": str(dump)}
+    torch.compile(function, backend=ssd_fx.backend, options=options)(make(base), w).backward()
+    assert base.grad is not None
+    assert w.grad is not None
+    return [base.grad, w.grad]
+
+
+@pytest.mark.parametrize(("function", "make", "row"), INPUTS.values(), ids=INPUTS.keys())
+def test_inputs(function: Callable[..., torch.Tensor], make: Make, row: str, tmp_path: Path) -> None:
+    kept = gradients(function, make, 1.0, tmp_path / "kept")
+    offloaded = gradients(function, make, 0.0, tmp_path / "offloaded")
+    assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
+    (plan,) = (tmp_path / "offloaded").glob("*.plan.txt")
+    (line,) = [line for line in plan.read_text().splitlines() if line.startswith("primals_1 ")]
+    assert " ".join(row.split()) in " ".join(line.split())

@@ -1,0 +1,132 @@
+"""Symbolic sizes: one compilation for several lengths, offloaded like any other."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.nn import functional as F
+
+import ssd_fx
+from tests.passes import toys
+from tests.passes.test_insert import ours
+
+LENGTHS = (7, 12, 31, 5)
+
+
+class Block(nn.Module):
+    """Attention over heads that are chunks of one qkv, and an MLP: views, slices and items of tuples, all symbolic."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.proj(y)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def gradients(budget: float, inner: str) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = Block()
+    options = {"inner": inner, "engine": "memory", "min_bytes": 0, "budget": budget}
+    compiled = torch.compile(block, dynamic=True, backend=ssd_fx.backend, options=options)
+    found = []
+    for length in LENGTHS:
+        block.zero_grad()
+        x = torch.randn(2, length, 16, requires_grad=True)
+        compiled(x).square().sum().backward()
+        found += [t.grad.clone() for t in (x, *block.parameters()) if t.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_several_lengths_and_one_graph(inner: str) -> None:
+    kept = gradients(1.0, inner)
+    ssd_fx.reset_stats()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "ssd_fx keeps", RuntimeWarning)
+        offloaded = gradients(0.0, inner)
+    assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
+    stats = ssd_fx.stats()
+    assert len(stats.graphs) == 1
+    assert (stats.steps, stats.loads) == (len(LENGTHS), stats.stores)
+    assert stats.saved_bytes == stats.offloaded_bytes  # counted at the length of each call, not at that of the first
+    assert stats.written_bytes + stats.held_bytes == stats.offloaded_bytes
+    assert stats.read_bytes + stats.forwarded_bytes == stats.offloaded_bytes
+
+
+def symbolic(toy: toys.Toy, dims: tuple[int, ...] = (0,)) -> toys.Planned:
+    x, w = toys.inputs()
+    for dim in dims:
+        torch._dynamo.mark_dynamic(x, dim)
+    return toys.planned(toy, x, w)
+
+
+def wide(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Rows are symbolic; two views of one storage are saved."""
+    a, b = ((x @ torch.cat([w, w], 1)).relu()).chunk(2, 1)
+    return (a.sin() @ w).sum() + (b @ w).sum()
+
+
+def test_plan() -> None:
+    assert_expected_inline(
+        symbolic(wide).table.strip("\n"),
+        """\
+cat   512 B  offload  store>cat release>mm_2 load<expand wait<mm_8  [t_5]
+relu  512 B  offload  store>sin release>t_5 load<expand wait<mm_3   [relu]
+sin   256 B  offload  store>sin release>t_5 load<expand wait<mm_5   [t_2]""",
+    )
+
+
+def test_the_forward_counts_bytes_and_the_backward_computes_sizes_from_saved_integers() -> None:
+    partition = symbolic(wide).partition
+    text = "\n".join(ours(m.graph) for m in (partition.forward, partition.backward))
+    told = ("primals_2", "begin_", "load.default", "as_strided")
+    assert_expected_inline(
+        "\n".join(line for line in text.split("\n") if any(t in line for t in told)),
+        """\
+mul = mul(96, primals_2)
+begin__default = begin_.default(empty_memory_format, 136ca138, add, add, 3,4,10,10,13,19,19|7,7,7,12,14,23)
+output = output((add_24, ssd_fx_handle_1, t_1, ssd_fx_handle_2, t_4, ssd_fx_handle_0, primals_2))
+load_default = load.default(ssd_fx_handle_0, [8, 16], [16, 1], torch.float32, cpu, 0, True, False)
+load_default_1 = load.default(ssd_fx_handle_1, [primals_2, 16], [16, 1], torch.float32, cpu, 1, True, False)
+load_default_2 = load.default(ssd_fx_handle_2, [primals_2, 8], [8, 1], torch.float32, cpu, 2, True, False)
+expand = expand.default(tangents_1, [primals_2, 8])
+as_strided_default = as_strided.default(load_default_2, [8, primals_2], [1, 8], 0)
+mm_5 = mm.default(as_strided_default, expand)
+as_strided_default_1 = as_strided.default(load_default, [16, 8], [1, 16], 0)
+mm_8 = mm.default(threshold_backward, as_strided_default_1)""",
+    )
+
+
+def test_what_cannot_leave_is_told_of() -> None:
+    """Views of another dtype, under symbolic sizes: the one group stays, with a warning; the others leave without."""
+    with pytest.warns(RuntimeWarning, match="ssd_fx keeps about 256 B of graph .*: shapes are dynamic"):
+        planned = symbolic(toys.dtype_view)
+    assert [(g.base, g.obstacle) for g in planned.plan.groups] == [("sigmoid", "dynamic shape")]
+
+
+def by_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """As many rows as there are positive elements."""
+    y = (x @ w)[(x[:, 0] > 0).nonzero().squeeze(1)].sigmoid()
+    return (y @ w).sum()
+
+
+def test_sizes_that_depend_on_data_are_kept() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert_expected_inline(
+            toys.planned(by_data).table.strip("\n"),
+            """\
+nonzero  0 B  keep  size depends on data  [squeeze]
+sigmoid  0 B  keep  size depends on data  [sigmoid]""",
+        )
