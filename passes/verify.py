@@ -81,7 +81,8 @@ def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
             node.name in placeholders, f"saved {node.name!r} has no placeholder of its name in the backward", "insert"
         )
     saved_order = [n.name for n in paired if isinstance(n.meta.get("val"), torch.Tensor)]
-    backward_order = [n for n in placeholders if n in set(saved_order)]
+    saved_names = set(saved_order)
+    backward_order = [n for n in placeholders if n in saved_names]
     _require(saved_order == backward_order, "saved tensors and backward inputs differ in order", "insert")
     _verify_forward(partition, plan)
     _verify_backward(partition, plan)
@@ -93,6 +94,7 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
     _require(
         _in_sequence(nodes, (ops.store.default, ops.wait_store_.default)), "forward nodes are out of order", "insert"
     )
+    saved = set(partition.saved)
     stores = [n for n in nodes if n.target is ops.store.default]
     _require(len(stores) == len(plan.offloaded), "stores and offloaded groups differ in number", "insert")
     storages: dict[int, list[fx.Node]] = {}
@@ -113,7 +115,7 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
             _require(not _writes(alias.users, alias), f"{alias.name!r} is written after its store", "alias")
             readers = [u for u in alias.users if u.op != "output" and position[u] > position[release]]
             _require(not readers, f"{alias.name!r} is read after its release {release.name!r}", "schedule")
-            _require(alias not in partition.saved, f"{alias.name!r} is offloaded and saved too", "insert")
+            _require(alias not in saved, f"{alias.name!r} is offloaded and saved too", "insert")
 
 
 def _verify_backward(partition: Partition, plan: Plan) -> None:
