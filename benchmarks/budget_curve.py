@@ -27,7 +27,8 @@ from typing import Any
 import curve
 import svg
 from system import machine
-from workers import Model, Step, Task, Workers, train_gpt
+from training import Model, Step, Task, train_gpt
+from workers import Workers
 
 from ssd_fx.config import Config
 
@@ -72,6 +73,14 @@ def points(names: Sequence[tuple[str, float | None]], rounds: Sequence[Mapping[s
     return found
 
 
+def losses(steps: Mapping[str, Step]) -> str:
+    """Equal ones together. Random numbers are drawn in another order where a graph recomputes, so dropout differs."""
+    names: dict[float, list[str]] = {}
+    for name, step in steps.items():
+        names.setdefault(step.loss, []).append(name)
+    return "; ".join(f"{loss:.6f} ({', '.join(those)})" for loss, those in names.items())
+
+
 def label(mode: str, budget: float | None) -> str:
     return mode if budget is None else f"{mode} {budget:g}"
 
@@ -110,8 +119,7 @@ def main() -> None:
     joint = [point for point in found if point.mode == "joint"]
     compared = curve.dominance(joint, [point for point in found if point.mode != "joint"])
     print(curve.verdict(compared, len(joint), len(rounds)))
-    losses = {step.loss for step in rounds[-1].values()}
-    print(f"last losses: {', '.join(f'{loss:.6f}' for loss in sorted(losses))}")
+    print(f"losses of the last round: {losses(rounds[-1])}")
     if flags.plot:
         Path(flags.plot).write_text(plot(found, str(Model.of(flags))))
     if flags.json:

@@ -32,7 +32,7 @@ from typing import Any
 import growth
 import torch
 from system import machine
-from workers import train_gpt
+from training import train_gpt
 
 import ssd_fx
 from ssd_fx.passes import inductor, partitioner, pipeline, verify

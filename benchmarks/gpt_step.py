@@ -3,7 +3,7 @@
 python benchmarks/gpt_step.py --dir /mnt/nvme                       # the example's model
 python benchmarks/gpt_step.py --dir /mnt/nvme --pairs 20 --neighbour   # beside a process that keeps one core busy
 
-How it is measured: in pairs of steps of two worker processes, as workers.py says.
+How it is measured: in pairs of steps of two worker processes, as workers.py and training.py say.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from system import MIB, machine  # neighbours of this file
-from workers import Model, Step, Task, Workers, busy_neighbour, train_gpt
+from training import Model, Step, Task, train_gpt
+from workers import Workers, busy_neighbour
 
 BACKENDS = ("inductor", "ssd_fx")
 

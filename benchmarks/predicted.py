@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from system import MIB, machine
-from workers import Model, Step, Task, Workers, train_gpt
+from training import Model, Step, Task, train_gpt
+from workers import Workers
 
 SHAPES = {
     "demo": {"layers": 4, "width": 256, "heads": 4, "seq": 256},

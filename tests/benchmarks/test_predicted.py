@@ -9,7 +9,7 @@ from pathlib import Path
 import expecttest
 import pytest
 from predicted import MissingPrediction, Predicted, Row, floor_line, read, rows, table
-from workers import Step
+from training import Step
 
 MIB = 2**20
 PLAN = Predicted(

@@ -13,7 +13,8 @@ import budget_curve
 import pytest
 import torch
 from torch import nn
-from workers import Checkpointed, Model, Task, order, train_gpt
+from training import Checkpointed, Model, Step, Task, train_gpt
+from workers import order
 
 BENCHMARKS = Path(budget_curve.__file__).parent
 MODEL = Model(layers=1, width=64, heads=1, batch=2, seq=64, dropout=0.1, amp=False, seed=0, lr=1e-3)
@@ -53,6 +54,12 @@ def test_tasks_of_a_curve() -> None:
     budget = tasks["offload", 0.0].options["budget"]
     assert (budget, type(budget)) == (0.0, float)
     assert (tasks["keep", None].model.layers, tasks["keep", None].model.width) == (4, 256)
+
+
+def test_equal_losses_stand_together() -> None:
+    taken = {"keep": 2.5, "recompute 0": 2.625, "joint 0": 2.5}
+    steps = {name: Step(1, 1, 1, None, 1, loss) for name, loss in taken.items()}
+    assert budget_curve.losses(steps) == "2.500000 (keep, joint 0); 2.625000 (recompute 0)"
 
 
 def test_a_share_beyond_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
