@@ -74,7 +74,7 @@ def points(names: Sequence[tuple[str, float | None]], rounds: Sequence[Mapping[s
 
 
 def losses(steps: Mapping[str, Step]) -> str:
-    """Equal ones together. Random numbers are drawn in another order where a graph recomputes, so dropout differs."""
+    """Equal ones together."""
     names: dict[float, list[str]] = {}
     for name, step in steps.items():
         names.setdefault(step.loss, []).append(name)
