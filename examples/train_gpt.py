@@ -146,9 +146,13 @@ class Progress:
             print(f"{step}/{self.steps} {text}", flush=True)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_budget_flag(parser: argparse.ArgumentParser) -> None:
+    text = "saved bytes that may stay in memory: 256MiB, or a share of them such as 0.25 (default: 0)"
+    parser.add_argument("--budget", help=text)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--budget", help="saved bytes that may stay in memory: 256MiB, or a share of them such as 0.25 (default: 0)")
     add("--dir", help="directory on the NVMe drive (default: the temporary one)")
     for name, default in {"layers": 6, "width": 384, "heads": 6, "batch": 8, "seq": 256, "seed": 0}.items():
         add(f"--{name}", type=int, default=default, help="default %(default)s")
@@ -162,7 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("ssd_fx", "inductor", "eager"), default="ssd_fx")
     parser.add_argument("--steps", type=int, default=200, help="default %(default)s")
-    add_flags(parser)
+    add_budget_flag(parser)
+    add_model_flags(parser)
     flags = parser.parse_args()
     torch.manual_seed(flags.seed)
     model = GPT(Shape(flags.layers, flags.width, flags.heads, flags.seq, flags.dropout))

@@ -62,7 +62,8 @@ def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> fr
     inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
     if static is None or any(type(n.meta.get("desc")) not in (PlainAOTInput, TangentAOTInput) for n in inputs):
         return frozenset()
-    names = {n.name for i, n in enumerate(inputs) if i not in set(static)}
+    lasting = set(static)
+    names = {n.name for i, n in enumerate(inputs) if i not in lasting}
     return frozenset(names - {n.name for n in inputs if isinstance(n.meta["desc"], TangentAOTInput)})
 
 

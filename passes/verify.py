@@ -7,6 +7,7 @@ allocator decides it (`runtime/extents.py`, `tests/runtime/test_runtime_extents.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -94,7 +95,8 @@ def _verify_saved(partition: Partition, plan: Plan, before: Before) -> None:
         text = f"saved {node.name!r} has no placeholder of its name in the backward"
         require(node.name in placeholders, text, "insert", partition.fwd_output)
     saved_order = [n.name for n in paired if isinstance(n.meta.get("val"), torch.Tensor)]
-    backward_order = [n for n in placeholders if n in set(saved_order)]
+    saved_names = set(saved_order)
+    backward_order = [n for n in placeholders if n in saved_names]
     require(saved_order == backward_order, "saved tensors and backward inputs differ in order", "insert")
     left = {m.name for g in plan.offloaded for m in g.members} & {n.name for n in partition.saved}
     require(not left, f"{sorted(left)} are offloaded and saved too", "insert", partition.fwd_output)
@@ -107,10 +109,10 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
     require(len(stores) == len(plan.offloaded), "stores and offloaded groups differ in number", "insert")
     slots = {_argument(n, "slot") for n in stores}
     require(slots == {g.slot for g in plan.offloaded}, f"slots {slots} are stored, others planned", "insert")
-    by_storage, saved = nodes_by_storage(nodes), set(partition.saved)
+    by_storage, saved = nodes_by_storage(nodes), Counter(partition.saved)
     for store in stores:
         text = f"the handle {store.name!r} is not saved"
-        require(partition.saved.count(store) == 1, text, "insert", partition.fwd_output)
+        require(saved[store] == 1, text, "insert", partition.fwd_output)
         releases = [u for u in store.users if u.target is ops.wait_store_.default]
         text = f"store {store.name!r} has {len(releases)} releases instead of one"
         require(len(releases) == 1, text, "insert", store)

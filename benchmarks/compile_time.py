@@ -1,0 +1,207 @@
+"""How long partition and planning take beside the whole compilation, and how that grows with the number of layers.
+
+python benchmarks/compile_time.py                            # 6, 12, 24 and 48 layers
+python benchmarks/compile_time.py --layers 6 12 --profile    # and the functions that take longest in our parts
+
+How it is measured: one process for each size, with no warm cache of any kind. The compile time is that of the first
+step less that of the third one. The parts are timed from outside, by wrapping the functions of the pipeline, on the
+wall clock as the whole is; how they grow is told from their CPU time, which a busy machine does not change. "rest" is
+what the partitioner does besides. "order" is the pass in Inductor's scheduler, forward and backward together. The model
+is narrow, because its width changes what the code that was compiled has to do and not the compilation; and everything
+that can leave does (`min_bytes=0`), the tiny groups that a real model would keep included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import functools
+import json
+import os
+import pstats
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import growth
+import torch
+from system import machine
+from training import train_gpt
+
+import ssd_fx
+from ssd_fx.passes import inductor, partitioner, pipeline, verify
+
+
+class Clock:
+    """Seconds by name, of functions that are called while it is installed; and their profile, if that is wanted."""
+
+    def __init__(self, profile: bool = False) -> None:
+        self.seconds: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+        self.nodes = self.groups = 0
+        self.profile = cProfile.Profile(time.thread_time) if profile else None
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function, updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+                self.cpu[name] = self.cpu.get(name, 0.0) + time.thread_time() - cpu
+
+        return run
+
+    def whole(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """As `timed`, and profiled."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.profile is None:
+                return function(*args, **kwargs)
+            return self.profile.runcall(function, *args, **kwargs)
+
+        return self.timed(name, run)
+
+
+@contextmanager
+def installed(clock: Clock) -> Iterator[None]:
+    """Every function of the pipeline under the clock."""
+    passes, partition, run = pipeline.plan_passes, partitioner.Partitioner.__call__, pipeline.run
+
+    def plan_passes(*args: Any) -> tuple[Any, ...]:
+        return tuple(clock.timed(module_name(each), each) for each in passes(*args))
+
+    def counting(self: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        clock.nodes = max(clock.nodes, len(gm.graph.nodes))
+        return partition(self, gm, *args, **kwargs)
+
+    def planning(*args: Any, **kwargs: Any) -> Any:
+        plan = run(*args, **kwargs)
+        clock.groups = max(clock.groups, len(plan.groups))
+        return plan
+
+    changes: list[tuple[Any, str, Any]] = [
+        (partitioner.Partitioner, "__call__", clock.whole(growth.PLANNING, counting)),
+        (inductor.PinOrder, "__call__", clock.whole(growth.ORDER, inductor.PinOrder.__call__)),
+        (pipeline, "plan_passes", plan_passes),
+        (pipeline, "run", planning),
+    ]
+    found = [(partitioner, "min_cut_rematerialization_partition", growth.PARTITION), (pipeline, "fingerprint", "name")]
+    found += [(pipeline, "insert", "insert"), (verify, "verify_plan", "verify")]
+    found += [(verify, "verify_graphs", "verify")]
+    changes += [(place, name, clock.timed(title, getattr(place, name))) for place, name, title in found]
+    before = [(place, name, getattr(place, name)) for place, name, _ in changes]
+    for place, name, function in changes:
+        setattr(place, name, function)
+    try:
+        yield
+    finally:
+        for place, name, function in before:
+            setattr(place, name, function)
+
+
+def module_name(function: Any) -> str:
+    """Of a pass, which may be a `functools.partial`: its module's name, as docs/design.md calls it."""
+    function = getattr(function, "func", function)
+    return str(function.__module__).rpartition(".")[2]
+
+
+def compile_once(flags: argparse.Namespace) -> tuple[growth.Compiled, str]:
+    """Compile and train for three steps in this process: the times, and the profile as text."""
+    torch._functorch.config.enable_autograd_cache = False
+    torch._inductor.config.fx_graph_cache = False
+    torch.manual_seed(0)
+    layers = flags.layers[0]
+    model = train_gpt.GPT(train_gpt.Shape(layers, flags.width, flags.heads, flags.seq, 0.1))
+    options = {"min_bytes": 0, "engine": "memory", "budget": flags.budget, "inner": flags.inner}
+    forward = torch.compile(model, backend=ssd_fx.backend, options=options)
+    clock, steps = Clock(flags.profile), []
+    with installed(clock):
+        for _, (inputs, targets) in zip(range(3), train_gpt.batches(flags.batch, flags.seq, 0), strict=False):
+            start = time.perf_counter()
+            forward(inputs, targets).backward()
+            steps.append(time.perf_counter() - start)
+    times = (steps[0] - steps[2], clock.seconds, clock.cpu)
+    return growth.Compiled(layers, clock.nodes, clock.groups, *times), profile_text(clock.profile)
+
+
+def profile_text(profile: cProfile.Profile | None) -> str:
+    """The functions that take longest, in themselves and with what they call."""
+    if profile is None:
+        return ""
+    with tempfile.TemporaryFile("w+") as file:
+        stats = pstats.Stats(profile, stream=file).strip_dirs()
+        stats.sort_stats("tottime").print_stats(20)
+        stats.sort_stats("cumulative").print_stats(45)
+        file.seek(0)
+        return file.read()
+
+
+def compile_cold(flags: argparse.Namespace, layers: int) -> tuple[growth.Compiled, str]:
+    """`compile_once` in a process of its own, with empty caches."""
+    worker = ["--layers", str(layers), "--worker", *(["--profile"] if flags.profile else [])]
+    for name in ("width", "heads", "batch", "seq", "budget", "inner"):
+        worker += [f"--{name}", str(getattr(flags, name))]
+    with tempfile.TemporaryDirectory(prefix="ssd_fx-compile-") as cache:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(
+            [sys.executable, __file__, *worker], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+    found = json.loads(done.stdout)
+    return growth.Compiled(**found["compiled"]), found["profile"]
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--layers", type=int, nargs="+", default=[6, 12, 24, 48], help="default %(default)s")
+    for name, default in {"width": 64, "heads": 2, "batch": 2, "seq": 64}.items():
+        add(f"--{name}", type=int, default=default, help="default %(default)s")
+    add("--budget", type=float, default=0.0, help="a share from 0 to 1, default %(default)s")
+    add(
+        "--inner", default="inductor", choices=("inductor", "aot_eager"), help="aot_eager: no kernels, for a quick look"
+    )
+    add("--profile", action="store_true", help="print where partition, planning and order spend their time")
+    add("--json", metavar="OUT", help="write the figures to this file")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def work(flags: argparse.Namespace) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print must not mix with the answer
+    figures, profile = compile_once(flags)
+    print(json.dumps({"compiled": asdict(figures), "profile": profile}), file=answers, flush=True)
+
+
+def main() -> None:
+    flags = parse_flags(sys.argv[1:])
+    if flags.worker:
+        return work(flags)
+    where = machine(None) | {"model": f"GPT, width {flags.width}, {flags.heads} heads, {flags.batch} x {flags.seq}"}
+    for name, text in where.items():
+        print(f"{name:10} {text}", flush=True)
+    runs = []
+    for layers in flags.layers:
+        run, profile = compile_cold(flags, layers)
+        runs.append(run)
+        print(f"{layers} layers: {run.compile_s:.1f} s", file=sys.stderr, flush=True)
+        if profile:
+            print(f"\n{layers} layers\n{profile}")
+    print(f"\n{growth.table(runs)}")
+    if flags.inner == "inductor":  # without kernels, the share says nothing
+        print(f"\n{growth.verdict(runs)}")
+    if flags.json:
+        result = {"system": where, "flags": vars(flags), "runs": [asdict(run) for run in runs]}
+        Path(flags.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""What the planner predicts for a training step, beside what the step takes: compute, stall, time and peak.
+
+python benchmarks/predicted.py --dir /mnt/nvme                              # the demo model and a 12-layer one
+python benchmarks/predicted.py --dir /mnt/nvme --models demo --budgets 0.5 0
+
+How it is measured:
+- One process of plain Inductor and one of ssd_fx for every budget take turns (workers.py). Predictions are those that
+  ssd_fx dumps beside its plan: `<graph>.plan.json`, the key "predicted".
+- Times are of forward and backward, without the optimizer, as the plan has no optimizer: medians over the rounds.
+  Compute is plain Inductor's; what ssd_fx adds besides waiting is in its step time.
+- The stall is what the runtime counts: waits for loads, and waits in stores and releases.
+- The peak is the highest of all steps, live tensors above the level before the step and load buffers together:
+  activations, what is alive for a moment only, and the gradients that the backward makes, as in the plan.
+- The error is (predicted - measured) / measured. The floor is what the plan says no offload can remove.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from system import MIB, machine
+from training import Model, Step, Task, train_gpt
+from workers import Workers
+
+SHAPES = {
+    "demo": {"layers": 4, "width": 256, "heads": 4, "seq": 256},
+    "12 layers": {"layers": 12, "width": 384, "heads": 6, "seq": 512},
+}
+BUDGETS = (1.0, 0.5, 0.0)
+TOLERANCE = 0.15  # of a relative error
+RESOLUTION = 0.01  # a time that differs by less than this share of the step is no error that matters
+FLOOR_TOLERANCE = 0.10  # of the peak at budget 0, above the floor
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a plan says of one step of its graph: seconds and bytes."""
+
+    step_s: float
+    compute_s: float
+    write_stall_s: float
+    read_stall_s: float
+    peak_bytes: int
+    floor_bytes: int
+    kept_peak_bytes: int
+    limit_bytes: int | None
+
+    @property
+    def stall_s(self) -> float:
+        return self.write_stall_s + self.read_stall_s
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure; seconds, or bytes where `is_memory`. `predicted` is None where the dump does not tell."""
+
+    name: str
+    predicted: float | None
+    measured: float
+    step_s: float
+    is_memory: bool = False
+
+    @property
+    def error(self) -> float | None:
+        """Relative to the measured figure; infinite where that is 0 and the predicted one is not."""
+        if self.predicted is None:
+            return None
+        difference = self.predicted - self.measured
+        if not difference:
+            return 0.0
+        return difference / self.measured if self.measured else float("inf")
+
+    @property
+    def flag(self) -> str:
+        """Empty if the error is tolerable."""
+        if self.error is None or abs(self.error) <= TOLERANCE:
+            return ""
+        assert self.predicted is not None
+        small = not self.is_memory and abs(self.predicted - self.measured) < RESOLUTION * self.step_s
+        return f"beyond {TOLERANCE:.0%}" + (f", but under {RESOLUTION:.0%} of the step" if small else "")
+
+
+class MissingPrediction(Exception):
+    """A dump does not say what was predicted."""
+
+
+def read(directory: Path) -> Predicted:
+    """The predictions of the one graph that was dumped into `directory`.
+
+    Raises:
+        MissingPrediction: the dump has no `<graph>.plan.json`, or one without the predictions.
+        ValueError: more than one graph; figures of a step cannot be told from them.
+    """
+    files = sorted(directory.glob("*.plan.json"))
+    if not files:
+        there = ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
+        raise MissingPrediction(f"no *.plan.json in {directory}, where there is: {there}")
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
+        raise ValueError(f"{directory} holds the plans of {len(files)} graphs, {names}, and a step should be one graph")
+    found = json.loads(files[0].read_text()).get("predicted")
+    if not isinstance(found, dict):
+        raise MissingPrediction(f'{files[0]} has no "predicted"')
+    wanted = list(Predicted.__dataclass_fields__)
+    lacking = [name for name in wanted if name not in found]
+    if lacking:
+        raise MissingPrediction(f'"predicted" of {files[0]} lacks {", ".join(lacking)}')
+    return Predicted(**{name: found[name] for name in wanted})
+
+
+def rows(plan: Predicted | None, keep: Sequence[Step], ours: Sequence[Step]) -> list[Row]:
+    """All figures of one budget; `keep` are the steps of plain Inductor in the same rounds."""
+    step_s = middle(ours, lambda s: s.graph_s)
+
+    def row(name: str, predicted: Callable[[Predicted], float], measured: float, is_memory: bool = False) -> Row:
+        return Row(name, None if plan is None else predicted(plan), measured, step_s, is_memory)
+
+    return [
+        row("compute", lambda p: p.compute_s, middle(keep, lambda s: s.graph_s)),
+        row("stall of writes", lambda p: p.write_stall_s, middle(ours, lambda s: s.write_stall_s)),
+        row("stall of reads", lambda p: p.read_stall_s, middle(ours, lambda s: s.read_stall_s)),
+        row("stall", lambda p: p.stall_s, middle(ours, lambda s: s.stall_s)),
+        row("forward and backward", lambda p: p.step_s, step_s),
+        row("peak", lambda p: p.peak_bytes, highest(ours), True),
+        row("peak with all kept", lambda p: p.kept_peak_bytes, highest(keep), True),
+    ]
+
+
+def middle(steps: Sequence[Step], figure: Callable[[Step], float]) -> float:
+    return statistics.median(map(figure, steps))
+
+
+def highest(steps: Sequence[Step]) -> int:
+    return max(step.both_bytes for step in steps)
+
+
+def table(found: Sequence[Row]) -> str:
+    head = f"{'':24}{'predicted':>12}{'measured':>12}{'error':>9}"
+    return "\n".join([head, *(_line(row) for row in found)])
+
+
+def _line(row: Row) -> str:
+    unit, scale = ("MiB", 1 / MIB) if row.is_memory else ("ms", 1e3)
+    predicted = "-" if row.predicted is None else f"{row.predicted * scale:.1f}"
+    error = "-" if row.error is None else f"{row.error:+.1%}"
+    return f"{f'{row.name}, {unit}':24}{predicted:>12}{row.measured * scale:>12.1f}{error:>9}  {row.flag}".rstrip()
+
+
+def floor_line(plan: Predicted, peak_bytes: int) -> str:
+    """The measured peak beside the predicted floor."""
+    above = peak_bytes / plan.floor_bytes - 1 if plan.floor_bytes else float("inf")
+    limit = "none" if plan.limit_bytes is None else f"{plan.limit_bytes / MIB:.1f} MiB"
+    text = f"floor {plan.floor_bytes / MIB:.1f} MiB, limit {limit}; the measured peak is {above:+.1%} from the floor"
+    return text + (f", beyond {FLOOR_TOLERANCE:.0%}" if above > FLOOR_TOLERANCE else "")
+
+
+def measure(
+    model: Model, flags: argparse.Namespace, scratch: Path
+) -> tuple[list[dict[str, Step]], dict[str, Predicted | str]]:
+    """The rounds, and for every budget its prediction, or why there is none."""
+    dumps = {f"budget {budget:g}": scratch / f"{budget:g}" for budget in flags.budgets}
+    tasks = {"keep": Task(model, "inductor")}
+    for budget, (name, dump) in zip(flags.budgets, dumps.items(), strict=True):
+        options: dict[str, Any] = {"budget": budget, "dump": str(dump)} | ({"dirs": [flags.dir]} if flags.dir else {})
+        tasks[name] = Task(model, "ssd_fx", options=options)
+    with Workers(tasks) as workers:
+        workers.compile()
+        plans: dict[str, Predicted | str] = {}
+        for name, dump in dumps.items():
+            try:
+                plans[name] = read(dump)
+            except MissingPrediction as missing:
+                plans[name] = str(missing)
+        return list(workers.rounds(flags.warmup + flags.rounds))[flags.warmup :], plans
+
+
+def report(rounds: Sequence[Mapping[str, Step]], plans: Mapping[str, Predicted | str]) -> dict[str, list[Row]]:
+    """Prints a table for every budget, and returns their rows."""
+    found = {}
+    for name, plan in plans.items():
+        known = None if isinstance(plan, str) else plan
+        found[name] = rows(known, [steps["keep"] for steps in rounds], [steps[name] for steps in rounds])
+        print(f"\n{name}, {len(rounds)} rounds\n{table(found[name])}")
+        if known is None:
+            print(f"NO PREDICTION: {plan}")
+        else:
+            print(floor_line(known, highest([steps[name] for steps in rounds])))
+    return found
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    train_gpt.add_model_flags(parser)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=[*SHAPES, "flags"], default=list(SHAPES), help="flags: as the flags say")
+    add("--budgets", nargs="+", type=float, default=BUDGETS, help="shares from 1 to 0, default %(default)s")
+    add("--rounds", type=int, default=9, help="measured rounds, default %(default)s")
+    add("--warmup", type=int, default=3, help="rounds before them, default %(default)s")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    flags = parse_flags(sys.argv[1:])
+    where = machine(flags.dir)
+    for name, text in where.items():
+        print(f"{name:10} {text}", flush=True)
+    result: dict[str, Any] = {"system": where, "flags": vars(flags), "models": {}}
+    for name in flags.models:
+        model = Model.of(argparse.Namespace(**(vars(flags) | SHAPES.get(name, {}))))
+        print(f"\n{name}: {model}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="ssd_fx-predicted-") as scratch:
+            rounds, plans = measure(model, flags, Path(scratch))
+        found = report(rounds, plans)
+        tables = {budget: [asdict(row) | {"error": row.error} for row in each] for budget, each in found.items()}
+        steps = [{budget: asdict(step) for budget, step in each.items()} for each in rounds]
+        said = {budget: plan if isinstance(plan, str) else asdict(plan) for budget, plan in plans.items()}
+        result["models"][name] = {"model": asdict(model), "rows": tables, "plans": said, "rounds": steps}
+    if flags.json:
+        Path(flags.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Predictions: what a dump must have, relative errors, when they are flagged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import expecttest
+import pytest
+from predicted import MissingPrediction, Predicted, Row, floor_line, read, rows, table
+from training import Step
+
+MIB = 2**20
+PLAN = Predicted(
+    step_s=1.0,
+    compute_s=0.9,
+    write_stall_s=0.06,
+    read_stall_s=0.04,
+    peak_bytes=100 * MIB,
+    floor_bytes=90 * MIB,
+    kept_peak_bytes=400 * MIB,
+    limit_bytes=101 * MIB,
+)
+
+
+def write(directory: Path, name: str, content: object) -> None:
+    (directory / name).write_text(json.dumps(content))
+
+
+def test_a_dump_is_read(tmp_path: Path) -> None:
+    write(tmp_path, "ab12.plan.json", {"predicted": dataclasses.asdict(PLAN) | {"later": 1}, "groups": []})
+    (tmp_path / "ab12.plan.txt").write_text("graph ab12")
+    assert read(tmp_path) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"no \*\.plan\.json in .*, where there is: nothing"),
+        ({"ab12.plan.txt": {}, "ab12.forward.py": {}}, r"where there is: ab12\.forward\.py, ab12\.plan\.txt"),
+        ({"ab12.plan.json": {"groups": []}}, r'ab12\.plan\.json has no "predicted"'),
+        (
+            {"ab12.plan.json": {"predicted": {"step_s": 1, "peak_bytes": 1, "compute_s": 1}}},
+            "lacks write_stall_s, read",
+        ),
+    ],
+)
+def test_what_a_dump_does_not_tell(tmp_path: Path, files: dict[str, object], message: str) -> None:
+    for name, content in files.items():
+        write(tmp_path, name, content)
+    with pytest.raises(MissingPrediction, match=message):
+        read(tmp_path)
+
+
+def test_plans_of_two_graphs_are_no_step(tmp_path: Path) -> None:
+    for name in ("a.plan.json", "b.plan.json"):
+        write(tmp_path, name, {"predicted": dataclasses.asdict(PLAN)})
+    with pytest.raises(ValueError, match=r"2 graphs, a\.plan\.json, b\.plan\.json"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "flag"),
+    [
+        (Row("t", 1.15, 1.0, 10.0), 0.15, ""),
+        (Row("t", 1.2, 1.0, 10.0), 0.2, "beyond 15%"),
+        (Row("t", 0.8, 1.0, 10.0), -0.2, "beyond 15%"),
+        (Row("t", 1.2, 1.0, 21.0), 0.2, "beyond 15%, but under 1% of the step"),
+        (Row("t", 1e-3, 0.0, 1.0), float("inf"), "beyond 15%, but under 1% of the step"),
+        (Row("t", 0.0, 0.0, 1.0), 0.0, ""),
+        (Row("t", None, 1.0, 1.0), None, ""),
+        (Row("peak", 120.0, 100.0, 1e6, True), 0.2, "beyond 15%"),
+    ],
+)
+def test_errors_and_flags(row: Row, error: float | None, flag: str) -> None:
+    assert row.error == (None if error is None else pytest.approx(error))
+    assert row.flag == flag
+
+
+def step(graph_s: float, peak_mib: int, staging_mib: int = 0, read_s: float = 0.0, write_s: float = 0.0) -> Step:
+    stall = {"read_stall_s": read_s, "write_stall_s": write_s, "stall_s": read_s + write_s}
+    memory = {"peak_bytes": peak_mib * MIB, "staging_peak_bytes": staging_mib * MIB}
+    return Step(time_s=9.0, graph_s=graph_s, cpu_s=0.0, io_cpu_s=None, loss=0.0, **memory, **stall)  # type: ignore[arg-type]
+
+
+KEEP = [step(0.8, 390), step(1.0, 410), step(0.9, 400)]
+OURS = [step(1.0, 60, 40, 0.04, 0.05), step(1.2, 70, 36, 0.05, 0.08), step(0.9, 60, 44, 0.03, 0.07)]
+
+
+class TestText(expecttest.TestCase):
+    def test_table(self) -> None:
+        """Medians of times, the highest of peaks; the peak is of live tensors and load buffers in one step."""
+        self.assertExpectedInline(
+            table(rows(PLAN, KEEP, OURS)),
+            """\
+                           predicted    measured    error
+compute, ms                    900.0       900.0    +0.0%
+stall of writes, ms             60.0        70.0   -14.3%
+stall of reads, ms              40.0        40.0    +0.0%
+stall, ms                      100.0       100.0    +0.0%
+forward and backward, ms      1000.0      1000.0    +0.0%
+peak, MiB                      100.0       106.0    -5.7%
+peak with all kept, MiB        400.0       410.0    -2.4%""",
+        )
+
+    def test_table_without_a_prediction(self) -> None:
+        self.assertExpectedInline(
+            table(rows(None, KEEP, OURS)),
+            """\
+                           predicted    measured    error
+compute, ms                        -       900.0        -
+stall of writes, ms                -        70.0        -
+stall of reads, ms                 -        40.0        -
+stall, ms                          -       100.0        -
+forward and backward, ms           -      1000.0        -
+peak, MiB                          -       106.0        -
+peak with all kept, MiB            -       410.0        -""",
+        )
+
+    def test_floor(self) -> None:
+        self.assertExpectedInline(
+            floor_line(PLAN, 98 * MIB), """floor 90.0 MiB, limit 101.0 MiB; the measured peak is +8.9% from the floor"""
+        )
+        unlimited = dataclasses.replace(PLAN, limit_bytes=None)
+        self.assertExpectedInline(
+            floor_line(unlimited, 100 * MIB),
+            """floor 90.0 MiB, limit none; the measured peak is +11.1% from the floor, beyond 10%""",
+        )
