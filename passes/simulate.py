@@ -4,10 +4,10 @@
     writes       [A][B]  [C]                     one lane, first in first out
     reads                    [C] [B][A]          one lane, first in first out
 
-Everything is counted in operators of one step, forward and backward behind each other. Memory is a matter of positions,
-not of times: what the plan lets go of at an operator is gone there, because a release that the budget needs waits for its
-write. Time is what such waits, and the waits for loads, add to the operators. No tensors, no graphs; thousands of
-groups in milliseconds.
+Everything is counted in operators of one step, forward and backward behind each other. Memory is a matter of
+positions, not of times: what the plan lets go of at an operator is gone there, because a release that the budget needs
+waits for its write. Time is what such waits, and the waits for loads, add to the operators. No tensors, no graphs;
+thousands of groups in milliseconds.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated step took: seconds, of them stalled in releases and in waits; bytes alive during every operator."""
+    """What a simulated step took: seconds, of them stalled in releases and waits; bytes alive during every operator."""
 
     seconds: float
     write_stall_s: float
