@@ -24,20 +24,35 @@ LOAD_MARGIN = 2.0
 
 
 def place(
-    step: Step, choices: Sequence[Choice], machine: Machine, *, limit: float, prefetch: float = float("inf")
+    step: Step,
+    choices: Sequence[Choice],
+    machine: Machine,
+    *,
+    limit: float,
+    prefetch: float = float("inf"),
+    starts: Sequence[float] | None = None,
 ) -> dict[int, Transfer] | None:
     """The transfers of the offloaded items, or None where memory would exceed `limit` bytes whatever is waited for.
 
-    At most `prefetch` bytes are loaded before their use, or one item.
+    At most `prefetch` bytes are loaded before their use, or one item. `starts`: when the operators start, as a
+    simulation of an earlier placement said; without it, as if nothing stalled.
     """
-    return _Placing(step, choices, machine, limit, prefetch).run()
+    return _Placing(step, choices, machine, limit, prefetch, starts).run()
 
 
 class _Placing:
-    def __init__(self, step: Step, choices: Sequence[Choice], machine: Machine, limit: float, prefetch: float) -> None:
+    def __init__(
+        self,
+        step: Step,
+        choices: Sequence[Choice],
+        machine: Machine,
+        limit: float,
+        prefetch: float,
+        starts: Sequence[float] | None,
+    ) -> None:
         self.step, self.machine, self.limit, self.prefetch = step, machine, limit, prefetch
         self.offloaded = [i for i, c in enumerate(choices) if c is Choice.OFFLOAD]
-        self.starts = self._starts(choices)
+        self.starts = self._starts(choices) if starts is None else starts
         self.free = self._free(
             choices
         )  # bytes under the limit, per operator, with every offloaded item gone when it can

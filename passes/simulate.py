@@ -110,6 +110,10 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
             drag = machine.drag_s_per_byte * item.nbytes
             extra[transfer.store_after] += 2 * machine.node_s + drag
             extra[item.first_use] += 2 * machine.node_s + drag
+    for together in stores.values():
+        together.sort(key=lambda i: step.items[i].last_use)  # soonest free to go
+    for together in loads.values():
+        together.sort(key=lambda i: step.items[i].first_use)  # soonest needed
     now = write_lane = read_lane = write_stall = read_stall = 0.0
     write_end: dict[int, float] = {}
     read_end: dict[int, float] = {}

@@ -16,6 +16,7 @@ from ssd_fx.passes.simulate import Choice, Outcome, Step, Transfer, simulate
 
 # Operators and items visited by the local search, over all trials: about two seconds of Python.
 EFFORT = 1_500_000
+ROUNDS = 2  # placements of the same choices, each with the starts that the simulation of the one before gave
 TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
 
 
@@ -126,15 +127,22 @@ class _Search:
         )
         if kept > self.share_bytes:
             return False
-        transfers = place(self.step, choices, self.machine, limit=self.limit, prefetch=self.prefetch)
-        if transfers is None:
-            return False
-        outcome = simulate(self.step, choices, transfers, self.machine)
-        if outcome.peak > self.limit:
-            return False
-        if self.best is None or _better(outcome, self.best.outcome):
-            self.best = Solution(choices, transfers, outcome)
-        return True
+        met, starts = False, None
+        for _ in range(ROUNDS):
+            transfers = place(
+                self.step, choices, self.machine, limit=self.limit, prefetch=self.prefetch, starts=starts
+            )
+            if transfers is None:
+                return met
+            outcome = simulate(self.step, choices, transfers, self.machine)
+            if outcome.peak <= self.limit:
+                met = True
+                if self.best is None or _better(outcome, self.best.outcome):
+                    self.best = Solution(choices, transfers, outcome)
+            if outcome.stall_s <= TOLERANCE * outcome.seconds:
+                break
+            starts = outcome.starts
+        return met
 
     def improve(self) -> None:
         """Other choices for one item, then for two at a time, until nothing helps or the effort is spent."""
@@ -163,8 +171,6 @@ class _Search:
     def _pairs(self, choices: tuple[Choice, ...]) -> Iterator[tuple[Choice, ...]]:
         for i, first in enumerate(self.step.items):
             for k in range(i + 1, len(self.step.items)):
-                if choices[i] is choices[k]:
-                    continue
                 for a in sorted(first.choices - {choices[i]}, key=lambda c: c.value):
                     for b in sorted(self.step.items[k].choices - {choices[k]}, key=lambda c: c.value):
                         yield (*choices[:i], a, *choices[i + 1 : k], b, *choices[k + 1 :])
