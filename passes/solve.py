@@ -7,26 +7,19 @@ many offloaded, in some order, as the budget asks. Then it tries other choices f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
 
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.place import everything, floor, place
-from ssd_fx.passes.simulate import Choice, Outcome, Step, Transfer, simulate
+from ssd_fx.passes.refine import TOLERANCE, Solution, better, kept_bytes, refine, rest
+from ssd_fx.passes.simulate import Choice, Step, simulate
 
 # Operators and items visited by the local search, over all trials: about two seconds of Python.
 EFFORT = 1_500_000
+KICKS = 40  # random choices that lead nowhere before the search ends
 ROUNDS = 2  # placements of the same choices, each with the starts that the simulation of the one before gave
-TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
-
-
-@dataclass(frozen=True)
-class Solution:
-    """Choices and transfers, with what the simulator says of them."""
-
-    choices: tuple[Choice, ...]
-    transfers: Mapping[int, Transfer]
-    outcome: Outcome
 
 
 def solve(
@@ -46,7 +39,12 @@ def solve(
         search.improve()
     if search.best is None:
         raise ValueError(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
-    return search.best
+    if search.is_cheapest():
+        return search.best
+    return refine(step, machine, search.best, limit=limit, share_bytes=share_bytes, effort=EFFORT)
+
+
+Moves = Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]
 
 
 class _Search:
@@ -54,8 +52,9 @@ class _Search:
         self.step, self.machine, self.limit = step, machine, limit
         self.share_bytes, self.prefetch = share_bytes, prefetch
         self.best: Solution | None = None
+        self.asked: tuple[Choice, ...] = ()  # what led to the best: keeps that rest are keeps here
         self.left = EFFORT
-        self.seen: dict[tuple[Choice, ...], bool] = {}
+        self.seen: dict[tuple[Choice, ...], Solution | None] = {}
 
     def families(self) -> None:
         """Recompute the first k by price per byte; of the rest offload as few as the budget allows, in every order."""
@@ -113,55 +112,98 @@ class _Search:
         return tuple(of(i) for i in range(len(self.step.items)))
 
     def try_(self, choices: tuple[Choice, ...]) -> bool:
-        """Place and simulate; whether the budget is met. Remembers the best."""
+        """Whether the budget is met. Remembers the best."""
+        return self.solution(choices) is not None
+
+    def solution(self, choices: tuple[Choice, ...]) -> Solution | None:
+        """The choices placed and simulated, None where the budget is not met. Remembers the best."""
         if choices in self.seen:
             return self.seen[choices]
-        self.left -= len(self.step.seconds) + 4 * len(choices)
-        met = self.seen[choices] = self._try(choices)
-        return met
+        found = None
+        if self._fixed_bytes(choices) <= self.share_bytes:
+            found = self._placed(choices)
+        self.seen[choices] = found
+        if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
+            self.best, self.asked = found, choices
+        return found
 
-    def _try(self, choices: tuple[Choice, ...]) -> bool:
-        items = self.step.items
-        kept = sum(
-            item.nbytes for item, c in zip(items, choices, strict=True) if c is Choice.KEEP and len(item.choices) > 1
+    def _fixed_bytes(self, choices: tuple[Choice, ...]) -> int:
+        """Bytes that are kept of what may leave and cannot be offloaded."""
+        pairs = zip(self.step.items, choices, strict=True)
+        return sum(
+            item.nbytes
+            for item, c in pairs
+            if c is Choice.KEEP and len(item.choices) > 1 and Choice.OFFLOAD not in item.choices
         )
-        if kept > self.share_bytes:
-            return False
-        met, starts = False, None
+
+    def _placed(self, choices: tuple[Choice, ...]) -> Solution | None:
+        """Placed as if nothing stalled, then again with the starts that the simulation gave; the better of the two."""
+        best, starts = None, None
+        resting = self._resting(choices)
+        told = tuple(Choice.OFFLOAD if i in resting else c for i, c in enumerate(choices))
         for _ in range(ROUNDS):
+            self.left -= len(self.step.seconds) + 4 * len(choices)
             transfers = place(
                 self.step, choices, self.machine, limit=self.limit, prefetch=self.prefetch, starts=starts
             )
             if transfers is None:
-                return met
-            outcome = simulate(self.step, choices, transfers, self.machine)
-            if outcome.peak <= self.limit:
-                met = True
-                if self.best is None or _better(outcome, self.best.outcome):
-                    self.best = Solution(choices, transfers, outcome)
+                break
+            transfers |= {i: rest(self.step) for i in resting}
+            outcome = simulate(self.step, told, transfers, self.machine)
+            if outcome.peak <= self.limit and (best is None or better(outcome, best.outcome)):
+                best = Solution(told, transfers, outcome)
             if outcome.stall_s <= TOLERANCE * outcome.seconds:
                 break
             starts = outcome.starts
-        return met
+        return best
+
+    def _resting(self, choices: tuple[Choice, ...]) -> set[int]:
+        """What is to be kept beyond the share, the smallest first: offloaded in name, it rests in memory."""
+        items, resting = self.step.items, set()
+        over = kept_bytes(self.step, choices) - self.share_bytes
+        kept = [i for i, c in enumerate(choices) if c is Choice.KEEP and Choice.OFFLOAD in items[i].choices]
+        for i in sorted(kept, key=lambda i: items[i].nbytes):
+            if over <= 0:
+                break
+            resting.add(i)
+            over -= items[i].nbytes
+        return resting
 
     def improve(self) -> None:
-        """Other choices for one item, then for two at a time, until nothing helps or the effort is spent."""
+        """Other choices for one item, then for two at a time; then the same from a few random choices nearby.
+
+        The random choices are those of a fixed seed: the same step gets the same plan on every machine.
+        """
         if self.best is None:
             return
-        found = True
-        while found and self.left > 0:
-            found = self._pass(self._singles) or self._pass(self._pairs)
+        self._descend(self.asked, (self._singles, self._pairs))
+        random, failed = Random(0), 0
+        while failed < KICKS and self.left > 0 and not self.is_cheapest():
+            before = self.best
+            self._descend(self._kicked(random), (self._singles,))
+            failed = failed + 1 if self.best is before else 0
 
-    def _pass(self, moves: Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]) -> bool:
-        assert self.best is not None
-        before = self.best
-        for choices in moves(before.choices):
-            if self.left <= 0:
-                break
-            self.try_(choices)
-            if self.best is not before:
-                return True
-        return False
+    def _descend(self, choices: tuple[Choice, ...], families: tuple[Moves, ...]) -> None:
+        """Change to the first better neighbour while there is one."""
+        now = self.solution(choices)
+        moved = True
+        while moved and self.left > 0:
+            moved = False
+            for neighbour in itertools.chain.from_iterable(moves(choices) for moves in families):
+                found = self.solution(neighbour)
+                if found is not None and (now is None or better(found.outcome, now.outcome)):
+                    choices, now, moved = neighbour, found, True
+                    break
+                if self.left <= 0:
+                    break
+
+    def _kicked(self, random: Random) -> tuple[Choice, ...]:
+        """The best choices with those of two to four items changed."""
+        choices, items = list(self.asked), self.step.items
+        free = [i for i, item in enumerate(items) if len(item.choices) > 1]
+        for i in random.sample(free, min(len(free), random.randint(2, 4))):
+            choices[i] = random.choice(sorted(items[i].choices - {choices[i]}, key=lambda c: c.value))
+        return tuple(choices)
 
     def _singles(self, choices: tuple[Choice, ...]) -> Iterator[tuple[Choice, ...]]:
         for i, item in enumerate(self.step.items):
@@ -183,9 +225,3 @@ def _steps(count: int) -> list[int]:
         steps.add(int(at))
         at = at + 1 if at < 4 else at * 1.3
     return sorted(steps)
-
-
-def _better(a: Outcome, b: Outcome) -> bool:
-    if abs(a.seconds - b.seconds) > TOLERANCE * b.seconds:
-        return a.seconds < b.seconds
-    return (a.written, a.seconds) < (b.written, b.seconds)
