@@ -67,14 +67,14 @@ def _flops(node: fx.Node) -> float:
         return 0.0
     args = torch.utils._pytree.tree_map(lambda a: a.meta.get("val") if isinstance(a, fx.Node) else a, node.args)
     kwargs = torch.utils._pytree.tree_map(lambda a: a.meta.get("val") if isinstance(a, fx.Node) else a, node.kwargs)
-    return float(_hint(count(*args, **kwargs, out_val=node.meta.get("val"))))
+    return float(hint(count(*args, **kwargs, out_val=node.meta.get("val"))))
 
 
 def _is_materialized(node: fx.Node) -> bool:
-    return any(user.op == "output" or _has_flops(user) for user in node.users)
+    return any(user.op == "output" or has_flops(user) for user in node.users)
 
 
-def _has_flops(node: fx.Node) -> bool:
+def has_flops(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
 
 
@@ -90,10 +90,10 @@ def _read(node: fx.Node) -> float:
 
 
 def _nbytes(tensor: torch.Tensor) -> float:
-    return float(_hint(tensor.numel())) * tensor.itemsize
+    return float(hint(tensor.numel())) * tensor.itemsize
 
 
-def _hint(value: object) -> float:
+def hint(value: object) -> float:
     if isinstance(value, torch.SymInt):
         hint = value.node.hint  # None where the size depends on data
         return float(hint) if hint is not None else 0.0

@@ -8,6 +8,7 @@ Fixed columns, in the order of definition, exact bytes. `>` means after, `<` bef
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from ssd_fx.passes.partition import Partition
@@ -27,7 +28,37 @@ def table(plan: Plan, forward: list[str], backward: list[str]) -> str:
         f"graph {plan.graph}: {len(plan.groups)} alias groups, {plan.saved_bytes} B saved, "
         f"{len(plan.offloaded)} groups and {plan.offloaded_bytes} B offloaded ({share:.1f}%)"
     )
-    return "\n".join([head, *lines]) + "\n"
+    return "\n".join([head, *lines, *_predicted(plan)]) + "\n"
+
+
+def predicted(plan: Plan) -> dict[str, float]:
+    """What the simulator says of the plan; seconds, and bytes above the level before the step."""
+    if plan.prediction is None:
+        return {}
+    found, outcome = plan.prediction, plan.prediction.solution.outcome
+    return {
+        "step_s": outcome.seconds,
+        "compute_s": sum(found.modelled.step.seconds),
+        "write_stall_s": outcome.write_stall_s,
+        "read_stall_s": outcome.read_stall_s,
+        "peak_bytes": outcome.peak,
+        "limit_bytes": int(found.limit),
+        "floor_bytes": found.floor,
+        "kept_peak_bytes": found.everything,
+    }
+
+
+def _predicted(plan: Plan) -> list[str]:
+    figures = predicted(plan)
+    if not figures:
+        return []
+    step, compute = figures["step_s"] * 1e3, figures["compute_s"] * 1e3
+    writes, reads = figures["write_stall_s"] * 1e3, figures["read_stall_s"] * 1e3
+    return [
+        f"predicted step {step:.3g} ms: compute {compute:.3g}, waiting for writes {writes:.3g}, for reads {reads:.3g}",
+        f"predicted peak {figures['peak_bytes']} B of {figures['limit_bytes']} B allowed; "
+        f"floor (infinitely fast I/O) {figures['floor_bytes']} B, everything kept {figures['kept_peak_bytes']} B",
+    ]
 
 
 def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str]) -> tuple[str, str, str, str, str]:
@@ -49,8 +80,11 @@ def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str])
 
 
 def write(directory: Path, partition: Partition, plan: Plan, text: str) -> None:
-    """Write `<graph>.plan.txt`, `<graph>.forward.py` and `<graph>.backward.py` into `directory`, made if missing."""
+    """Write `<graph>.plan.txt`, `.plan.json`, `.forward.py` and `.backward.py` into `directory`, made if missing."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{plan.graph}.plan.txt").write_text(text)
+    summary = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
+    figures = json.dumps(summary | {"predicted": predicted(plan)}, indent=1)
+    (directory / f"{plan.graph}.plan.json").write_text(figures + "\n")
     for name, module in (("forward", partition.forward), ("backward", partition.backward)):
         (directory / f"{plan.graph}.{name}.py").write_text(module.print_readable(print_output=False))

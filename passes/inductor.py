@@ -55,7 +55,8 @@ class ReleaseKernel(ir.FallbackKernel):
         assert current is not None
         last = name in current.last_usage and not V.graph.cpp_wrapper
         if not last:
-            self.constant_args = (*self.constant_args[:-1], False)
+            seq, _, block = self.constant_args
+            self.constant_args = (seq, False, block)
         super().codegen(wrapper)
         if last:
             wrapper.freed.add(name)
@@ -73,11 +74,11 @@ def _lower_store(x: Any, *args: Any) -> Any:
     return tree_map_only(ir.IRNode, ir.TensorBox.create, handle)
 
 
-def _lower_release(handle: Any, keepalive: Any, seq: int, hand_over: bool = False) -> None:
+def _lower_release(handle: Any, keepalive: Any, seq: int, hand_over: bool = False, block: bool = False) -> None:
     # Whatever the graph says, what is kept alive is the very buffer that was stored: realizing `keepalive` once more
     # could make a copy and protect that.
     store = _store_of(V.graph.name_to_buffer[handle.get_name()])
-    ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, seq, hand_over)
+    ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, seq, hand_over, block)
     release = V.graph.operations[-1]
     assert isinstance(release, ReleaseKernel)
     held, written = _input_name(release, 1), _input_name(store, 0)

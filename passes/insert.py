@@ -88,7 +88,8 @@ class _ForwardWriter:
         self.handles[group.slot] = handle
 
     def _release(self, group: AliasGroup, seq: int) -> None:
-        args = (self.handles[group.slot], self.base[group.base], seq, self.hand_over)
+        block = self.plan.points[group.slot].block
+        args = (self.handles[group.slot], self.base[group.base], seq, self.hand_over, block)
         node = self.graph.call_function(ops.wait_store_.default, args)
         node.meta["val"] = None
 
@@ -105,6 +106,16 @@ class _ForwardWriter:
             output.meta["desc"] = type(descs)(descs[i] for i in keep)
         for group in self.plan.offloaded:
             self._inherit_saved_meta(group)
+            self._erase_dead_views(group)
+
+    def _erase_dead_views(self, group: AliasGroup) -> None:
+        """Views that were made to be saved are read by nobody now, and stand behind the release at times."""
+        for member in group.members:
+            node = self.base[member.name]
+            while not node.users and len(node.all_input_nodes) == 1:
+                source = node.all_input_nodes[0]
+                self.graph.erase_node(node)
+                node = source
 
     def _inherit_saved_meta(self, group: AliasGroup) -> None:
         """How autograd saves a tensor (with a version check or without) stands at its node: the handle inherits it."""

@@ -1,13 +1,15 @@
 """When each alias group is produced, last read by the forward and first read by the backward.
 
-Views do not count as reads: only an operator that yields another storage reads the bytes.
+Views do not count as reads: only an operator that yields another storage reads the bytes, and it does so where the
+kernel runs that it is fused into.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
+from ssd_fx.passes.footprint import buffers
+from ssd_fx.passes.partition import Partition, storage_key, tensor_of
 from ssd_fx.passes.plan import AliasGroup, Lifetime, Plan
 
 
@@ -18,7 +20,7 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
     fwd_position = {n: i for i, n in enumerate(forward)}
     bwd_position = {n: i for i, n in enumerate(backward)}
     fwd_by_name = {n.name: n for n in forward}
-    aliases = nodes_by_storage(forward)
+    fwd_buffers, bwd_buffers = buffers(partition.forward.graph), buffers(partition.backward.graph)
     placeholders = partition.bwd_placeholders
 
     last_input = max((i for i, n in enumerate(forward) if n.op == "placeholder"), default=0)
@@ -27,14 +29,14 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         base = fwd_by_name[group.base]
         key = storage_key(base.meta["val"])
         assert key is not None
-        fwd_nodes = aliases[key]
-        fwd_uses = [fwd_position[u] for n in fwd_nodes for u in n.users if u.op != "output"]
-        last = max([fwd_position[n] for n in fwd_nodes] + fwd_uses)
+        last = max(fwd_position[base], fwd_buffers.last[key])
         first = min(first_read(placeholders[m.name], bwd_position) for m in group.members)
         assert plan.timeline is not None
         # Nothing stands between the inputs of a graph: one of them is produced where the last one is.
         idle = plan.timeline.forward[-1] - plan.timeline.forward[last + 1] + plan.timeline.backward[first]
-        return Lifetime(max(fwd_position[base], last_input), max(last, last_input), first, idle)
+        keys = {storage_key(placeholders[m.name].meta["val"]) for m in group.members}
+        last_bwd = max(first, *(bwd_buffers.last[k] for k in keys if k is not None))
+        return Lifetime(max(fwd_position[base], last_input), max(last, last_input), first, last_bwd, idle)
 
     return plan.with_(lifetimes={g.slot: of(g) for g in plan.groups if not g.obstacle})
 

@@ -24,11 +24,11 @@ from ssd_fx.passes.select import select
 class PlanOptions:
     """What the passes need to know; `runtime_config` is handed through to the nodes unread.
 
-    `budget` is bytes (int) or a share of the saved bytes (float); `min_bytes` and `prefetch` are bytes; `dump_dir`
-    may be empty.
+    `budget` is bytes (int), a share of the bytes that can leave (float) or "auto"; `min_bytes`, `prefetch` are bytes;
+    `dump_dir` may be empty.
     """
 
-    budget: int | float
+    budget: int | float | str
     min_bytes: int
     prefetch: int
     machine: Machine | None
@@ -42,8 +42,10 @@ def plan_passes(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
         alias,  # first: the alias group is the unit of everything that follows
         partial(time, machine=machine),  # before lifetimes, whose idle time is predicted time
         lifetime,
-        partial(select, budget=options.budget, min_bytes=options.min_bytes),  # ranks by idle time
-        partial(schedule, machine=machine, prefetch=options.prefetch),  # places only what is offloaded
+        partial(  # decides and places together, since what a choice costs depends on where its nodes can stand
+            select, budget=options.budget, min_bytes=options.min_bytes, machine=machine, prefetch=options.prefetch
+        ),
+        schedule,  # from operators of the simulated step to nodes of the graphs
     )
 
 

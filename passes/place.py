@@ -4,8 +4,8 @@
     backward   [load] as late as the read lane allows, within the limit ..... [wait] first use
 
 A release earlier than the limit needs would only wait longer for its write; one that the limit does not need stands at
-the predicted end of the write and waits for nothing. Loads are placed by earliest deadline, each at the latest start that
-the read lane allows with a margin, and later if the memory is not there before.
+the predicted end of the write and waits for nothing. Loads are placed by earliest deadline, each at the latest start
+that the read lane allows with a margin, and later if the memory is not there before.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ import torch
 
 if TYPE_CHECKING:
     from ssd_fx.passes.partition import Partition
+    from ssd_fx.passes.solve import Solution
+    from ssd_fx.passes.step import Modelled
 
 PlanPass = Callable[["Partition", "Plan"], "Plan"]  # decides, never edits FX
 RewritePass = Callable[["Partition", "Plan"], None]  # edits FX, never decides
@@ -83,17 +85,22 @@ class Lifetime:
     produced: int
     last_fwd_use: int
     first_bwd_use: int
+    last_bwd_use: int
     idle_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Where the four nodes of an offloaded group go, as indices into the graphs before insertion."""
+    """Where the four nodes of an offloaded group go, as indices into the graphs before insertion.
+
+    `block`: the release waits for its write, because the budget needs the memory there.
+    """
 
     store_after: int
     release_after: int
     load_before: int
     wait_before: int
+    block: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,21 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the simulator says of a plan. Bytes are above the level before the step: parameters do not count.
+
+    `limit`: the memory that the budget allows; `floor`: the peak that infinitely fast I/O would leave; `everything`:
+    the peak with everything kept.
+    """
+
+    modelled: Modelled
+    solution: Solution
+    limit: float
+    floor: int
+    everything: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that was decided for one partitioned graph; each pass fills one field."""
 
@@ -118,6 +140,7 @@ class Plan:
     lifetimes: MappingProxyType[int, Lifetime] = field(default_factory=lambda: MappingProxyType({}))
     decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))
     points: MappingProxyType[int, Points] = field(default_factory=lambda: MappingProxyType({}))
+    prediction: Prediction | None = None
 
     @property
     def saved_bytes(self) -> int:

@@ -88,7 +88,7 @@ class _Search:
         yield lambda i: (items[i].last_use, i)  # soonest free to go
 
     def _shortest(self, recomputed: set[int], order: list[int]) -> None:
-        """Offload the shortest head of `order` that meets the budget, found by bisection: more offloaded is less memory."""
+        """Offload the shortest head of `order` that meets the budget, by bisection: more offloaded is less memory."""
         low, high = 0, len(order)
         while low < high:
             middle = (low + high) // 2

@@ -28,7 +28,7 @@ from ssd_fx.runtime.store import get_store
 _SCHEMAS = (
     "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes) -> ()",
     "store(Tensor x, str config, str graph, int slot, int seq) -> Tensor",
-    "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False) -> ()",
+    "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
     "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq, bool consume)"
     " -> Tensor",
     "wait_load_(Tensor(a!) x, Tensor handle, int seq) -> ()",
@@ -48,9 +48,9 @@ def _store(x: Tensor, config: str, graph: str, slot: int, seq: int) -> Tensor:
     return get_store(config).store(x, graph, slot, seq)
 
 
-def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False) -> None:
+def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
     entry = lookup(handle)
-    entry.store.wait_store_(entry, keepalive, seq, hand_over)
+    entry.store.wait_store_(entry, keepalive, seq, hand_over, block)
 
 
 def _load(
@@ -81,7 +81,9 @@ def _fake_store(x: Tensor, config: str, graph: str, slot: int, seq: int) -> Tens
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _fake_wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False) -> None:
+def _fake_wait_store(
+    handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False
+) -> None:
     return
 
 

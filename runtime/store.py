@@ -56,8 +56,11 @@ class Store:
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.value)
         return handle
 
-    def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool) -> None:
-        """The release: afterwards the entry does not depend on the caller's buffer."""
+    def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
+        """The release: afterwards the entry does not depend on the caller's buffer.
+
+        `block`: the plan counts on the memory, so a write that is going on is waited for even if the tensor is ours.
+        """
         started = now()
         if keepalive.data_ptr() != entry.ptr:
             raise RuntimeError(
@@ -66,7 +69,7 @@ class Store:
             )
         with GUARD.lock:
             self.writer.reap()
-            write = None if hand_over else entry.write
+            write = entry.write if block or not hand_over else None
         error = outcome(write) if write else None
         with GUARD.lock:
             if write and entry.write is write:

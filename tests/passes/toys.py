@@ -161,4 +161,5 @@ def planned(toy: Toy, *args: torch.Tensor, **changes: object) -> Planned:
     names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
     plan = pipeline.run(partition, options(**changes), consume=True)
     table = dump.table(plan, *names)
-    return Planned(partition, plan, table[table.index("\n") + 1 :])
+    lines = table.splitlines()
+    return Planned(partition, plan, "\n".join(line for line in lines[1:] if not line.startswith("predicted")))

@@ -1,0 +1,134 @@
+"""A partitioned graph with its alias groups -> the `Step` that the simulator plays.
+
+Nodes are merged into operators as far as nothing happens between them: an operator ends behind a node that takes time,
+and where a group is produced or read last; it begins where one is read first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ssd_fx.passes.footprint import buffers
+from ssd_fx.passes.partition import Partition, storage_key, tensor_of
+from ssd_fx.passes.plan import AliasGroup, Plan
+from ssd_fx.passes.simulate import Choice, Item, Step
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """`step`, the slot of each of its items, and per operator the first and last node of its graph."""
+
+    step: Step
+    slots: tuple[int, ...]
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+def model(
+    partition: Partition,
+    plan: Plan,
+    choices: Mapping[int, frozenset[Choice]],
+    recompute_s: Mapping[int, float] | None = None,
+) -> Modelled:
+    """`choices`: what is allowed for every slot with a lifetime; a group that may only be kept is no item."""
+    return _Modelling(partition, plan, choices, recompute_s or {}).run()
+
+
+class _Modelling:
+    def __init__(
+        self,
+        partition: Partition,
+        plan: Plan,
+        choices: Mapping[int, frozenset[Choice]],
+        recompute_s: Mapping[int, float],
+    ) -> None:
+        assert plan.timeline is not None
+        self.partition, self.plan, self.choices, self.recompute_s = partition, plan, choices, recompute_s
+        self.timeline, self.lifetimes = plan.timeline, plan.lifetimes
+        self.groups = [g for g in plan.groups if g.slot in plan.lifetimes]
+
+    def run(self) -> Modelled:
+        forward, backward = self._forward_cuts(), self._backward_cuts()
+        fwd_base, bwd_base = self._base()
+        seconds, base, begins, ends = [], [], [], []
+        for cuts, starts, alive in (
+            (forward, self.timeline.forward, fwd_base),
+            (backward, self.timeline.backward, bwd_base),
+        ):
+            for begin, end in itertools.pairwise(cuts):
+                seconds.append((starts[end] - starts[begin]) / 1e3)
+                base.append(max(alive[begin:end]))
+                begins.append(begin)
+                ends.append(end - 1)
+        count = len(forward) - 1
+        items, slots = [], []
+        for group in self.groups:
+            item = self._item(group, forward, backward)
+            if item.choices == {Choice.KEEP}:
+                for p in range(item.produced, item.last_bwd_use + 1):
+                    base[p] += item.nbytes
+                continue
+            items.append(item)
+            slots.append(group.slot)
+        step = Step(tuple(seconds), tuple(base), count, tuple(items))
+        return Modelled(step, tuple(slots), tuple(begins), tuple(ends))
+
+    def _forward_cuts(self) -> list[int]:
+        """Indices at which operators of the forward begin, and the number of nodes."""
+        starts = self.timeline.forward
+        ends = {i for i in range(1, len(starts)) if starts[i] > starts[i - 1]}
+        for group in self.groups:
+            life = self.lifetimes[group.slot]
+            ends |= {life.produced + 1, life.last_fwd_use + 1}
+        count = len(starts) - 1
+        return sorted({0, *ends, count - 1, count})  # nothing of ours stands behind the output
+
+    def _backward_cuts(self) -> list[int]:
+        starts, begin = self.timeline.backward, self.timeline.backward_begin
+        cuts = {i for i in range(begin + 1, len(starts)) if starts[i] > starts[i - 1]}
+        for group in self.groups:
+            life = self.lifetimes[group.slot]
+            cuts |= {max(life.first_bwd_use, begin), max(life.last_bwd_use, begin) + 1}
+        return sorted({begin, *cuts, len(starts) - 1})
+
+    def _item(self, group: AliasGroup, forward: list[int], backward: list[int]) -> Item:
+        life, count = self.lifetimes[group.slot], len(forward) - 1
+
+        def operator(cuts: list[int], node: int) -> int:
+            return max(bisect_right(cuts, node) - 1, 0)
+
+        return Item(
+            group.nbytes,
+            operator(forward, life.produced),
+            operator(forward, life.last_fwd_use),
+            count + operator(backward, life.first_bwd_use),
+            count + operator(backward, life.last_bwd_use),
+            self.recompute_s.get(group.slot, math.inf),
+            self.choices[group.slot],
+        )
+
+    def _base(self) -> tuple[list[int], list[int]]:
+        """Bytes alive during every node of both graphs that are no group's: transients, gradients, outputs, and what
+        has an obstacle."""
+        forward, backward = self.partition.forward.graph, self.partition.backward.graph
+        ours = set()
+        saved = {n.name: n for n in self.partition.saved}
+        stuck = {m.name for g in self.plan.groups if g.slot not in self.lifetimes for m in g.members}
+        for group in self.groups:
+            ours |= {_key(saved[m.name]) for m in group.members if m.name in saved}
+        fwd, bwd = buffers(forward), buffers(backward, donated=saved)
+        inputs = [{_key(n) for n in g.nodes if n.op == "placeholder"} for g in (forward, backward)]
+        kept = {_key(n) for n in backward.nodes if n.op == "placeholder" and n.name in stuck}
+        loaded = {_key(n) for n in backward.nodes if n.op == "placeholder" and n.name in saved} - kept
+        fwd_keys = [k for k in fwd.first if k not in ours and k not in inputs[0]]
+        bwd_keys = [k for k in bwd.first if k not in loaded and (k not in inputs[1] or k in kept)]
+        return fwd.alive(fwd_keys, len(forward.nodes)), bwd.alive(bwd_keys, len(backward.nodes))
+
+
+def _key(node: object) -> int | None:
+    tensor = tensor_of(node)  # type: ignore[arg-type]
+    return None if tensor is None else storage_key(tensor)
