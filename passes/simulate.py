@@ -111,7 +111,7 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
             extra[transfer.store_after] += 2 * machine.node_s + drag
             extra[item.first_use] += 2 * machine.node_s + drag
     for together in stores.values():
-        together.sort(key=lambda i: step.items[i].last_use)  # soonest free to go
+        together.sort(key=lambda i: (not transfers[i].block, step.items[i].last_use))  # what is waited for first
     for together in loads.values():
         together.sort(key=lambda i: step.items[i].first_use)  # soonest needed
     now = write_lane = read_lane = write_stall = read_stall = 0.0

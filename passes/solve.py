@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.place import everything, floor, place
+from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
 from ssd_fx.passes.refine import TOLERANCE, Solution, better, kept_bytes, refine, rest
 from ssd_fx.passes.simulate import Choice, Step, simulate
 
 # Operators and items visited by the local search, over all trials: about two seconds of Python.
 EFFORT = 1_500_000
 KICKS = 40  # random choices that lead nowhere before the search ends
-ROUNDS = 2  # placements of the same choices, each with the starts that the simulation of the one before gave
+# Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
+MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 
 
 def solve(
@@ -141,10 +142,16 @@ class _Search:
         best, starts = None, None
         resting = self._resting(choices)
         told = tuple(Choice.OFFLOAD if i in resting else c for i, c in enumerate(choices))
-        for _ in range(ROUNDS):
+        for margin in MARGINS:
             self.left -= len(self.step.seconds) + 4 * len(choices)
             transfers = place(
-                self.step, choices, self.machine, limit=self.limit, prefetch=self.prefetch, starts=starts
+                self.step,
+                choices,
+                self.machine,
+                limit=self.limit,
+                prefetch=self.prefetch,
+                starts=starts,
+                margin=margin,
             )
             if transfers is None:
                 break
