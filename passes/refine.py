@@ -10,6 +10,7 @@ The placement decides all items by rules; here the simulator decides single ones
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Solution:
 
 
 Move = tuple[Choice, Transfer | None]
+Draft = tuple[tuple[Choice, ...], Mapping[int, Transfer]]
 
 
 def refine(
@@ -39,9 +41,9 @@ def refine(
     items, unchanged, i = step.items, 0, 0
     while unchanged < len(items) and effort > 0:
         before = best
-        for move in moves(step, items[i], (best.choices[i], best.transfers.get(i))):
+        for plan in itertools.chain(_places(step, best, i), _earlier(step, best, i, limit)):
             effort -= cost
-            changed = _changed(step, machine, best, i, move, limit, share_bytes)
+            changed = _played(step, machine, plan, limit, share_bytes)
             if changed is not None and better(changed.outcome, best.outcome):
                 best = changed
         unchanged = unchanged + 1 if best is before else 0
@@ -56,18 +58,66 @@ def better(a: Outcome, b: Outcome) -> bool:
     return (a.written, a.seconds) < (b.written, b.seconds)
 
 
-def _changed(
-    step: Step, machine: Machine, now: Solution, i: int, move: Move, limit: float, share_bytes: float
-) -> Solution | None:
-    choice, transfer = move
-    choices = (*now.choices[:i], choice, *now.choices[i + 1 :])
-    if choice is Choice.KEEP and kept_bytes(step, choices) > share_bytes:
+def _played(step: Step, machine: Machine, plan: Draft, limit: float, share_bytes: float) -> Solution | None:
+    """The plan simulated, None where it does not fit."""
+    choices, transfers = plan
+    if kept_bytes(step, choices) > share_bytes:
         return None
-    transfers = {k: t for k, t in now.transfers.items() if k != i}
-    if transfer is not None:
-        transfers[i] = transfer
     outcome = simulate(step, choices, transfers, machine)
     return Solution(choices, transfers, outcome) if outcome.peak <= limit else None
+
+
+def _places(step: Step, now: Solution, i: int) -> Iterator[Draft]:
+    """Item i with each of its moves."""
+    for choice, transfer in moves(step, step.items[i], (now.choices[i], now.transfers.get(i))):
+        yield _with(now.choices, now.transfers, i, choice, transfer)
+
+
+def _with(
+    choices: tuple[Choice, ...], transfers: Mapping[int, Transfer], i: int, choice: Choice, transfer: Transfer | None
+) -> Draft:
+    others = {k: t for k, t in transfers.items() if k != i}
+    return (*choices[:i], choice, *choices[i + 1 :]), others | ({} if transfer is None else {i: transfer})
+
+
+def _earlier(step: Step, now: Solution, i: int, limit: float) -> Iterator[Draft]:
+    """Item i loaded earlier, and what is in the way of it offloaded and loaded at its use."""
+    if i not in now.transfers:
+        return
+    at, item = now.transfers[i], step.items[i]
+    for distance in _distances(at.load_before - step.forward):
+        load = at.load_before - distance
+        if distance and load >= step.forward:
+            moved = Transfer(at.store_after, min(at.release_after, load - 1), at.block, load)
+            over = {p: now.outcome.memory[p] + item.nbytes - limit for p in range(load, at.load_before)}
+            for block in (False, True):
+                draft = _with(now.choices, now.transfers, i, Choice.OFFLOAD, moved)
+                if (cleared := _cleared(step, draft, i, dict(over), block)) is not None:
+                    yield cleared
+
+
+def _cleared(step: Step, draft: Draft, but: int, over: dict[int, float], block: bool) -> Draft | None:
+    """Others offloaded until no operator is `over` its limit: the smallest that is enough, else the largest."""
+    while (worst := max(over, key=lambda p: over[p])) and over[worst] > 0:
+        choices, transfers = draft
+        free = [
+            k
+            for k, item in enumerate(step.items)
+            if k != but and Choice.OFFLOAD in item.choices and item.last_use < worst < item.first_use
+            if choices[k] is Choice.KEEP or (k in transfers and transfers[k].load_before <= worst)
+        ]
+        if not free:
+            return None
+        lack = over[worst]
+        k = min(free, key=lambda k: (step.items[k].nbytes < lack, abs(step.items[k].nbytes - lack)))
+        item = step.items[k]
+        store, release = (item.produced, step.forward - 1) if block else (item.last_use, item.last_use)
+        draft = _with(choices, transfers, k, Choice.OFFLOAD, Transfer(store, release, block, item.first_use))
+        begin = transfers[k].load_before if k in transfers else 0
+        for p in over:
+            if begin <= p < item.first_use:
+                over[p] -= item.nbytes
+    return draft
 
 
 def kept_bytes(step: Step, choices: tuple[Choice, ...]) -> int:
