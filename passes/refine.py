@@ -90,14 +90,17 @@ def _earlier(step: Step, now: Solution, i: int, limit: float) -> Iterator[Draft]
         if distance and load >= step.forward:
             moved = Transfer(at.store_after, min(at.release_after, load - 1), at.block, load)
             over = {p: now.outcome.memory[p] + item.nbytes - limit for p in range(load, at.load_before)}
-            for block in (False, True):
+            for late, block in ((False, False), (True, False), (False, True)):
                 draft = _with(now.choices, now.transfers, i, Choice.OFFLOAD, moved)
-                if (cleared := _cleared(step, draft, i, dict(over), block)) is not None:
+                if (cleared := _cleared(step, draft, i, dict(over), late, block)) is not None:
                     yield cleared
 
 
-def _cleared(step: Step, draft: Draft, but: int, over: dict[int, float], block: bool) -> Draft | None:
-    """Others offloaded until no operator is `over` its limit: the smallest that is enough, else the largest."""
+def _cleared(step: Step, draft: Draft, but: int, over: dict[int, float], late: bool, block: bool) -> Draft | None:
+    """Others offloaded until no operator is `over` its limit: the smallest that is enough, else the largest.
+
+    `late`: they are stored behind their last use instead of at once; `block`: the forward ends when they are written.
+    """
     while (worst := max(over, key=lambda p: over[p])) and over[worst] > 0:
         choices, transfers = draft
         free = [
@@ -111,7 +114,7 @@ def _cleared(step: Step, draft: Draft, but: int, over: dict[int, float], block: 
         lack = over[worst]
         k = min(free, key=lambda k: (step.items[k].nbytes < lack, abs(step.items[k].nbytes - lack)))
         item = step.items[k]
-        store, release = (item.produced, step.forward - 1) if block else (item.last_use, item.last_use)
+        store, release = item.last_use if late else item.produced, step.forward - 1 if block else item.last_use
         draft = _with(choices, transfers, k, Choice.OFFLOAD, Transfer(store, release, block, item.first_use))
         begin = transfers[k].load_before if k in transfers else 0
         for p in over:
