@@ -8,6 +8,7 @@ many offloaded, in some order, as the budget asks. Then it tries other choices f
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
@@ -18,6 +19,8 @@ from ssd_fx.passes.simulate import Choice, Step, simulate
 
 # Operators and items visited by the local search, over all trials: about two seconds of Python.
 EFFORT = 1_500_000
+POOL = 4  # so many of the best choices get their transfers moved
+EXHAUSTIVE = 1024  # up to so many choices are all tried
 KICKS = 40  # random choices that lead nowhere before the search ends
 # Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
 MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
@@ -42,7 +45,11 @@ def solve(
         raise ValueError(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
     if search.is_cheapest():
         return search.best
-    return refine(step, machine, search.best, limit=limit, share_bytes=share_bytes, effort=EFFORT)
+    best = search.best
+    for start in search.pool:
+        refined = refine(step, machine, start, limit=limit, share_bytes=share_bytes, effort=EFFORT // POOL)
+        best = refined if better(refined.outcome, best.outcome) else best
+    return best
 
 
 Moves = Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]
@@ -54,6 +61,7 @@ class _Search:
         self.share_bytes, self.prefetch = share_bytes, prefetch
         self.best: Solution | None = None
         self.asked: tuple[Choice, ...] = ()  # what led to the best: keeps that rest are keeps here
+        self.pool: list[Solution] = []  # the best so far, fastest first
         self.left = EFFORT
         self.seen: dict[tuple[Choice, ...], Solution | None] = {}
 
@@ -124,6 +132,8 @@ class _Search:
         if self._fixed_bytes(choices) <= self.share_bytes:
             found = self._placed(choices)
         self.seen[choices] = found
+        if found is not None:
+            self.pool = sorted([*self.pool, found], key=lambda s: s.outcome.seconds)[:POOL]
         if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
             self.best, self.asked = found, choices
         return found
@@ -166,9 +176,11 @@ class _Search:
 
     def _resting(self, choices: tuple[Choice, ...]) -> set[int]:
         """What is to be kept beyond the share, the smallest first: offloaded in name, it rests in memory."""
-        items, resting = self.step.items, set()
-        over = kept_bytes(self.step, choices) - self.share_bytes
+        items = self.step.items
         kept = [i for i, c in enumerate(choices) if c is Choice.KEEP and Choice.OFFLOAD in items[i].choices]
+        resting = {i for i in kept if Choice.KEEP not in items[i].choices}
+        kept = [i for i in kept if i not in resting]
+        over = sum(items[i].nbytes for i in kept) + self._fixed_bytes(choices) - self.share_bytes
         for i in sorted(kept, key=lambda i: items[i].nbytes):
             if over <= 0:
                 break
@@ -182,6 +194,11 @@ class _Search:
         The random choices are those of a fixed seed: the same step gets the same plan on every machine.
         """
         if self.best is None:
+            return
+        allowed = [self._allowed(i) for i in range(len(self.step.items))]
+        if math.prod(len(a) for a in allowed) <= EXHAUSTIVE:
+            for choices in itertools.product(*allowed):
+                self.solution(choices)
             return
         self._descend(self.asked, (self._singles, self._pairs))
         random, failed = Random(0), 0
@@ -206,22 +223,31 @@ class _Search:
 
     def _kicked(self, random: Random) -> tuple[Choice, ...]:
         """The best choices with those of two to four items changed."""
-        choices, items = list(self.asked), self.step.items
-        free = [i for i, item in enumerate(items) if len(item.choices) > 1]
+        choices = list(self.asked)
+        free = [i for i in range(len(choices)) if len(self._allowed(i)) > 1]
         for i in random.sample(free, min(len(free), random.randint(2, 4))):
-            choices[i] = random.choice(sorted(items[i].choices - {choices[i]}, key=lambda c: c.value))
+            choices[i] = random.choice(self._others(i, choices[i]))
         return tuple(choices)
 
+    def _allowed(self, i: int) -> list[Choice]:
+        """What may be asked of an item: what may be offloaded may also rest, which is asked for as a keep."""
+        choices = self.step.items[i].choices
+        may_rest = {Choice.KEEP} if Choice.OFFLOAD in choices else set()
+        return sorted(choices | may_rest, key=lambda c: c.value)
+
+    def _others(self, i: int, choice: Choice) -> list[Choice]:
+        return [c for c in self._allowed(i) if c is not choice]
+
     def _singles(self, choices: tuple[Choice, ...]) -> Iterator[tuple[Choice, ...]]:
-        for i, item in enumerate(self.step.items):
-            for other in sorted(item.choices - {choices[i]}, key=lambda c: c.value):
+        for i in range(len(self.step.items)):
+            for other in self._others(i, choices[i]):
                 yield (*choices[:i], other, *choices[i + 1 :])
 
     def _pairs(self, choices: tuple[Choice, ...]) -> Iterator[tuple[Choice, ...]]:
-        for i, first in enumerate(self.step.items):
+        for i in range(len(self.step.items)):
             for k in range(i + 1, len(self.step.items)):
-                for a in sorted(first.choices - {choices[i]}, key=lambda c: c.value):
-                    for b in sorted(self.step.items[k].choices - {choices[k]}, key=lambda c: c.value):
+                for a in self._others(i, choices[i]):
+                    for b in self._others(k, choices[k]):
                         yield (*choices[:i], a, *choices[i + 1 : k], b, *choices[k + 1 :])
 
 
