@@ -33,9 +33,7 @@ Move = tuple[Choice, Transfer | None]
 Draft = tuple[tuple[Choice, ...], Mapping[int, Transfer]]
 
 
-def refine(
-    step: Step, machine: Machine, start: Solution, *, limit: float, share_bytes: float, effort: int
-) -> Solution:
+def refine(step: Step, machine: Machine, start: Solution, *, limit: float, share_bytes: float, effort: int) -> Solution:
     """The best solution reached by changing one item at a time; `effort`: operators and items simulated at most."""
     best, cost = start, len(step.seconds) + 4 * len(step.items)
     items, unchanged, i = step.items, 0, 0
@@ -144,12 +142,25 @@ def moves(step: Step, item: Item, now: Move) -> Iterator[Move]:
     releases = list(dict.fromkeys(min(step.forward - 1, item.last_use + d) for d in _distances(step.forward)))
     stores = [p for p in dict.fromkeys((item.produced, item.last_use, step.forward - 1)) if p >= item.produced]
     if now[1] is None:
-        places = [(item.produced, r, b, load) for r in (releases[0], releases[-1]) for b in (True, False) for load in loads]
+        places = [
+            (item.produced, r, b, load) for r in (releases[0], releases[-1]) for b in (True, False) for load in loads
+        ]
     else:
         at = now[1]
-        places = [(at.store_after, at.release_after, at.block, load) for load in (at.load_before + 1, at.load_before - 1, *loads)]
-        places += [(at.store_after, r, b, at.load_before) for r in (at.release_after + 1, at.release_after - 1, *releases) for b in (True, False)]
-        places += [(s, at.release_after, b, at.load_before) for s in (at.store_after + 1, at.store_after - 1, *stores) for b in (True, False)]
+        places = [
+            (at.store_after, at.release_after, at.block, load)
+            for load in (at.load_before + 1, at.load_before - 1, *loads)
+        ]
+        places += [
+            (at.store_after, r, b, at.load_before)
+            for r in (at.release_after + 1, at.release_after - 1, *releases)
+            for b in (True, False)
+        ]
+        places += [
+            (s, at.release_after, b, at.load_before)
+            for s in (at.store_after + 1, at.store_after - 1, *stores)
+            for b in (True, False)
+        ]
     for store, release, block, load in places:
         store = min(max(store, item.produced), step.forward - 1)
         release = min(max(release, store, item.last_use), step.forward - 1)

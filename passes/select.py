@@ -6,8 +6,9 @@ from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.place import everything, floor
 from ssd_fx.passes.plan import AliasGroup, Decision, Keep, Offload, Plan, Prediction
+from ssd_fx.passes.refine import Solution
 from ssd_fx.passes.simulate import Choice, Step
-from ssd_fx.passes.solve import Solution, solve
+from ssd_fx.passes.solve import solve
 from ssd_fx.passes.step import model
 
 AUTO = "auto"

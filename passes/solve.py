@@ -14,7 +14,7 @@ from random import Random
 
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
-from ssd_fx.passes.refine import TOLERANCE, Solution, better, kept_bytes, refine, rest
+from ssd_fx.passes.refine import TOLERANCE, Solution, better, refine, rest
 from ssd_fx.passes.simulate import Choice, Step, simulate
 
 # Operators and items visited by the local search, over all trials: about two seconds of Python.

@@ -1,4 +1,4 @@
-"""Random training steps: memory that rises and falls, skip connections, dear and cheap recomputes, three speeds of drive."""
+"""Random training steps: memory rises and falls, some lives long, some is cheap to recompute; three speeds of drive."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ that a lane cannot be interrupted; docs/planner.md has the rows and why each hol
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -144,14 +145,14 @@ class Program:
         """Gone only if offloaded, back only if gone at an earlier row, and both for good."""
         for i in self.moved:
             gone = list(self.gone[i].items())
-            for (_, earlier), (m, later) in zip(gone, gone[1:], strict=False):
+            for (_, earlier), (m, later) in itertools.pairwise(gone):
                 self._add([(later, 1.0), (earlier, -1.0)], 0.0, math.inf)
                 if m in self.back[i]:
                     self._add([(earlier, 1.0), (self.back[i][m], -1.0)], 0.0, math.inf)
             if gone:
                 self._add([(self.chosen[i][Choice.OFFLOAD], 1.0), (gone[-1][1], -1.0)], 0.0, math.inf)
             back = list(self.back[i].values())
-            for a, b in zip(back, back[1:], strict=False):
+            for a, b in itertools.pairwise(back):
                 self._add([(b, 1.0), (a, -1.0)], 0.0, math.inf)
 
     def _memory_rows(self) -> None:
@@ -186,7 +187,7 @@ class Program:
 
     def _compute_rows(self) -> None:
         self._add([(self.start[0], 1.0)], 0.0, 0.0)
-        for p, q in zip(self.points, self.points[1:], strict=False):
+        for p, q in itertools.pairwise(self.points):
             fixed, terms = self._between(p, q)
             minus = [(column, -value) for column, value in terms]
             self._add([(self.start[q], 1.0), (self.start[p], -1.0), *minus], fixed, math.inf)
@@ -204,7 +205,7 @@ class Program:
         for j in lane_s:
             s = items[j].produced
             later = [i for i in lane_s if items[i].produced >= s]
-            for m, gone in self.gone[j].items():
+            for m in self.gone[j]:
                 written = {i: column for i in later if (column := self._gone_by(i, m)) is not None}
                 own_s = self.machine.latency_s / self.unit_s + min(self.store_s[i] for i in written)
                 terms = [(column, lane_s[i] + (own_s if i == j else 0.0)) for i, column in written.items()]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -25,8 +25,6 @@ from ssd_fx.passes.step import model as step_of
 from tests.passes.instances import LANES, Instance
 
 SMALLEST = 1 / 1000  # groups below that share of the saved bytes stay: they decide nothing and make the program large
-
-Run = Callable[[Callable[..., Any]], None]  # compiles a model with a backend and runs its forward
 
 
 def gpt() -> Step:
@@ -51,7 +49,9 @@ def t5() -> Step:
     """Two encoder and two decoder layers of T5, the loss included. Needs transformers."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(vocab_size=1000, d_model=128, d_kv=32, d_ff=512, num_layers=2, num_heads=4)
+    config = T5Config(
+        vocab_size=1000, d_model=128, d_kv=32, d_ff=512, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
     tokens = torch.zeros(4, 64, dtype=torch.long)
     return _step(T5ForConditionalGeneration(config), lambda model: model(input_ids=tokens, labels=tokens).loss)
 
@@ -102,8 +102,6 @@ def _step(model: nn.Module, run: Callable[[Any], Any]) -> Step:
 
 
 def _as_it_is(gm: fx.GraphModule, inputs: Sequence[object]) -> Any:
-    from functorch.compile import make_boxed_func
-
     return make_boxed_func(gm.forward)
 
 

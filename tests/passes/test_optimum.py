@@ -58,7 +58,20 @@ def compared(seed: int, share: float) -> tuple[float, float]:
     return best / sum(tiny.step.seconds), bound.seconds / sum(tiny.step.seconds)
 
 
-QUICK = [(0, 0.0), (0, 0.6), (1, 0.0), (3, 0.3), (4, 0.0), (6, 0.0), (7, 0.0), (9, 0.3), (13, 0.3), (14, 0.0), (50, 0.3), (59, 0.3)]
+QUICK = [
+    (0, 0.0),
+    (0, 0.6),
+    (1, 0.0),
+    (3, 0.3),
+    (4, 0.0),
+    (6, 0.0),
+    (7, 0.0),
+    (9, 0.3),
+    (13, 0.3),
+    (14, 0.0),
+    (50, 0.3),
+    (59, 0.3),
+]
 
 
 @pytest.mark.parametrize(("seed", "share"), QUICK)
