@@ -27,7 +27,8 @@ from ssd_fx.passes.solve import solve
 from tests.passes.instances import BUDGETS, LANES, Instance, limits, random_instance
 from tests.passes.optimum import optimum
 
-real_graphs: Any = importlib.import_module(
+# Imported by name: it imports examples/, which mypy knows under another name.
+real_graphs: Any = importlib.import_module("tests.passes.real_graphs")
     "tests.passes.real_graphs"
 )  # imports examples/, which mypy knows by another name
 
