@@ -29,8 +29,6 @@ from tests.passes.optimum import optimum
 
 # Imported by name: it imports examples/, which mypy knows under another name.
 real_graphs: Any = importlib.import_module("tests.passes.real_graphs")
-    "tests.passes.real_graphs"
-)  # imports examples/, which mypy knows by another name
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Row:
 def compare(instance: Instance, share: float, rows: int | None, time_limit: float) -> Row:
     at = limits(instance.step, share)
     begin = time.perf_counter()
-    plan = solve(instance.step, instance.machine, limit=at.limit, share_bytes=at.share_bytes)
+    plan = solve(instance.step, instance.machine, limit=at.limit, share_bytes=at.share_bytes, may_rest=True)
     middle = time.perf_counter()
     best = optimum(instance.step, instance.machine, at.limit, at.share_bytes, rows=rows, time_limit=time_limit)
     end = time.perf_counter()

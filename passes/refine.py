@@ -33,13 +33,22 @@ Move = tuple[Choice, Transfer | None]
 Draft = tuple[tuple[Choice, ...], Mapping[int, Transfer]]
 
 
-def refine(step: Step, machine: Machine, start: Solution, *, limit: float, share_bytes: float, effort: int) -> Solution:
+def refine(
+    step: Step,
+    machine: Machine,
+    start: Solution,
+    *,
+    limit: float,
+    share_bytes: float,
+    effort: int,
+    may_rest: bool,
+) -> Solution:
     """The best solution reached by changing one item at a time; `effort`: operators and items simulated at most."""
     best, cost = start, len(step.seconds) + 4 * len(step.items)
     items, unchanged, i = step.items, 0, 0
     while unchanged < len(items) and effort > 0:
         before = best
-        for plan in itertools.chain(_places(step, best, i), _earlier(step, best, i, limit)):
+        for plan in itertools.chain(_places(step, best, i, may_rest), _earlier(step, best, i, limit)):
             effort -= cost
             changed = _played(step, machine, plan, limit, share_bytes)
             if changed is not None and better(changed.outcome, best.outcome):
@@ -65,9 +74,9 @@ def _played(step: Step, machine: Machine, plan: Draft, limit: float, share_bytes
     return Solution(choices, transfers, outcome) if outcome.peak <= limit else None
 
 
-def _places(step: Step, now: Solution, i: int) -> Iterator[Draft]:
+def _places(step: Step, now: Solution, i: int, may_rest: bool) -> Iterator[Draft]:
     """Item i with each of its moves."""
-    for choice, transfer in moves(step, step.items[i], (now.choices[i], now.transfers.get(i))):
+    for choice, transfer in moves(step, step.items[i], (now.choices[i], now.transfers.get(i)), may_rest):
         yield _with(now.choices, now.transfers, i, choice, transfer)
 
 
@@ -132,12 +141,13 @@ def rest(step: Step) -> Transfer:
     return Transfer(step.forward - 1, step.forward - 1, False, step.forward)
 
 
-def moves(step: Step, item: Item, now: Move) -> Iterator[Move]:
+def moves(step: Step, item: Item, now: Move, may_rest: bool) -> Iterator[Move]:
     """Other choices for one item, and other places for what it moves."""
     yield from ((choice, None) for choice in Choice if choice in item.choices - {Choice.OFFLOAD, now[0]})
     if Choice.OFFLOAD not in item.choices:
         return
-    yield Choice.OFFLOAD, rest(step)
+    if may_rest:
+        yield Choice.OFFLOAD, rest(step)
     loads = list(dict.fromkeys(max(step.forward, item.first_use - d) for d in _distances(item.first_use)))
     releases = list(dict.fromkeys(min(step.forward - 1, item.last_use + d) for d in _distances(step.forward)))
     stores = [p for p in dict.fromkeys((item.produced, item.last_use, step.forward - 1)) if p >= item.produced]

@@ -14,7 +14,7 @@ from random import Random
 
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
-from ssd_fx.passes.refine import TOLERANCE, Solution, better, refine, rest
+from ssd_fx.passes.refine import TOLERANCE, Solution, better, kept_bytes, refine, rest
 from ssd_fx.passes.simulate import Choice, Step, simulate
 
 # Operators and items visited by the local search, over all trials: about two seconds of Python.
@@ -27,9 +27,18 @@ MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 
 
 def solve(
-    step: Step, machine: Machine, *, limit: float, share_bytes: float, prefetch: float = float("inf")
+    step: Step,
+    machine: Machine,
+    *,
+    limit: float,
+    share_bytes: float,
+    prefetch: float = float("inf"),
+    may_rest: bool = False,
 ) -> Solution:
     """The best choices found with memory never above `limit` bytes and at most `share_bytes` kept of what may leave.
+
+    `may_rest`: what the limit has room for may be offloaded in name only, beyond the share: stored last and taken back
+    first, so that its write is cancelled.
 
     Raises:
         ValueError: no choices meet `limit`; the message says the least that can be met.
@@ -37,7 +46,7 @@ def solve(
     least = floor(step)
     if limit < least:
         raise ValueError(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
-    search = _Search(step, machine, limit, share_bytes, prefetch)
+    search = _Search(step, machine, limit, share_bytes, prefetch, may_rest)
     search.families()
     if not search.is_cheapest():
         search.improve()
@@ -47,7 +56,9 @@ def solve(
         return search.best
     best = search.best
     for start in search.pool:
-        refined = refine(step, machine, start, limit=limit, share_bytes=share_bytes, effort=EFFORT // POOL)
+        refined = refine(
+            step, machine, start, limit=limit, share_bytes=share_bytes, effort=EFFORT // POOL, may_rest=may_rest
+        )
         best = refined if better(refined.outcome, best.outcome) else best
     return best
 
@@ -56,7 +67,10 @@ Moves = Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]
 
 
 class _Search:
-    def __init__(self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float) -> None:
+    def __init__(
+        self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float, may_rest: bool
+    ) -> None:
+        self.may_rest = may_rest
         self.step, self.machine, self.limit = step, machine, limit
         self.share_bytes, self.prefetch = share_bytes, prefetch
         self.best: Solution | None = None
@@ -129,7 +143,8 @@ class _Search:
         if choices in self.seen:
             return self.seen[choices]
         found = None
-        if self._fixed_bytes(choices) <= self.share_bytes:
+        over = self._fixed_bytes(choices) if self.may_rest else kept_bytes(self.step, choices)
+        if over <= self.share_bytes:
             found = self._placed(choices)
         self.seen[choices] = found
         if found is not None:
@@ -232,8 +247,8 @@ class _Search:
     def _allowed(self, i: int) -> list[Choice]:
         """What may be asked of an item: what may be offloaded may also rest, which is asked for as a keep."""
         choices = self.step.items[i].choices
-        may_rest = {Choice.KEEP} if Choice.OFFLOAD in choices else set()
-        return sorted(choices | may_rest, key=lambda c: c.value)
+        rests = {Choice.KEEP} if self.may_rest and Choice.OFFLOAD in choices else set()
+        return sorted(choices | rests, key=lambda c: c.value)
 
     def _others(self, i: int, choice: Choice) -> list[Choice]:
         return [c for c in self._allowed(i) if c is not choice]

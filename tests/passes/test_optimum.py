@@ -82,8 +82,8 @@ def test_the_program_is_as_fast_as_the_best_of_all_plans(seed: int, share: float
 
 @pytest.mark.slow
 def test_no_plan_beats_the_program_and_only_interrupted_lanes_do_not_reach_it() -> None:
-    """On two instances of these a write that could be interrupted would be faster than one that cannot."""
-    looser = {}
+    """On four of these 50 instances a lane that could be interrupted would be faster."""
+    looser: dict[int, float] = {}
     for seed, share in itertools.product(range(100, 150), (0.0, 0.3, 0.6, 1.0)):
         best, bound = compared(seed, share)
         assert best >= bound * (1 - EXACT), f"seed {seed} at {share}: {best} is below the bound {bound}"
@@ -92,7 +92,7 @@ def test_no_plan_beats_the_program_and_only_interrupted_lanes_do_not_reach_it() 
     assert {seed: round(ratio, 3) for seed, ratio in looser.items()} == LOOSER
 
 
-LOOSER: dict[int, float] = {}
+LOOSER = {115: 1.001, 131: 1.007, 147: 1.001, 149: 1.012}
 
 
 @pytest.mark.parametrize("rows", ["_memory_rows", "_write_rows", "_read_rows", "_choice_rows", "_order_rows"])
@@ -165,7 +165,7 @@ def test_fewer_rows_never_raise_the_bound() -> None:
 def ratio(instance: Instance, share: float) -> float:
     """The planner's predicted seconds over the least that any plan can take."""
     at = limits(instance.step, share)
-    found = solve(instance.step, instance.machine, limit=at.limit, share_bytes=at.share_bytes)
+    found = solve(instance.step, instance.machine, limit=at.limit, share_bytes=at.share_bytes, may_rest=True)
     assert found.outcome.peak <= at.limit
     bound = optimum(instance.step, instance.machine, at.limit, at.share_bytes)
     assert bound.feasible
@@ -188,7 +188,7 @@ def test_the_planner_is_near_the_optimum_at_every_budget() -> None:
         assert ratios[-1] <= WORST, share
 
 
-WORST = 1.15
+WORST = 1.125  # measured 1.121; the goal is 1.05
 
 
 @settings(max_examples=20, deadline=None)
