@@ -42,7 +42,7 @@ def predicted(plan: Plan) -> dict[str, float]:
         "write_stall_s": outcome.write_stall_s,
         "read_stall_s": outcome.read_stall_s,
         "peak_bytes": outcome.peak,
-        "limit_bytes": int(found.limit),
+        "limit_bytes": int(found.limits.memory),
         "floor_bytes": found.floor,
         "kept_peak_bytes": found.everything,
     }
@@ -76,7 +76,8 @@ def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str])
         f"store>{forward[points.store_after]} release>{forward[points.release_after]} "
         f"load<{backward[points.load_before]} wait<{backward[points.wait_before]}"
     )
-    return group.base, size, "offload", where, members
+    mark = plan.marks.get(group.slot)
+    return group.base, size, "offload", where if mark is None else f"{where} ({mark.reason})", members
 
 
 def write(directory: Path, partition: Partition, plan: Plan, text: str) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ssd_fx.passes.costs import has_flops, hint
+from ssd_fx.passes import kernels
+from ssd_fx.passes.kernels import hint
 from ssd_fx.passes.partition import storage_key, tensor_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -33,6 +34,9 @@ _REDUCTIONS = frozenset(
     {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
 )
 
+_HEAVY = frozenset({aten.exp, aten.sigmoid, aten.tanh, aten.log, aten.pow})
+_LARGE = 16  # nodes that several kernels will not each compute
+
 
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor can compute the node inside a kernel that reads it."""
@@ -47,7 +51,7 @@ def is_extern(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return not _is_getitem(node) and tensor_of(node) is not None
-    return has_flops(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
+    return kernels.is_extern(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
 
 
 def _is_getitem(node: fx.Node) -> bool:
@@ -120,12 +124,33 @@ class _Predictor:
         for i in reversed(range(len(self.nodes))):
             if not self.view[i] and not is_inlined(self.nodes[i]):
                 continue
+            if not self.nodes[i].all_input_nodes:  # a constant: every kernel that wants one makes its own
+                runs[i] = i + 1
+                continue
             readers = [self.index[r] for r in self._readers(i)]
             inside = {runs[r] for r in readers}
             written = any(self.nodes[r].op == "output" or is_extern(self.nodes[r]) for r in readers)
-            if readers and not self.view[i] and not written and len(inside) == 1:
-                runs[i] = inside.pop()
+            if readers and not self.view[i] and not written and (len(inside) == 1 or self._is_cheap(i)):
+                runs[i] = max(inside)
         return runs
+
+    def _is_cheap(self, i: int) -> bool:
+        """Whether several kernels would rather compute the node each: it reads one tensor and does little with it."""
+        reads: set[int] = set()
+        work, seen = [self.nodes[i]], set[fx.Node]()
+        while work:
+            node = work.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if getattr(node.target, "overloadpacket", None) in _HEAVY or len(seen) > _LARGE:
+                return False
+            for source in node.all_input_nodes:
+                if self.view[self.index[source]] or is_inlined(source):
+                    work.append(source)
+                elif tensor_of(source) is not None:
+                    reads.add(self.index[source])
+        return len(reads) <= 1
 
     def _readers(self, i: int) -> Iterable[fx.Node]:
         """Users of the node, through views of it."""

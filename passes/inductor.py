@@ -1,6 +1,6 @@
-"""What Inductor must be told about our nodes: how a release gives a buffer up, and in which order they run.
+"""What Inductor must be told about our nodes: how a release gives a buffer up.
 
-Lowering. Inductor frees a buffer, or reuses its memory, after its last use, and knows nothing of a write that is
+Inductor frees a buffer, or reuses its memory, after its last use, and knows nothing of a write that is
 still going on. The lowering of `wait_store_` therefore drops the buffer itself, right behind the call, and takes it
 out of reuse:
 
@@ -11,42 +11,40 @@ out of reuse:
 
 Where the release turns out not to be the last use (it always should be), it hands nothing over and blocks until the
 write is done.
-
-Order. Inductor keeps data dependencies only. `PinOrder` runs after fusion, so that it costs none, and chains our
-nodes and all extern kernels (matmuls, attention) in the planned order by dependencies that extend no lifetime; what
-is fused stays free to move.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import networkx as nx
 import torch
-from torch._inductor import custom_graph_pass, ir
-from torch._inductor.dependencies import WeakDep
+from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
-from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_map_only
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
-from ssd_fx.passes.partitioner import source_digest
+from ssd_fx.passes import audit
 
 ops = torch.ops.ssd_fx
-# Before torch 2.13 a scheduler pass is any callable, and Inductor compiles without its cache when there is one.
-_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
-class StoreKernel(ir.FallbackKernel):
+class AuditedKernel(ir.FallbackKernel):
+    """A call of one of our operators, in code that is audited when it is written out."""
+
+    def codegen(self, wrapper: Any) -> None:
+        audit.attach(wrapper)
+        super().codegen(wrapper)
+
+
+class StoreKernel(AuditedKernel):
     """`store`: `stored` is the realized input, which the release gives up."""
 
     stored: Any
 
 
-class ReleaseKernel(ir.FallbackKernel):
+class ReleaseKernel(AuditedKernel):
     """`wait_store_`: drops its buffer behind the call if nothing uses it later."""
 
     def codegen(self, wrapper: Any) -> None:
@@ -55,8 +53,8 @@ class ReleaseKernel(ir.FallbackKernel):
         assert current is not None
         last = name in current.last_usage and not V.graph.cpp_wrapper
         if not last:
-            seq, _, block = self.constant_args
-            self.constant_args = (seq, False, block)
+            schema = ops.wait_store_.default._schema
+            self.constant_args = with_constant(schema, self.constant_args, "hand_over", False)
         super().codegen(wrapper)
         if last:
             wrapper.freed.add(name)
@@ -74,11 +72,24 @@ def _lower_store(x: Any, *args: Any) -> Any:
     return tree_map_only(ir.IRNode, ir.TensorBox.create, handle)
 
 
-def _lower_release(handle: Any, keepalive: Any, seq: int, hand_over: bool = False, block: bool = False) -> None:
+def _lower_load(handle: Any, *args: Any) -> Any:
+    return tree_map_only(ir.IRNode, ir.TensorBox.create, AuditedKernel.create(ops.load.default, handle, *args))
+
+
+def with_constant(schema: Any, constants: Sequence[Any], name: str, value: Any) -> tuple[Any, ...]:
+    """`constants`, the arguments of an operator that are no tensors, with the one called `name` replaced."""
+    names = [a.name for a in schema.arguments if not isinstance(a.type, torch.TensorType)]
+    assert len(names) == len(constants), f"{schema.name} takes {names}; its kernel has {list(constants)}"
+    return tuple(value if n == name else c for n, c in zip(names, constants, strict=True))
+
+
+def _lower_release(handle: Any, keepalive: Any, *args: Any) -> None:
     # Whatever the graph says, what is kept alive is the very buffer that was stored: realizing `keepalive` once more
     # could make a copy and protect that.
     store = _store_of(V.graph.name_to_buffer[handle.get_name()])
-    ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, seq, hand_over, block)
+    given = 2 + len(args)
+    defaults = [a.default_value for a in ops.wait_store_.default._schema.arguments[given:]]
+    ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, *args, *defaults)
     release = V.graph.operations[-1]
     assert isinstance(release, ReleaseKernel)
     held, written = _input_name(release, 1), _input_name(store, 0)
@@ -101,52 +112,5 @@ def _store_of(handle: Any) -> StoreKernel:
 def register() -> None:
     """Make the lowerings known to Inductor; calling it again changes nothing."""
     register_lowering(ops.store.default, type_promotion_kind=None)(_lower_store)
+    register_lowering(ops.load.default, type_promotion_kind=None)(_lower_load)
     register_lowering(ops.wait_store_.default, type_promotion_kind=None)(_lower_release)
-
-
-@dataclass(frozen=True)
-class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
-    """Keeps the planned order of our nodes and the extern kernels, through Inductor's own reorder for peak memory."""
-
-    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        if not any(_is_ours(n) for n in nodes):
-            return nodes
-        order = _planned_order(nodes)
-        skeleton = [n for n in order if isinstance(n, ExternKernelSchedulerNode)]
-        for before, after in itertools.pairwise(skeleton):
-            first, second = before.get_outputs()[0].get_name(), after.get_outputs()[0].get_name()
-            after.add_fake_dep(WeakDep(first, mutating_buf=second, is_fake=True))
-        return order
-
-    def uuid(self) -> str:
-        return source_digest()
-
-
-def _is_ours(node: BaseSchedulerNode) -> bool:
-    overload = getattr(node.node, "op_overload", None)
-    return isinstance(overload, torch._ops.OpOverload) and overload.namespace == "ssd_fx"
-
-
-def _planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    """A topological order that follows the FX graph, as far as fusion allows.
-
-    Every node is wanted at the last FX node that it computes, or earlier if a node that needs it is wanted earlier.
-    """
-    position = {n: i for i, n in enumerate(V.graph.graph.nodes)}
-    index = {b.get_name(): i for i, n in enumerate(nodes) for b in n.get_outputs()}
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(nodes)))
-    for i, node in enumerate(nodes):
-        graph.add_edges_from((index[d.name], i) for d in node.unmet_dependencies if index.get(d.name, i) != i)
-    wanted = [_position(n, position) for n in nodes]
-    for i in reversed(list(nx.topological_sort(graph))):
-        wanted[i] = min([wanted[i], *(wanted[k] for k in graph.successors(i))])
-    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
-
-
-def _position(node: BaseSchedulerNode, position: dict[torch.fx.Node, int]) -> int:
-    origin = getattr(node.node, "origin_node", None)
-    if isinstance(node, ExternKernelSchedulerNode) and isinstance(origin, torch.fx.Node):
-        return position.get(origin, len(position))
-    origins = [o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()]
-    return max((position[o] for o in origins if o in position), default=len(position))

@@ -78,8 +78,20 @@ class _ForwardWriter:
             token = self.graph.call_function(aten.empty.memory_format, ([0],), {"dtype": torch.int64, "device": _CPU})
             token.meta["val"] = _fake(self.fake_mode, (0,))
             totals = (self.plan.saved_bytes, self.plan.offloaded_bytes)
-            begin = self.graph.call_function(ops.begin_.default, (token, self.config, self.plan.graph, *totals))
+            args = (token, self.config, self.plan.graph, *totals, self._positions())
+            begin = self.graph.call_function(ops.begin_.default, args)
             begin.meta["val"] = None
+
+    def _positions(self) -> str:
+        """Where begin_ and, in planned order, our nodes stand in both graphs: with it a trace becomes a profile."""
+        points = [(group.slot, self.plan.points[group.slot]) for group in self.plan.offloaded]
+        forward = [(p.store_after + 1, 0, slot) for slot, p in points]
+        forward += [(p.release_after + 1, 1, slot) for slot, p in points]
+        backward = [(p.load_before, 0, slot) for slot, p in points]
+        backward += [(p.wait_before, 1, slot) for slot, p in points]
+        first = self.nodes.index(_first_compute(self.nodes))
+        halves = [first, *(at for at, _, _ in sorted(forward))], [at for at, _, _ in sorted(backward)]
+        return "|".join(",".join(map(str, half)) for half in halves)
 
     def _store(self, group: AliasGroup, seq: int) -> None:
         args = (self.base[group.base], self.config, self.plan.graph, group.slot, seq)
@@ -162,7 +174,8 @@ class _BackwardWriter:
         layout = group.layout
         assert layout is not None
         args = (self.handles[group.slot], list(layout.size), list(layout.stride), layout.dtype, layout.device, seq)
-        node = self.graph.call_function(ops.load.default, (*args, self.consume))
+        strict = self.plan.points[group.slot].strict
+        node = self.graph.call_function(ops.load.default, (*args, self.consume, strict))
         # The storage of the saved tensors' FakeTensors, so that whoever asks what aliases what in the backward is
         # told the truth.
         saved = self.placeholders[group.members[0].name].meta["val"]

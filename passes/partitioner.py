@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import ssd_fx.passes
 import ssd_fx.runtime
+from ssd_fx.errors import user_errors
 from ssd_fx.passes import pipeline
-from ssd_fx.passes.partition import Partition, activation_inputs
+from ssd_fx.passes.marks import lift
+from ssd_fx.passes.recompute import Joint
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
-        activations = activation_inputs(gm, kwargs.get("static_lifetime_input_indices"))
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        partition = Partition(forward, backward, kwargs["num_fwd_outputs"], activations)
+        lift(gm.graph)  # under Inductor it has run: LiftMarks
+        with user_errors():
+            partition, plan = pipeline.decide_joint(Joint(gm, joint_inputs, kwargs), self.options)
         # Autograd refuses a second backward through a graph with donated buffers, so that loads may give tensors away.
-        pipeline.run(partition, self.options, consume=bool(functorch_config.donated_buffer))
-        return forward, backward
+        pipeline.rewrite(partition, plan, self.options, consume=bool(functorch_config.donated_buffer))
+        return partition.forward, partition.backward
 
     def uuid(self) -> str:
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""

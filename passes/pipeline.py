@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch._functorch import config as functorch_config
 
 from ssd_fx.passes import dump, verify
 from ssd_fx.passes.alias import DYNAMIC, alias
 from ssd_fx.passes.costs import Machine, time
 from ssd_fx.passes.insert import insert
 from ssd_fx.passes.lifetime import lifetime
+from ssd_fx.passes.marks import mark
 from ssd_fx.passes.partition import Partition, fingerprint
-from ssd_fx.passes.plan import Plan, PlanPass
+from ssd_fx.passes.plan import Limits, Plan, PlanPass, Prediction
+from ssd_fx.passes.profile import Profile
+from ssd_fx.passes.recompute import Joint, price
 from ssd_fx.passes.schedule import schedule
-from ssd_fx.passes.select import select
+from ssd_fx.passes.select import Budget, select
+from ssd_fx.passes.solve import BudgetError
+
+RECOMPUTE_ROUNDS = 3  # partitions that are tried beside PyTorch's own
+GAIN = 5e-3  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
+
+log = logging.getLogger("ssd_fx")
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,10 @@ class PlanOptions:
     """What the passes need to know; `runtime_config` is handed through to the nodes unread.
 
     `budget` is bytes (int), a share of the bytes that can leave (float) or "auto"; `min_bytes`, `prefetch` are bytes;
-    `dump_dir` may be empty.
+    `recompute`: whether tensors may be computed again instead; `dump_dir` may be empty. `keep` and `offload` are module
+    name patterns, `roots` the expressions that module names begin behind; `annotations` is a digest of what the graph
+    says beside its code, which caches do not look at. `machine`: None for
+    typical rates. `profile`: measured times, of this graph or of others.
     """
 
     budget: int | float | str
@@ -34,28 +48,92 @@ class PlanOptions:
     machine: Machine | None
     runtime_config: str
     hand_over: bool
+    recompute: bool = False
     dump_dir: str = ""
+    keep: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    annotations: str = ""
+    profile: Profile | None = None
 
 
-def plan_passes(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
+def plan_passes(options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
-        partial(time, machine=machine),  # before lifetimes, whose idle time is predicted time
+        partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # binds select, reads groups
+        partial(time, machine=machine, profile=options.profile),  # before lifetimes, whose idle time is predicted time
         lifetime,
+        *([price] if priced else []),  # needs the groups and the times
         partial(  # decides and places together, since what a choice costs depends on where its nodes can stand
-            select, budget=options.budget, min_bytes=options.min_bytes, machine=machine, prefetch=options.prefetch
+            select, budget=budget, min_bytes=options.min_bytes, machine=machine, prefetch=options.prefetch
         ),
         schedule,  # from operators of the simulated step to nodes of the graphs
     )
 
 
-def run(partition: Partition, options: PlanOptions, *, consume: bool) -> Plan:
-    """Plan and rewrite `partition` in place; returns the plan. `consume`: the backward runs at most once."""
+def decide(partition: Partition, options: PlanOptions, *, budget: Budget | None = None, priced: bool = False) -> Plan:
+    """Plan `partition` without changing it. `priced`: groups may be recomputed, which takes another partition."""
     machine = options.machine or Machine.default(_device(partition), torch.get_num_threads())
     plan = Plan(graph=fingerprint(partition))
-    for decide in plan_passes(options, machine):
-        plan = decide(partition, plan)
+    if options.profile is not None:
+        machine = options.profile.machine(machine, plan.graph)
+        if options.profile.of(plan.graph) is None:
+            log.info("the profile does not know graph %s, whose times are predicted", plan.graph)
+    for pass_ in plan_passes(options, machine, options.budget if budget is None else budget, priced=priced):
+        plan = pass_(partition, plan)
         verify.verify_plan(partition, plan)
+    return plan
+
+
+def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
+    """The partition that is predicted to be fastest within the budget, and its plan."""
+    recompute = options.recompute and functorch_config.activation_memory_budget == 1  # else the user recomputes
+    partition = joint.partition(keep_pristine=recompute)
+    plan = decide(partition, options)
+    if not recompute or plan.prediction is None or not _could_gain(plan.prediction):
+        return partition, plan
+    first, best, limits = partition, (partition, plan), plan.prediction.limits
+    tight, tried = limits, {frozenset[str]()}
+    for _ in range(RECOMPUTE_ROUNDS):
+        try:
+            priced = decide(first, options, budget=tight, priced=True)
+        except BudgetError:
+            break
+        if priced.recomputed_nodes in tried:
+            break
+        tried.add(priced.recomputed_nodes)
+        partition = joint.partition_again(priced.recomputed_nodes, priced.saved_nodes)
+        try:
+            plan = decide(partition, options, budget=limits)
+        except BudgetError as error:  # the chains need memory that their prices do not tell of
+            tight = Limits(tight.memory - (error.least - limits.memory), tight.kept)
+            continue
+        if _seconds(plan) < (1 - GAIN) * _seconds(best[1]):
+            best = (partition, plan)
+        break
+    return best
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.solution.outcome.seconds
+
+
+def _could_gain(prediction: Prediction) -> bool:
+    """Whether so much of the step is no compute that computing more could pay."""
+    seconds = prediction.solution.outcome.seconds
+    return seconds - sum(prediction.modelled.step.seconds) > GAIN * seconds
+
+
+def run(partition: Partition, options: PlanOptions, *, consume: bool) -> Plan:
+    """Plan and rewrite `partition` in place; returns the plan. `consume`: the backward runs at most once."""
+    plan = decide(partition, options)
+    rewrite(partition, plan, options, consume=consume)
+    return plan
+
+
+def rewrite(partition: Partition, plan: Plan, options: PlanOptions, *, consume: bool) -> None:
+    """Put the nodes of the plan into both graphs, and write the dump if one is wanted."""
     _tell_dynamic(plan, options)
     names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
     before = verify.Before.of(partition)
@@ -64,7 +142,6 @@ def run(partition: Partition, options: PlanOptions, *, consume: bool) -> Plan:
         verify.verify_graphs(partition, plan, before)
     if options.dump_dir:
         dump.write(Path(options.dump_dir), partition, plan, dump.table(plan, *names))
-    return plan
 
 
 def _tell_dynamic(plan: Plan, options: PlanOptions) -> None:

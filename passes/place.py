@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.simulate import Choice, Step, Transfer
+from ssd_fx.passes.simulate import Choice, Step, Transfer, first_uses
 
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
 # is early costs some memory within the limit while one that is late costs a stall.
@@ -55,6 +55,7 @@ class _Placing:
     ) -> None:
         self.margin = margin
         self.step, self.machine, self.limit, self.prefetch = step, machine, limit, prefetch
+        self.firsts = first_uses(step, choices)
         self.offloaded = [i for i, c in enumerate(choices) if c is Choice.OFFLOAD]
         self.starts = self._starts(choices) if starts is None else starts
         self.free = self._free(
@@ -72,28 +73,28 @@ class _Placing:
             return None
         self._release_when_written(order)
         loads = self._loads()
-        return {i: Transfer(self.store_after[i], *self.released[i], loads[i]) for i in self.offloaded}
+        return {i: Transfer(self.store_after[i], *self.released[i], *loads[i]) for i in self.offloaded}
 
     def _starts(self, choices: Sequence[Choice]) -> list[float]:
         """When every operator starts if nothing stalls."""
         seconds, machine = list(self.step.seconds), self.machine
-        for item, choice in zip(self.step.items, choices, strict=True):
+        for item, first, choice in zip(self.step.items, self.firsts, choices, strict=True):
             if choice is Choice.RECOMPUTE:
-                seconds[item.first_use] += item.recompute_s
+                seconds[first] += item.recompute_s
             elif choice is Choice.OFFLOAD:
                 own = 2 * machine.node_s + machine.drag_s_per_byte * item.nbytes
                 seconds[item.produced] += own
-                seconds[item.first_use] += own
+                seconds[first] += own
         return [0.0, *itertools.accumulate(seconds)]
 
     def _free(self, choices: Sequence[Choice]) -> list[float]:
         change = [0.0] * (len(self.step.seconds) + 1)
-        for item, choice in zip(self.step.items, choices, strict=True):
+        for item, first, choice in zip(self.step.items, self.firsts, choices, strict=True):
             change[item.produced] += item.nbytes
             change[item.last_bwd_use + 1] -= item.nbytes
             if choice is not Choice.KEEP:
                 change[item.last_use + 1] -= item.nbytes
-                change[item.first_use] += item.nbytes
+                change[first] += item.nbytes
         return [self.limit - b - u for b, u in zip(self.step.base, itertools.accumulate(change), strict=False)]
 
     def _write_order(self) -> list[int]:
@@ -155,7 +156,7 @@ class _Placing:
             at, block = self.released[i]
             if block or at < last:
                 continue
-            until = min(bisect_left(self.starts, self.written[i]), items[i].first_use)
+            until = min(bisect_left(self.starts, self.written[i]), self.firsts[i])
             span = range(self.step.forward, until)
             if any(self.free[p] < items[i].nbytes for p in span):
                 self.released[i] = (last, True)
@@ -163,11 +164,12 @@ class _Placing:
             for p in span:
                 self.free[p] -= items[i].nbytes
 
-    def _loads(self) -> dict[int, int]:
+    def _loads(self) -> dict[int, tuple[int, bool]]:
+        """Where each load stands, and whether only memory keeps it from standing earlier."""
         items, free = self.step.items, self.free
-        by_deadline = sorted(self.offloaded, key=lambda i: (items[i].first_use, i))
+        by_deadline = sorted(self.offloaded, key=lambda i: (self.firsts[i], i))
         wanted = self._latest_starts(by_deadline)
-        loads: dict[int, int] = {}
+        loads: dict[int, tuple[int, bool]] = {}
         window: list[int] = []
         ahead = earliest = 0
         for i in by_deadline:
@@ -177,14 +179,14 @@ class _Placing:
             while ahead > self.prefetch and len(window) > 1:
                 first = window.pop(0)
                 ahead -= items[first].nbytes
-                earliest = max(earliest, items[first].first_use)
-            begin = max(wanted[i], min(earliest, item.first_use))
-            at = item.first_use
+                earliest = max(earliest, self.firsts[first])
+            begin = max(wanted[i], min(earliest, self.firsts[i]))
+            at = self.firsts[i]
             while at > begin and free[at - 1] >= item.nbytes:
                 at -= 1
-            for p in range(at, item.first_use):
+            for p in range(at, self.firsts[i]):
                 free[p] -= item.nbytes
-            loads[i] = at
+            loads[i] = (at, at > begin)
         return loads
 
     def _latest_starts(self, by_deadline: list[int]) -> dict[int, int]:
@@ -192,8 +194,8 @@ class _Placing:
         for i in reversed(by_deadline):
             item = self.step.items[i]
             seconds = self.machine.latency_s + self.margin * item.nbytes / self.machine.read_bw
-            lane = min(lane, self.starts[item.first_use]) - seconds
-            wanted[i] = min(max(bisect_right(self.starts, lane) - 1, self.step.forward), item.first_use)
+            lane = min(lane, self.starts[self.firsts[i]]) - seconds
+            wanted[i] = min(max(bisect_right(self.starts, lane) - 1, self.step.forward), self.firsts[i])
         return wanted
 
 

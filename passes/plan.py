@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -34,7 +34,17 @@ class Offload:
     """The group is stored once, released in the forward, and loaded again in the backward."""
 
 
-Decision = Keep | Offload
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The group is computed again in the backward, by running the nodes of these names again.
+
+    Only a plan that says how to partition once more has such groups; in the one that is carried out nobody saves them.
+    """
+
+    nodes: frozenset[str]
+
+
+Decision = Keep | Offload | Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,19 @@ class AliasGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """What the user wants of a group, and who said so.
+
+    `tier` is a hint where it should go: `"host"`, `"ssd"` or empty. `itself`: the tensor was named, not its module.
+    """
+
+    decision: Literal["keep", "offload", "prefer_offload"]
+    reason: str
+    tier: Literal["host", "ssd", ""] = ""
+    itself: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Lifetime:
     """Positions are indices of nodes in their graph; times are predicted, in ms from the start of their graph."""
 
@@ -93,7 +116,8 @@ class Lifetime:
 class Points:
     """Where the four nodes of an offloaded group go, as indices into the graphs before insertion.
 
-    `block`: the release waits for its write, because the budget needs the memory there.
+    `block`: the release waits for its write, because the budget needs the memory there. `strict`: there is no memory to
+    load it earlier.
     """
 
     store_after: int
@@ -101,6 +125,7 @@ class Points:
     load_before: int
     wait_before: int
     block: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +140,36 @@ class Timeline:
     backward_begin: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What computing a group again costs: predicted seconds, the names of the nodes that must run again, and the slots
+    of the groups that they read."""
+
+    seconds: float
+    nodes: frozenset[str]
+    needs: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A budget in bytes: of the memory curve above the level before the step, and of what may be kept of what can
+    leave."""
+
+    memory: float
+    kept: float
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What the simulator says of a plan. Bytes are above the level before the step: parameters do not count.
 
-    `limit`: the memory that the budget allows; `floor`: the peak that infinitely fast I/O would leave; `everything`:
+    `limits`: what the budget allows; `floor`: the peak that infinitely fast I/O would leave; `everything`:
     the peak with everything kept.
     """
 
     modelled: Modelled
     solution: Solution
-    limit: float
+    limits: Limits
     floor: int
     everything: int
 
@@ -136,10 +180,13 @@ class Plan:
 
     graph: str
     groups: tuple[AliasGroup, ...] = ()
+    marks: MappingProxyType[int, Mark] = field(default_factory=lambda: MappingProxyType({}))
+    modules: MappingProxyType[int, str] = field(default_factory=lambda: MappingProxyType({}))
     timeline: Timeline | None = None
     lifetimes: MappingProxyType[int, Lifetime] = field(default_factory=lambda: MappingProxyType({}))
     decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))
     points: MappingProxyType[int, Points] = field(default_factory=lambda: MappingProxyType({}))
+    prices: MappingProxyType[int, Price] = field(default_factory=lambda: MappingProxyType({}))
     prediction: Prediction | None = None
 
     @property
@@ -150,6 +197,17 @@ class Plan:
     @property
     def offloaded(self) -> tuple[AliasGroup, ...]:
         return tuple(g for g in self.groups if isinstance(self.decisions.get(g.slot), Offload))
+
+    @property
+    def recomputed_nodes(self) -> frozenset[str]:
+        """Names of the nodes that run again for the groups that are to be recomputed."""
+        return frozenset().union(*(d.nodes for d in self.decisions.values() if isinstance(d, Recompute)))
+
+    @property
+    def saved_nodes(self) -> frozenset[str]:
+        """Names of the saved nodes and of the bases of what is not to be recomputed."""
+        stay = [g for g in self.groups if not isinstance(self.decisions.get(g.slot), Recompute)]
+        return frozenset(name for g in stay for name in (g.base, *(m.name for m in g.members)))
 
     @property
     def offloaded_bytes(self) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, simulate
+from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, first_uses, simulate
 
 TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
 
@@ -70,6 +70,9 @@ def _played(step: Step, machine: Machine, plan: Draft, limit: float, share_bytes
     choices, transfers = plan
     if kept_bytes(step, choices) > share_bytes:
         return None
+    firsts = first_uses(step, choices)
+    if any(t.load_before > firsts[i] for i, t in transfers.items()):
+        return None  # something else that is recomputed needs it earlier
     outcome = simulate(step, choices, transfers, machine)
     return Solution(choices, transfers, outcome) if outcome.peak <= limit else None
 

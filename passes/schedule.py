@@ -29,4 +29,5 @@ def _points(plan: Plan, prediction: Prediction, slot: int, item: int) -> Points:
         load_before=begins[transfer.load_before],
         wait_before=life.first_bwd_use,
         block=transfer.block,
+        strict=transfer.strict,
     )

@@ -31,7 +31,10 @@ class Choice(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Item:
     """An alias group: `nbytes`, and the operators that produce it, read it last in the forward, first and last in the
-    backward. `recompute_s`: seconds to compute it again, infinite where that cannot be. `choices`: what is allowed."""
+    backward.
+
+    `choices`: what is allowed. `recompute_s`: seconds to compute it again, for which the items `needs` must be there.
+    """
 
     nbytes: int
     produced: int
@@ -40,6 +43,7 @@ class Item:
     last_bwd_use: int
     recompute_s: float = math.inf
     choices: frozenset[Choice] = frozenset({Choice.KEEP, Choice.OFFLOAD})
+    needs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,15 @@ class Step:
 class Transfer:
     """Where the four nodes of an offloaded item stand: store and release behind an operator, load and wait before one.
 
-    `block`: the release returns when the write is done. Without it the memory is gone when the write is.
+    `block`: the release returns when the write is done. Without it the memory is gone when the write is. `strict`: the
+    load would stand earlier if there was memory for it.
     """
 
     store_after: int
     release_after: int
     block: bool
     load_before: int
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Outcome:
 
 def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine) -> Outcome:
     """Play one step. `transfers` has an entry for every item that is offloaded."""
-    count = len(step.seconds)
+    count, firsts = len(step.seconds), first_uses(step, choices)
     extra = [0.0] * count  # seconds that choices add to operators
     stores: dict[int, list[int]] = {}
     releases: dict[int, list[int]] = {}
@@ -99,21 +105,21 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     for i, choice in enumerate(choices):
         item = step.items[i]
         if choice is Choice.RECOMPUTE:
-            extra[item.first_use] += item.recompute_s
+            extra[firsts[i]] += item.recompute_s
         elif choice is Choice.OFFLOAD:
             transfer = transfers[i]
             stores.setdefault(transfer.store_after, []).append(i)
             releases.setdefault(transfer.release_after, []).append(i)
             loads.setdefault(transfer.load_before, []).append(i)
-            waits.setdefault(item.first_use, []).append(i)
+            waits.setdefault(firsts[i], []).append(i)
             written += item.nbytes
             drag = machine.drag_s_per_byte * item.nbytes
             extra[transfer.store_after] += 2 * machine.node_s + drag
-            extra[item.first_use] += 2 * machine.node_s + drag
+            extra[firsts[i]] += 2 * machine.node_s + drag
     for together in stores.values():
         together.sort(key=lambda i: (not transfers[i].block, step.items[i].last_use))  # what is waited for first
     for together in loads.values():
-        together.sort(key=lambda i: step.items[i].first_use)  # soonest needed
+        together.sort(key=lambda i: firsts[i])  # soonest needed
     now = write_lane = read_lane = write_stall = read_stall = 0.0
     write_end: dict[int, float] = {}
     read_end: dict[int, float] = {}
@@ -139,8 +145,18 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
                 write_stall += write_end[i] - now
                 now = write_end[i]
     starts.append(now)
-    memory = _memory(step, choices, transfers, starts, write_end)
+    memory = _memory(step, choices, transfers, starts, write_end, firsts)
     return Outcome(now, write_stall, read_stall, memory, written, tuple(starts), write_end)
+
+
+def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:
+    """The operator before which every item must be there in the backward: recomputing one needs others earlier."""
+    firsts = [item.first_use for item in step.items]
+    recomputed = [i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
+    for i in sorted(recomputed, key=lambda i: -step.items[i].produced):  # what needs an item is produced later
+        for needed in step.items[i].needs:
+            firsts[needed] = min(firsts[needed], firsts[i])
+    return firsts
 
 
 def _memory(
@@ -149,6 +165,7 @@ def _memory(
     transfers: Mapping[int, Transfer],
     starts: Sequence[float],
     write_end: Mapping[int, float],
+    firsts: Sequence[int],
 ) -> tuple[int, ...]:
     change = [0] * (len(step.seconds) + 1)
 
@@ -162,7 +179,7 @@ def _memory(
             alive(item.produced, item.last_bwd_use, item.nbytes)
         elif choice is Choice.RECOMPUTE:
             alive(item.produced, item.last_use, item.nbytes)
-            alive(item.first_use, item.last_bwd_use, item.nbytes)
+            alive(firsts[i], item.last_bwd_use, item.nbytes)
         else:
             transfer = transfers[i]
             gone = transfer.release_after

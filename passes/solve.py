@@ -26,6 +26,14 @@ KICKS = 40  # random choices that lead nowhere before the search ends
 MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 
 
+class BudgetError(ValueError):
+    """No choices meet the budget; `least` is the memory in bytes that can be met."""
+
+    def __init__(self, limit: float, least: int) -> None:
+        super().__init__(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
+        self.least = least
+
+
 def solve(
     step: Step,
     machine: Machine,
@@ -41,17 +49,17 @@ def solve(
     first, so that its write is cancelled.
 
     Raises:
-        ValueError: no choices meet `limit`; the message says the least that can be met.
+        BudgetError: no choices meet `limit`; the message says the least that can be met.
     """
     least = floor(step)
     if limit < least:
-        raise ValueError(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
+        raise BudgetError(limit, least)
     search = _Search(step, machine, limit, share_bytes, prefetch, may_rest)
     search.families()
     if not search.is_cheapest():
         search.improve()
     if search.best is None:
-        raise ValueError(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
+        raise BudgetError(limit, least)
     if search.is_cheapest():
         return search.best
     best = search.best

@@ -10,7 +10,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ssd_fx.passes.footprint import buffers
 from ssd_fx.passes.partition import Partition, storage_key, tensor_of
@@ -28,26 +28,15 @@ class Modelled:
     ends: tuple[int, ...]
 
 
-def model(
-    partition: Partition,
-    plan: Plan,
-    choices: Mapping[int, frozenset[Choice]],
-    recompute_s: Mapping[int, float] | None = None,
-) -> Modelled:
+def model(partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]]) -> Modelled:
     """`choices`: what is allowed for every slot with a lifetime; a group that may only be kept is no item."""
-    return _Modelling(partition, plan, choices, recompute_s or {}).run()
+    return _Modelling(partition, plan, choices).run()
 
 
 class _Modelling:
-    def __init__(
-        self,
-        partition: Partition,
-        plan: Plan,
-        choices: Mapping[int, frozenset[Choice]],
-        recompute_s: Mapping[int, float],
-    ) -> None:
+    def __init__(self, partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]]) -> None:
         assert plan.timeline is not None
-        self.partition, self.plan, self.choices, self.recompute_s = partition, plan, choices, recompute_s
+        self.partition, self.plan, self.choices = partition, plan, choices
         self.timeline, self.lifetimes = plan.timeline, plan.lifetimes
         self.groups = [g for g in plan.groups if g.slot in plan.lifetimes]
 
@@ -74,6 +63,8 @@ class _Modelling:
                 continue
             items.append(item)
             slots.append(group.slot)
+        index = {slot: i for i, slot in enumerate(slots)}
+        items = [replace(item, needs=self._needs(slot, index)) for slot, item in zip(slots, items, strict=True)]
         step = Step(tuple(seconds), tuple(base), count, tuple(items))
         return Modelled(step, tuple(slots), tuple(begins), tuple(ends))
 
@@ -107,9 +98,13 @@ class _Modelling:
             operator(forward, life.last_fwd_use),
             count + operator(backward, life.first_bwd_use),
             count + operator(backward, life.last_bwd_use),
-            self.recompute_s.get(group.slot, math.inf),
+            self.plan.prices[group.slot].seconds if group.slot in self.plan.prices else math.inf,
             self.choices[group.slot],
         )
+
+    def _needs(self, slot: int, index: Mapping[int, int]) -> tuple[int, ...]:
+        price = self.plan.prices.get(slot)
+        return tuple(sorted(index[s] for s in price.needs if s in index)) if price else ()
 
     def _base(self) -> tuple[list[int], list[int]]:
         """Bytes alive during every node of both graphs that are no group's: transients, gradients, outputs, and what

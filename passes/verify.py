@@ -1,37 +1,49 @@
 """What must hold of a plan and of the rewritten graphs; checked after every pass.
 
-Each rule raises `VerifyError`, which says what is broken, where, and which pass must see to it.
+Each rule raises `VerifyError`, which says what is broken, where, and which pass must see to it. What Inductor then
+makes of the graphs is checked by `audit.py`; that extents of live groups do not overlap is the runtime's, whose
+allocator decides it (`runtime/extents.py`, `tests/runtime/test_runtime_extents.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
-from ssd_fx.passes.partition import Partition, storage_key, tensor_of
+from ssd_fx.passes.before import Before
+from ssd_fx.passes.fault import VerifyError, require
+from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
 from ssd_fx.passes.plan import AliasGroup, Offload, Plan
 
+__all__ = ["Before", "PlanRule", "VerifyError", "seq_of", "verify_graphs", "verify_plan"]
+
 ops = torch.ops.ssd_fx
+PlanRule = Callable[[Partition, Plan], None]  # raises VerifyError
 
 
-class VerifyError(RuntimeError):
-    """A plan or a rewritten graph broke a rule: a bug in a pass, never the fault of a model."""
-
-
-def verify_plan(partition: Partition, plan: Plan) -> None:
-    """Check as much of the plan as there is."""
+def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] = ()) -> None:
+    """Check as much of the plan as there is, and `rules` of the caller's beside it."""
     forward = {n.name: i for i, n in enumerate(partition.forward.graph.nodes)}
     members = [m.name for g in plan.groups for m in g.members]
-    _require(len(members) == len(set(members)), "a saved tensor is in two alias groups", "alias")
+    require(len(members) == len(set(members)), "a saved tensor is in two alias groups", "alias")
+    unsaved = sorted(set(members) - {n.name for n in partition.saved})
+    require(not unsaved, f"members {unsaved} are not saved", "alias")
+    slots = {g.slot for g in plan.groups}
+    require(len(slots) == len(plan.groups), "two alias groups have one slot", "alias")
+    require(set(plan.decisions) <= slots, "a decision is about no alias group", "select")
+    require(not plan.decisions or set(plan.decisions) == slots, "an alias group has no decision", "select")
+    offloaded = {g.slot for g in plan.offloaded}
+    require(not plan.points or set(plan.points) == offloaded, "points and offloaded groups differ", "schedule")
     for group in plan.groups:
-        _require(group.base in forward, f"base {group.base!r} of slot {group.slot} is not in the forward", "alias")
+        require(group.base in forward, f"base {group.base!r} of slot {group.slot} is not in the forward", "alias")
         if isinstance(plan.decisions.get(group.slot), Offload):
-            _require(not group.obstacle, f"{group.base!r} is offloaded but {group.obstacle}", "select")
+            require(not group.obstacle, f"{group.base!r} is offloaded but {group.obstacle}", "select")
             _verify_points(plan, group)
+    for rule in rules:
+        rule(partition, plan)
 
 
 def _verify_points(plan: Plan, group: AliasGroup) -> None:
@@ -47,119 +59,122 @@ def _verify_points(plan: Plan, group: AliasGroup) -> None:
         (points.wait_before <= life.first_bwd_use, f"{name!r} is used in the backward before its wait"),
     )
     for holds, text in rules:
-        _require(holds, text, "schedule")
-
-
-@dataclass(frozen=True)
-class Before:
-    """What must be the same after the rewrite.
-
-    `outputs`: names of the outputs that the caller sees. `unpaired`: saved outputs without a backward placeholder of
-    their name, such as the state of a random generator, which PyTorch's partitioner names differently on both sides.
-    """
-
-    outputs: tuple[str, ...]
-    unpaired: frozenset[str]
-
-    @staticmethod
-    def of(partition: Partition) -> Before:
-        placeholders = partition.bwd_placeholders
-        unpaired = frozenset(n.name for n in partition.saved if n.name not in placeholders)
-        return Before(tuple(n.name for n in partition.kept_outputs), unpaired)
+        require(holds, text, "schedule")
 
 
 def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
     """Check the rewritten graphs against the plan and against what they were."""
     for module in (partition.forward, partition.backward):
         module.graph.lint()
-    outputs = tuple(n.name for n in partition.kept_outputs)
-    _require(outputs == before.outputs, "an output of the model changed", "insert")
+    _verify_saved(partition, plan, before)
+    _verify_forward(partition, plan)
+    _verify_backward(partition, plan)
+    before.verify(partition)
+
+
+def _verify_saved(partition: Partition, plan: Plan, before: Before) -> None:
     placeholders = partition.bwd_placeholders
     paired = [n for n in partition.saved if n.name not in before.unpaired]
     for node in paired:
-        _require(
-            node.name in placeholders, f"saved {node.name!r} has no placeholder of its name in the backward", "insert"
-        )
+        text = f"saved {node.name!r} has no placeholder of its name in the backward"
+        require(node.name in placeholders, text, "insert", partition.fwd_output)
     saved_order = [n.name for n in paired if isinstance(n.meta.get("val"), torch.Tensor)]
     backward_order = [n for n in placeholders if n in set(saved_order)]
-    _require(saved_order == backward_order, "saved tensors and backward inputs differ in order", "insert")
-    _verify_forward(partition, plan)
-    _verify_backward(partition, plan)
+    require(saved_order == backward_order, "saved tensors and backward inputs differ in order", "insert")
+    left = {m.name for g in plan.offloaded for m in g.members} & {n.name for n in partition.saved}
+    require(not left, f"{sorted(left)} are offloaded and saved too", "insert", partition.fwd_output)
 
 
 def _verify_forward(partition: Partition, plan: Plan) -> None:
     nodes = list(partition.forward.graph.nodes)
     position = {n: i for i, n in enumerate(nodes)}
-    _require(
-        _in_sequence(nodes, (ops.store.default, ops.wait_store_.default)), "forward nodes are out of order", "insert"
-    )
     stores = [n for n in nodes if n.target is ops.store.default]
-    _require(len(stores) == len(plan.offloaded), "stores and offloaded groups differ in number", "insert")
-    storages: dict[int, list[fx.Node]] = {}
-    for node in nodes:
-        tensor = tensor_of(node)
-        key = storage_key(tensor) if tensor is not None else None
-        if key is not None:
-            storages.setdefault(key, []).append(node)
+    require(len(stores) == len(plan.offloaded), "stores and offloaded groups differ in number", "insert")
+    slots = {_argument(n, "slot") for n in stores}
+    require(slots == {g.slot for g in plan.offloaded}, f"slots {slots} are stored, others planned", "insert")
+    by_storage, saved = nodes_by_storage(nodes), set(partition.saved)
     for store in stores:
+        text = f"the handle {store.name!r} is not saved"
+        require(partition.saved.count(store) == 1, text, "insert", partition.fwd_output)
         releases = [u for u in store.users if u.target is ops.wait_store_.default]
-        _require(len(releases) == 1, f"store {store.name!r} has {len(releases)} releases instead of one", "insert")
-        release, base = releases[0], store.args[0]
-        assert isinstance(base, fx.Node)
-        _require(release.args[1] is base, f"release of {store.name!r} holds another tensor than was stored", "insert")
-        key = storage_key(base.meta["val"])
+        text = f"store {store.name!r} has {len(releases)} releases instead of one"
+        require(len(releases) == 1, text, "insert", store)
+        release, stored = releases[0], store.args[0]
+        assert isinstance(stored, fx.Node)
+        text = f"release of {store.name!r} holds another tensor than was stored"
+        require(release.args[1] is stored, text, "insert", release)
+        require(
+            position[store] < position[release], f"{store.name!r} is released before it is stored", "insert", release
+        )
+        key = storage_key(stored.meta["val"])
         assert key is not None
-        for alias in storages[key]:
-            _require(not _writes(alias.users, alias), f"{alias.name!r} is written after its store", "alias")
-            readers = [u for u in alias.users if u.op != "output" and position[u] > position[release]]
-            _require(not readers, f"{alias.name!r} is read after its release {release.name!r}", "schedule")
-            _require(alias not in partition.saved, f"{alias.name!r} is offloaded and saved too", "insert")
+        for alias in by_storage[key]:
+            require(alias not in saved, f"{alias.name!r} is offloaded and saved too", "insert", partition.fwd_output)
+            for user in alias.users:
+                written = _writes(user, alias) and position[user] > position[store]
+                require(not written, f"{alias.name!r} is written after its store", "alias", user)
+                read = user.op != "output" and position[user] > position[release]
+                require(not read, f"{alias.name!r} is read after its release {release.name!r}", "schedule", user)
+    _verify_sequence(nodes, (ops.store.default, ops.wait_store_.default), "forward")
 
 
 def _verify_backward(partition: Partition, plan: Plan) -> None:
     nodes = list(partition.backward.graph.nodes)
     position = {n: i for i, n in enumerate(nodes)}
-    _require(
-        _in_sequence(nodes, (ops.load.default, ops.wait_load_.default)), "backward nodes are out of order", "insert"
-    )
     loads = [n for n in nodes if n.target is ops.load.default]
-    _require(len(loads) == len(plan.offloaded), "loads and offloaded groups differ in number", "insert")
+    require(len(loads) == len(plan.offloaded), "loads and offloaded groups differ in number", "insert")
+    handles = {n.name for n in partition.forward.graph.nodes if n.target is ops.store.default}
+    loaded = [getattr(n.args[0], "name", "") for n in loads]
+    require(sorted(loaded) == sorted(handles), f"{sorted(loaded)} are loaded, {sorted(handles)} stored", "insert")
+    by_storage = nodes_by_storage(nodes)
     for load in loads:
         waits = [u for u in load.users if u.target is ops.wait_load_.default]
-        _require(len(waits) == 1, f"load {load.name!r} has {len(waits)} waits instead of one", "insert")
-        early = [u.name for u in load.users if u is not waits[0] and position[u] < position[waits[0]]]
-        _require(not early, f"load {load.name!r} is used by {early} before its wait", "schedule")
-        tensor, size, stride = tensor_of(load), load.args[1], load.args[2]
-        same = tensor is not None and list(tensor.shape) == size and list(tensor.stride()) == stride
-        _require(same, f"load {load.name!r} says another layout than its value has", "insert")
+        require(len(waits) == 1, f"load {load.name!r} has {len(waits)} waits instead of one", "insert", load)
+        wait = waits[0]
+        require(wait.args[1] is load.args[0], f"wait of {load.name!r} has the handle of another", "insert", wait)
+        tensor = tensor_of(load)
+        assert tensor is not None
+        for user in (u for alias in by_storage.get(storage_key(tensor) or 0, [load]) for u in alias.users):
+            text = f"load {load.name!r} is used by {user.name!r} before its wait"
+            require(user is wait or position[user] > position[wait], text, "schedule", user)
+        same = _same(tensor.shape, load.args[1]) and _same(tensor.stride(), load.args[2])
+        require(same, f"load {load.name!r} says another layout than its value has", "insert", load)
+    _verify_sequence(nodes, (ops.load.default, ops.wait_load_.default), "backward")
 
 
-def _writes(users: Iterable[fx.Node], alias: fx.Node) -> bool:
+def _same(sizes: Iterable[object], given: object) -> bool:
+    """Whether an argument says these sizes; symbols are compared by name, so that no guard comes of it."""
+    assert isinstance(given, (list, tuple))
+    return [str(s) for s in sizes] == [str(g.meta["val"] if isinstance(g, fx.Node) else g) for g in given]
+
+
+def _writes(user: fx.Node, alias: fx.Node) -> bool:
     """Whether a node other than ours writes into `alias` in place."""
-    for user in users:
-        if not isinstance(user.target, torch._ops.OpOverload) or user.target.namespace == "ssd_fx":
-            continue
-        for arg, info in zip(user.args, user.target._schema.arguments, strict=False):
-            if arg is alias and info.alias_info is not None and info.alias_info.is_write:
-                return True
+    if not isinstance(user.target, torch._ops.OpOverload) or user.target.namespace == "ssd_fx":
+        return False
+    schema = user.target._schema.arguments
+    given = [*zip(user.args, schema, strict=False), *((user.kwargs.get(a.name), a) for a in schema)]
+    for value, info in given:
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        if info.alias_info is not None and info.alias_info.is_write and any(v is alias for v in values):
+            return True
     return False
 
 
-def _in_sequence(nodes: list[fx.Node], targets: tuple[object, object]) -> bool:
-    """Whether our nodes stand in the order of their `seq` argument."""
-    seqs = [seq_of(n) for n in nodes if n.target in targets]
-    return seqs == sorted(seqs)
+def _verify_sequence(nodes: list[fx.Node], targets: tuple[object, object], name: str) -> None:
+    """Our nodes stand in the order of their `seq` argument, which counts from 0 without a gap."""
+    for expected, node in enumerate(n for n in nodes if n.target in targets):
+        text = f"{name} nodes are out of order: {node.name!r} has seq {seq_of(node)} and stands at {expected}"
+        require(seq_of(node) == expected, text, "insert", node)
 
 
 def seq_of(node: fx.Node) -> int:
     """The planned position that one of our nodes carries."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
-    seq = node.args[names.index("seq")]
+    seq = _argument(node, "seq")
     assert isinstance(seq, int)
     return seq
 
 
-def _require(holds: bool, text: str, culprit: str) -> None:
-    if not holds:
-        raise VerifyError(f"{text}; see pass {culprit!r}")
+def _argument(node: fx.Node, name: str) -> object:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.args[[a.name for a in node.target._schema.arguments].index(name)]

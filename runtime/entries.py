@@ -69,6 +69,7 @@ class Entry:
     extent: Extent | None = None
     write: Completion | None = None
     early: bool = False
+    strict: bool = False  # there is no memory to read it before the plan says
     run: "Run | None" = None
     ahead: Load | None = None
     loads: list[Load] = field(default_factory=list)

@@ -26,19 +26,21 @@ from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
 
 _SCHEMAS = (
-    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes) -> ()",
+    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes,"
+    " str positions='') -> ()",
     "store(Tensor x, str config, str graph, int slot, int seq) -> Tensor",
     "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
-    "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq, bool consume)"
-    " -> Tensor",
+    "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq, bool consume,"
+    " bool strict=False) -> Tensor",
     "wait_load_(Tensor(a!) x, Tensor handle, int seq) -> ()",
 )
 
 
-def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
+def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, positions: str = "") -> None:
     started = time.perf_counter()
     if offloaded_bytes:
         HUGE_PAGES.follow()
+        trace.positions[graph] = positions
         get_store(config).begin(graph)  # directories that cannot be used are an error before anything was computed
     counters(graph).begin(saved_bytes, offloaded_bytes)
     trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
@@ -61,11 +63,12 @@ def _load(
     device: torch.device,
     seq: int,
     consume: bool,
+    strict: bool = False,
 ) -> Tensor:
     entry = lookup(handle)
     if device.type != entry.device.type:
         raise RuntimeError(f"{entry.name} was stored from {entry.device} and cannot be loaded to {device}")
-    return entry.store.load(entry, Layout(tuple(size), tuple(stride), dtype), seq, consume)
+    return entry.store.load(entry, Layout(tuple(size), tuple(stride), dtype), seq, consume, strict)
 
 
 def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
@@ -73,7 +76,9 @@ def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
     entry.store.wait_load_(entry, x, seq)
 
 
-def _fake_begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
+def _fake_begin(
+    token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, positions: str = ""
+) -> None:
     return
 
 
@@ -81,9 +86,7 @@ def _fake_store(x: Tensor, config: str, graph: str, slot: int, seq: int) -> Tens
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _fake_wait_store(
-    handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False
-) -> None:
+def _fake_wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
     return
 
 
@@ -95,6 +98,7 @@ def _fake_load(
     device: torch.device,
     seq: int,
     consume: bool,
+    strict: bool = False,
 ) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 

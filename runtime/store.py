@@ -81,12 +81,16 @@ class Store:
             c.forward(seq)
             self._record("release", entry, seq, started, entry.state.value)
 
-    def load(self, entry: Entry, asked: Layout, seq: int, consume: bool) -> Tensor:
-        """A tensor of that layout, valid after `wait_load_`."""
+    def load(self, entry: Entry, asked: Layout, seq: int, consume: bool, strict: bool = False) -> Tensor:
+        """A tensor of that layout, valid after `wait_load_`.
+
+        `strict`: the plan has no memory to read it earlier, whatever it is waited for.
+        """
         started = now()
         with GUARD.lock:
             self.writer.reap()
             where = entry.state
+            entry.strict = strict
             self._judge(entry)
             load = self.reader.begin(entry, asked, seq, consume)
             self.reader.start(load)
@@ -111,7 +115,7 @@ class Store:
             stall = now() - started
             if load:
                 self.reader.done(entry, load)
-                if load.read:
+                if load.read and not entry.strict:
                     self.habits.waited(entry.graph, entry.slot, stall)
                 self.prefetcher.advance()
             c = counters(entry.graph)

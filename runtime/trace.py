@@ -12,6 +12,9 @@ from collections import deque
 Event = tuple[str, str, int, int, float, float, int, str, str]
 
 LENGTH = 65536
+# By graph: where in the forward begin_ and our nodes stand, `|`, where in the backward; indices of the graph's nodes
+# before ours came, in planned order.
+positions: dict[str, str] = {}
 _events: deque[Event] = deque(maxlen=LENGTH)
 
 record = _events.append
@@ -23,5 +26,6 @@ def events() -> list[Event]:
 
 
 def clear() -> None:
-    """Forgets all events."""
+    """Forgets all events and positions."""
     _events.clear()
+    positions.clear()

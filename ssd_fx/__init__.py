@@ -2,8 +2,21 @@
 
 from ssd_fx.backend import backend
 from ssd_fx.config import Config
+from ssd_fx.marks import keep, offload
+from ssd_fx.profile import save_profile
 from ssd_fx.runtime.chrome import export as export_trace
 from ssd_fx.runtime.stats import GraphStats, Stats, reset_stats, stats
 
-__all__ = ["Config", "GraphStats", "Stats", "backend", "export_trace", "reset_stats", "stats"]
+__all__ = [
+    "Config",
+    "GraphStats",
+    "Stats",
+    "backend",
+    "export_trace",
+    "keep",
+    "offload",
+    "reset_stats",
+    "save_profile",
+    "stats",
+]
 __version__ = "0.1.0"

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ssd_fx import calibrate, patterns
 from ssd_fx.config import Config
 from ssd_fx.errors import user_errors
-from ssd_fx.passes.partitioner import Partitioner
+from ssd_fx.passes.machine import Machine
+from ssd_fx.passes.marks import LiftMarks
+from ssd_fx.passes.partitioner import Partitioner, source_digest
 from ssd_fx.passes.pipeline import PlanOptions
+from ssd_fx.profile import read_profile
 from ssd_fx.runtime import heap
+from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.extents import check_directory
 
 Compiled = Any  # what a backend returns: a callable; Inductor types it as whatever any of its modes yields
@@ -43,41 +50,86 @@ def backend(
                 check_directory(directory, allow_tmpfs=config.allow_tmpfs)
         if config.dump:
             os.makedirs(config.dump, exist_ok=True)
+        plan = _with_modules(plan_options(config, _device(inputs)), gm)
     heap.keep_freed_memory()
     if config.inner == "aot_eager":
-        return _aot_eager(gm, inputs, config)
-    return _inductor(gm, inputs, config, mode)
+        return _aot_eager(gm, inputs, plan)
+    return _inductor(gm, inputs, plan, mode)
 
 
-def plan_options(config: Config, *, hand_over: bool = True) -> PlanOptions:
-    """What the passes need of the options."""
+def plan_options(config: Config, device: torch.device, *, hand_over: bool = True) -> PlanOptions:
+    """What the passes need of the options for graphs that compute on `device`.
+
+    Raises:
+        ValueError: the profile cannot be read.
+    """
     return PlanOptions(
-        budget=config.budget if isinstance(config.budget, float) else 0,  # bytes are the runtime's: one budget for all
+        budget=config.budget,  # bytes are the runtime's, one budget for all graphs: each plan only leaves room for them
+        recompute=config.recompute,
         min_bytes=config.min_bytes,
         prefetch=config.prefetch,
-        machine=None,
+        machine=machine_of(config, device),
         runtime_config=config.runtime_json(),
         hand_over=hand_over,
         dump_dir=config.dump,
+        profile=read_profile(config.profile) if config.profile else None,
+        keep=config.keep,
+        offload=config.offload,
     )
 
 
-def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], config: Config, mode: str | None) -> Compiled:
+def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:
+    """What only the Dynamo graph and the frame it was traced from know: marks, and the names of the modules.
+
+    Raises:
+        ValueError: a pattern of `keep` or `offload` that names no module.
+    """
+    roots = patterns.roots(gm)
+    named = (*options.keep, *options.offload)
+    patterns.check(named, gm, roots)
+    digest = patterns.annotation_digest(gm, names=bool(named))
+    return replace(options, roots=tuple(roots), annotations=digest)
+
+
+def machine_of(config: Config, device: torch.device) -> Machine:
+    """The rates to plan for, as the option `machine` says; the first call on a machine may measure for some seconds."""
+    if config.machine == "auto":
+        return calibrate.calibrated(parse(config.runtime_json()), device)
+    typical = Machine.default(device, torch.get_num_threads())
+    return typical if config.machine == "default" else typical.with_rates(json.loads(config.machine))
+
+
+def _device(inputs: Sequence[object]) -> torch.device:
+    """Where a graph with these inputs computes: on the first one that is not the CPU."""
+    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], plan: PlanOptions, mode: str | None) -> Compiled:
+    from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    from ssd_fx.passes import inductor
+    from ssd_fx.passes import inductor, order
 
     inductor.register()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
-    patches["custom_partitioner_fn"] = Partitioner(plan_options(config))
-    patches["_post_fusion_custom_pass"] = inductor.PinOrder()
+    patches["custom_partitioner_fn"] = Partitioner(plan)
+    patches["joint_custom_pre_pass"] = LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass))
+    patches["_post_fusion_custom_pass"] = order.PinOrder()
     return compile_fx(gm, list(inputs), config_patches=patches)
 
 
-def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], config: Config) -> Compiled:
+def _as_tuple(passes: Any) -> tuple[Any, ...]:
+    """Inductor takes one pass or, from torch 2.12 on, several."""
+    if passes is None:
+        return ()
+    return tuple(passes) if isinstance(passes, (list, tuple)) else (passes,)
+
+
+def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], plan: PlanOptions) -> Compiled:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=Partitioner(plan_options(config)))
+    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=Partitioner(plan))
     return compiler(gm, list(inputs))

@@ -1,6 +1,7 @@
 """The command `ssd-fx`: what this machine offers.
 
 ssd-fx check /mnt/nvme     is the directory fit for activations, and how fast does the runtime write and read there
+ssd-fx calibrate /mnt/nvme measure anew what the planner reckons with, and keep it in the cache directory
 ssd-fx info                versions, the device, whether GPUDirect Storage is real, and the default options
 """
 
@@ -17,8 +18,10 @@ from collections.abc import Sequence
 import torch
 
 import ssd_fx
+from ssd_fx import calibrate
 from ssd_fx.config import Config
 from ssd_fx.runtime import cufile
+from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.extents import check_directory
 
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20
@@ -30,9 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="write and read activations in a directory and print the rates")
     check.add_argument("directory")
+    measure = commands.add_parser("calibrate", help="measure the machine and a directory anew, for the planner")
+    measure.add_argument("directory")
     commands.add_parser("info", help="versions, device, GPUDirect Storage, default options")
     flags = parser.parse_args(argv)
-    return _check(flags.directory) if flags.command == "check" else _info()
+    if flags.command == "info":
+        return _info()
+    return _check(flags.directory) if flags.command == "check" else _calibrate(flags.directory)
 
 
 def _info() -> int:
@@ -41,6 +48,24 @@ def _info() -> int:
     for found in cufile.statuses():
         print(f"{found.name:8} {_gds(found)}")
     print(f"options  {json.dumps(dataclasses.asdict(Config.make()), default=str)}")
+    for section, entries in calibrate.cached().items():
+        for hardware, rates in entries.items():
+            print(f"{section:8} {hardware}\n         {json.dumps(rates)}")
+    return 0
+
+
+def _calibrate(directory: str) -> int:
+    try:
+        check_directory(directory)
+    except OSError as error:
+        print(f"unfit: {error}", file=sys.stderr)
+        return 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    started = time.perf_counter()
+    machine = calibrate.calibrated(parse(Config.make({"dirs": [directory]}).runtime_json()), device, anew=True)
+    for name, value in machine.rates().items():
+        print(f"{name:24} {value if isinstance(value, dict) else f'{value:.3g}'}")
+    print(f"measured in {time.perf_counter() - started:.1f} s; kept in {calibrate.cache_path()}")
     return 0
 
 

@@ -16,6 +16,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ssd_fx.passes.machine import Machine
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS
 
@@ -31,8 +34,10 @@ class Config:
     dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
         temporary directory.
     budget: saved tensors that may stay resident. A share of each graph's saved bytes (a float from 0 to 1): the plan
-        keeps that much, and offloads what idles longest. Bytes (`"2GiB"`, an int): one budget over all graphs of the
-        process, kept at run time; the oldest tensors leave first. Default: 0, all that can leave leaves.
+        keeps at most that share of what can leave, and memory stays as far below its peak with everything kept. Bytes
+        (`"2GiB"`, an int): one budget over all graphs of the process, kept at run time; the oldest tensors leave first.
+        `"auto"`: the least share that is predicted to cost no wait. Default: 0, all that can leave leaves.
+    recompute: compute tensors again instead where that is predicted to be faster than the drive. Default: on.
     min_bytes: smaller storages always stay. Default: 1 MiB.
     engine: `"auto"`, `"posix"` (direct file I/O) or `"memory"` (host memory, for comparisons).
     inner: the compiler behind: `"inductor"` or `"aot_eager"`.
@@ -47,10 +52,19 @@ class Config:
         nature), `"fp8"` or `"int8"` (lossy); or one per tier, `{"host": "bitpack", "ssd": "fp8"}` or
         `"host=bitpack,ssd=fp8"`.
     adapt: stop writing tensors that somebody else keeps anyway, read earlier what was waited for. Default: on.
+    keep: patterns of module names (`["head", "blocks.[0-3].attn", "*.norm"]`) whose saved tensors stay, whatever the
+        budget. Names are those of `named_modules()`; a pattern holds for everything inside the modules it names.
+    offload: patterns of module names whose saved tensors of at least `min_bytes` leave, whatever the budget. Where both
+        match, the innermost module decides, and `ssd_fx.keep(x)` or `ssd_fx.offload(x)` in the model before that.
+    machine: the rates that the plan is made for. `"auto"`: measured once, which takes some seconds, and kept in the
+        user's cache directory; `"default"`: typical ones, nothing is measured; or a dictionary (in the environment
+        JSON) of `ssd_fx.passes.machine.Machine`'s fields, e.g. `{"flops": 3e14, "write_bw": 6e9}`, to plan for another.
+    profile: a file that `ssd_fx.save_profile` wrote: the plan is made with its measured times. Default: none.
     """
 
     dirs: tuple[str, ...] = ()
-    budget: int | float = 0
+    budget: int | float | str = 0
+    recompute: bool = True
     min_bytes: int = _MIB
     engine: str = "auto"
     inner: str = "inductor"
@@ -63,6 +77,10 @@ class Config:
     host_budget: int = 0
     compression: tuple[tuple[str, str], ...] = ()
     adapt: bool = True
+    keep: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    machine: str = "auto"
+    profile: str = ""
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
@@ -128,18 +146,20 @@ def _parse_positive(name: str, value: object) -> int:
     return nbytes
 
 
-def parse_budget(name: str, value: object) -> int | float:
-    """A share of the saved bytes (`0.25`, `"25%"`) or a size.
+def parse_budget(name: str, value: object) -> int | float | str:
+    """A share of the saved bytes (`0.25`, `"25%"`), a size, or "auto".
 
     Raises:
         ValueError: neither.
     """
     right = (
         f"option {name}={value!r} is not a budget; "
-        "right would be a size such as '2GiB' or a share from 0.0 to 1.0 such as 0.25 or '25%'"
+        "right would be a size such as '2GiB', a share from 0.0 to 1.0 such as 0.25 or '25%', or 'auto'"
     )
     if isinstance(value, str):
         text = value.strip()
+        if text.lower() == "auto":
+            return "auto"
         share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
         if share:
             value = float(share[1]) / 100
@@ -207,6 +227,16 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(given.items()))
 
 
+def _parse_patterns(name: str, value: object) -> tuple[str, ...]:
+    """One pattern, several separated by commas, or a sequence of patterns."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
+        raise ValueError(
+            f"option {name}={value!r} is no list of module name patterns; right would be e.g. ['blocks.0', '*.mlp']"
+        )
+    return tuple(dict.fromkeys(p.strip() for p in parts if p.strip()))
+
+
 def _parse_path(name: str, value: object) -> str:
     if not isinstance(value, (str, Path)):
         raise ValueError(f"option {name}={value!r} is not a path")
@@ -223,9 +253,27 @@ def _parse_flag(name: str, value: object) -> bool:
     raise ValueError(f"option {name}={value!r} is neither true nor false")
 
 
+def _parse_machine(name: str, value: object) -> str:
+    """`"auto"`, `"default"`, or rates as a mapping or as JSON; these come back as canonical JSON."""
+    if value in ("auto", "default"):
+        return str(value)
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(given, Mapping):
+            raise ValueError("no dictionary of rates")
+        Machine.default(torch.device("cpu"), 1).with_rates(given)
+    except ValueError as error:
+        raise ValueError(
+            f"option {name}={value!r} is no machine ({error}); "
+            "right would be 'auto', 'default' or rates such as {\"flops\": 3e14, \"write_bw\": 6e9}"
+        ) from None
+    return json.dumps(dict(given), sort_keys=True)
+
+
 _PARSERS: dict[str, Any] = {
     "dirs": _parse_dirs,
     "budget": parse_budget,
+    "recompute": _parse_flag,
     "min_bytes": parse_bytes,
     "engine": _parse_engine,
     "inner": _parse_choice("inductor", "aot_eager"),
@@ -238,4 +286,8 @@ _PARSERS: dict[str, Any] = {
     "host_budget": parse_bytes,
     "compression": _parse_compression,
     "adapt": _parse_flag,
+    "keep": _parse_patterns,
+    "offload": _parse_patterns,
+    "machine": _parse_machine,
+    "profile": _parse_path,
 }

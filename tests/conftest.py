@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,10 @@ import torch
 import ssd_fx
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.store import close_stores
+
+# Tests of the I/O want their tensors on disk. Those of recomputing turn it on.
+os.environ.setdefault("SSD_FX_RECOMPUTE", "0")
+os.environ["SSD_FX_MACHINE"] = "default"  # plans do not depend on the machine, and nothing is measured
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,11 @@ BAD = [
     ({"dirs": 3}, r"dirs=3 is not a list of directories"),
     ({"dump": 3}, r"dump=3 is not a path"),
     ({"allow_tmpfs": "maybe"}, r"allow_tmpfs='maybe' is neither true nor false"),
+    ({"machine": "fast"}, r"machine='fast' is no machine \(.*\); right would be 'auto', 'default' or rates such as"),
+    ({"machine": 7}, r"machine=7 is no machine \(no dictionary of rates\)"),
+    ({"machine": {"flop": 1}}, r"is no machine \(a machine has no 'flop'; right would be any of flops, memory_bw"),
+    ({"machine": {"flops": "fast"}}, r"is no machine \(flops='fast' is no rate; right would be a number > 0"),
+    ({"profile": 3}, r"profile=3 is not a path"),
     ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, min_bytes"),
     ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, budget"),
 ]
@@ -119,6 +124,14 @@ def test_nothing_in_flight() -> None:
 def test_options_that_are_no_dictionary() -> None:
     with pytest.raises(ValueError, match="options='dirs' is no dictionary of options"):
         Config.make("dirs")  # type: ignore[arg-type]
+
+
+def test_a_machine_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_FX_MACHINE", '{"write_bw": 6e9, "flops": 3e14}')
+    assert Config.make().machine == '{"flops": 300000000000000.0, "write_bw": 6000000000.0}'
+    assert Config.make({"machine": {"flops": 3e14, "write_bw": 6e9}}).machine == Config.make().machine
+    monkeypatch.delenv("SSD_FX_MACHINE")
+    assert Config.make().machine == "auto"
 
 
 def test_home_directories(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,12 @@ def optimum(
 
     `rows`: at most so many operators have a memory row, those of the highest base between two events; fewer rows make
     the program smaller and its optimum lower, so `lower_bound` stays one.
+
+    Raises:
+        ValueError: an item needs others to be recomputed; the program does not know that.
     """
+    if any(item.needs for item in step.items):
+        raise ValueError("items that need others to be recomputed are not in the program")
     program = Program(step, machine, limit, share_bytes, rows)
     result = program.solve(gap, time_limit)
     if result.status == 2:

@@ -29,7 +29,7 @@ def test_forward_of_a_chain() -> None:
         ours(toys.planned(toys.relu_chain).partition.forward.graph),
         """\
 empty_memory_format = empty.memory_format([0])
-begin__default = begin_.default(empty_memory_format, 309beb59, 256, 256)
+begin__default = begin_.default(empty_memory_format, 309beb59, 256, 256, 2,4,10|5,7)
 mm = mm.default(primals_1, primals_2)
 relu = relu.default(mm)
 ssd_fx_handle_0 = store.default(relu, 309beb59, 0, 0)
@@ -49,7 +49,7 @@ def test_backward_of_a_chain() -> None:
     assert_expected_inline(
         ours(toys.planned(toys.relu_chain).partition.backward.graph),
         """\
-load_default = load.default(ssd_fx_handle_0, [8, 8], [8, 1], torch.float32, cpu, 0, True)
+load_default = load.default(ssd_fx_handle_0, [8, 8], [8, 1], torch.float32, cpu, 0, True, False)
 threshold_backward = threshold_backward.default(tangents_1, detach_2, 0)
 wait_load__default = wait_load_.default(load_default, ssd_fx_handle_0, 1)
 t = t.default(load_default)
@@ -70,19 +70,19 @@ def test_views_are_replayed_behind_the_wait() -> None:
     assert_expected_inline(
         ours(toys.planned(toys.views_only).partition.backward.graph),
         """\
-load_default = load.default(ssd_fx_handle_2, [8, 8], [8, 1], torch.float32, cpu, 0, True)
+load_default = load.default(ssd_fx_handle_2, [8, 8], [8, 1], torch.float32, cpu, 0, True, False)
 expand = expand.default(tangents_1, [8, 8])
 wait_load__default = wait_load_.default(load_default, ssd_fx_handle_2, 1)
 as_strided_default = as_strided.default(load_default, [8, 8], [1, 8], 0)
 mm_3 = mm.default(as_strided_default, expand)
-load_default_1 = load.default(ssd_fx_handle_1, [8, 24], [24, 1], torch.float32, cpu, 2, True)
+load_default_1 = load.default(ssd_fx_handle_1, [8, 24], [24, 1], torch.float32, cpu, 2, True, True)
 wait_load__default_1 = wait_load_.default(load_default_1, ssd_fx_handle_1, 3)
 as_strided_default_1 = as_strided.default(load_default_1, [8, 8], [1, 24], 16)
 as_strided_default_2 = as_strided.default(load_default_1, [8, 8], [1, 24], 0)
 as_strided_default_3 = as_strided.default(load_default_1, [8, 8], [24, 1], 8)
 mm_4 = mm.default(expand, as_strided_default_1)
 mm_5 = mm.default(as_strided_default_2, mm_4)
-load_default_2 = load.default(ssd_fx_handle_0, [8, 24], [24, 1], torch.float32, cpu, 4, True)
+load_default_2 = load.default(ssd_fx_handle_0, [8, 24], [24, 1], torch.float32, cpu, 4, True, True)
 mm_6 = mm.default(mm_4, as_strided_default_3)
 t_5 = t.default(mm_5)
 cat_1 = cat.default([mm_6, t_5, mm_3], 1)

@@ -76,7 +76,7 @@ def test_expanded_stores_the_row() -> None:
         """\
 mm       256 B  offload  store>mm release>bmm load<cos wait<cos              [mm]
 sigmoid   32 B  offload  store>sigmoid release>bmm load<expand_2 wait<bmm_1  [sigmoid]
-sin      256 B  offload  store>sin release>t_1 load<expand_2 wait<bmm_2      [sin]""",
+sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2    [sin]""",
     )
 
 

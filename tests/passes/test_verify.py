@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from ssd_fx.passes.plan import Plan, Points
-from ssd_fx.passes.verify import Before, VerifyError, verify_graphs, verify_plan
+from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.plan import Keep, Plan, Points
+from ssd_fx.passes.verify import VerifyError, verify_graphs, verify_plan
 from tests.passes import toys
 
 ops = torch.ops.ssd_fx
@@ -24,8 +25,7 @@ def good() -> toys.Planned:
 
 
 def check(planned: toys.Planned) -> None:
-    outputs = tuple(n.name for n in planned.partition.kept_outputs)
-    verify_graphs(planned.partition, planned.plan, Before(outputs, frozenset()))
+    verify_graphs(planned.partition, planned.plan, planned.before)
 
 
 def find(graph: fx.Graph, target: object, index: int = 0) -> fx.Node:
@@ -141,6 +141,88 @@ def load_twice(planned: toys.Planned) -> None:
         graph.node_copy(load)
 
 
+def compute(graph: fx.Graph, index: int = -1) -> fx.Node:
+    """A node of the graph as it was, that is no view."""
+    return find(graph, torch.ops.aten.mm.default, index)
+
+
+def wait_on_the_handle_of_another(planned: toys.Planned) -> None:
+    graph = planned.partition.backward.graph
+    find(graph, ops.wait_load_.default).update_arg(1, find(graph, ops.load.default, 0).args[0])
+
+
+def load_the_handle_of_another(planned: toys.Planned) -> None:
+    graph = planned.partition.backward.graph
+    for target, index in ((ops.load.default, 0), (ops.wait_load_.default, 1)):
+        other = find(graph, ops.load.default, 1).args[0]
+        first = find(graph, ops.load.default, 0) if target is ops.load.default else find(graph, target, 2)
+        first.update_arg(index, other)
+
+
+def store_into_another_slot(planned: toys.Planned) -> None:
+    find(planned.partition.forward.graph, ops.store.default).update_arg(3, 77)
+
+
+def drop_a_handle(planned: toys.Planned) -> None:
+    output = planned.partition.fwd_output
+    handle = find(planned.partition.forward.graph, ops.store.default)
+    output.args = (tuple(n for n in output.args[0] if n is not handle),)  # type: ignore[union-attr]
+
+
+def write_a_list_after_store(planned: toys.Planned) -> None:
+    graph = planned.partition.forward.graph
+    store = find(graph, ops.store.default)
+    with graph.inserting_after(store):
+        graph.call_function(torch.ops.aten._foreach_add_.Scalar, ([store.args[0]], 1))
+
+
+def forget_a_value(planned: toys.Planned) -> None:
+    del compute(planned.partition.backward.graph).meta["val"]
+
+
+def change_a_dtype(planned: toys.Planned) -> None:
+    node = compute(planned.partition.backward.graph)
+    node.meta["val"] = node.meta["val"].double()
+
+
+def give_other_strides(planned: toys.Planned) -> None:
+    """mm_5 gets its first argument as a row-major view; it was a column-major one."""
+    graph = planned.partition.backward.graph
+    node = next(n for n in graph.nodes if n.name == "mm_5")
+    view = node.args[0]
+    with graph.inserting_after(view):
+        other = graph.call_function(torch.ops.aten.as_strided.default, (view.args[0], [8, 8], [24, 1], 0))
+    other.meta["val"] = view.meta["val"].t()
+    node.update_arg(0, other)
+
+
+def rename_a_tangent(planned: toys.Planned) -> None:
+    graph = planned.partition.backward.graph
+    next(n for n in graph.nodes if n.name == "tangents_1").name = "other"
+
+
+def rename_an_input(planned: toys.Planned) -> None:
+    next(n for n in planned.partition.forward.graph.nodes if n.name == "primals_1").name = "other"
+
+
+def alias_an_output(planned: toys.Planned) -> None:
+    """A gradient becomes a view of an input of the backward."""
+    graph = planned.partition.backward.graph
+    gradient = graph.output_node().args[0][0]  # type: ignore[index]
+    source = next(n for n in graph.nodes if n.name == "t_6")
+    gradient.meta["val"] = source.meta["val"].as_strided((8, 8), (8, 1))  # type: ignore[union-attr]
+
+
+def swap_outputs(planned: toys.Planned) -> None:
+    output = planned.partition.backward.graph.output_node()
+    output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]
+
+
+def drop_a_gradient(planned: toys.Planned) -> None:
+    output = planned.partition.backward.graph.output_node()
+    output.args = ((output.args[0][0], None),)  # type: ignore[index]
+
+
 BREAKS: list[tuple[Callable[[toys.Planned], None], str]] = [
     (erase_release, "has 0 releases instead of one"),
     (release_something_else, "holds another tensor than was stored"),
@@ -153,6 +235,19 @@ BREAKS: list[tuple[Callable[[toys.Planned], None], str]] = [
     (erase_wait, "has 0 waits instead of one"),
     (change_the_layout, "says another layout than its value has"),
     (load_twice, "loads and offloaded groups differ in number"),
+    (wait_on_the_handle_of_another, "has the handle of another"),
+    (load_the_handle_of_another, r"are loaded, \[.*\] stored"),
+    (store_into_another_slot, "are stored, others planned"),
+    (drop_a_handle, "the handle 'ssd_fx_handle_0' is not saved"),
+    (write_a_list_after_store, "is written after its store"),
+    (forget_a_value, r"has no meta\['val'\]"),
+    (change_a_dtype, r"torch.float64 cpu, was .* torch.float32 cpu"),
+    (give_other_strides, r"'mm_5' is given .*\[24, 1\].*, was given .*\[1, 24\]"),
+    (rename_a_tangent, "the backward's inputs that are no saved tensors are"),
+    (rename_an_input, "an input of the forward changed"),
+    (alias_an_output, "share memory and did not before"),
+    (swap_outputs, "outputs of the backward were exchanged"),
+    (drop_a_gradient, "the outputs of the backward are"),
 ]
 
 
@@ -165,4 +260,45 @@ def test_graphs(good: toys.Planned, break_it: Callable[[toys.Planned], None], me
 
 def test_a_changed_output(good: toys.Planned) -> None:
     with pytest.raises(VerifyError, match="an output of the model changed"):
-        verify_graphs(good.partition, good.plan, Before(("something_else",), frozenset()))
+        verify_graphs(good.partition, good.plan, replace(good.before, outputs=("something_else",)))
+
+
+def test_the_message_shows_the_nodes_around_the_fault(good: toys.Planned) -> None:
+    read_after_release(good)
+    with pytest.raises(VerifyError) as caught:
+        check(good)
+    head, *lines = str(caught.value).splitlines()
+    assert head.endswith("; see pass 'schedule'")
+    assert [line.split()[:2] for line in lines if line.startswith("-->")] == [["-->", "%sin_default"]]
+    assert len(lines) == 7  # five before, the fault, the output
+
+
+BAD_PLANS: list[tuple[Callable[[Plan], Plan], str]] = [
+    (lambda p: p.with_(decisions={**p.decisions, 99: Keep("")}), "a decision is about no alias group"),
+    (lambda p: p.with_(decisions={0: Keep("")}), "an alias group has no decision"),
+    (lambda p: p.with_(points={}, decisions=dict(p.decisions)).with_(points={99: p.points[0]}), "points and offloaded"),
+    (lambda p: p.with_(groups=tuple(replace(g, slot=0) for g in p.groups)), "two alias groups have one slot"),
+    (lambda p: p.with_(groups=tuple(replace(g, base="nowhere") for g in p.groups)), "base 'nowhere' of slot 0 is not"),
+    (lambda p: p.with_(groups=tuple(replace(g, obstacle="odd") for g in p.groups)), "is offloaded but odd"),
+    (lambda p: p.with_(groups=(replace(p.groups[0], members=(replace(p.groups[0].members[0], name="nobody"),)),
+                               *p.groups[1:])), r"members \['nobody'\] are not saved"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_PLANS, ids=[m for _, m in BAD_PLANS])
+def test_plans(change: Callable[[Plan], Plan], message: str) -> None:
+    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    plan = toys.planned(toys.views_only).plan
+    with pytest.raises(VerifyError, match=message):
+        verify_plan(partition, change(plan))
+
+
+def test_a_rule_of_the_caller() -> None:
+    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    plan = toys.planned(toys.views_only).plan
+
+    def rule(partition: Partition, plan: Plan) -> None:
+        raise VerifyError(f"{len(plan.groups)} groups are too many")
+
+    with pytest.raises(VerifyError, match="3 groups are too many"):
+        verify_plan(partition, plan, rules=(rule,))

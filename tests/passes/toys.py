@@ -14,7 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
 from ssd_fx.passes import dump, pipeline
+from ssd_fx.passes.before import Before
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.marks import lift
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
 
@@ -125,6 +127,7 @@ class Planned:
     partition: Partition
     plan: Plan
     table: str
+    before: Before
 
 
 def options(**changes: object) -> pipeline.PlanOptions:
@@ -134,10 +137,11 @@ def options(**changes: object) -> pipeline.PlanOptions:
 
 
 def partitioned(toy: Toy, *args: torch.Tensor) -> Partition:
-    """The forward and backward of `toy` as PyTorch's min-cut partitions them, untouched."""
+    """The forward and backward of `toy` as PyTorch's min-cut partitions them, untouched but for marks."""
     found: list[Partition] = []
 
     def capture(gm: torch.fx.GraphModule, joint_inputs: object, **kwargs: object) -> tuple[torch.fx.GraphModule, ...]:
+        lift(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         found.append(Partition(forward, backward, int(kwargs["num_fwd_outputs"])))  # type: ignore[call-overload]
         raise _Captured
@@ -159,7 +163,8 @@ def planned(toy: Toy, *args: torch.Tensor, **changes: object) -> Planned:
     """`toy` through the whole pipeline."""
     partition = partitioned(toy, *(args or inputs()))
     names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
+    before = Before.of(partition)
     plan = pipeline.run(partition, options(**changes), consume=True)
     table = dump.table(plan, *names)
     lines = table.splitlines()
-    return Planned(partition, plan, "\n".join(line for line in lines[1:] if not line.startswith("predicted")))
+    return Planned(partition, plan, "\n".join(line for line in lines[1:] if not line.startswith("predicted")), before)

@@ -1,0 +1,141 @@
+"""What a rewrite must leave as it was: the interface of both graphs, and what every old node yields and is given.
+
+before   relu = placeholder;                       mm(relu, ...)     mm yields [8, 8] and is given [8, 8]
+after    load -> wait_load_ -> as_strided -> ...   mm(as_strided, ...)      the same must hold
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ssd_fx.passes.fault import require
+from ssd_fx.passes.partition import Partition, storage_key, tensor_of
+
+
+@dataclass(frozen=True)
+class Before:
+    """Both graphs before the rewrite.
+
+    `outputs`: names of the outputs that the caller sees. `unpaired`: saved outputs without a backward placeholder of
+    their name, such as the state of a random generator, which PyTorch's partitioner names differently on both sides.
+    `tangents`: the backward's inputs that are no saved tensors.
+    """
+
+    outputs: tuple[str, ...]
+    unpaired: frozenset[str]
+    tangents: tuple[str, ...]
+    forward: Facts
+    backward: Facts
+
+    @staticmethod
+    def of(partition: Partition) -> Before:
+        placeholders = partition.bwd_placeholders
+        return Before(
+            tuple(n.name for n in partition.kept_outputs),
+            frozenset(n.name for n in partition.saved if n.name not in placeholders),
+            _tangents(partition),
+            Facts.of(partition.forward, partition.num_fwd_outputs),
+            Facts.of(partition.backward, None),
+        )
+
+    def verify(self, partition: Partition) -> None:
+        """Raises `VerifyError` where something is not as it was."""
+        after = Before.of(partition)
+        require(after.outputs == self.outputs, "an output of the model changed", "insert", partition.fwd_output)
+        require(after.forward.inputs == self.forward.inputs, "an input of the forward changed", "insert")
+        text = f"the backward's inputs that are no saved tensors are {after.tangents}, were {self.tangents}"
+        require(after.tangents == self.tangents, text, "insert")
+        for name, module, old, new in (
+            ("forward", partition.forward, self.forward, after.forward),
+            ("backward", partition.backward, self.backward, after.backward),
+        ):
+            _verify_nodes(module.graph, old, new)
+            text = f"the outputs of the {name} are {new.results}, were {old.results}"
+            require(old.results == new.results, text, "insert")
+            moved = [(o, n) for o, n in zip(old.outputs, new.outputs, strict=True) if o != n and o in new.values]
+            require(not moved, f"outputs of the {name} were exchanged: {moved}", "insert")
+            pairs = sorted(new.aliases - old.aliases)
+            require(not pairs, f"in the {name} {pairs} share memory and did not before", "insert")
+
+
+def _verify_nodes(graph: fx.Graph, old: Facts, new: Facts) -> None:
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        require("val" in node.meta, f"{node.name!r} has no meta['val']", "insert", node)
+        if node.name in old.values:
+            then, now = old.values[node.name], new.values[node.name]
+            require(then == now, f"{node.name!r} is {now}, was {then}", "insert", node)
+            then, now = old.arguments[node.name], new.arguments[node.name]
+            require(then == now, f"{node.name!r} is given {now}, was given {then}", "insert", node)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One graph. `values` and `arguments`: layouts, by name of the node; `outputs`, `results`: names and layouts of the
+    outputs that are no saved tensors; `aliases`: pairs of inputs and outputs that share a storage."""
+
+    inputs: tuple[str, ...]
+    values: dict[str, Hashable]
+    arguments: dict[str, tuple[Hashable, ...]]
+    outputs: tuple[str, ...]
+    results: tuple[Hashable, ...]
+    aliases: frozenset[tuple[str, str]]
+
+    @staticmethod
+    def of(module: fx.GraphModule, results: int | None) -> Facts:
+        """`results`: how many outputs are no saved tensors; None: all."""
+        nodes = [n for n in module.graph.nodes if n.op != "output"]
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        outputs: Any = module.graph.output_node().args[0]
+        outputs = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+        ends = [(f"input {n.name}", n) for n in inputs]
+        for i, n in enumerate(outputs):
+            if isinstance(n, fx.Node):
+                ends.append((f"output {n.name if results is not None and i >= results else i}", n))
+        return Facts(
+            tuple(n.name for n in inputs),
+            {n.name: layout(n) for n in nodes},
+            {n.name: tuple(layout(a) for a in arguments(n)) for n in nodes},
+            tuple(str(n) for n in outputs[:results]),
+            tuple(layout(n) for n in outputs[:results]),
+            frozenset(_aliases(ends)),
+        )
+
+
+def layout(node: object) -> Hashable:
+    """Shape, strides, dtype, device and lazy bits of what a node yields, comparable without a guard on sizes."""
+    tensor = tensor_of(node) if isinstance(node, fx.Node) else None
+    if tensor is None:
+        return None
+    strides = tensor.stride() if tensor.layout == torch.strided else ()
+    lazy = [name for name, on in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if on]
+    sizes = (f"[{', '.join(map(str, parts))}]" for parts in (tensor.shape, strides))
+    return " ".join([*sizes, str(tensor.dtype), str(tensor.device), *lazy])
+
+
+def arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, in order, one as often as it occurs."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _tangents(partition: Partition) -> tuple[str, ...]:
+    saved = {n.name for n in partition.saved}
+    return tuple(n for n in partition.bwd_placeholders if n not in saved)
+
+
+def _aliases(ends: Iterable[tuple[str, fx.Node]]) -> set[tuple[str, str]]:
+    by_storage: dict[int, list[str]] = {}
+    for name, node in ends:
+        tensor = tensor_of(node)
+        key = storage_key(tensor) if tensor is not None else None
+        if key is not None:
+            by_storage.setdefault(key, []).append(name)
+    return {(a, b) for names in by_storage.values() for i, a in enumerate(names) for b in names[i + 1 :]}

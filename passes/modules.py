@@ -1,0 +1,63 @@
+"""The modules that a node was traced in, by the names that `named_modules()` gives them.
+
+Dynamo notes at every node the modules whose `forward` it stands in, outermost first, as expressions seen from the
+compiled frame: `L['self'].model.blocks.0`, `L['self'].model.blocks.0.attn`. A module's name begins behind its *root*,
+the outermost module that the frame reaches it through: `L['self']` where the model itself was compiled,
+`L['self'].model` in a method of a trainer.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import fx
+
+_ACCESSOR = re.compile(r"[A-Z]\['[^']*'\]\.?")  # L['self'], G['model']
+
+
+def paths(node: fx.Node) -> tuple[str, ...]:
+    """Dynamo's expressions for the modules around a node, outermost first; of a getitem those of its operator."""
+    stack = node.meta.get("nn_module_stack")
+    if stack is None and node.op == "call_function" and node.all_input_nodes and "getitem" in str(node.target):
+        return paths(node.all_input_nodes[0])
+    return tuple(path for path, _ in (stack or {}).values())
+
+
+def name_of(path: str, roots: Sequence[str] = ()) -> str:
+    """The name of a module behind the longest of `roots` that it lies in, or else behind the first accessor."""
+    for root in sorted(roots, key=len, reverse=True):
+        if path == root or path.startswith((f"{root}.", f"{root}[")):
+            return path[len(root) :].lstrip(".")
+    return _ACCESSOR.sub("", path, count=1)
+
+
+def module_of(node: fx.Node, roots: Sequence[str] = ()) -> str:
+    """The name of the innermost module around a node; empty for the root itself, and where nothing is known."""
+    around = paths(node)
+    return name_of(around[-1], roots) if around else ""
+
+
+def enclosing(node: fx.Node, roots: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of all modules around a node, outermost first, containers that have no `forward` among them."""
+    names = {"": None}
+    for path in paths(node):
+        names |= dict.fromkeys(_prefixes(name_of(path, roots)))
+    return tuple(names)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a shell pattern names a module; `*` crosses dots, and `*.attn` names a top-level `attn` too."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(f".{name}", pattern)
+
+
+def innermost(patterns: Iterable[str], names: Sequence[str]) -> tuple[int, str] | None:
+    """(index of the innermost of `names` that a pattern matches, that pattern), or None."""
+    found = [(i, p) for p in patterns for i, name in enumerate(names) if matches(p, name)]
+    return max(found, key=lambda hit: hit[0]) if found else None

@@ -1,0 +1,109 @@
+"""The order in which the kernels run: the planned one, through everything that Inductor's scheduler does.
+
+Inductor keeps data dependencies only, and then reorders for the lowest estimated peak, which knows nothing of a write
+or a read that is going on. `PinOrder` runs after fusion, so that it costs none, puts the kernels in the order of the FX
+graph, which is the one that the plan was made for, and chains each to the one before:
+
+    mm -> fused(relu, store's input) -> store -> mm_1 -> fused(relu_1) -> wait_store_ -> ...
+
+The links extend no lifetime and are seen by no code generator. A kernel that computes several FX nodes runs at the last
+of them, or earlier where a kernel that needs it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import torch
+from torch._inductor import custom_graph_pass, ir
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    ExternKernelSchedulerNode,
+    FusedSchedulerNode,
+    NopKernelSchedulerNode,
+)
+from torch._inductor.virtualized import V
+
+from ssd_fx.passes.partitioner import source_digest
+
+# Before torch 2.13 a scheduler pass is any callable, and Inductor compiles without its cache when there is one.
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+
+
+@dataclass(frozen=True)
+class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
+    """Makes the planned order the only one that Inductor's later passes can choose, in graphs that hold our nodes."""
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        if not any(is_ours(n) for n in nodes):
+            return nodes
+        order = planned_order(nodes)
+        for before, after in _links(order):
+            _pin(before, after)
+        return order
+
+    def uuid(self) -> str:
+        return source_digest()
+
+
+def is_ours(node: BaseSchedulerNode) -> bool:
+    """Whether it calls one of our operators, or takes what such a call returns."""
+    kernel = node.node.inputs[0] if isinstance(node.node, ir.MultiOutput) else node.node
+    overload = getattr(kernel, "op_overload", None)
+    return isinstance(overload, torch._ops.OpOverload) and overload.namespace == "ssd_fx"
+
+
+def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """A topological order that follows the FX graph, as far as fusion allows.
+
+    Every node is wanted at the last FX node that it computes, or earlier if a node that needs it is wanted earlier.
+    """
+    position = {n: i for i, n in enumerate(V.graph.graph.nodes)}
+    index = {b.get_name(): i for i, n in enumerate(nodes) for b in n.get_outputs()}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(nodes)))
+    for i, node in enumerate(nodes):
+        graph.add_edges_from((index[d.name], i) for d in node.unmet_dependencies if index.get(d.name, i) != i)
+    wanted = [_position(n, position) for n in nodes]
+    for i in reversed(list(nx.topological_sort(graph))):
+        wanted[i] = min([wanted[i], *(wanted[k] for k in graph.successors(i))])
+    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
+
+
+def _position(node: BaseSchedulerNode, position: dict[torch.fx.Node, int]) -> int:
+    origin = getattr(node.node, "origin_node", None)
+    if isinstance(node, ExternKernelSchedulerNode) and isinstance(origin, torch.fx.Node):
+        return position.get(origin, len(position))
+    origins = [o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()]
+    return max((position[o] for o in origins if o in position), default=len(position))
+
+
+def _links(order: list[BaseSchedulerNode]) -> Iterator[tuple[BaseSchedulerNode, BaseSchedulerNode]]:
+    """Pairs that, chained, keep `order`.
+
+    Inductor replaces or drops some nodes after this pass, and their links with them: a node behind such ones is chained
+    to them and to the last one before them that stays.
+    """
+    before: list[BaseSchedulerNode] = []
+    for node in order:
+        yield from ((b, node) for b in before)
+        before = [*before, node] if _may_be_replaced(node) else [node]
+
+
+def _may_be_replaced(node: BaseSchedulerNode) -> bool:
+    return isinstance(node, NopKernelSchedulerNode) or isinstance(node.node, ir.MultiTemplateBuffer)
+
+
+def _pin(before: BaseSchedulerNode, after: BaseSchedulerNode) -> None:
+    first, second = before.get_outputs()[0].get_name(), after.get_outputs()[0].get_name()
+    link = WeakDep(first, mutating_buf=second, is_fake=True)
+    if isinstance(after, FusedSchedulerNode):
+        # It refuses `add_fake_dep`, because its dependencies are derived from its parts; they are final by now.
+        after.read_writes = after.read_writes.with_read(link)
+        after.unmet_dependencies = after.unmet_dependencies | {link}
+    else:
+        after.add_fake_dep(link)

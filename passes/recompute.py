@@ -1,0 +1,130 @@
+"""Which alias groups to compute again instead of saving them, and the partition that does so.
+
+    1. partition as PyTorch does                          relu, mm, gelu saved
+    2. price: what would it cost to compute each again    gelu: itself and mm behind it, from saved inputs
+    3. choose keep, recompute or offload for all          the write lane is full: gelu and mm are computed again
+    4. partition again with PyTorch's min-cut, told which operators it may recompute
+
+Step 4 tags the nodes as selective checkpointing does: what is chosen must be recomputed, what else was saved must be
+saved, and PyTorch's min-cut does the rest. What comes out is planned and simulated like the first partition, and taken
+only if it is predicted to be faster. docs/planner.md has why the knapsack of `activation_memory_budget` is not asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ssd_fx.passes.partition import Partition, activation_inputs, storage_key, tensor_of
+from ssd_fx.passes.plan import Plan, Price
+
+LONGEST = 200  # nodes of a chain: what depends on more is not worth it
+
+
+class Joint:
+    """A joint graph that can be partitioned several times, each time with other operators recomputed."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any]) -> None:
+        self._module, self._inputs, self._arguments = module, inputs, arguments
+        self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
+        self._pristine: fx.GraphModule | None = None
+
+    def partition(self, *, keep_pristine: bool = False) -> Partition:
+        """As PyTorch cuts it. With `keep_pristine` it can be cut again: PyTorch changes the module it is given."""
+        if keep_pristine:
+            self._pristine = _clone(self._module)
+        return self._cut(self._module)
+
+    def partition_again(self, recomputed: Collection[str], saved: Collection[str]) -> Partition:
+        """With the nodes of these names computed again in the backward, and those other ones saved if it needs them.
+
+        The tags are those of selective checkpointing; what the user tagged stays.
+        """
+        assert self._pristine is not None, "partition(keep_pristine=True) comes first"
+        module = _clone(self._pristine)
+        for node in module.graph.nodes:
+            if node.op != "call_function" or "recompute" in node.meta:
+                continue
+            if node.name in recomputed:
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            elif node.name in saved:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return self._cut(module)
+
+    def _cut(self, module: fx.GraphModule) -> Partition:
+        forward, backward = min_cut_rematerialization_partition(module, self._inputs, **self._arguments)
+        return Partition(forward, backward, self._arguments["num_fwd_outputs"], self._activations)
+
+
+def _clone(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph over the same attributes and FakeTensors."""
+    clone = fx.GraphModule(module, copy.deepcopy(module.graph))
+    clone.meta.update(module.meta)
+    return clone
+
+
+def price(partition: Partition, plan: Plan) -> Plan:
+    """Fill `plan.prices` for every group that can be computed again from what is saved or lives anyway.
+
+    Needs `plan.groups` and `plan.timeline`.
+    """
+    assert plan.timeline is not None
+    nodes = list(partition.forward.graph.nodes)
+    starts = plan.timeline.forward
+    seconds = {n: (starts[i + 1] - starts[i]) / 1e3 for i, n in enumerate(nodes)}
+    by_name = {n.name: n for n in nodes}
+    there = {_key(n): -1 for n in (*partition.saved, *partition.kept_outputs)}
+    there |= {_key(by_name[g.base]): g.slot for g in plan.groups}
+    there.pop(None, None)
+    found = {}
+    for group in plan.groups:
+        cost = None if group.obstacle else _price(by_name[group.base], there, seconds)
+        if cost is not None:
+            found[group.slot] = cost
+    return plan.with_(prices=found)
+
+
+def _price(base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.Node, float]) -> Price | None:
+    """The chain from `base` up to what is there anyway; None if it cannot or should not run twice.
+
+    `there`: storages, with the slot of their group or -1.
+    """
+    chain: dict[fx.Node, None] = {}
+    needs = set()
+    work = [base]
+    while work:
+        node = work.pop()
+        if node in chain:
+            continue
+        if node.op == "placeholder" or not _may_run_twice(node) or len(chain) > LONGEST:
+            return None
+        chain[node] = None
+        for source in node.all_input_nodes:
+            key = _key(source)
+            if key in there and key != _key(base):
+                needs.add(there[key])
+            elif source.op not in ("placeholder", "get_attr"):
+                work.append(source)
+    names = frozenset(n.name for n in chain)
+    return Price(math.fsum(seconds[n] for n in chain), names, frozenset(needs - {-1}))
+
+
+def _may_run_twice(node: fx.Node) -> bool:
+    target = node.target
+    if getattr(target, "__name__", "") == "getitem":
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("_c10d_functional", "c10d"):
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
+
+
+def _key(node: fx.Node) -> int | None:
+    tensor = tensor_of(node)
+    return None if tensor is None else storage_key(tensor)

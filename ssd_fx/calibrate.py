@@ -1,0 +1,222 @@
+"""The machine's rates: measured once, kept in the user's cache directory with the hardware that they belong to.
+
+    ~/.cache/ssd_fx/machine.json        {"version": 1, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
+
+One process measures at a time, under a lock on a file beside it: ranks that share a node would otherwise measure each
+other. What cannot be kept is measured again by the next process, with a warning.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ssd_fx import rates
+from ssd_fx.passes.machine import Machine
+from ssd_fx.runtime.config import RuntimeConfig
+
+_VERSION = 1
+_SECTIONS = ("compute", "disk")
+_DIGITS = 3
+# A kernel with nothing to do takes 5 to 20 us. With more threads than cores to run them it waits for a time slice of
+# the scheduler, and products were measured at a hundredth of their rate.
+_BUSY_S = 5e-4
+T = TypeVar("T")
+Rates = dict[str, object]
+Cached = dict[str, dict[str, Rates]]  # section -> key -> rates
+
+_lock = threading.Lock()
+_known: Cached = {section: {} for section in _SECTIONS}  # what this process has read or measured
+
+
+def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = False) -> Machine:
+    """The machine that computes on `device` with the drives of `config`: as cached, else measured, which takes seconds.
+
+    `anew` measures in any case. What cannot be measured, a drive that is full or cores that others use, has typical
+    rates in this process and is not kept, after a RuntimeWarning.
+    """
+    keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
+    measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
+    with _lock:
+        if anew or any(keys[section] not in _known[section] for section in _SECTIONS):
+            with _exclusive() as kept:
+                for section in _SECTIONS:
+                    found = None if anew else kept[section].get(keys[section])
+                    if found is None:
+                        found = _rounded(_in_thread(measure[section]))
+                    _known[section][keys[section]] = found
+                    if found:
+                        kept[section][keys[section]] = found
+        machine = Machine.default(device, torch.get_num_threads())
+        for section in _SECTIONS:
+            machine = machine.with_rates(_known[section][keys[section]])
+        return machine
+
+
+def cached() -> Cached:
+    """What the cache holds, by section and hardware; a file that is none is as an empty one, after a RuntimeWarning."""
+    try:
+        return _parse(cache_path().read_text())
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{cache_path()} is of no use ({error}), so ssd_fx measures anew", RuntimeWarning, stacklevel=2)
+    return {section: {} for section in _SECTIONS}
+
+
+def forget() -> None:
+    """What this process knows; the file stays."""
+    with _lock:
+        for section in _known.values():
+            section.clear()
+
+
+def cache_path() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "ssd_fx" / "machine.json"
+
+
+def compute_key(device: torch.device) -> str:
+    """The hardware and software that computes, as JSON."""
+    what = {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
+    what |= {"torch": torch.__version__, "device": "cpu"}
+    if device.type == "cuda":
+        what["device"] = torch.cuda.get_device_name(device)
+    elif device.type != "cpu":
+        what["device"] = device.type
+    return json.dumps(what, sort_keys=True)
+
+
+def disk_key(config: RuntimeConfig, device: torch.device) -> str:
+    """What moves bytes: the block devices under the directories (not their paths), the engine, its options."""
+    numbers = [] if config.engine == "memory" else sorted({os.stat(path).st_dev for path in config.dirs})
+    drives = [f"{os.major(n)}:{os.minor(n)}" for n in numbers]
+    what = {"drives": drives, "engine": config.engine, "checksums": config.checksums}
+    return json.dumps(json.loads(compute_key(device)) | what, sort_keys=True)
+
+
+def _compute(device: torch.device) -> Rates:
+    found = rates.Compute(device).rates()
+    if float(str(found["kernel_s"])) < _BUSY_S:
+        return found
+    took = f"a small kernel took {found['kernel_s']:.3g} s"
+    warnings.warn(
+        f"ssd_fx plans with typical rates: other processes use the cores, and {took}; "
+        "`ssd-fx calibrate DIRECTORY` measures when they are idle",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return {}
+
+
+def _disk(config: RuntimeConfig, device: torch.device) -> Rates:
+    try:
+        return dict(asdict(rates.Transfers(config, device).measure()))
+    except OSError as error:
+        where = ", ".join(config.dirs)
+        warnings.warn(
+            f"ssd_fx could not measure {where} ({error}) and plans with typical rates", RuntimeWarning, stacklevel=2
+        )
+        return {}
+
+
+def _rounded(found: Mapping[str, object]) -> Rates:
+    whole = Machine.default(torch.device("cpu"), 1).with_rates(found).rounded(_DIGITS).rates()
+    return {name: whole[name] for name in found}
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    """The result of `work` in a thread of its own, where no autocast, mode or compilation of the caller is in force."""
+    outcome: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="ssd_fx calibration")
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+@contextmanager
+def _exclusive() -> Iterator[Cached]:
+    """The contents of the cache, locked against other processes; what the caller adds is written at the end."""
+    path = cache_path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        _warn_unkept(error)
+        yield {section: {} for section in _SECTIONS}
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        contents = cached()
+        yield contents
+        try:
+            _write(path, contents)
+        except OSError as error:
+            _warn_unkept(error)
+    finally:
+        os.close(lock)
+
+
+def _warn_unkept(error: OSError) -> None:
+    text = f"ssd_fx cannot keep the machine's rates ({error}), and measures them in every process"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _write(path: Path, contents: Cached) -> None:
+    """All or nothing: a reader sees the old file or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        try:
+            json.dump({"version": _VERSION} | contents, file, indent=1, sort_keys=True)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _parse(text: str) -> Cached:
+    """Raises: ValueError for what this version did not write."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("version") != _VERSION:
+        raise ValueError(f"not version {_VERSION} of the machine's rates")
+    base = Machine.default(torch.device("cpu"), 1)
+    for section in _SECTIONS:
+        if not isinstance(found.get(section), dict):
+            raise ValueError(f"no section {section!r}")
+        for entry in found[section].values():
+            if not isinstance(entry, dict):
+                raise ValueError(f"{entry!r} are no rates")
+            base.with_rates(entry)
+    return {section: found[section] for section in _SECTIONS}
+
+
+def _cpu() -> str:
+    """The model's name, where the kernel tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

@@ -1,0 +1,43 @@
+"""Marks in model code: `y = ssd_fx.keep(block(x))`."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx.traceback import annotate
+
+from ssd_fx.passes.marks import ANNOTATION, KEEP, OFFLOAD
+
+
+def keep(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, and have what is saved of it for backward stay in memory, whatever the budget.
+
+    The mark is one of the memory of `x` as it is here: it holds for whichever tensor or view of it autograd saves. It
+    saves nothing that would not be saved without it; where nothing of it is (Inductor recomputes cheap operators from
+    their inputs), the logger `ssd_fx` says so at level INFO. It changes neither kernels nor results. Outside of a
+    graph that ssd_fx compiles it is the identity.
+
+    Raises:
+        ValueError: `x` is no tensor.
+    """
+    return _marked(x, KEEP)
+
+
+def offload(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, and have what is saved of it for backward leave memory, whatever the budget and however small it is.
+
+    What `keep` says of the memory of `x` holds here too. Where it cannot leave, a `RuntimeWarning` says why. To mark
+    the same memory both ways is a `ValueError` when the graph is compiled.
+
+    Raises:
+        ValueError: `x` is no tensor.
+    """
+    return _marked(x, OFFLOAD)
+
+
+def _marked(x: torch.Tensor, name: str) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} takes a tensor, not a {type(x).__name__}")
+    if not torch.compiler.is_compiling():
+        return x
+    with annotate({ANNOTATION: name}):
+        return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return]

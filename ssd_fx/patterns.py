@@ -1,0 +1,156 @@
+"""What the module name patterns of `keep` and `offload` name in the user's program, and whether they name anything.
+
+A name is that of `named_modules()` of what the compiled code belongs to: the model whose `forward` it is, or the model
+that it calls. One compile call may see many graphs (graph breaks, blocks that are compiled one by one), so that no
+single graph decides whether a pattern is wrong: it is an error where it names no module of the models in reach.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import fx, nn
+from torch._dynamo import OptimizedModule
+
+from ssd_fx.passes.marks import ANNOTATION
+from ssd_fx.passes.modules import enclosing, matches, paths
+
+_matched: set[str] = set()  # patterns that have named a module in this process: later graphs may be of other models
+
+
+def roots(graph_module: fx.GraphModule) -> dict[str, nn.Module]:
+    """The models that a Dynamo graph reaches its modules through, by the expression that stands at its nodes.
+
+    Empty where no module is in the graph, and where the compiled frame cannot be seen (outside of Dynamo).
+    """
+    frame = _compiled_frame()
+    outermost = dict.fromkeys(around[0] for node in _nodes(graph_module) if (around := paths(node)))
+    return dict(found for path in outermost if (found := _first_module(path, frame)) is not None)
+
+
+def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: dict[str, nn.Module]) -> None:
+    """Compare patterns with the names of all modules in reach. `own`: the graph's `roots`.
+
+    A pattern that names modules of this graph only by what they are called further outside cannot be obeyed, because
+    the compiled code may serve every module of that kind: a RuntimeWarning.
+
+    Raises:
+        ValueError: a pattern names no module; the message has near ones.
+    """
+    models = [*own.values(), *_models_of(_compiled_frame())]
+    names = {name for node in _nodes(graph_module) for name in enclosing(node, tuple(own))}
+    names |= {name for model in models for name, _ in model.named_modules()}
+    around = _callers_models(models)
+    for pattern in patterns:
+        if any(matches(pattern, name) for name in names):
+            _matched.add(pattern)
+            continue
+        outside = [m for model in around for name, m in model.named_modules() if matches(pattern, name)]
+        if any(_overlap(module, model) for module in outside for model in own.values()):
+            warnings.warn(
+                f"ssd_fx: module pattern {pattern!r} has no effect on {_kinds(own.values())}, which is compiled by "
+                f"itself: its modules are called {_listed(names)} there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif not outside and pattern not in _matched and names - {""}:
+            names |= {name for model in around for name, _ in model.named_modules()}
+            raise ValueError(_no_match(pattern, names))
+
+
+def annotation_digest(graph_module: fx.GraphModule, *, names: bool) -> str:
+    """A digest of the marks at the nodes of a Dynamo graph, and of the modules' names where they matter.
+
+    Compile caches look at the code of a graph, in which neither stands. Empty where there is nothing to tell apart.
+    """
+    notes = []
+    for node in _nodes(graph_module):
+        mark = (node.meta.get("custom") or {}).get(ANNOTATION, "")
+        if mark or names:
+            notes.append(f"{node.name} {mark} {paths(node) if names else ''}")
+    return hashlib.sha256("\n".join(notes).encode()).hexdigest() if notes else ""
+
+
+def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of the graph and of those inside of it (checkpointed regions)."""
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _compiled_frame() -> Any:
+    """What the frame that Dynamo is compiling sees: `f_locals`, `f_globals` and `f_code`; nothing outside of Dynamo."""
+    from torch._dynamo.symbolic_convert import tls
+
+    translator = getattr(tls, "current_tx", None)
+    if translator is None:
+        return SimpleNamespace(f_locals={}, f_globals={}, f_code=None)
+    return translator.output.root_tx
+
+
+def _first_module(path: str, frame: Any) -> tuple[str, nn.Module] | None:
+    """Follow an expression such as `L['self'].model.blocks.0` up to the first module on it."""
+    match = re.match(r"([LG])\['([^']*)'\]", path)
+    if match is None:
+        return None
+    value: Any = (frame.f_locals if match[1] == "L" else frame.f_globals).get(match[2])
+    end = match.end()
+    for step in re.finditer(r"\.(\w+)|\[(\d+)\]|\['([^']*)'\]", path[end:]):
+        if isinstance(value, nn.Module):
+            break
+        attribute, index, key = step.groups()
+        try:
+            value = getattr(value, attribute) if attribute else value[int(index) if index else key]
+        except (AttributeError, LookupError, TypeError):
+            return None  # an expression of another form than we know: the node's own names still count
+        end = match.end() + step.end()
+    return (path[:end], value) if isinstance(value, nn.Module) else None
+
+
+def _models_of(frame: Any) -> list[nn.Module]:
+    """Models that another graph of the compiled function may call: its locals, globals it names, what `self` holds."""
+    values = list(frame.f_locals.values())
+    values += [frame.f_globals.get(name) for name in (frame.f_code.co_names if frame.f_code else ())]
+    owner = frame.f_locals.get("self")
+    values += list(vars(owner).values()) if hasattr(owner, "__dict__") and not isinstance(owner, nn.Module) else []
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
+def _callers_models(models: list[nn.Module]) -> list[nn.Module]:
+    """Modules whose methods are running right now and which hold one of `models`."""
+    inner = {id(model) for model in models}
+    owners: dict[int, nn.Module] = {}
+    frame: Any = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and not isinstance(owner, OptimizedModule) and id(owner) not in inner:
+            owners[id(owner)] = owner
+        frame = frame.f_back
+    return [owner for owner in owners.values() if any(id(module) in inner for module in owner.modules())]
+
+
+def _overlap(a: nn.Module, b: nn.Module) -> bool:
+    return any(m is b for m in a.modules()) or any(m is a for m in b.modules())
+
+
+def _kinds(models: Iterable[nn.Module]) -> str:
+    return " and ".join(dict.fromkeys(type(model).__name__ for model in models))
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    known = sorted((name for name in names if name), key=lambda name: (name.count("."), name))
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(map(repr, known[:most])) + more
+
+
+def _no_match(pattern: str, names: set[str]) -> str:
+    near = difflib.get_close_matches(pattern, sorted(names - {""}), n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+    return f"module pattern {pattern!r} matches no module{hint} The modules are: {_listed(names)}."

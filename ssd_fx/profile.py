@@ -1,0 +1,120 @@
+"""Measured times of the graphs that ran, from the runtime's trace, for the next compilation.
+
+    ssd_fx.save_profile("step.json")                                    # after some training steps
+    torch.compile(model, backend=ssd_fx.backend, options={"profile": "step.json"})
+
+The trace has the start and end of every node of ours. What lies between two of them is compute; what lies within one
+(a full queue, a late read) is left out. Every `begin_` says where in its graph our nodes stand, so that a graph from
+the compile cache, which no pass has seen in this process, is profiled like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+from ssd_fx.passes.profile import Anchors, GraphProfile, Profile
+from ssd_fx.runtime import trace
+
+_VERSION = 1
+Run = dict[int, float]  # seq of a node of ours -> ms of compute before it; -1 is begin_
+
+
+def save_profile(path: str | os.PathLike[str]) -> int:
+    """Writes what the trace has to `path`; returns the number of graphs.
+
+    Raises:
+        ValueError: the trace has no complete run of any graph; train some steps first.
+        OSError: `path` cannot be written.
+    """
+    events = trace.events()
+    graphs = [g for name, text in sorted(trace.positions.items()) if (g := _profile(name, text, events))]
+    if not graphs:
+        raise ValueError("no graph with offloaded tensors has run since the trace was cleared; train some steps first")
+    found = {g.graph: {"forward": g.forward, "backward": g.backward} for g in graphs}
+    rates = {f"{kind}_bw": _bandwidth(kind, events) for kind in ("write", "read")}
+    Path(path).write_text(json.dumps({"version": _VERSION, "graphs": found} | rates) + "\n")
+    return len(graphs)
+
+
+def read_profile(path: str | os.PathLike[str]) -> Profile:
+    """What `save_profile` wrote.
+
+    Raises:
+        ValueError: the file is missing or was not written by `save_profile`.
+    """
+    wrong = f"profile={os.fspath(path)!r} is no profile; right would be a file that ssd_fx.save_profile wrote"
+    try:
+        found = json.loads(Path(path).read_text())
+        if found["version"] != _VERSION:
+            raise ValueError(f"version {found['version']!r}")
+        graphs = (
+            GraphProfile(name, _pairs(times["forward"]), _pairs(times["backward"]))
+            for name, times in sorted(found["graphs"].items())
+        )
+        return Profile(tuple(graphs), float(found["write_bw"]), float(found["read_bw"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{wrong} ({type(error).__name__}: {error})") from error
+
+
+def _pairs(given: Iterable[Iterable[float]]) -> Anchors:
+    pairs = tuple((int(position), float(ms)) for position, ms in given)
+    if list(pairs) != sorted(pairs) or any(b < a for (_, a), (_, b) in pairwise(pairs)):
+        raise ValueError("times that do not ascend")
+    return pairs
+
+
+def _profile(graph: str, positions: str, events: list[trace.Event]) -> GraphProfile | None:
+    forward, backward = ([int(p) for p in half.split(",") if p] for half in positions.split("|"))
+    ours = [e for e in events if e[1] == graph]
+    runs = _runs([e for e in ours if e[0] in ("begin", "store", "release")])
+    forwards = _medians([r for r in runs if len(r) == len(forward)])
+    backwards = _medians([r for r in _runs([e for e in ours if e[0] in ("load", "wait")]) if len(r) == len(backward)])
+    if not forwards or not backwards:
+        return None
+    begin_first = {-1: forward[0], **dict(enumerate(forward[1:]))}
+    return GraphProfile(graph, _anchors(forwards, begin_first), _anchors(backwards, dict(enumerate(backward))))
+
+
+def _runs(events: list[trace.Event]) -> list[Run]:
+    """The events of one direction, cut where the numbers start again."""
+    runs: list[Run] = []
+    last_seq, last_end, compute_s = 0, 0.0, 0.0
+    for _, _, _, seq, started, ended, *_ in events:
+        if not runs or seq <= last_seq:
+            runs.append({})
+            last_end, compute_s = started, 0.0
+        compute_s += started - last_end
+        runs[-1][seq] = 1e3 * compute_s
+        last_seq, last_end = seq, ended
+    return runs
+
+
+def _medians(runs: list[Run]) -> Run:
+    """Per node, over all complete runs but the first, which is cold."""
+    warm = runs[1:] or runs
+    return {seq: statistics.median(run[seq] for run in warm) for seq in sorted(warm[0])} if warm else {}
+
+
+def _anchors(times: Run, positions: dict[int, int]) -> Anchors:
+    """Ascending in both: of nodes at one position the first counts, for nothing is computed between them."""
+    anchors: list[tuple[int, float]] = []
+    for seq, ms in sorted(times.items()):
+        if not anchors or positions[seq] > anchors[-1][0]:
+            anchors.append((positions[seq], round(max(ms, anchors[-1][1] if anchors else 0.0), 4)))
+    return tuple(anchors)
+
+
+def _bandwidth(kind: str, events: list[trace.Event]) -> float:
+    """Bytes per second of the time in which a transfer was under way; 0 if there was none."""
+    done = sorted((e[4], e[5], e[6]) for e in events if e[0] == kind and e[7] == "ok")
+    busy_s, until = 0.0, 0.0
+    for started, ended, _ in done:
+        busy_s += max(ended - max(started, until), 0.0)
+        until = max(until, ended)
+    rate = sum(nbytes for _, _, nbytes in done) / busy_s if busy_s else 0.0
+    return float(f"{rate:.2e}")

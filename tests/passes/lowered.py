@@ -1,0 +1,67 @@
+"""What Inductor makes of a function: its schedule and the code of its graphs, without a compiler or a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
+
+import ssd_fx
+from ssd_fx.passes.order import is_ours
+
+
+@dataclass
+class Lowered:
+    """One graph behind the scheduler. `nodes`: in the order in which they run."""
+
+    nodes: list[BaseSchedulerNode]
+    code: str
+
+    @property
+    def kernels(self) -> list[BaseSchedulerNode]:
+        """What computes: no allocation, none of our nodes."""
+        return [n for n in self.nodes if not is_ours(n) and not isinstance(n, NopKernelSchedulerNode)]
+
+
+class _NotCompiled(Exception):
+    """Raised where the compiled forward would run."""
+
+
+def lower(
+    function: Callable[..., Any], *args: torch.Tensor, options: Mapping[str, Any] | None = None, **patches: Any
+) -> tuple[Lowered, Lowered]:
+    """Forward and backward; `options` are ours, or None for plain Inductor; `patches` go to Inductor's config."""
+    found: list[Lowered] = []
+
+    def capture(graph: GraphLowering, code: Any) -> ModuleType:
+        found.append(Lowered(list(graph.scheduler.nodes), code.value))
+        module = ModuleType("not_compiled")
+        module.__file__ = __file__
+        module.call = _refuse  # type: ignore[attr-defined]
+        return module
+
+    torch._dynamo.reset()
+    backend: Any = "inductor" if options is None else ssd_fx.backend
+    settings = None if options is None else {"engine": "memory", "min_bytes": 0, "budget": 0} | dict(options)
+    with (
+        mock.patch.object(GraphLowering, "_compile_to_module_lines", capture),
+        config.patch({"fx_graph_cache": False} | patches),
+        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+        contextlib.suppress(_NotCompiled),
+    ):
+        torch.compile(function, backend=backend, options=settings, fullgraph=True, dynamic=False)(*args)
+    forward, backward = found
+    return forward, backward
+
+
+def _refuse(args: object) -> None:
+    raise _NotCompiled

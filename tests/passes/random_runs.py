@@ -1,0 +1,268 @@
+"""A program through AOTAutograd once, and through our partitioner at several budgets, compared bitwise.
+
+One trace serves all variants: each gets a copy of the joint graph, and runs on copies of what AOTAutograd hands to the
+compiled forward and backward. What the first variant (everything kept) returns goes on to the caller.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from functorch.compile import aot_function, min_cut_rematerialization_partition
+from torch import Tensor, fx
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+import ssd_fx
+from ssd_fx.passes import partitioner, pipeline
+from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.partitioner import Partitioner
+from ssd_fx.passes.plan import AliasGroup, Plan
+from tests.passes.random_graphs import Program, arguments, cotangents
+
+# Compute that is slow or fast against the I/O: releases and loads at their uses, or as far away as the graphs allow.
+SLOW_IO = Machine(flops=1e9, memory_bw=1e9, write_bw=1e8, read_bw=1e8, latency_s=0.0)
+FAST_IO = Machine(flops=1e6, memory_bw=1e6, write_bw=1e9, read_bw=1e9, latency_s=0.0)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one copy of the graph is planned, and which engine moves its bytes; `prefetch` in bytes."""
+
+    budget: float
+    engine: str = "memory"
+    directory: str = ""
+    machine: Machine = SLOW_IO
+    prefetch: int = 1 << 20
+
+    def partitioner(self) -> Partitioner:
+        runtime: dict[str, object] = {"engine": self.engine, "allow_tmpfs": True, "adapt": False}
+        if self.directory:
+            runtime["dirs"] = [self.directory]
+        return Partitioner(
+            pipeline.PlanOptions(
+                budget=self.budget,
+                min_bytes=0,
+                prefetch=self.prefetch,
+                machine=self.machine,
+                runtime_config=json.dumps(runtime),
+                hand_over=True,
+            )
+        )
+
+
+KEPT = Variant(1.0)
+
+
+@dataclass
+class Compiled:
+    """Both graphs of one variant, and the saved tensors between them."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    saved: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.run, self.run_backward = boxed_nop(self.forward, []), boxed_nop(self.backward, [])
+
+
+@dataclass
+class Trial:
+    """One program at all variants; `plans` are those of the variants in order."""
+
+    variants: Sequence[Variant]
+    plans: list[tuple[Partition, Plan]] = field(default_factory=list)
+    compiled: list[Compiled] = field(default_factory=list)
+    num_outputs: int = 0
+    saved: int = 0
+
+    def run(self, program: Program) -> bool:
+        """Forward and backward, compared; False where no graph has a backward.
+
+        Raises: AssertionError where a variant differs from the first one.
+        """
+        leaves, values = arguments(program.inputs)
+        compiled = aot_function(
+            program.function(),
+            fw_compiler=lambda gm, _: _boxed(self._forward),
+            bw_compiler=lambda gm, _: _boxed(self._backward),
+            partition_fn=self._partition,
+            keep_inference_input_mutations=True,
+        )
+        torch.manual_seed(0)
+        with recorded(self.plans), _use_lazy_graph_module(True):
+            outputs = compiled(*values.values())
+        roots, starts = cotangents(list(outputs))
+        if not self.compiled or not roots:
+            return False
+        torch.autograd.grad(roots, leaves, starts, allow_unused=True)
+        return True
+
+    def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, ...]:
+        """The min-cut runs once; every variant gets copies of what it returns."""
+        self.num_outputs = kwargs["num_fwd_outputs"]
+        halves = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+        def min_cut(*args: object, **kwargs: object) -> tuple[fx.GraphModule, ...]:
+            return tuple(_make_graph_module(half, copy.deepcopy(half.graph)) for half in halves)
+
+        with mock.patch.object(partitioner, "min_cut_rematerialization_partition", min_cut):
+            for variant in self.variants:
+                self.compiled.append(Compiled(*variant.partitioner()(gm, joint_inputs, **kwargs)))
+        return self.compiled[0].forward, self.compiled[0].backward
+
+    def _forward(self, args: list[Any]) -> Sequence[Any]:
+        """All variants on copies of the arguments, with the same random numbers."""
+        state, given, versions = torch.get_rng_state(), list(args), [t._version for t in args]
+        copies = [clones(args) for _ in self.compiled[1:]]
+        results = self.compiled[0].run(args)
+        self.saved = len(results) - self.num_outputs
+        changed = [i for i, t in enumerate(given) if t._version != versions[i]]
+        for number, one in enumerate(self.compiled[1:], 1):
+            own = copies.pop(0)
+            held = [own[i] for i in changed]  # of the others nobody but the graph has a reference
+            torch.set_rng_state(state)
+            got = one.run(own)
+            assert_bitwise(results[: self.num_outputs], got[: self.num_outputs], f"outputs of variant {number}")
+            assert_bitwise([given[i] for i in changed], held, f"changed arguments of variant {number}")
+            one.saved = list(got[self.num_outputs :])
+            del got
+        return results
+
+    def _backward(self, args: list[Any]) -> Sequence[Any]:
+        tangents = args[self.saved :]
+        copies = [clones(tangents) for _ in self.compiled[1:]]
+        results = self.compiled[0].run_backward(args)
+        for number, one in enumerate(self.compiled[1:], 1):
+            own, one.saved = one.saved + copies.pop(0), []
+            assert_bitwise(results, one.run_backward(own), f"gradients of variant {number}")
+        return results
+
+
+def _boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    def call(args: list[Any]) -> Sequence[Any]:
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def clones(tensors: Sequence[Any]) -> list[Any]:
+    """Copies that share storages where the originals do."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    copied: list[Any] = []
+    for t in tensors:
+        if not isinstance(t, Tensor):
+            copied.append(t)
+            continue
+        storage = t.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = storage.clone()
+        copied.append(
+            torch.empty(0, dtype=t.dtype).set_(storages[storage._cdata], t.storage_offset(), t.shape, t.stride())
+        )
+    return copied
+
+
+def assert_bitwise(expected: Sequence[Any], got: Sequence[Any], what: str) -> None:
+    """Equal bit for bit, in size, strides and dtype; every NaN equals every other."""
+    assert len(expected) == len(got), f"{what}: {len(got)} instead of {len(expected)}"
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        if not isinstance(a, Tensor):
+            assert a == b, f"{what}: number {number}"
+            continue
+        same = (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        assert same, f"{what}: number {number} has another layout"
+        assert torch.equal(_as_bits(a), _as_bits(b)), f"{what}: number {number} differs"
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_bits(t: Tensor) -> Tensor:
+    t = t.detach().resolve_conj().resolve_neg()
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    if not t.dtype.is_floating_point:
+        return t
+    return t.masked_fill(t.isnan(), torch.nan).contiguous().view(_INTEGERS[t.itemsize])
+
+
+@contextmanager
+def recorded(plans: list[tuple[Partition, Plan]]) -> Iterator[None]:
+    """Notes what the pipeline did."""
+    run = pipeline.run
+
+    def noted(partition: Partition, options: pipeline.PlanOptions, *, consume: bool) -> Plan:
+        plan = run(partition, options, consume=consume)
+        plans.append((partition, plan))
+        return plan
+
+    with mock.patch.object(pipeline, "run", noted):
+        yield
+
+
+def kinds(partition: Partition, group: AliasGroup) -> Iterator[str]:
+    """What is special about an offloaded group."""
+    base = next(n for n in partition.forward.graph.nodes if n.name == group.base)
+    layout = group.layout
+    assert layout is not None
+    layouts = [m.layout for m in group.members]
+    yield "all"
+    if layout not in layouts:
+        yield "views only"
+    if len(layouts) > 1:
+        yield "several members"
+    if any(m != layout for m in layouts):
+        yield "a view"
+    if any(0 in m.stride for m in layouts):
+        yield "expanded"
+    if any(m.offset for m in layouts):
+        yield "offset"
+    if not base.meta["val"].is_contiguous():
+        yield "base not contiguous"
+    if layout.dtype != torch.float32:
+        yield str(layout.dtype).removeprefix("torch.")
+    if layout.size == ():
+        yield "scalar"
+    if base.op == "placeholder":
+        yield "input"
+    elif base.target.__name__ == "getitem":  # type: ignore[union-attr]
+        yield "item of several results"
+
+
+def count(plans: Sequence[tuple[Partition, Plan]]) -> Counter[str]:
+    """Offloaded groups by kind, kept ones by obstacle."""
+    found: Counter[str] = Counter()
+    for partition, plan in plans:
+        for group in plan.offloaded:
+            found.update(kinds(partition, group))
+        found.update(f"kept: {g.obstacle}" for g in plan.groups if g.obstacle)
+    return found
+
+
+def through_compile(sizes: Sequence[Program], variant: Variant, **options: object) -> list[Tensor]:
+    """Outputs, gradients and arguments after one step of the whole `torch.compile` at each size of one program."""
+    torch._dynamo.reset()
+    given = {"min_bytes": 0, "budget": variant.budget, "engine": variant.engine, **options}
+    compiled = torch.compile(
+        sizes[0].function(), backend=ssd_fx.backend, dynamic=len(sizes) > 1, fullgraph=True, options=given
+    )
+    found: list[Tensor] = []
+    for program in sizes:
+        leaves, values = arguments(program.inputs)
+        torch.manual_seed(0)
+        outputs = list(compiled(*values.values()))
+        roots, starts = cotangents(outputs)
+        gradients = torch.autograd.grad(roots, leaves, starts, allow_unused=True)
+        found += [t.detach() for t in [*outputs, *(g for g in gradients if g is not None), *values.values()]]
+    return found

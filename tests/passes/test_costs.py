@@ -1,0 +1,188 @@
+"""Predicted times: what each kind of node costs, which kernel it is in, and what a profile makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ssd_fx.passes import costs
+from ssd_fx.passes.kernels import Kernels, Traffic
+from ssd_fx.passes.machine import Machine
+from ssd_fx.passes.profile import GraphProfile, Profile
+
+aten = torch.ops.aten
+# 1 byte is 1 ns, 1 flop is 1 ps.
+MACHINE = Machine(flops=1e12, memory_bw=1e9, write_bw=1e9, read_bw=1e9)
+KIB = 1024
+
+
+def graph_of(function: Callable[..., object], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> fx.Graph:
+    with FakeTensorMode() as mode:
+        inputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    with mode:
+        graph: fx.Graph = make_fx(function, tracing_mode="real")(*inputs).graph
+    return graph
+
+
+def traffic(graph: fx.Graph) -> dict[str, tuple[float, float, bool]]:
+    return {n.name: (t.read, t.written, t.first) for n, t in Kernels(graph).traffic.items()}
+
+
+def times_ns(graph: fx.Graph, machine: Machine = MACHINE) -> dict[str, float]:
+    found = Kernels(graph).traffic
+    return {n.name: round(1e9 * costs.seconds(n, t, machine), 3) for n, t in found.items()}
+
+
+def test_a_chain_is_one_kernel_that_reads_its_inputs_and_writes_its_end() -> None:
+    """sin -> mul with y -> cos: x and y are read once, the two intermediates are never in memory."""
+    graph = graph_of(lambda x, y: (x.sin() * y * x).cos(), (256,), (256,))
+    assert traffic(graph) == {
+        "sin": (KIB, 0, True),
+        "mul": (KIB, 0, False),
+        "mul_1": (0, 0, False),
+        "cos": (0, KIB, False),
+    }
+
+
+def test_an_extern_cuts_the_chain() -> None:
+    """relu -> mm -> relu_1, which reads relu once more: two kernels beside the mm."""
+    graph = graph_of(lambda x: (x.relu() @ x).relu() + x.relu(), (16, 16))
+    found = traffic(graph)
+    assert found["relu"] == (KIB, KIB, True)
+    assert found["mm"] == (2 * KIB, KIB, True)
+    assert found["relu_1"] == (KIB, 0, True)
+
+
+def test_what_is_saved_is_written_though_its_kernel_goes_on() -> None:
+    graph = graph_of(lambda x: ((y := x.sin()), y.cos()), (256,))
+    assert traffic(graph) == {"sin": (KIB, KIB, True), "cos": (0, KIB, False)}
+
+
+def test_views_and_constants_cost_nothing() -> None:
+    graph = graph_of(lambda x: x.view(4, 64).t() * torch.full((64, 4), 2.0), (256,))
+    assert traffic(graph)["mul"] == (KIB, KIB, False)
+    assert "view" not in traffic(graph)
+    assert traffic(graph)["full"][:2] == (0, 0)
+
+
+def test_a_broadcast_input_is_read_as_large_as_it_is() -> None:
+    graph = graph_of(lambda x, b: x * b.expand(256, 4), (256, 4), (1, 4))
+    assert traffic(graph)["mul"] == (4 * KIB + 16, 4 * KIB, True)
+
+
+def test_a_reduction_goes_over_its_input_once_more() -> None:
+    """sin -> sum: the tensor of 1 KiB is not in memory, but each of its rows is read twice."""
+    graph = graph_of(lambda x: x.sin().sum(), (256,))
+    assert traffic(graph) == {"sin": (KIB, 0, True), "sum_1": (KIB, 4, False)}
+
+
+def test_an_embedding_reads_the_rows_that_it_takes() -> None:
+    def look_up(weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(torch.arange(2), weight)
+
+    assert traffic(graph_of(look_up, (256, 4)))["embedding"][:2] == (32, 32)
+
+
+def test_a_product_takes_the_longer_of_its_flops_and_its_bytes() -> None:
+    graph = graph_of(lambda a, b: a @ b, (8, 8), (8, 8))
+    assert times_ns(graph) == {"mm": 3 * 256}  # 1,024 flops are 1 ns
+    assert times_ns(graph, MACHINE.with_rates({"flops": 1e9})) == {"mm": 1024}
+
+
+def test_rates_per_dtype() -> None:
+    machine = MACHINE.with_rates({"flops": 1e6, "flops_by_dtype": {"bfloat16": 1e9}})
+    graph = graph_of(lambda a, b: a @ b, (8, 8), (8, 8), dtype=torch.bfloat16)
+    assert times_ns(graph, machine) == {"mm": 1024}
+    graph = graph_of(lambda a, b: a @ b, (8, 8), (8, 8))
+    assert times_ns(graph, machine) == {"mm": 1024e3}
+
+
+def test_a_bias_is_copied_before_the_product() -> None:
+    graph = graph_of(lambda c, a, b: torch.addmm(c, a, b), (8,), (8, 8), (8, 8))
+    assert times_ns(graph) == {"addmm": 3 * 256 + 32 + 256}
+
+
+def test_special_functions_and_fixed_costs() -> None:
+    machine = MACHINE.with_rates({"memory_bw": 1e30, "erf_s": 1e-9, "kernel_s": 5e-6})
+    assert times_ns(graph_of(lambda x: x.erf().tanh(), (256,)), machine) == {"erf": 5256, "tanh": 128}
+
+
+def attention(causal: bool) -> fx.Graph:
+    op = aten._scaled_dot_product_flash_attention_for_cpu
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = op(q, k, v, 0.0, causal)[0]
+        return out
+
+    return graph_of(call, *3 * ((1, 2, 2048, 64),))
+
+
+@pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.625)])
+def test_attention_has_flops_of_its_own_and_skips_blocks(causal: bool, share: float) -> None:
+    """Two products of 2 heads x 2048 x 2048 x 64; causal ones skip whole blocks of 512 keys."""
+    machine = MACHINE.with_rates({"memory_bw": 1e30, "attention_flops": {"float32": 4e9}})
+    ns = times_ns(attention(causal), machine)["_scaled_dot_product_flash_attention_for_cpu"]
+    assert ns == share * 4 * 2 * 2048 * 2048 * 64 / 4
+
+
+def test_a_node_of_no_kernel_has_no_time() -> None:
+    node = next(iter(graph_of(lambda x: x.sin(), (4,)).find_nodes(op="call_function", target=aten.sin.default)))
+    assert costs.seconds(node, Traffic(), MACHINE) == 0.0
+
+
+FORWARD, BACKWARD = (0.0, 0.0, 2.0, 3.0, 6.0, 6.0), (0.0, 1.0, 2.0, 4.0)
+
+
+def test_a_profile_moves_the_starts_through_its_anchors() -> None:
+    """Forward 1..4 took 20 instead of 6, of it 10 for the first 2; backward from node 1 on at twice the time."""
+    profile = Profile((GraphProfile("g", ((1, 0.0), (2, 10.0), (4, 20.0)), ((1, 0.0), (3, 6.0))),))
+    assert profile.rescale("g", FORWARD, BACKWARD) == ((0.0, 0.0, 10.0, 12.5, 20.0, 20.0), (0.0, 2.0, 4.0, 8.0))
+
+
+def test_a_profile_of_another_graph_changes_nothing() -> None:
+    profile = Profile((GraphProfile("other", ((1, 0.0), (2, 10.0)), ()),))
+    assert profile.rescale("g", FORWARD, BACKWARD) == (FORWARD, BACKWARD)
+
+
+def test_an_anchor_that_the_graph_does_not_have() -> None:
+    profile = Profile((GraphProfile("g", ((1, 0.0), (7, 10.0)), ()),))
+    with pytest.raises(ValueError, match="the profile of graph g has an anchor at node 7, but the graph has 5"):
+        profile.rescale("g", FORWARD, BACKWARD)
+
+
+def test_measured_bandwidths_replace_the_machine_s() -> None:
+    machine = MACHINE.with_rates({"drag_s_per_byte": 1e-10})
+    profile = Profile((GraphProfile("g", (), ()),), write_bw=5e8)
+    assert (profile.machine(machine, "g").write_bw, profile.machine(machine, "g").read_bw) == (5e8, 1e9)
+    assert profile.machine(machine, "g").drag_s_per_byte == 0.0  # is in the measured times
+    assert profile.machine(machine, "h").drag_s_per_byte == 1e-10
+
+
+def test_a_machine_rounds_and_goes_through_json() -> None:
+    machine = MACHINE.with_rates({"write_bw": 1.23456e9, "flops_by_dtype": {"float32": 1.9999e11}}).rounded()
+    assert (machine.write_bw, machine.flops_by_dtype) == (1.23e9, (("float32", 2e11),))
+    assert MACHINE.with_rates(machine.rates()) == machine
+    assert hash(machine) == hash(MACHINE.with_rates(machine.rates()))
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ({"flop": 1.0}, "a machine has no 'flop'; right would be any of flops, memory_bw"),
+        ({"flops": 0}, "flops=0 is no rate; right would be a number > 0"),
+        ({"latency_s": -1}, "latency_s=-1 is no rate; right would be a number >= 0"),
+        ({"write_bw": "6 GB/s"}, "write_bw='6 GB/s' is no rate"),
+        ({"write_bw": True}, "write_bw=True is no rate"),
+        ({"read_bw": float("nan")}, "read_bw=nan is no rate"),
+        ({"flops_by_dtype": {"bf16": 1.0}}, "has no rates per dtype; right would be e.g. {'bfloat16'"),
+        ({"flops_by_dtype": {"bfloat16": 0}}, r"flops_by_dtype\[bfloat16\]=0 is no rate"),
+    ],
+)
+def test_what_is_no_rate(rates: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MACHINE.with_rates(rates)

@@ -1,0 +1,122 @@
+"""The kernels run in the planned order, with Inductor's reorder for memory on, and no fusion is lost for it."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
+
+from examples.train_gpt import GPT, Shape
+from ssd_fx.passes import order
+from tests.models import batch
+from tests.passes import toys
+from tests.passes.lowered import Lowered, lower
+
+
+def branches(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """repeat -> mm -> sigmoid -> sum; mm -> sin -> mm; a greedy order for memory takes the small branch first."""
+    wide = (x.repeat(4, 1) @ w).sigmoid().sum(0)
+    narrow = (x @ w).sin()
+    return (narrow @ w + wide).exp().sum()
+
+
+def text(lowered: Lowered) -> str:
+    """One kernel a line: the FX nodes that it computes last, or our operator with its number."""
+    return "\n".join(_line(n) for n in lowered.nodes if not _is_item(n))
+
+
+def _line(node: BaseSchedulerNode) -> str:
+    if order.is_ours(node):
+        assert node.node is not None
+        return f"{node.node.op_overload._opname} {node.node.constant_args[-2:]}"
+    origins = {o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
+    kind = "nop" if isinstance(node, NopKernelSchedulerNode) else "extern" if node.is_extern() else "loops"
+    return f"{kind} {', '.join(sorted(origins))}"
+
+
+def _is_item(node: BaseSchedulerNode) -> bool:
+    return type(node.node).__name__ == "MultiOutput"
+
+
+@pytest.mark.parametrize("toy", [branches, toys.shared_view, toys.multi_output], ids=lambda t: t.__name__)
+def test_the_schedule_is_the_planned_order(toy: toys.Toy) -> None:
+    planned: list[list[str]] = []
+
+    def spy(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        nodes = real(nodes)
+        planned.append([n.get_name() for n in nodes])
+        return nodes
+
+    real = order.planned_order
+    with mock.patch.object(order, "planned_order", spy):
+        lowered = lower(toy, *toys.inputs(), options={})
+    assert [[n.get_name() for n in graph.nodes] for graph in lowered] == planned
+
+
+def names(nodes: list[BaseSchedulerNode]) -> list[str]:
+    return [n.get_name() for n in nodes]
+
+
+def test_without_the_pins_inductor_chooses_another_order() -> None:
+    """The reorder is on and would move kernels: what the test above sees is the pins' work."""
+    planned: list[list[str]] = []
+
+    def unpinned(self: order.PinOrder, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        planned.append(names(order.planned_order(nodes)))
+        return order.planned_order(nodes)
+
+    with mock.patch.object(order.PinOrder, "__call__", unpinned), mock.patch("ssd_fx.passes.audit.attach"):
+        lowered = lower(branches, *toys.inputs(64), options={})
+    assert [names(graph.nodes) for graph in lowered] != planned
+
+
+@pytest.mark.parametrize("toy", toys.ALL[:4], ids=lambda t: t.__name__)
+def test_the_kernels_are_those_of_plain_inductor(toy: toys.Toy) -> None:
+    ours, theirs = lower(toy, *toys.inputs(), options={}), lower(toy, *toys.inputs())
+    assert [len(graph.kernels) for graph in ours] == [len(graph.kernels) for graph in theirs]
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_gpt_are_those_of_plain_inductor() -> None:
+    """Two layers. As many extern calls, and no loop nest more, after fusion: the forward has 36 kernels, plain 37."""
+    model = GPT(Shape(layers=2, width=64, heads=2, seq=64, dropout=0.1))
+    ours, theirs = lower(model, *batch(), options={}), lower(model, *batch())
+    for mine, plain in zip(ours, theirs, strict=True):
+        assert sum(n.is_extern() for n in mine.kernels) == sum(n.is_extern() for n in plain.kernels)
+        assert len(mine.kernels) <= len(plain.kernels)
+
+
+def test_the_order_of_branches() -> None:
+    forward, _ = lower(branches, *toys.inputs(), options={})
+    assert_expected_inline(
+        text(forward),
+        """\
+nop empty_memory_format
+begin_ (3360, 3360)
+store (0, 0)
+store (1, 1)
+loops repeat
+store (2, 2)
+extern mm
+store (3, 3)
+loops sigmoid, sum_1
+store (4, 4)
+extern mm_1
+store (5, 5)
+loops sin
+store (6, 6)
+extern mm_2
+store (7, 7)
+loops add, exp, sum_2
+wait_store_ (8, True)
+wait_store_ (9, True)
+wait_store_ (10, True)
+wait_store_ (11, True)
+wait_store_ (12, True)
+wait_store_ (13, True)
+wait_store_ (14, True)
+wait_store_ (15, True)""",
+    )

@@ -1,0 +1,194 @@
+"""The machine's rates: measured once, kept, and never in the way of a compilation."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssd_fx
+from ssd_fx import Config, calibrate, cli, rates
+from ssd_fx.backend import machine_of
+from ssd_fx.passes.machine import Machine
+from ssd_fx.runtime import trace
+from ssd_fx.runtime.config import RuntimeConfig
+
+CPU = torch.device("cpu")
+ONES = torch.ones(2, 2)
+COMPUTE = {"flops": 2e11, "memory_bw": 2e10, "kernel_s": 1e-5}
+DISK = rates.Disk(write_bw=1.5e9, read_bw=1e9, latency_s=1e-4, drag_s_per_byte=1e-10)
+
+
+class Calls:
+    """Stands in for the measurements: how often each was made, and what it gives."""
+
+    def __init__(self) -> None:
+        self.compute = self.disk = 0
+        self.rates: dict[str, object] = dict(COMPUTE)
+        self.error: OSError | None = None
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
+    """An empty cache directory, and measurements that only count."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = Calls()
+
+    def compute(self: rates.Compute) -> dict[str, object]:
+        made.compute += 1
+        return made.rates
+
+    def disk(self: rates.Transfers) -> rates.Disk:
+        made.disk += 1
+        self.engine.close()
+        if made.error:
+            raise made.error
+        return DISK
+
+    monkeypatch.setattr(rates.Compute, "rates", compute)
+    monkeypatch.setattr(rates.Transfers, "measure", disk)
+    calibrate.forget()
+    yield made
+    calibrate.forget()
+
+
+def config_for(path: Path, **more: object) -> RuntimeConfig:
+    return RuntimeConfig(dirs=(str(path),), engine="posix", **more)  # type: ignore[arg-type]
+
+
+def test_it_measures_once_for_all_directories_of_a_drive(calls: Calls, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    machines = {calibrate.calibrated(config_for(tmp_path / d), CPU) for d in ("a", "b", "a")}
+    calibrate.forget()  # as another process: from the file
+    machines.add(calibrate.calibrated(config_for(tmp_path / "a"), CPU))
+    assert (calls.compute, calls.disk) == (1, 1)
+    assert machines == {
+        Machine(2e11, 2e10, 1.5e9, 1e9, latency_s=1e-4, drag_s_per_byte=1e-10, kernel_s=1e-5),
+    }
+
+
+def test_another_engine_or_other_checksums_are_another_drive(calls: Calls, tmp_path: Path) -> None:
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    calibrate.calibrated(config_for(tmp_path, checksums=False), CPU)
+    calibrate.calibrated(RuntimeConfig(engine="memory"), CPU)
+    assert (calls.compute, calls.disk) == (1, 3)
+
+
+def test_another_number_of_threads_is_another_machine(calls: Calls, tmp_path: Path) -> None:
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        calibrate.calibrated(config_for(tmp_path), CPU)
+    finally:
+        torch.set_num_threads(threads)
+    assert (calls.compute, calls.disk) == (2, 2)
+
+
+def test_threads_that_compile_at_once_measure_once(calls: Calls, tmp_path: Path) -> None:
+    threads = [threading.Thread(target=calibrate.calibrated, args=(config_for(tmp_path), CPU)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (calls.compute, calls.disk) == (1, 1)
+
+
+NO_RATES = {
+    "empty": "",
+    "no JSON": "rates",
+    "a list": "[]",
+    "another version": '{"version": 0}',
+    "a section missing": '{"version": 1, "compute": {}}',
+    "a number": '{"version": 1, "compute": 1, "disk": {}}',
+    "no rate": '{"version": 1, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
+}
+
+
+@pytest.mark.parametrize("text", NO_RATES.values(), ids=NO_RATES)
+def test_a_file_that_is_none_is_measured_anew_with_one_warning(calls: Calls, tmp_path: Path, text: str) -> None:
+    path = calibrate.cache_path()
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.warns(RuntimeWarning, match="machine.json is of no use .*, so ssd_fx measures anew") as seen:
+        calibrate.calibrated(config_for(tmp_path), CPU)
+    assert len(seen) == 1
+    assert sorted(json.loads(path.read_text())) == ["compute", "disk", "version"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["machine.json", "machine.lock"]
+
+
+def test_a_cache_directory_that_cannot_be_made(calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match=r"cannot keep the machine's rates \(.*Not a directory"):
+        assert calibrate.calibrated(config_for(tmp_path), CPU).flops == 2e11
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    assert calls.compute == 1
+
+
+def test_a_drive_that_cannot_be_measured_has_typical_rates_and_is_not_kept(calls: Calls, tmp_path: Path) -> None:
+    calls.error = OSError(28, "No space left on device")
+    with pytest.warns(RuntimeWarning, match="could not measure .*No space left.* and plans with typical rates"):
+        machine = calibrate.calibrated(config_for(tmp_path), CPU)
+    typical = Machine.default(CPU, torch.get_num_threads())
+    assert (machine.flops, machine.write_bw) == (2e11, typical.write_bw)
+    assert calibrate.cached()["disk"] == {}
+
+
+def test_busy_cores_are_not_kept(calls: Calls, tmp_path: Path) -> None:
+    calls.rates["kernel_s"] = 0.0144
+    with pytest.warns(RuntimeWarning, match=r"other processes use the cores, and a small kernel took 0\.0144 s"):
+        machine = calibrate.calibrated(config_for(tmp_path), CPU)
+    assert machine.flops == Machine.default(CPU, torch.get_num_threads()).flops
+    assert calibrate.cached()["compute"] == {}
+
+
+def test_the_option(calls: Calls, tmp_path: Path) -> None:
+    typical = Machine.default(CPU, torch.get_num_threads())
+    options: dict[str, object] = {"dirs": [str(tmp_path)], "engine": "posix"}
+    assert machine_of(Config.make(options | {"machine": "default"}), CPU) == typical
+    said = machine_of(Config.make(options | {"machine": {"flops": 3e14, "write_bw": 6e9}}), CPU)
+    assert said == typical.with_rates({"flops": 3e14, "write_bw": 6e9})
+    assert calls.compute == 0
+    assert machine_of(Config.make(options | {"machine": "auto"}), CPU).flops == 2e11
+    assert calls.compute == 1
+
+
+def test_calibrate_and_info(calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["calibrate", str(tmp_path)]) == 0
+    assert cli.main(["calibrate", str(tmp_path)]) == 0
+    assert calls.compute == 2
+    assert "write_bw                 1.5e+09\n" in capsys.readouterr().out
+    assert cli.main(["info"]) == 0
+    assert '"write_bw": 1500000000.0' in capsys.readouterr().out
+    assert cli.main(["calibrate", str(tmp_path / "missing")]) == 1
+
+
+@pytest.mark.parametrize("engine", ["posix", "memory"])
+def test_transfers_are_measured_and_leave_no_trace(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rates, "_TRANSFER_BYTES", 2**20)
+    monkeypatch.setattr(rates, "_TRANSFERS", 4)
+    config = RuntimeConfig(dirs=(str(tmp_path),), engine=engine)
+    found = rates.Transfers(config, CPU).measure()
+    assert 1e6 < found.write_bw < 1e12
+    assert 1e6 < found.read_bw < 1e12
+    assert 0 <= found.drag_s_per_byte < 1e-6
+    assert (ssd_fx.stats().stores, ssd_fx.stats().disk_bytes, trace.events()) == (0, 0, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_program_s_random_numbers_and_autocast_are_left_alone() -> None:
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        seconds, product = calibrate._in_thread(lambda: (rates.Compute(CPU).random_s(), ONES.mm(ONES)))
+    assert product.dtype == torch.float32
+    assert 1e-12 < seconds < 1e-3
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,416 @@
+"""Marks and patterns through `torch.compile`: what the user writes, what happens, and what it does not change."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ssd_fx
+from ssd_fx import Config, patterns
+
+INNERS = ["aot_eager", "inductor"]
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, object]:
+    return {"dirs": [str(tmp_path)], "min_bytes": 0}
+
+
+@pytest.fixture(autouse=True)
+def no_pattern_was_seen() -> Iterator[None]:
+    patterns._matched.clear()
+    yield
+    patterns._matched.clear()
+
+
+def inputs(size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(size, size, generator=generator).requires_grad_() for _ in range(2))  # type: ignore[return-value]
+
+
+def gradients(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(function(*args), args)
+
+
+def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def plan_text(directory: Path) -> str:
+    (path,) = directory.glob("*.plan.txt")
+    return path.read_text()
+
+
+Mark = Callable[[torch.Tensor], torch.Tensor]
+
+
+def layers(mark: Mark) -> Callable[..., torch.Tensor]:
+    """Three matmuls; what the second reads, saved by any partition, is marked."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = mark(mark(x @ w) @ w)
+        return ((y @ w).sin() @ w).sum()
+
+    return function
+
+
+def attention(mark: Mark) -> Callable[..., torch.Tensor]:
+    """Softmax attention, which Inductor fuses if nothing is in between; everything in between is marked."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        q, k, v = (mark(t.view(2, 8, 16, 16)) for t in (x @ w, x @ w.t(), x + w))
+        scores = mark(mark(q @ k.transpose(-2, -1)) / 4.0)
+        return mark(mark(scores.softmax(-1)) @ v).sin().sum()
+
+    return function
+
+
+def written(mark: Mark) -> Callable[..., torch.Tensor]:
+    """Marked tensors are written in place, and the result is returned."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = mark(x @ w)
+        y.relu_()
+        return mark(mark(y @ w).add_(1).sin_() * y).sum()
+
+    return function
+
+
+def none(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def test_without_a_compiler_they_are_the_identity() -> None:
+    x = torch.ones(2)
+    assert ssd_fx.keep(x) is x
+    assert ssd_fx.offload(x) is x
+    with pytest.raises(ValueError, match=r"ssd_fx\.keep takes a tensor, not a tuple"):
+        ssd_fx.keep((x, x))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_under_other_backends_too(backend: str) -> None:
+    x, w = inputs()
+    marked, plain = (torch.compile(layers(mark), backend=backend, fullgraph=True) for mark in (ssd_fx.offload, none))
+    assert same_bits(gradients(marked, x, w), gradients(plain, x, w))
+
+
+def test_export_and_vmap() -> None:
+    class Marked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda row: ssd_fx.keep(row.sin()).cos())(x)
+
+    x = torch.randn(4, 4)
+    exported = torch.export.export(Marked(), (x,))
+    assert torch.equal(exported.module()(x), x.sin().cos())
+
+
+Toy = Callable[[Mark], Callable[..., torch.Tensor]]
+
+
+@pytest.mark.parametrize("toy", [layers, attention, written])
+def test_no_bit_changes(options: dict[str, object], toy: Toy) -> None:
+    options |= {"inner": "aot_eager", "engine": "memory"}
+    seen = []
+    for mark, budget in ((none, 1.0), (ssd_fx.keep, 0), (ssd_fx.offload, 1.0)):
+        more = options | {"budget": budget}
+        compiled = torch.compile(toy(mark), backend=ssd_fx.backend, fullgraph=True, options=more)
+        seen.append(gradients(compiled, *inputs()))
+    assert same_bits(seen[0], seen[1])
+    assert same_bits(seen[0], seen[2])
+
+
+@pytest.mark.parametrize(
+    "toy", [attention, pytest.param(layers, marks=pytest.mark.slow), pytest.param(written, marks=pytest.mark.slow)]
+)
+def test_inductor_writes_the_same_code(options: dict[str, object], toy: Toy) -> None:
+    """Line for line where all is kept, but for the graph's name, which is made of node names, and for comments."""
+    options |= {"budget": 1.0}
+
+    def run(mark: Mark) -> tuple[tuple[torch.Tensor, ...], str]:
+        torch._dynamo.reset()
+        compiled = torch.compile(toy(mark), backend=ssd_fx.backend, fullgraph=True, options=options)
+        with fresh_inductor_cache():
+            grads, texts = run_and_get_code(lambda: gradients(compiled, *inputs()))
+        assert len(texts) == 2
+        return grads, re.sub(r"#.*|'[0-9a-f]{8}'", "", "\n".join(texts))
+
+    plain, code = run(none)
+    assert ("_scaled_dot_product" in code) == (toy is attention)
+    kept, kept_code = run(ssd_fx.keep)
+    assert (kept_code == code) is True  # no diff of a thousand lines
+    assert same_bits(kept, plain)
+    offloaded, _ = run(ssd_fx.offload)
+    assert ssd_fx.stats().stores >= 2
+    assert same_bits(offloaded, plain)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_the_dump_says_who_marked_what(options: dict[str, object], tmp_path: Path, inner: str) -> None:
+    options |= {"inner": inner, "dump": str(tmp_path / "dump")}
+    gradients(torch.compile(layers(ssd_fx.keep), backend=ssd_fx.backend, options=options), *inputs())
+    lines = [line.split(None, 4) for line in plan_text(tmp_path / "dump").splitlines()[1:]]
+    marked = "marked by ssd_fx.keep"
+    reasons = {base: marked if rest.startswith(marked) else decision for base, _, _, decision, rest in lines}
+    assert {base: reason for base, reason in reasons.items() if base.startswith("mm")} == {
+        "mm": marked,
+        "mm_1": marked,
+        "mm_2": "offload",
+    }
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_contradiction_reaches_the_user_as_what_it_is(options: dict[str, object], inner: str) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (ssd_fx.offload(ssd_fx.keep(x @ w)).view(-1).view(64, 64) @ w).sum()
+
+    compiled = torch.compile(function, backend=ssd_fx.backend, options=options | {"inner": inner})
+    with pytest.raises(ValueError, match=r"tensor 'mm' \(16384 B\) is marked by ssd_fx\.keep and by ssd_fx\.offload"):
+        compiled(*inputs())
+
+
+def test_the_compile_cache_tells_marks_apart(options: dict[str, object]) -> None:
+    """Graphs that differ in their marks alone have the same code."""
+    offloaded, hits = [], []
+    with fresh_inductor_cache():
+        for mark in (ssd_fx.keep, ssd_fx.offload, ssd_fx.keep):
+            torch._dynamo.reset()
+            ssd_fx.reset_stats()
+            counters.clear()
+            compiled = torch.compile(layers(mark), backend=ssd_fx.backend, options=options | {"budget": 1.0})
+            gradients(compiled, *inputs())
+            offloaded.append(ssd_fx.stats().offloaded_bytes)
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 0, 1]
+    assert offloaded == [0, 2 * 64 * 64 * 4, 0]
+
+
+# Checkpoint policies.
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_must_cpu_offload_trains_as_without_a_checkpoint(options: dict[str, object], inner: str) -> None:
+    def contexts(policy: CheckpointPolicy) -> Callable[[], object]:
+        def choose(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+            return policy if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return functools.partial(create_selective_checkpoint_contexts, choose)
+
+    def run(policy: CheckpointPolicy) -> tuple[torch.Tensor, ...]:
+        def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            region = layers(none)
+            return checkpoint(region, x, w, use_reentrant=False, context_fn=contexts(policy))  # type: ignore[no-any-return]
+
+        ssd_fx.reset_stats()
+        return gradients(torch.compile(function, backend=ssd_fx.backend, options=options), *inputs())
+
+    options |= {"inner": inner, "budget": 1.0}
+    saved = run(CheckpointPolicy.MUST_SAVE)
+    assert ssd_fx.stats().offloaded_bytes == 0
+    offloaded = run(CheckpointPolicy.MUST_CPU_OFFLOAD)
+    assert ssd_fx.stats().offloaded_bytes == 3 * 64 * 64 * 4
+    assert same_bits(saved, offloaded)
+    for ours, eager in zip(offloaded, gradients(layers(none), *inputs()), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-2)  # gradients of about 1e4
+
+
+# Patterns.
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.qkv(x).tanh()
+
+
+class Block(nn.Module):
+    breaks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.mlp(self.attn(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sin()
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).cos()
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model = Model()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) * 2
+
+
+def closure() -> Callable[[torch.Tensor], torch.Tensor]:
+    model = Model()
+    return lambda x: model(x) * 2
+
+
+def compiled_with(what: object, options: dict[str, object], **more: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(what, backend=ssd_fx.backend, options=options | {"inner": "aot_eager"} | more)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern"),
+    [
+        (Model, "blocks.1.attn"),
+        (Outer, "inner.blocks.1.attn"),
+        (lambda: Trainer().step, "blocks.1.attn"),
+        (closure, "blocks.1.attn"),
+    ],
+    ids=["model", "nested", "method", "closure"],
+)
+def test_names_are_those_of_named_modules(
+    options: dict[str, object], tmp_path: Path, what: Callable[[], object], pattern: str
+) -> None:
+    dump = tmp_path / "dump"
+    compiled_with(what(), options, dump=str(dump), keep=[pattern])(torch.randn(4, 8)).sum().backward()
+    kept = [line.split()[0] for line in plan_text(dump).splitlines() if f"keep=['{pattern}']" in line]
+    assert kept == ["tanh_1"]
+
+
+NEAR = (
+    r"module pattern 'blocks\.1\.atn' matches no module; did you mean 'blocks\.1\.attn' or .*The modules are: 'blocks'"
+)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("option", ["keep", "offload"])
+def test_a_pattern_that_names_nothing_is_an_error(options: dict[str, object], inner: str, option: str) -> None:
+    compiled = compiled_with(Model(), options, inner=inner, **{option: ["*.mlp", "blocks.1.atn"]})
+    with pytest.raises(ValueError, match=NEAR):
+        compiled(torch.randn(4, 8))
+
+
+def test_a_function_of_no_module_is_none(options: dict[str, object]) -> None:
+    """A loss that is compiled for itself, with the patterns from the environment."""
+    x, w = inputs(8)
+    gradients(compiled_with(lambda x, w: (x @ w).sin().sum(), options, keep=["blocks.0"]), x, w)
+
+
+def test_graphs_that_hold_other_modules_are_none(options: dict[str, object]) -> None:
+    model = Model()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = model.blocks[0](x)
+        torch._dynamo.graph_break()
+        return model.head(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for pattern in ("blocks.0", "head", "blocks.1"):
+            compiled_with(function, options, keep=[pattern])(torch.randn(4, 8)).sum().backward()
+    with pytest.raises(ValueError, match=r"'blocks\.2' matches no module; did you mean 'blocks\.1' or 'blocks\.0'"):
+        compiled_with(function, options, keep=["blocks.2"])(torch.randn(4, 8))
+
+
+def test_blocks_that_are_compiled_one_by_one_have_their_own_names(options: dict[str, object]) -> None:
+    def run(pattern: str) -> None:
+        torch._dynamo.reset()
+        model = Model()
+        for block in model.blocks:
+            block.compile(backend=ssd_fx.backend, options=options | {"inner": "aot_eager", "keep": [pattern]})
+        model(torch.randn(4, 8)).sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for pattern in ("attn", "*.attn", "head"):  # head is another part of the model
+            run(pattern)
+    with pytest.warns(RuntimeWarning, match=r"'blocks\.0\.attn' has no effect on Block, which is compiled by itself"):
+        run("blocks.0.attn")
+    with pytest.raises(ValueError, match=r"'hed' matches no module; did you mean 'head'\?"):
+        run("hed")
+
+
+def test_a_break_inside_a_block_compiles_it_by_itself(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Block, "breaks", True)
+    with pytest.warns(RuntimeWarning, match=r"'blocks\.1\.attn' has no effect on Block"):
+        compiled_with(Model(), options, keep=["blocks.1.attn"])(torch.randn(4, 8))
+
+
+def test_a_renamed_module_is_another_entry_of_the_compile_cache(options: dict[str, object]) -> None:
+    """Modules without parameters leave no trace in the graph's code."""
+
+    class Act(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+            self.add_module(name, nn.Sigmoid())
+
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return (getattr(self, self.name)(x @ w) @ w).sum()
+
+    offloaded = []
+    with fresh_inductor_cache():
+        for name in ("first", "second"):
+            torch._dynamo.reset()
+            ssd_fx.reset_stats()
+            more = {"offload": ["*first*"], "budget": 1.0}
+            patterns._matched.add("*first*")
+            gradients(torch.compile(Act(name), backend=ssd_fx.backend, options=options | more), *inputs())
+            offloaded.append(ssd_fx.stats().offloaded_bytes)
+    assert offloaded[0] != offloaded[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        *[("a,b.*", ("a", "b.*")), (["a", "b.*"], ("a", "b.*")), ("", ()), ((), ()), (" a , a", ("a",))],
+    ],
+)
+def test_lists_of_patterns(said: object, meant: tuple[str, ...]) -> None:
+    assert Config.make({"keep": said}).keep == meant
+    assert Config.make({"offload": said}).offload == meant
+
+
+def test_the_environment_has_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_FX_KEEP", "blocks.0, *.attn")
+    assert Config.make().keep == ("blocks.0", "*.attn")
+
+
+@pytest.mark.parametrize("value", [3, [3], None, {"a": 1}])
+def test_what_is_no_list_of_patterns(value: object) -> None:
+    with pytest.raises(
+        ValueError, match=r"option offload=.* is no list of module name patterns; right would be e\.g\."
+    ):
+        Config.make({"offload": value})
