@@ -24,7 +24,7 @@ def test_views_only_store_their_base() -> None:
     check(
         toys.views_only,
         """\
-cat   768 B  offload  store>cat release>t_7 load<mm_6 wait<mm_8     [t_7]
+cat   768 B  offload  store>cat release>t_7 load<mm_5 wait<mm_8     [t_7]
 mm    768 B  offload  store>mm release>t_7 load<mm_4 wait<mm_4      [t_2, t_3, t_4]
 mm_1  256 B  offload  store>mm_1 release>t_7 load<expand wait<mm_3  [t_1]""",
     )
@@ -61,12 +61,12 @@ def test_multi_output() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>getitem_4 load<native_layer_norm_backward wait<native_layer_norm_backward   [mm]
-getitem_1   32 B  offload  store>getitem_1 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_1]
-getitem_2   32 B  offload  store>getitem_2 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<cos wait<mm_2                                               [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<t_4 wait<scatter                                            [getitem_4]
-mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                                  [mm_1]""",
+mm         256 B  offload  store>mm release>getitem_4 load<native_layer_norm_backward wait<native_layer_norm_backward    [mm]
+getitem_1   32 B  offload  store>getitem_1 release>mm_1 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_1]
+getitem_2   32 B  offload  store>getitem_2 release>sin load<native_layer_norm_backward wait<native_layer_norm_backward   [getitem_2]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                             [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<cos wait<scatter                                             [getitem_4]
+mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                                   [mm_1]""",
     )
 
 
@@ -74,9 +74,9 @@ def test_expanded_stores_the_row() -> None:
     check(
         toys.expanded,
         """\
-mm       256 B  offload  store>mm release>bmm load<cos wait<cos              [mm]
-sigmoid   32 B  offload  store>sigmoid release>bmm load<expand_2 wait<bmm_1  [sigmoid]
-sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2    [sin]""",
+mm       256 B  offload  store>mm release>bmm load<view wait<cos           [mm]
+sigmoid   32 B  offload  store>t_1 release>t_1 load<expand_2 wait<bmm_1    [sigmoid]
+sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2  [sin]""",
     )
 
 
@@ -88,9 +88,9 @@ def test_dropout() -> None:
     check(
         toys.dropout,
         """\
-relu       256 B  offload  store>relu release>t_2 load<native_dropout_backward wait<threshold_backward  [detach_1]
-getitem    256 B  offload  store>getitem_1 release>t_2 load<expand wait<mm_2                            [t]
-getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward         [getitem_1]""",
+relu       256 B  offload  store>relu release>t_2 load<mm_2 wait<threshold_backward              [detach_1]
+getitem    256 B  offload  store>getitem_1 release>t_2 load<expand wait<mm_2                     [t]
+getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward  [getitem_1]""",
     )
 
 
@@ -98,9 +98,9 @@ def test_half_precision() -> None:
     check(
         toys.half_precision,
         """\
-_to_copy    128 B  offload  store>_to_copy release>sigmoid load<expand wait<mm_4  [t_5]
-_to_copy_1  128 B  offload  store>_to_copy_1 release>t_6 load<t_4 wait<mm_5       [t_6]
-sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2       [sigmoid]""",
+_to_copy    128 B  offload  store>_to_copy release>mm load<expand wait<mm_4   [t_5]
+_to_copy_1  128 B  offload  store>_to_copy_1 release>mm_1 load<t_4 wait<mm_5  [t_6]
+sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2   [sigmoid]""",
     )
 
 
@@ -117,12 +117,12 @@ def test_small_ones_are_kept() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>mm_1 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
-getitem_1   32 B  keep     below min_bytes                                                                        [getitem_1]
-getitem_2   32 B  keep     below min_bytes                                                                        [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<cos wait<mm_2                                         [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<t_4 wait<scatter                                      [getitem_4]
-mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                            [mm_1]""",
+mm         256 B  offload  store>mm release>sin load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
+getitem_1   32 B  keep     below min_bytes                                                                       [getitem_1]
+getitem_2   32 B  keep     below min_bytes                                                                       [getitem_2]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<cos wait<mm_2                                        [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<t_4 wait<scatter                                     [getitem_4]
+mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                           [mm_1]""",
         min_bytes=100,
     )
 
@@ -132,7 +132,7 @@ def test_a_budget_keeps_what_idles_least() -> None:
         toys.multi_output,
         """\
 mm         256 B  offload  store>mm release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
-getitem_1   32 B  offload  store>getitem_1 release>t_6 load<mm_2 wait<native_layer_norm_backward                 [getitem_1]
+getitem_1   32 B  offload  store>getitem_1 release>t_6 load<t_2 wait<native_layer_norm_backward                  [getitem_1]
 getitem_2   32 B  keep     within the budget                                                                     [getitem_2]
 getitem_3  128 B  keep     within the budget                                                                     [getitem_3]
 getitem_4  256 B  keep     within the budget                                                                     [getitem_4]
