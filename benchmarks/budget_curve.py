@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,9 @@ from system import machine
 from training import Model, Step, Task, train_gpt
 from workers import Workers
 
-from ssd_fx.config import Config
-
 MODES = ("keep", "recompute", "checkpoint", "offload", "joint")
 WITHOUT_BUDGET = ("keep", "checkpoint")
 BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-CAN_RECOMPUTE = any(option.name == "recompute" for option in fields(Config))
 
 
 def tasks(flags: argparse.Namespace) -> dict[tuple[str, float | None], Task]:
@@ -57,7 +54,7 @@ def task(model: Model, mode: str, budget: float | None, directory: str | None) -
     if mode == "recompute":
         return Task(model, "recompute", budget)
     options: dict[str, Any] = {"budget": budget} | ({"dirs": [directory]} if directory else {})
-    choice = {"recompute": mode == "joint"} if CAN_RECOMPUTE else {}
+    choice = {"recompute": mode == "joint"}
     return Task(model, "ssd_fx", options=options | choice)
 
 

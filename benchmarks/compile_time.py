@@ -35,7 +35,7 @@ from system import machine
 from training import train_gpt
 
 import ssd_fx
-from ssd_fx.passes import inductor, partitioner, pipeline, verify
+from ssd_fx.passes import order, partitioner, pipeline, recompute, verify
 
 
 class Clock:
@@ -73,27 +73,27 @@ class Clock:
 @contextmanager
 def installed(clock: Clock) -> Iterator[None]:
     """Every function of the pipeline under the clock."""
-    passes, partition, run = pipeline.plan_passes, partitioner.Partitioner.__call__, pipeline.run
+    passes, partition, decide = pipeline.plan_passes, partitioner.Partitioner.__call__, pipeline.decide
 
-    def plan_passes(*args: Any) -> tuple[Any, ...]:
-        return tuple(clock.timed(module_name(each), each) for each in passes(*args))
+    def plan_passes(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return tuple(clock.timed(module_name(each), each) for each in passes(*args, **kwargs))
 
     def counting(self: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         clock.nodes = max(clock.nodes, len(gm.graph.nodes))
         return partition(self, gm, *args, **kwargs)
 
     def planning(*args: Any, **kwargs: Any) -> Any:
-        plan = run(*args, **kwargs)
+        plan = decide(*args, **kwargs)
         clock.groups = max(clock.groups, len(plan.groups))
         return plan
 
     changes: list[tuple[Any, str, Any]] = [
         (partitioner.Partitioner, "__call__", clock.whole(growth.PLANNING, counting)),
-        (inductor.PinOrder, "__call__", clock.whole(growth.ORDER, inductor.PinOrder.__call__)),
+        (order.PinOrder, "__call__", clock.whole(growth.ORDER, order.PinOrder.__call__)),
         (pipeline, "plan_passes", plan_passes),
-        (pipeline, "run", planning),
+        (pipeline, "decide", planning),
     ]
-    found = [(partitioner, "min_cut_rematerialization_partition", growth.PARTITION), (pipeline, "fingerprint", "name")]
+    found = [(recompute, "min_cut_rematerialization_partition", growth.PARTITION), (pipeline, "fingerprint", "name")]
     found += [(pipeline, "insert", "insert"), (verify, "verify_plan", "verify")]
     found += [(verify, "verify_graphs", "verify")]
     changes += [(place, name, clock.timed(title, getattr(place, name))) for place, name, title in found]

@@ -24,21 +24,40 @@ LOAD_MARGIN = 2.0
 
 
 def place(
-    step: Step, choices: Sequence[Choice], machine: Machine, *, limit: float, prefetch: float = float("inf")
+    step: Step,
+    choices: Sequence[Choice],
+    machine: Machine,
+    *,
+    limit: float,
+    prefetch: float = float("inf"),
+    starts: Sequence[float] | None = None,
+    margin: float = LOAD_MARGIN,
 ) -> dict[int, Transfer] | None:
     """The transfers of the offloaded items, or None where memory would exceed `limit` bytes whatever is waited for.
 
-    At most `prefetch` bytes are loaded before their use, or one item.
+    At most `prefetch` bytes are loaded before their use, or one item. `starts`: when the operators start, as a
+    simulation of an earlier placement said; without it, as if nothing stalled. `margin`: how often a load's predicted
+    duration it starts before it is due.
     """
-    return _Placing(step, choices, machine, limit, prefetch).run()
+    return _Placing(step, choices, machine, limit, prefetch, starts, margin).run()
 
 
 class _Placing:
-    def __init__(self, step: Step, choices: Sequence[Choice], machine: Machine, limit: float, prefetch: float) -> None:
+    def __init__(
+        self,
+        step: Step,
+        choices: Sequence[Choice],
+        machine: Machine,
+        limit: float,
+        prefetch: float,
+        starts: Sequence[float] | None,
+        margin: float,
+    ) -> None:
+        self.margin = margin
         self.step, self.machine, self.limit, self.prefetch = step, machine, limit, prefetch
         self.firsts = first_uses(step, choices)
         self.offloaded = [i for i, c in enumerate(choices) if c is Choice.OFFLOAD]
-        self.starts = self._starts(choices)
+        self.starts = self._starts(choices) if starts is None else starts
         self.free = self._free(
             choices
         )  # bytes under the limit, per operator, with every offloaded item gone when it can
@@ -174,7 +193,7 @@ class _Placing:
         lane, wanted = float("inf"), {}
         for i in reversed(by_deadline):
             item = self.step.items[i]
-            seconds = self.machine.latency_s + LOAD_MARGIN * item.moved_nbytes / self.machine.read_bw
+            seconds = self.machine.latency_s + self.margin * item.moved_nbytes / self.machine.read_bw
             lane = min(lane, self.starts[self.firsts[i]]) - seconds
             wanted[i] = min(max(bisect_right(self.starts, lane) - 1, self.step.forward), self.firsts[i])
         return wanted

@@ -16,7 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from ssd_fx.passes.partition import Partition
-    from ssd_fx.passes.solve import Solution
+    from ssd_fx.passes.refine import Solution
     from ssd_fx.passes.step import Modelled
 
 PlanPass = Callable[["Partition", "Plan"], "Plan"]  # decides, never edits FX

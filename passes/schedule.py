@@ -24,7 +24,7 @@ def _points(plan: Plan, prediction: Prediction, slot: int, item: int) -> Points:
     transfer, life = prediction.solution.transfers[item], plan.lifetimes[slot]
     assert plan.timeline is not None
     return Points(
-        store_after=ends[transfer.store_after],
+        store_after=min(ends[transfer.store_after], len(plan.timeline.forward) - 3),
         release_after=min(ends[transfer.release_after], len(plan.timeline.forward) - 3),  # before the output
         load_before=begins[transfer.load_before],
         wait_before=life.first_bwd_use,

@@ -9,8 +9,9 @@ from ssd_fx.passes.marks import forced, prefers_offload
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.place import everything, floor
 from ssd_fx.passes.plan import AliasGroup, Decision, Keep, Limits, Offload, Plan, Prediction, Recompute
+from ssd_fx.passes.refine import Solution
 from ssd_fx.passes.simulate import Choice, Step
-from ssd_fx.passes.solve import Solution, solve
+from ssd_fx.passes.solve import solve
 from ssd_fx.passes.step import model
 
 Budget = int | float | str | Limits

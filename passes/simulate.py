@@ -122,6 +122,10 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
             drag = machine.drag_s_per_byte * item.moved_nbytes
             extra[transfer.store_after] += 2 * machine.node_s + drag
             extra[firsts[i]] += 2 * machine.node_s + drag
+    for together in stores.values():
+        together.sort(key=lambda i: (not transfers[i].block, step.items[i].last_use))  # what is waited for first
+    for together in loads.values():
+        together.sort(key=lambda i: firsts[i])  # soonest needed
     now = write_lane = read_lane = write_stall = read_stall = 0.0
     write_end: dict[int, float] = {}
     read_end: dict[int, float] = {}

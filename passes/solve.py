@@ -7,25 +7,25 @@ many offloaded, in some order, as the budget asks. Then it tries other choices f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
 
 from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.place import everything, floor, place
-from ssd_fx.passes.simulate import Choice, Outcome, Step, Transfer, simulate
+from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
+from ssd_fx.passes.refine import TOLERANCE, Solution, better, kept_bytes, refine, rest
+from ssd_fx.passes.simulate import Choice, Step, simulate
 
-# Operators and items visited by the local search, over all trials: about two seconds of Python.
-EFFORT = 1_500_000
-TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
-
-
-@dataclass(frozen=True)
-class Solution:
-    """Choices and transfers, with what the simulator says of them."""
-
-    choices: tuple[Choice, ...]
-    transfers: Mapping[int, Transfer]
-    outcome: Outcome
+# Operators and items visited over all trials of the search; a million takes one to two seconds of Python. In proportion
+# to the size of the step, as the time to compile its graphs is; small steps, which cost nothing, get more.
+TRIALS = 150
+LEAST_EFFORT = 200_000
+POOL = 4  # so many of the best choices get their transfers moved
+EXHAUSTIVE = 1024  # up to so many choices are all tried
+KICKS = 40  # random choices that lead nowhere before the search ends
+# Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
+MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 
 
 class BudgetError(ValueError):
@@ -37,9 +37,18 @@ class BudgetError(ValueError):
 
 
 def solve(
-    step: Step, machine: Machine, *, limit: float, share_bytes: float, prefetch: float = float("inf")
+    step: Step,
+    machine: Machine,
+    *,
+    limit: float,
+    share_bytes: float,
+    prefetch: float = float("inf"),
+    may_rest: bool = False,
 ) -> Solution:
     """The best choices found with memory never above `limit` bytes and at most `share_bytes` kept of what may leave.
+
+    `may_rest`: what the limit has room for may be offloaded in name only, beyond the share: stored last and taken back
+    first, so that its write is cancelled.
 
     Raises:
         BudgetError: no choices meet `limit`; the message says the least that can be met.
@@ -47,22 +56,38 @@ def solve(
     least = floor(step)
     if limit < least:
         raise BudgetError(limit, least)
-    search = _Search(step, machine, limit, share_bytes, prefetch)
+    search = _Search(step, machine, limit, share_bytes, prefetch, may_rest)
     search.families()
     if not search.is_cheapest():
         search.improve()
     if search.best is None:
         raise BudgetError(limit, least)
-    return search.best
+    if search.is_cheapest():
+        return search.best
+    best = search.best
+    for start in search.pool:
+        refined = refine(
+            step, machine, start, limit=limit, share_bytes=share_bytes, effort=_effort(step) // POOL, may_rest=may_rest
+        )
+        best = refined if better(refined.outcome, best.outcome) else best
+    return best
+
+
+Moves = Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]
 
 
 class _Search:
-    def __init__(self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float) -> None:
+    def __init__(
+        self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float, may_rest: bool
+    ) -> None:
+        self.may_rest = may_rest
         self.step, self.machine, self.limit = step, machine, limit
         self.share_bytes, self.prefetch = share_bytes, prefetch
         self.best: Solution | None = None
-        self.left = EFFORT
-        self.seen: dict[tuple[Choice, ...], bool] = {}
+        self.asked: tuple[Choice, ...] = ()  # what led to the best: keeps that rest are keeps here
+        self.pool: list[Solution] = []  # the best so far, fastest first
+        self.left = _effort(step)
+        self.seen: dict[tuple[Choice, ...], Solution | None] = {}
 
     def families(self) -> None:
         """Recompute the first k by price per byte; of the rest offload as few as the budget allows, in every order."""
@@ -120,62 +145,139 @@ class _Search:
         return tuple(of(i) for i in range(len(self.step.items)))
 
     def try_(self, choices: tuple[Choice, ...]) -> bool:
-        """Place and simulate; whether the budget is met. Remembers the best."""
+        """Whether the budget is met. Remembers the best."""
+        return self.solution(choices) is not None
+
+    def solution(self, choices: tuple[Choice, ...]) -> Solution | None:
+        """The choices placed and simulated, None where the budget is not met. Remembers the best."""
         if choices in self.seen:
             return self.seen[choices]
-        self.left -= len(self.step.seconds) + 4 * len(choices)
-        met = self.seen[choices] = self._try(choices)
-        return met
+        found = None
+        over = self._fixed_bytes(choices) if self.may_rest else kept_bytes(self.step, choices)
+        if over <= self.share_bytes:
+            found = self._placed(choices)
+        self.seen[choices] = found
+        if found is not None:
+            self.pool = sorted([*self.pool, found], key=lambda s: s.outcome.seconds)[:POOL]
+        if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
+            self.best, self.asked = found, choices
+        return found
 
-    def _try(self, choices: tuple[Choice, ...]) -> bool:
-        items = self.step.items
-        kept = sum(
-            item.nbytes for item, c in zip(items, choices, strict=True) if c is Choice.KEEP and len(item.choices) > 1
+    def _fixed_bytes(self, choices: tuple[Choice, ...]) -> int:
+        """Bytes that are kept of what may leave and cannot be offloaded."""
+        pairs = zip(self.step.items, choices, strict=True)
+        return sum(
+            item.nbytes
+            for item, c in pairs
+            if c is Choice.KEEP and len(item.choices) > 1 and Choice.OFFLOAD not in item.choices
         )
-        if kept > self.share_bytes:
-            return False
-        transfers = place(self.step, choices, self.machine, limit=self.limit, prefetch=self.prefetch)
-        if transfers is None:
-            return False
-        outcome = simulate(self.step, choices, transfers, self.machine)
-        if outcome.peak > self.limit:
-            return False
-        if self.best is None or _better(outcome, self.best.outcome):
-            self.best = Solution(choices, transfers, outcome)
-        return True
+
+    def _placed(self, choices: tuple[Choice, ...]) -> Solution | None:
+        """Placed as if nothing stalled, then again with the starts that the simulation gave; the better of the two."""
+        best, starts = None, None
+        resting = self._resting(choices)
+        told = tuple(Choice.OFFLOAD if i in resting else c for i, c in enumerate(choices))
+        for margin in MARGINS:
+            self.left -= len(self.step.seconds) + 4 * len(choices)
+            transfers = place(
+                self.step,
+                choices,
+                self.machine,
+                limit=self.limit,
+                prefetch=self.prefetch,
+                starts=starts,
+                margin=margin,
+            )
+            if transfers is None:
+                break
+            transfers |= {i: rest(self.step) for i in resting}
+            outcome = simulate(self.step, told, transfers, self.machine)
+            if outcome.peak <= self.limit and (best is None or better(outcome, best.outcome)):
+                best = Solution(told, transfers, outcome)
+            if outcome.stall_s <= TOLERANCE * outcome.seconds:
+                break
+            starts = outcome.starts
+        return best
+
+    def _resting(self, choices: tuple[Choice, ...]) -> set[int]:
+        """What is to be kept beyond the share, the smallest first: offloaded in name, it rests in memory."""
+        items = self.step.items
+        kept = [i for i, c in enumerate(choices) if c is Choice.KEEP and Choice.OFFLOAD in items[i].choices]
+        resting = {i for i in kept if Choice.KEEP not in items[i].choices}
+        kept = [i for i in kept if i not in resting]
+        over = sum(items[i].nbytes for i in kept) + self._fixed_bytes(choices) - self.share_bytes
+        for i in sorted(kept, key=lambda i: items[i].nbytes):
+            if over <= 0:
+                break
+            resting.add(i)
+            over -= items[i].nbytes
+        return resting
 
     def improve(self) -> None:
-        """Other choices for one item, then for two at a time, until nothing helps or the effort is spent."""
+        """Other choices for one item, then for two at a time; then the same from a few random choices nearby.
+
+        The random choices are those of a fixed seed: the same step gets the same plan on every machine.
+        """
         if self.best is None:
             return
-        found = True
-        while found and self.left > 0:
-            found = self._pass(self._singles) or self._pass(self._pairs)
+        allowed = [self._allowed(i) for i in range(len(self.step.items))]
+        if math.prod(len(a) for a in allowed) <= EXHAUSTIVE:
+            for choices in itertools.product(*allowed):
+                self.solution(choices)
+            return
+        self._descend(self.asked, (self._singles, self._pairs))
+        random, failed = Random(0), 0
+        while failed < KICKS and self.left > 0 and not self.is_cheapest():
+            before = self.best
+            self._descend(self._kicked(random), (self._singles,))
+            failed = failed + 1 if self.best is before else 0
 
-    def _pass(self, moves: Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]) -> bool:
-        assert self.best is not None
-        before = self.best
-        for choices in moves(before.choices):
-            if self.left <= 0:
-                break
-            self.try_(choices)
-            if self.best is not before:
-                return True
-        return False
+    def _descend(self, choices: tuple[Choice, ...], families: tuple[Moves, ...]) -> None:
+        """Change to the first better neighbour while there is one."""
+        now = self.solution(choices)
+        moved = True
+        while moved and self.left > 0:
+            moved = False
+            for neighbour in itertools.chain.from_iterable(moves(choices) for moves in families):
+                found = self.solution(neighbour)
+                if found is not None and (now is None or better(found.outcome, now.outcome)):
+                    choices, now, moved = neighbour, found, True
+                    break
+                if self.left <= 0:
+                    break
+
+    def _kicked(self, random: Random) -> tuple[Choice, ...]:
+        """The best choices with those of two to four items changed."""
+        choices = list(self.asked)
+        free = [i for i in range(len(choices)) if len(self._allowed(i)) > 1]
+        for i in random.sample(free, min(len(free), random.randint(2, 4))):
+            choices[i] = random.choice(self._others(i, choices[i]))
+        return tuple(choices)
+
+    def _allowed(self, i: int) -> list[Choice]:
+        """What may be asked of an item: what may be offloaded may also rest, which is asked for as a keep."""
+        choices = self.step.items[i].choices
+        rests = {Choice.KEEP} if self.may_rest and Choice.OFFLOAD in choices else set()
+        return sorted(choices | rests, key=lambda c: c.value)
+
+    def _others(self, i: int, choice: Choice) -> list[Choice]:
+        return [c for c in self._allowed(i) if c is not choice]
 
     def _singles(self, choices: tuple[Choice, ...]) -> Iterator[tuple[Choice, ...]]:
-        for i, item in enumerate(self.step.items):
-            for other in sorted(item.choices - {choices[i]}, key=lambda c: c.value):
+        for i in range(len(self.step.items)):
+            for other in self._others(i, choices[i]):
                 yield (*choices[:i], other, *choices[i + 1 :])
 
     def _pairs(self, choices: tuple[Choice, ...]) -> Iterator[tuple[Choice, ...]]:
-        for i, first in enumerate(self.step.items):
+        for i in range(len(self.step.items)):
             for k in range(i + 1, len(self.step.items)):
-                if choices[i] is choices[k]:
-                    continue
-                for a in sorted(first.choices - {choices[i]}, key=lambda c: c.value):
-                    for b in sorted(self.step.items[k].choices - {choices[k]}, key=lambda c: c.value):
+                for a in self._others(i, choices[i]):
+                    for b in self._others(k, choices[k]):
                         yield (*choices[:i], a, *choices[i + 1 : k], b, *choices[k + 1 :])
+
+
+def _effort(step: Step) -> int:
+    return max(LEAST_EFFORT, TRIALS * (len(step.seconds) + 4 * len(step.items)))
 
 
 def _steps(count: int) -> list[int]:
@@ -185,9 +287,3 @@ def _steps(count: int) -> list[int]:
         steps.add(int(at))
         at = at + 1 if at < 4 else at * 1.3
     return sorted(steps)
-
-
-def _better(a: Outcome, b: Outcome) -> bool:
-    if abs(a.seconds - b.seconds) > TOLERANCE * b.seconds:
-        return a.seconds < b.seconds
-    return (a.written, a.seconds) < (b.written, b.seconds)

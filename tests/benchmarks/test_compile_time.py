@@ -13,24 +13,24 @@ from torch import fx, nn
 import ssd_fx
 from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
-from ssd_fx.passes import costs, inductor, partitioner, pipeline, verify
+from ssd_fx.passes import costs, order, partitioner, pipeline, recompute, verify
 
 
 def functions() -> list[object]:
-    from_partitioner = (partitioner.Partitioner.__call__, partitioner.min_cut_rematerialization_partition)
-    from_pipeline = (pipeline.plan_passes, pipeline.run, pipeline.insert, pipeline.fingerprint)
-    return [*from_partitioner, *from_pipeline, verify.verify_plan, verify.verify_graphs, inductor.PinOrder.__call__]
+    from_partitioner = (partitioner.Partitioner.__call__, recompute.min_cut_rematerialization_partition)
+    from_pipeline = (pipeline.plan_passes, pipeline.decide, pipeline.insert, pipeline.fingerprint)
+    return [*from_partitioner, *from_pipeline, verify.verify_plan, verify.verify_graphs, order.PinOrder.__call__]
 
 
 def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """linear -> relu -> linear under aot_eager; the input and `relu` are saved."""
-    nodes, min_cut = [], partitioner.min_cut_rematerialization_partition
+    nodes, min_cut = [], recompute.min_cut_rematerialization_partition
 
     def counting(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         nodes.append(len(gm.graph.nodes))
         return min_cut(gm, *args, **kwargs)
 
-    monkeypatch.setattr(partitioner, "min_cut_rematerialization_partition", counting)
+    monkeypatch.setattr(recompute, "min_cut_rematerialization_partition", counting)
     before, clock = functions(), Clock()
     options = {"min_bytes": 0, "engine": "memory", "inner": "aot_eager"}
     model = torch.compile(
@@ -40,7 +40,8 @@ def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
         model(torch.ones(2, 8)).sum().backward()
     assert functions() == before
     machine = costs.Machine.default(torch.device("cpu"), 1)
-    passes = [module_name(each) for each in pipeline.plan_passes(plan_options(Config.make(options)), machine)]
+    plan = plan_options(Config.make(options), torch.device("cpu"))
+    passes = [module_name(each) for each in pipeline.plan_passes(plan, machine, 0, priced=False)]
     timed = [growth.PARTITION, "name", passes[0], "verify", *passes[1:], "insert", growth.PLANNING]
     assert list(clock.seconds) == list(clock.cpu) == timed
     parts = [seconds for name, seconds in clock.seconds.items() if name != growth.PLANNING]

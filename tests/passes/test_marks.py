@@ -104,7 +104,7 @@ def test_a_view_marks_what_is_stored() -> None:
     check(
         view_marked,
         """\
-cat   768 B  offload  store>cat release>t_7 load<mm_6 wait<mm_8     [t_7]
+cat   768 B  offload  store>cat release>t_7 load<mm_5 wait<mm_8     [t_7]
 mm    768 B  keep     marked by ssd_fx.keep                         [t_2, t_3, t_4]
 mm_1  256 B  offload  store>mm_1 release>t_7 load<expand wait<mm_3  [t_1]""",
     )
@@ -303,8 +303,8 @@ tanh blocks.0.mlp.1 offload (offload=['*.mlp'])
 exp blocks.0 keep keep=['blocks.0'] (keep=['blocks.0'])
 sigmoid_1 blocks.1.attn keep within the budget ()
 tanh_1 blocks.1.mlp.1 offload (offload=['*.mlp'])
-exp_1 blocks.1 offload ()
-mm_4 head keep within the budget ()""",
+exp_1 blocks.1 keep within the budget ()
+mm_4 head offload ()""",
         keep=("blocks.0",),
         offload=("*.mlp",),
         budget=0.5,

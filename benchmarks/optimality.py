@@ -1,0 +1,118 @@
+"""How far the planner is from the optimum: predicted step time over the least that a mixed-integer program allows.
+
+python benchmarks/optimality.py                               # 200 random steps, six budgets
+python benchmarks/optimality.py --models gpt bert t5          # joint graphs (bert and t5 need transformers)
+python benchmarks/optimality.py --instances 0 --models gpt --rows 80 --time-limit 120
+
+`bound` is the program's dual bound, `found` its best solution; lanes in the program can be interrupted, ours cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the program and the instances are those of the tests
+
+from ssd_fx.passes.solve import solve
+from tests.passes.instances import BUDGETS, LANES, Instance, limits, random_instance
+from tests.passes.optimum import optimum
+
+# Imported by name: it imports examples/, which mypy knows under another name.
+real_graphs: Any = importlib.import_module("tests.passes.real_graphs")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One instance at one budget; `seconds`, `bound` and `found` are predicted, `plan_s` and `program_s` measured."""
+
+    name: str
+    share: float
+    seconds: float
+    bound: float
+    found: float
+    plan_s: float
+    program_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.bound
+
+    @property
+    def ratio_found(self) -> float:
+        return self.seconds / self.found
+
+
+def compare(instance: Instance, share: float, rows: int | None, time_limit: float) -> Row:
+    at = limits(instance.step, share)
+    begin = time.perf_counter()
+    plan = solve(instance.step, instance.machine, limit=at.limit, share_bytes=at.share_bytes, may_rest=True)
+    middle = time.perf_counter()
+    best = optimum(instance.step, instance.machine, at.limit, at.share_bytes, rows=rows, time_limit=time_limit)
+    end = time.perf_counter()
+    seconds = plan.outcome.seconds
+    return Row(instance.name, share, seconds, best.lower_bound, best.seconds, middle - begin, end - middle)
+
+
+def print_random(rows: list[Row], worst: int) -> None:
+    print("budget  instances  median     p90     p95   worst  over 2%  over 5%  plan s (median)")
+    for share in BUDGETS:
+        at = [row for row in rows if row.share == share]
+        ratios = sorted(row.ratio for row in at)
+        over = [sum(r > limit for r in ratios) for limit in (1.02, 1.05)]
+        figures = [statistics.median(ratios), *(_quantile(ratios, q) for q in (0.9, 0.95, 1.0))]
+        plan_s = statistics.median(row.plan_s for row in at)
+        line = " ".join(f"{f:7.4f}" for f in figures)
+        print(f"{share:6.1f} {len(at):10d} {line} {over[0]:8d} {over[1]:8d} {plan_s:16.3f}")
+    print("\nworst:", ", ".join(f"{r.name}@{r.share} {r.ratio:.3f}" for r in _sorted(rows)[:worst]))
+
+
+def print_real(rows: Iterable[Row]) -> None:
+    print("model           budget   plan ms  bound ms  found ms  plan/bound  plan/found  plan s  program s")
+    for row in rows:
+        ms = " ".join(f"{1e3 * s:9.3f}" for s in (row.seconds, row.bound, row.found))
+        ratios = f"{row.ratio:11.4f} {row.ratio_found if math.isfinite(row.found) else math.nan:11.4f}"
+        print(f"{row.name:14s} {row.share:7.1f} {ms} {ratios} {row.plan_s:7.1f} {row.program_s:10.1f}", flush=True)
+
+
+def _sorted(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: -row.ratio)
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, default=200, help="random steps, seeds from 0")
+    parser.add_argument("--worst", type=int, default=10, help="print so many of the worst")
+    parser.add_argument("--models", nargs="*", default=[], choices=list(real_graphs.MODELS))
+    parser.add_argument("--speeds", nargs="*", default=["balanced", "slow"], choices=list(LANES))
+    parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGETS))
+    parser.add_argument("--rows", type=int, default=80, help="memory rows of a model's program, at most")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of one program")
+    args = parser.parse_args()
+    print(f"{os.cpu_count()} cores, {args.instances} random instances")
+    if args.instances:
+        made = [random_instance(seed) for seed in range(args.instances)]
+        print_random([compare(i, share, None, args.time_limit) for i in made for share in BUDGETS], args.worst)
+    for name in args.models:
+        if reason := real_graphs.missing(name):
+            print(f"{name}: {reason}")
+            continue
+        made = [real_graphs.instance(name, speed) for speed in args.speeds]
+        print_real(compare(i, share, args.rows, args.time_limit) for i in made for share in args.budgets)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""The exact optimum of a training step as a mixed-integer program, solved by HiGHS: what the planner is compared with.
+
+Every placement that `simulate` can play (stores delayed or not, releases that block or hand over, loads forwarded or
+read) fulfils every row, so the dual bound is a lower bound of any plan's seconds. What the program leaves out is only
+that a lane cannot be interrupted; docs/planner.md has the rows and why each holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.simulate import Choice, Step
+
+Terms = list[tuple[int, float]]  # (column, coefficient)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`seconds` of the best solution found (infinite if none) and its choices; no plan is faster than `lower_bound`.
+
+    `feasible` is False only where it is proven that nothing fits.
+    """
+
+    seconds: float
+    lower_bound: float
+    choices: tuple[Choice, ...]
+    feasible: bool
+    status: str
+
+
+def optimum(
+    step: Step,
+    machine: Machine,
+    limit: int,
+    share_bytes: float | None,
+    *,
+    gap: float = 1e-3,
+    time_limit: float = 60.0,
+    rows: int | None = None,
+) -> Bound:
+    """Fewest seconds under `limit` bytes at every operator and `share_bytes` kept of what can leave (None: any).
+
+    `rows`: at most so many operators have a memory row, those of the highest base between two events; fewer rows make
+    the program smaller and its optimum lower, so `lower_bound` stays one.
+
+    Raises:
+        ValueError: an item needs others to be recomputed; the program does not know that.
+    """
+    if any(item.needs for item in step.items):
+        raise ValueError("items that need others to be recomputed are not in the program")
+    program = Program(step, machine, limit, share_bytes, rows)
+    result = program.solve(gap, time_limit)
+    if result.status == 2:
+        return Bound(math.inf, math.inf, (), False, result.message)
+    bound = result.mip_dual_bound
+    lower = 0.0 if bound is None else bound * program.unit_s
+    if result.x is None:
+        return Bound(math.inf, lower, (), True, result.message)
+    return Bound(result.fun * program.unit_s, lower, program.choices(result.x), True, result.message)
+
+
+class Program:
+    """The columns and rows of one instance; seconds are counted in `unit_s`, bytes in `limit`."""
+
+    def __init__(
+        self, step: Step, machine: Machine, limit: int, share_bytes: float | None, rows: int | None = None
+    ) -> None:
+        self.step, self.machine, self.limit, self.share_bytes = step, machine, limit, share_bytes
+        self.unit_s = sum(step.seconds) or 1.0
+        self.count = len(step.seconds)
+        self.upper: list[float] = []
+        self.integral: list[int] = []
+        self.row: list[int] = []
+        self.column: list[int] = []
+        self.value: list[float] = []
+        self.lows: list[float] = []
+        self.highs: list[float] = []
+        self.moved = [i for i, item in enumerate(step.items) if Choice.OFFLOAD in item.choices]
+        self.tight = memory_rows(step, limit, rows)
+        self._columns()
+        self._choice_rows()
+        self._order_rows()
+        self._memory_rows()
+        self._compute_rows()
+        self._write_rows()
+        self._read_rows()
+
+    # Columns
+
+    def _new(self, upper: float = 1.0, integral: bool = True) -> int:
+        self.upper.append(upper)
+        self.integral.append(int(integral))
+        return len(self.upper) - 1
+
+    def _columns(self) -> None:
+        step, items = self.step, self.step.items
+        self.chosen = [{c: self._new() for c in sorted(item.choices, key=lambda c: c.value)} for item in items]
+        # gone[i][m]: released before row m; back[i][m]: loaded before row m or at it, after it was gone at a row.
+        self.gone: list[dict[int, int]] = [{} for _ in items]
+        self.back: list[dict[int, int]] = [{} for _ in items]
+        for i in self.moved:
+            gap = [m for m in self.tight if items[i].last_use < m < items[i].first_use]
+            self.gone[i] = {m: self._new() for m in gap}
+            self.back[i] = {m: self._new() for m in gap[1:] if m >= step.forward}
+        uses = {item.first_use for item in items}
+        self.waits = {items[i].first_use for i in self.moved}
+        points = {0, step.forward - 1, step.forward, self.count, *self.tight, *uses, *(m + 1 for m in self.tight)}
+        self.points = sorted(points | {item.produced for item in items})
+        self.start = {p: self._new(math.inf, integral=False) for p in self.points}
+        # paid[i][p]: the part of the store's own seconds that the operators from point p to the next one have.
+        self.store_s = {i: self._node_s(items[i].nbytes) for i in self.moved}
+        self.paid = {
+            i: {p: self._new(integral=False) for p in self.points if items[i].produced <= p < step.forward}
+            for i in self.moved
+            if self.store_s[i] > 0
+        }
+
+    def _node_s(self, nbytes: int) -> float:
+        return (2 * self.machine.node_s + self.machine.drag_s_per_byte * nbytes) / self.unit_s
+
+    # Rows
+
+    def _add(self, terms: Iterable[tuple[int, float]], low: float, high: float) -> None:
+        for column, value in terms:
+            self.row.append(len(self.lows))
+            self.column.append(column)
+            self.value.append(value)
+        self.lows.append(low)
+        self.highs.append(high)
+
+    def _choice_rows(self) -> None:
+        for chosen in self.chosen:
+            self._add([(column, 1.0) for column in chosen.values()], 1.0, 1.0)
+        if self.share_bytes is not None:
+            can_leave = [i for i, item in enumerate(self.step.items) if item.choices != {Choice.KEEP}]
+            kept = [(i, self.chosen[i][Choice.KEEP]) for i in can_leave if Choice.KEEP in self.chosen[i]]
+            scale = 1.0 / self.limit
+            terms = [(column, self.step.items[i].nbytes * scale) for i, column in kept]
+            self._add(terms, -math.inf, self.share_bytes * scale)
+
+    def _order_rows(self) -> None:
+        """Gone only if offloaded, back only if gone at an earlier row, and both for good."""
+        for i in self.moved:
+            gone = list(self.gone[i].items())
+            for (_, earlier), (m, later) in itertools.pairwise(gone):
+                self._add([(later, 1.0), (earlier, -1.0)], 0.0, math.inf)
+                if m in self.back[i]:
+                    self._add([(earlier, 1.0), (self.back[i][m], -1.0)], 0.0, math.inf)
+            if gone:
+                self._add([(self.chosen[i][Choice.OFFLOAD], 1.0), (gone[-1][1], -1.0)], 0.0, math.inf)
+            back = list(self.back[i].values())
+            for a, b in itertools.pairwise(back):
+                self._add([(b, 1.0), (a, -1.0)], 0.0, math.inf)
+
+    def _memory_rows(self) -> None:
+        for m in self.tight:
+            fixed, terms = float(self.step.base[m]), []
+            for i, item in enumerate(self.step.items):
+                if not item.produced <= m <= item.last_bwd_use:
+                    continue
+                if not item.last_use < m < item.first_use:
+                    fixed += item.nbytes
+                    continue
+                alive = [(self.chosen[i][c], 1.0) for c in (Choice.KEEP, Choice.OFFLOAD) if c in self.chosen[i]]
+                if m in self.gone[i]:
+                    alive.append((self.gone[i][m], -1.0))
+                if m in self.back[i]:
+                    alive.append((self.back[i][m], 1.0))
+                terms += [(column, sign * item.nbytes / self.limit) for column, sign in alive]
+            self._add(terms, -math.inf, 1.0 - fixed / self.limit)
+
+    def _between(self, first: int, last: int) -> tuple[float, Terms]:
+        """Seconds of the operators from point `first` up to point `last`: a constant, and what choices add."""
+        terms: Terms = []
+        for i, item in enumerate(self.step.items):
+            if first <= item.first_use < last:
+                if Choice.RECOMPUTE in self.chosen[i]:
+                    terms.append((self.chosen[i][Choice.RECOMPUTE], item.recompute_s / self.unit_s))
+                if Choice.OFFLOAD in self.chosen[i]:
+                    terms.append((self.chosen[i][Choice.OFFLOAD], self.store_s[i]))
+        for i, paid in self.paid.items():
+            terms += [(column, self.store_s[i]) for p, column in paid.items() if first <= p < last]
+        return sum(self.step.seconds[first:last]) / self.unit_s, terms
+
+    def _compute_rows(self) -> None:
+        self._add([(self.start[0], 1.0)], 0.0, 0.0)
+        for p, q in itertools.pairwise(self.points):
+            fixed, terms = self._between(p, q)
+            minus = [(column, -value) for column, value in terms]
+            self._add([(self.start[q], 1.0), (self.start[p], -1.0), *minus], fixed, math.inf)
+        for i, paid in self.paid.items():
+            self._add([*((c, 1.0) for c in paid.values()), (self.chosen[i][Choice.OFFLOAD], -1.0)], 0.0, 0.0)
+            for m, gone in self.gone[i].items():
+                if m < self.step.forward:
+                    before = [(column, 1.0) for p, column in paid.items() if p < m]
+                    self._add([*before, (gone, -1.0)], 0.0, math.inf)
+
+    def _write_rows(self) -> None:
+        """What is produced at s or later and gone at row m was written between the end of s and the start of m."""
+        items = self.step.items
+        lane_s = {i: items[i].nbytes / self.machine.write_bw / self.unit_s for i in self.moved if self.gone[i]}
+        for j in lane_s:
+            s = items[j].produced
+            later = [i for i in lane_s if items[i].produced >= s]
+            for m in self.gone[j]:
+                written = {i: column for i in later if (column := self._gone_by(i, m)) is not None}
+                own_s = self.machine.latency_s / self.unit_s + min(self.store_s[i] for i in written)
+                terms = [(column, lane_s[i] + (own_s if i == j else 0.0)) for i, column in written.items()]
+                fixed = self.step.seconds[s] / self.unit_s
+                self._add([(self.start[m], 1.0), (self.start[s], -1.0), *_minus(terms)], fixed, math.inf)
+
+    def _gone_by(self, i: int, m: int) -> int | None:
+        """The column that says whether item i was written before row m."""
+        if m >= self.step.items[i].first_use:
+            return self.gone[i][max(self.gone[i])]
+        return self.gone[i].get(m)
+
+    def _read_rows(self) -> None:
+        """What is loaded at q or later and used at u or before is read between the end of q - 1 and the start of u."""
+        items = self.step.items
+        lane_s = {i: items[i].nbytes / self.machine.read_bw / self.unit_s for i in self.moved if self.gone[i]}
+        latency = self.machine.latency_s / self.unit_s
+        issues = [self.step.forward, *(m + 1 for m in self.tight if m >= self.step.forward)]
+        for j in lane_s:
+            u = items[j].first_use
+            sooner = [i for i in lane_s if items[i].first_use <= u]
+            for q in (q for q in issues if q <= u):
+                terms: Terms = []
+                for i in (i for i in sooner if items[i].first_use >= q):
+                    seconds = lane_s[i] + (latency if i == j else 0.0)
+                    terms.append((self.gone[i][max(self.gone[i])], seconds))
+                    if q - 1 in self.back[i]:
+                        terms.append((self.back[i][q - 1], -seconds))
+                fixed, issued = self._issued(q)
+                self._add([(self.start[u], 1.0), *_minus(issued), *_minus(terms)], fixed, math.inf)
+
+    def _issued(self, q: int) -> tuple[float, Terms]:
+        """When a load at q starts, at the earliest: before the waits of q, so where q has some, at the end of q - 1."""
+        if q not in self.waits:
+            return 0.0, [(self.start[q], 1.0)]
+        fixed, terms = self._between(q - 1, q)
+        return fixed, [(self.start[q - 1], 1.0), *terms]
+
+    # Solution
+
+    def solve(self, gap: float, time_limit: float):  # type: ignore[no-untyped-def]
+        shape = (len(self.lows), len(self.upper))
+        matrix = csr_array((self.value, (self.row, self.column)), shape=shape)
+        objective = np.zeros(len(self.upper))
+        objective[self.start[self.count]] = 1.0
+        return milp(
+            objective,
+            integrality=np.array(self.integral),
+            bounds=Bounds(0.0, np.array(self.upper)),
+            constraints=LinearConstraint(matrix, np.array(self.lows), np.array(self.highs)),
+            options={"mip_rel_gap": gap, "time_limit": time_limit},
+        )
+
+    def choices(self, solution: Sequence[float]) -> tuple[Choice, ...]:
+        return tuple(max(chosen, key=lambda c: solution[chosen[c]]) for chosen in self.chosen)
+
+
+def _minus(terms: Terms) -> Terms:
+    return [(column, -value) for column, value in terms]
+
+
+def memory_rows(step: Step, limit: int, most: int | None) -> list[int]:
+    """The operators whose memory must be looked at: where not everything fits, and no earlier row says as much.
+
+    In the forward bytes come only where an item is produced: until then a row with no higher base than an earlier one
+    follows from it. Between two rows it does not matter where a release or a load stands, so that the latest release
+    and the earliest load stand for all.
+    """
+    everything = kept_memory(step)
+    produced = {item.produced for item in step.items}
+    rows: list[int] = []
+    record = -1
+    for p, total in enumerate(everything):
+        if p in produced:
+            record = -1
+        if total > limit and (p >= step.forward or step.base[p] > record):
+            rows.append(p)
+            record = step.base[p]
+    return rows if most is None or len(rows) <= most else _highest(step, rows, most)
+
+
+def kept_memory(step: Step) -> list[int]:
+    """Bytes during every operator with everything kept."""
+    memory = np.array(step.base, dtype=np.int64)
+    for item in step.items:
+        memory[item.produced : item.last_bwd_use + 1] += item.nbytes
+    return [int(b) for b in memory]
+
+
+def _highest(step: Step, rows: list[int], most: int) -> list[int]:
+    """The row of the highest base of every run without an event; of those the `most` with the highest memory."""
+    events = {0, step.forward}
+    for item in step.items:
+        events |= {item.produced, item.last_use + 1, item.first_use, item.last_bwd_use + 1}
+    runs: dict[int, int] = {}
+    run = 0
+    for p in range(len(step.seconds)):
+        run = p if p in events else run
+        if p in rows and (run not in runs or step.base[p] > step.base[runs[run]]):
+            runs[run] = p
+    everything = kept_memory(step)
+    return sorted(sorted(runs.values(), key=lambda p: -everything[p])[:most])

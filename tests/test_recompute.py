@@ -1,0 +1,47 @@
+"""Recompute as a decision: taken where the drive is predicted to be too slow, and bitwise what it would have loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.models import Shape, assert_same_bits, deterministic, train
+
+SHAPE = Shape(layers=2, width=64, heads=2, seq=64, dropout=0.0)
+SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
+FAST = SLOW | {"write_bw": 1e12, "read_bw": 1e12, "latency_s": 0.0}
+
+
+def run(dump: Path, **options: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Losses and gradients of two steps, and what the plan says."""
+    common = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "budget": 0.5, "dump": str(dump)}
+    with deterministic():
+        seen = train(common | options, steps=2, shape=SHAPE)
+    (plan,) = dump.glob("*.plan.json")
+    return seen, json.loads(plan.read_text())
+
+
+def test_a_slow_drive_makes_for_recomputing(tmp_path: Path) -> None:
+    saved, without = run(tmp_path / "saved", machine=SLOW, recompute=False)
+    recomputed, with_ = run(tmp_path / "recomputed", machine=SLOW, recompute=True)
+    assert_same_bits(saved, recomputed)
+    assert with_["saved_bytes"] < without["saved_bytes"]
+    assert with_["predicted"]["step_s"] < 0.9 * without["predicted"]["step_s"]
+    assert with_["predicted"]["peak_bytes"] <= without["predicted"]["limit_bytes"]
+
+
+def test_a_fast_drive_does_not(tmp_path: Path) -> None:
+    _, without = run(tmp_path / "saved", machine=FAST, recompute=False)
+    _, with_ = run(tmp_path / "recomputed", machine=FAST, recompute=True)
+    assert with_ == without
+
+
+def test_who_recomputes_already_is_left_alone(tmp_path: Path) -> None:
+    """With PyTorch's own budget set, it is PyTorch that decides what is recomputed."""
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        _, without = run(tmp_path / "saved", machine=SLOW, recompute=False)
+        _, with_ = run(tmp_path / "recomputed", machine=SLOW, recompute=True)
+    assert with_ == without
