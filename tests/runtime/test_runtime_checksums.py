@@ -121,7 +121,8 @@ def test_damage_is_found_in_every_block(engine, nbytes, block, damage):
 
 
 def expect_mismatch(engine, extent, at):
-    completion = engine.read(extent, Aligned(extent.nbytes).memory)
+    target = Aligned(extent.nbytes)  # alive for as long as a worker may write into it
+    completion = engine.read(extent, target.memory)
     completion.start()
     with pytest.raises(OSError, match=f"checksum mismatch in the block at offset {at}:") as raised:
         completion.wait()
@@ -171,7 +172,8 @@ def test_every_byte_on_disk_is_summed_twice(engine):
     nbytes = 9 * MIB + SHORT
     extent = write(engine, bytes(nbytes))
     assert engine._pool.counts().summed_bytes == nbytes
-    finish(engine.read(extent, Aligned(nbytes).memory))
+    target = Aligned(nbytes)
+    finish(engine.read(extent, target.memory))
     assert engine._pool.counts().summed_bytes == 2 * nbytes
     assert len(extent.sums) == 10
 
