@@ -20,7 +20,7 @@ from ssd_fx.passes.simulate import Choice, Step, simulate
 # Operators and items visited over all trials of the search; a million takes one to two seconds of Python. In proportion
 # to the size of the step, as the time to compile its graphs is; small steps, which cost nothing, get more.
 TRIALS = 150
-LEAST_EFFORT = 200_000
+LEAST_EFFORT = 30_000
 POOL = 4  # so many of the best choices get their transfers moved
 EXHAUSTIVE = 1024  # up to so many choices are all tried
 KICKS = 40  # random choices that lead nowhere before the search ends
@@ -223,7 +223,8 @@ class _Search:
         allowed = [self._allowed(i) for i in range(len(self.step.items))]
         if math.prod(len(a) for a in allowed) <= EXHAUSTIVE:
             for choices in itertools.product(*allowed):
-                self.solution(choices)
+                if self.left > 0:
+                    self.solution(choices)
             return
         self._descend(self.asked, (self._singles, self._pairs))
         random, failed = Random(0), 0

@@ -81,13 +81,13 @@ def test_a_run_s_times_are_in_the_next_plan(
 ) -> None:
     """Train, save, compile again: the timeline goes through the measured anchors. Another model ignores them."""
     plans: list[Plan] = []
-    original = pipeline.run
+    original = pipeline.decide
 
     def kept(*args: object, **kwargs: object) -> Plan:
         plans.append(original(*args, **kwargs))  # type: ignore[arg-type]
         return plans[-1]
 
-    monkeypatch.setattr(pipeline, "run", kept)
+    monkeypatch.setattr(pipeline, "decide", kept)
     options: dict[str, object] = {"dirs": [str(tmp_path)], "min_bytes": 0, "inner": "aot_eager"}
     x, w = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
 

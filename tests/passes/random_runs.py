@@ -22,7 +22,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 import ssd_fx
-from ssd_fx.passes import partitioner, pipeline
+from ssd_fx.passes import pipeline, recompute
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.partitioner import Partitioner
@@ -115,7 +115,7 @@ class Trial:
         def min_cut(*args: object, **kwargs: object) -> tuple[fx.GraphModule, ...]:
             return tuple(_make_graph_module(half, copy.deepcopy(half.graph)) for half in halves)
 
-        with mock.patch.object(partitioner, "min_cut_rematerialization_partition", min_cut):
+        with mock.patch.object(recompute, "min_cut_rematerialization_partition", min_cut):
             for variant in self.variants:
                 self.compiled.append(Compiled(*variant.partitioner()(gm, joint_inputs, **kwargs)))
         return self.compiled[0].forward, self.compiled[0].backward
@@ -200,14 +200,13 @@ def _as_bits(t: Tensor) -> Tensor:
 @contextmanager
 def recorded(plans: list[tuple[Partition, Plan]]) -> Iterator[None]:
     """Notes what the pipeline did."""
-    run = pipeline.run
+    rewrite = pipeline.rewrite
 
-    def noted(partition: Partition, options: pipeline.PlanOptions, *, consume: bool) -> Plan:
-        plan = run(partition, options, consume=consume)
+    def noted(partition: Partition, plan: Plan, options: pipeline.PlanOptions, *, consume: bool) -> None:
+        rewrite(partition, plan, options, consume=consume)
         plans.append((partition, plan))
-        return plan
 
-    with mock.patch.object(pipeline, "run", noted):
+    with mock.patch.object(pipeline, "rewrite", noted):
         yield
 
 

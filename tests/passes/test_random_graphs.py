@@ -185,15 +185,14 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_planted_fault_is_found(fault: Callable[[Partition, Plan], None], names: Names, tmp_path: object) -> None:
     """The rewritten graphs are broken behind the verifier's back."""
-    run = pipeline.run
+    rewrite, found = pipeline.rewrite, pytest.raises((AssertionError, RuntimeError), match=FAULTS[fault])
 
-    def broken(partition: Partition, options: pipeline.PlanOptions, *, consume: bool) -> Plan:
-        plan = run(partition, options, consume=consume)
+    def broken(partition: Partition, plan: Plan, options: pipeline.PlanOptions, *, consume: bool) -> None:
+        rewrite(partition, plan, options, consume=consume)
         fault(partition, plan)
         partition.recompile()
-        return plan
 
-    with mock.patch.object(pipeline, "run", broken), pytest.raises((AssertionError, RuntimeError), match=FAULTS[fault]):
+    with mock.patch.object(pipeline, "rewrite", broken), found:
         search(Tally(), names, str(tmp_path), 60, derandomize=True, phases=[Phase.generate])
 
 
