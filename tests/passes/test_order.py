@@ -95,28 +95,28 @@ def test_the_order_of_branches() -> None:
         text(forward),
         """\
 nop empty_memory_format
-begin_ (3360, '2,2,3,4,7,7,8,8,8,9,16,16,16,16,16,16,16|9,9,9,9,9,10,10,10,15,16,17,19,21,24,28,28')
+begin_ (3360, '2,2,4,7,7,7,8,8,9,16,16,16,16,16,16,16,16|9,9,10,10,10,15,16,16,17,17,17,19,19,24,24,28')
 store (0, 0)
 loops repeat
-store (2, 1)
 extern mm
-store (3, 2)
+store (3, 1)
 loops sigmoid, sum_1
 extern mm_1
-store (1, 3)
+store (1, 2)
+store (4, 3)
 store (5, 4)
 loops sin
-store (4, 5)
-store (6, 6)
+store (6, 5)
 wait_store_ (True, True)
 extern mm_2
-store (7, 8)
+store (7, 7)
 loops add, exp, sum_2
+store (2, 8)
+wait_store_ (True, False)
+wait_store_ (True, False)
 wait_store_ (True, False)
 wait_store_ (True, False)
 wait_store_ (True, True)
-wait_store_ (True, False)
-wait_store_ (True, False)
 wait_store_ (True, False)
 wait_store_ (True, False)""",
     )
