@@ -31,7 +31,7 @@ def test_budgets(said: object, meant: float) -> None:
 
 
 BAD = [
-    ({"budget": "lots"}, r"budget='lots' is not a budget; right would be a size such as '2GiB' or a share"),
+    ({"budget": "lots"}, r"budget='lots' is not a budget; right would be a size such as '2GiB', a share"),
     ({"budget": 1.5}, r"budget=1.5 is not a budget"),
     ({"budget": "150%"}, r"budget='150%' is not a budget"),
     ({"budget": -1}, r"budget=-1 is not a budget"),
@@ -49,7 +49,7 @@ BAD = [
     ({"machine": {"flop": 1}}, r"is no machine \(a machine has no 'flop'; right would be any of flops, memory_bw"),
     ({"machine": {"flops": "fast"}}, r"is no machine \(flops='fast' is no rate; right would be a number > 0"),
     ({"profile": 3}, r"profile=3 is not a path"),
-    ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, min_bytes"),
+    ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, recompute, min_bytes"),
     ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, budget"),
 ]
 
