@@ -12,6 +12,7 @@ of them, or earlier where a kernel that needs it does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +69,25 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     graph.add_nodes_from(range(len(nodes)))
     for i, node in enumerate(nodes):
         graph.add_edges_from((index[d.name], i) for d in node.unmet_dependencies if index.get(d.name, i) != i)
+    graph.add_edges_from(_behind_their_wait(nodes))
+    ours = sorted((i for i, n in enumerate(nodes) if is_ours(n)), key=lambda i: _position(nodes[i], position))
+    graph.add_edges_from(itertools.pairwise(ours))  # one that a fused kernel needs early takes those before it along
     wanted = [_position(n, position) for n in nodes]
     for i in reversed(list(nx.topological_sort(graph))):
         wanted[i] = min([wanted[i], *(wanted[k] for k in graph.successors(i))])
     return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
+
+
+def _behind_their_wait(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int]]:
+    """Indices of every wait for a load, and of every kernel that reads what was loaded.
+
+    A wait changes its buffer, so a reader of it depends on the wait; but Inductor on the CPU forgets that of a kernel
+    whose loops it splits to fuse it with another (torch 2.13, `SchedulerNode.recompute_size_and_body`).
+    """
+    waits = {m: i for i, n in enumerate(nodes) if is_ours(n) for b in n.get_outputs() for m in b.get_mutations()}
+    for i, node in enumerate(nodes):
+        if not is_ours(node):
+            yield from ((waits[d.name], i) for d in node.read_writes.reads if d.name in waits)
 
 
 def _position(node: BaseSchedulerNode, position: dict[torch.fx.Node, int]) -> int:

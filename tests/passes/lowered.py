@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,11 +12,14 @@ from unittest import mock
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ssd_fx
-from ssd_fx.passes.order import is_ours
+from ssd_fx.passes import inductor
+from ssd_fx.passes.order import PinOrder, is_ours
 
 
 @dataclass
@@ -40,6 +43,31 @@ def lower(
     function: Callable[..., Any], *args: torch.Tensor, options: Mapping[str, Any] | None = None, **patches: Any
 ) -> tuple[Lowered, Lowered]:
     """Forward and backward; `options` are ours, or None for plain Inductor; `patches` go to Inductor's config."""
+    torch._dynamo.reset()
+    backend: Any = "inductor" if options is None else ssd_fx.backend
+    settings = None if options is None else {"engine": "memory", "min_bytes": 0, "budget": 0} | dict(options)
+    with (
+        _captured(patches) as found,
+        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+        contextlib.suppress(_NotCompiled),
+    ):
+        torch.compile(function, backend=backend, options=settings, fullgraph=True, dynamic=False)(*args)
+    forward, backward = found
+    return forward, backward
+
+
+def lower_alone(function: Callable[..., Any], *args: torch.Tensor) -> Lowered:
+    """A function that calls our operators itself, as one graph, its kernels in the planned order."""
+    inductor.register()
+    graph = make_fx(function, tracing_mode="fake")(*args)
+    inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    with _captured({"_post_fusion_custom_pass": PinOrder()}) as found:
+        compile_fx_inner(graph, inputs)
+    return found[0]
+
+
+@contextlib.contextmanager
+def _captured(patches: Mapping[str, Any]) -> Iterator[list[Lowered]]:
     found: list[Lowered] = []
 
     def capture(graph: GraphLowering, code: Any) -> ModuleType:
@@ -49,18 +77,11 @@ def lower(
         module.call = _refuse  # type: ignore[attr-defined]
         return module
 
-    torch._dynamo.reset()
-    backend: Any = "inductor" if options is None else ssd_fx.backend
-    settings = None if options is None else {"engine": "memory", "min_bytes": 0, "budget": 0} | dict(options)
     with (
         mock.patch.object(GraphLowering, "_compile_to_module_lines", capture),
-        config.patch({"fx_graph_cache": False} | patches),
-        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
-        contextlib.suppress(_NotCompiled),
+        config.patch({"fx_graph_cache": False} | dict(patches)),
     ):
-        torch.compile(function, backend=backend, options=settings, fullgraph=True, dynamic=False)(*args)
-    forward, backward = found
-    return forward, backward
+        yield found
 
 
 def _refuse(args: object) -> None:

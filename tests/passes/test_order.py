@@ -13,7 +13,9 @@ from examples.train_gpt import GPT, Shape
 from ssd_fx.passes import order
 from tests.models import batch
 from tests.passes import toys
-from tests.passes.lowered import Lowered, lower
+from tests.passes.lowered import Lowered, lower, lower_alone
+
+ops = torch.ops.ssd_fx
 
 
 def branches(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -31,7 +33,8 @@ def text(lowered: Lowered) -> str:
 def _line(node: BaseSchedulerNode) -> str:
     if order.is_ours(node):
         assert node.node is not None
-        return f"{node.node.op_overload._opname} {node.node.constant_args[-2:]}"
+        name = str(node.node.op_overload._opname)
+        return name if name == "begin_" else f"{name} {node.node.constant_args[-2:]}"
     origins = {o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
     kind = "nop" if isinstance(node, NopKernelSchedulerNode) else "extern" if node.is_extern() else "loops"
     return f"{kind} {', '.join(sorted(origins))}"
@@ -73,6 +76,40 @@ def test_without_the_pins_inductor_chooses_another_order() -> None:
     assert [names(graph.nodes) for graph in lowered] != planned
 
 
+def split_reader(handle: torch.Tensor, g: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> object:
+    """Inductor fuses what reads `first` with `early`, splits its loops for that, and forgets that it needs the wait."""
+    float32, cpu = torch.float32, torch.device("cpu")
+    first = ops.load(handle, [128, 64], [64, 1], float32, cpu, 0, False)
+    early = g.view(128, 64) * bias + 1
+    used = (early @ w).sin() @ w
+    second = ops.load(handle, [128, 64], [64, 1], float32, cpu, 1, False)
+    ops.wait_load_(first, handle, 2)
+    late = first * g.view(128, 64) * 2
+    ops.wait_load_(second, handle, 3)
+    return used, late, early.sum(0), second @ w
+
+
+def test_a_kernel_that_was_split_to_be_fused_runs_behind_its_wait() -> None:
+    """And the load before that wait comes along: the order among ours stays the planned one."""
+    lowered = lower_alone(
+        split_reader, torch.empty((), dtype=torch.int64), torch.randn(8192), torch.randn(64, 64), torch.randn(64)
+    )
+    assert_expected_inline(
+        text(lowered),
+        """\
+load (0, False)
+load (1, False)
+wait_load_ (2,)
+loops add, mul, mul_1, mul_2, view, view_1
+extern mm
+loops sin
+extern mm_1, sin
+wait_load_ (3,)
+loops sum_1
+extern mm_2""",
+    )
+
+
 @pytest.mark.parametrize("toy", toys.ALL[:4], ids=lambda t: t.__name__)
 def test_the_kernels_are_those_of_plain_inductor(toy: toys.Toy) -> None:
     ours, theirs = lower(toy, *toys.inputs(), options={}), lower(toy, *toys.inputs())
@@ -95,7 +132,7 @@ def test_the_order_of_branches() -> None:
         text(forward),
         """\
 nop empty_memory_format
-begin_ (3360, '2,2,4,7,7,7,8,8,9,16,16,16,16,16,16,16,16|9,9,10,10,10,15,16,16,17,17,17,19,19,24,24,28')
+begin_
 store (0, 0)
 loops repeat
 extern mm
