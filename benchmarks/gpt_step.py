@@ -57,8 +57,8 @@ def table(pairs: list[dict[str, Step]]) -> list[tuple[str, str, str]]:
         left = f"{median(plain, field) * scale:.1f}" if both else "-"
         return f"{name}, {unit}", left, f"{median(offload, field) * scale:.1f}"
 
-    def highest(name: str, *names: str) -> tuple[str, str, str]:
-        left, right = (max(sum(getattr(s, n) for n in names) for s in steps) / MIB for steps in (plain, offload))
+    def highest(name: str, field: str) -> tuple[str, str, str]:
+        left, right = (max(getattr(s, field) for s in steps) / MIB for steps in (plain, offload))
         return f"{name}, MiB", f"{left:.1f}", f"{right:.1f}"
 
     saved = median(offload, "saved_bytes")
@@ -74,8 +74,7 @@ def table(pairs: list[dict[str, Step]]) -> list[tuple[str, str, str]]:
         ("  of it I/O threads (10 ms ticks), ms", "-", f"{statistics.median(io) * 1e3:.1f}" if io else "unknown"),
         row("stall: the step waited for the disk", "stall_s", "ms", 1e3, both=False),
         highest("peak live tensors above the level before", "peak_bytes"),
-        highest("peak staging (load buffers)", "staging_peak_bytes"),
-        highest("both together at most", "peak_bytes", "staging_peak_bytes"),
+        highest("  memory behind load buffers, used or idle", "staging_peak_bytes"),
         row("saved activations", "saved_bytes", "MiB", 1 / MIB, both=False),
         ("  offloaded", "-", share),
         row("written per step", "written_bytes", "MiB", 1 / MIB, both=False),

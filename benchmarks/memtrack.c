@@ -5,7 +5,8 @@
  *
  * PyTorch takes every CPU storage from posix_memalign with an alignment of 64 bytes or more, from eager ops and from
  * Inductor's C++ alike, and returns it with free. So allocations of at least that alignment are entered in a table of
- * addresses, and removed when they are freed. Not seen: what is mmap'ed, and tensors over memory that others own.
+ * addresses, and removed when they are freed. Not seen: what is mmap'ed, and tensors over memory that others own; who owns
+ * such memory can report it with memtrack_adjust.
  *
  * The table is open addressing with linear probing; a removal moves later entries back instead of leaving a tombstone, so
  * that the search for an address that is not there (most calls of free) stays short.
@@ -150,6 +151,14 @@ static int64_t read_locked(const int64_t *value) {
 int64_t memtrack_live(void) { return read_locked(&live); }
 int64_t memtrack_peak(void) { return read_locked(&peak); }
 int64_t memtrack_untracked(void) { return read_locked(&untracked); }
+
+/* `delta` bytes of memory that is not seen here were taken, or given back if negative. */
+void memtrack_adjust(int64_t delta) {
+    take_lock();
+    live += delta;
+    if (live > peak) peak = live;
+    drop_lock();
+}
 
 void memtrack_reset_peak(void) {
     take_lock();

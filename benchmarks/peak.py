@@ -54,7 +54,12 @@ class Peak:
             )
         for name in ("memtrack_live", "memtrack_peak", "memtrack_untracked"):
             getattr(self._tracker, name).restype = ctypes.c_int64
+        self._tracker.memtrack_adjust.argtypes = [ctypes.c_int64]
         self.start_bytes = self.peak_bytes = self.end_bytes = 0
+
+    def adjust(self, delta: int) -> None:
+        """Count `delta` bytes of memory that is not malloc's, for instance `BufferPool`'s: its `observer` may be this."""
+        self._tracker.memtrack_adjust(delta)
 
     def __enter__(self) -> Peak:
         self._tracker.memtrack_reset_peak()

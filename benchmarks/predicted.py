@@ -139,7 +139,7 @@ def middle(steps: Sequence[Step], figure: Callable[[Step], float]) -> float:
 
 
 def highest(steps: Sequence[Step]) -> int:
-    return max(step.both_bytes for step in steps)
+    return max(step.peak_bytes for step in steps)
 
 
 def table(found: Sequence[Row]) -> str:

@@ -82,7 +82,8 @@ class Task:
 class Step:
     """One training step of one worker. Fields after `loss` are 0 where the way has no such thing.
 
-    `graph_s`: forward and backward, without the optimizer. `write_stall_s`: waited in stores and releases;
+    `peak_bytes`: live tensors, those in load buffers included; `staging_peak_bytes`: memory behind load buffers, used or
+    idle. `graph_s`: forward and backward, without the optimizer. `write_stall_s`: waited in stores and releases;
     `read_stall_s`: waited for loads.
     """
 
@@ -102,11 +103,6 @@ class Step:
     write_stall_s: float = 0.0
     read_stall_s: float = 0.0
     disk_bytes: int = 0
-
-    @property
-    def both_bytes(self) -> int:
-        """The peak with the load buffers: at most this much, because the two need not peak at one moment."""
-        return self.peak_bytes + self.staging_peak_bytes
 
 
 class Checkpointed(nn.Module):
@@ -141,11 +137,16 @@ def train(task: Task) -> Iterator[Step]:
     model = train_gpt.GPT(train_gpt.Shape(about.layers, about.width, about.heads, about.seq, about.dropout))
     optimizer = torch.optim.AdamW(model.parameters(), lr=about.lr)
     forward = compiled(model, task)
+    tracker = peak.Peak()
+    if task.way == "ssd_fx":
+        from ssd_fx.runtime.buffers import POOL
+
+        POOL.observer = tracker.adjust
     for inputs, targets in train_gpt.batches(about.batch, about.seq, about.seed):
         optimizer.zero_grad(set_to_none=False)
         _reset(task)
         start, cpu, io_cpu = time.perf_counter(), time.process_time(), io_cpu_s()
-        with peak.Peak() as memory:
+        with tracker as memory:
             with torch.autocast("cpu", torch.bfloat16, enabled=about.amp):
                 loss = forward(inputs, targets)
             loss.backward()

@@ -27,6 +27,8 @@ class Choice(enum.Enum):
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and the search looks up tuples of thousands of these
+
 
 @dataclass(frozen=True, slots=True)
 class Item:

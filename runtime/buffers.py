@@ -6,6 +6,8 @@ nothing until it is touched, so that what one size gave back serves any other. A
 storage dies, whatever aliases of it exist by then.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from ssd_fx.runtime.arena import PAGE, Arena, map_range, round_up
@@ -29,7 +31,8 @@ class BufferPool:
     """Regions of recycled memory. At most about `limit` touched bytes stay without a user.
 
     `resident_bytes`: what may have memory behind it, in chunks; `peak_bytes`: the most that was; `mappings`: how often
-    it grew. `live_bytes`: what somebody has. `reserve`: bytes of address space that are asked for at a time.
+    it grew. `live_bytes`: what somebody has. `reserve`: bytes of address space that are asked for at a time. `observer`
+    is told every change of `live_bytes`, under the lock of the pool: for measurements.
     """
 
     def __init__(self, limit: int = 256 << 20, reserve: int | None = None) -> None:
@@ -38,6 +41,7 @@ class BufferPool:
         self.peak_bytes = 0
         self.mappings = 0
         self.live_bytes = 0
+        self.observer: Callable[[int], object] | None = None
         self._reserve = reserve
         self._arenas: list[Arena] = []
         self._guard: Guard[Region] = Guard(self._recycle)
@@ -65,7 +69,7 @@ class BufferPool:
                 taken = arena.take(nbytes)
             assert taken, "a new range has room"
             offset, fresh = taken
-            self.live_bytes += nbytes
+            self._use(nbytes)
             self._count(fresh)
             return Region(arena, offset, nbytes)
 
@@ -96,6 +100,11 @@ class BufferPool:
         self._arenas = []
         self.resident_bytes = self.peak_bytes = self.live_bytes = 0
 
+    def _use(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        if self.observer:
+            self.observer(nbytes)
+
     def _count(self, fresh: int) -> None:
         if fresh:
             self.mappings += 1
@@ -109,7 +118,7 @@ class BufferPool:
         if region.arena not in self._arenas:
             return  # from before a fork
         region.arena.give(region.address - region.arena.address, region.nbytes)
-        self.live_bytes -= region.nbytes
+        self._use(-region.nbytes)
         self._shrink(self.limit)
 
     def _shrink(self, limit: int) -> None:
