@@ -66,6 +66,7 @@ def _lower_store(x: Any, *args: Any) -> Any:
     base = V.graph.current_node.args[0]
     assert isinstance(base, torch.fx.Node)
     stride = base.meta["val"].stride()
+    x.realize()  # else the strides are required of a copy, and whoever else reads `x` computes another one
     x = ir.ExternKernel.realize_input(ir.ExternKernel.require_exact_strides(x, stride))
     handle = StoreKernel.create(ops.store.default, x, *args)
     _store_of(handle).stored = x
