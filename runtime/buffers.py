@@ -6,6 +6,7 @@ nothing until it is touched, so that what one size gave back serves any other. A
 storage dies, whatever aliases of it exist by then.
 """
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -31,8 +32,8 @@ class BufferPool:
     """Regions of recycled memory. At most about `limit` touched bytes stay without a user.
 
     `resident_bytes`: what may have memory behind it, in chunks; `peak_bytes`: the most that was; `mappings`: how often
-    it grew. `live_bytes`: what somebody has. `reserve`: bytes of address space that are asked for at a time. `observer`
-    is told every change of `live_bytes`, under the lock of the pool: for measurements.
+    it grew. `live_bytes`: what somebody has. `reserve`: bytes of address space that are asked for at a time.
+    `observer`, for measurements, is called with the bytes of what is taken, and negated when it is given back or dies.
     """
 
     def __init__(self, limit: int = 256 << 20, reserve: int | None = None) -> None:
@@ -69,12 +70,16 @@ class BufferPool:
                 taken = arena.take(nbytes)
             assert taken, "a new range has room"
             offset, fresh = taken
-            self._use(nbytes)
+            self.live_bytes += nbytes
             self._count(fresh)
+            if self.observer:
+                self.observer(nbytes)
             return Region(arena, offset, nbytes)
 
     def give(self, region: Region) -> None:
         """Takes a region back."""
+        if self.observer:
+            self.observer(-region.nbytes)
         self._guard.later(region)
 
     def tensor(
@@ -84,6 +89,8 @@ class BufferPool:
         region = self.take(phase + nbytes)
         memory = region.arena.view(region.address - region.arena.address + phase, nbytes)
         self._guard.watch(memory, region)
+        if self.observer:  # at the death itself: the guard deals with it later
+            weakref.finalize(memory, self.observer, -region.nbytes)
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
 
@@ -100,11 +107,6 @@ class BufferPool:
         self._arenas = []
         self.resident_bytes = self.peak_bytes = self.live_bytes = 0
 
-    def _use(self, nbytes: int) -> None:
-        self.live_bytes += nbytes
-        if self.observer:
-            self.observer(nbytes)
-
     def _count(self, fresh: int) -> None:
         if fresh:
             self.mappings += 1
@@ -118,7 +120,7 @@ class BufferPool:
         if region.arena not in self._arenas:
             return  # from before a fork
         region.arena.give(region.address - region.arena.address, region.nbytes)
-        self._use(-region.nbytes)
+        self.live_bytes -= region.nbytes
         self._shrink(self.limit)
 
     def _shrink(self, limit: int) -> None:
