@@ -9,14 +9,18 @@ Fixed columns, in the order of definition, exact bytes. `>` means after, `<` bef
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import AliasGroup, Keep, Plan
 
 
+def node_names(partition: Partition) -> tuple[list[str], list[str]]:
+    """The names of the nodes of the forward and of the backward: before insertion, those that a plan's points mean."""
+    return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
+
+
 def table(plan: Plan, forward: list[str], backward: list[str]) -> str:
-    """One line per alias group. `forward` and `backward` are the names of the nodes before insertion."""
+    """One line per alias group. `forward` and `backward`: `node_names`, taken before insertion."""
     rows = [_row(plan, g, forward, backward) for g in plan.groups]
     widths = [max((len(r[i]) for r in rows), default=0) for i in range(4)]
     lines = [
@@ -81,12 +85,13 @@ def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str])
     return group.base, size, "offload", where if mark is None else f"{where} ({mark.reason})", members
 
 
-def write(directory: Path, partition: Partition, plan: Plan, text: str) -> None:
-    """Write `<graph>.plan.txt`, `.plan.json`, `.forward.py` and `.backward.py` into `directory`, made if missing."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{plan.graph}.plan.txt").write_text(text)
+def files(partition: Partition, plan: Plan, text: str) -> dict[str, str]:
+    """The dump of a graph: `<graph>.plan.txt` (which is `text`), `.plan.json`, `.forward.py` and `.backward.py`."""
     summary = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
     figures = json.dumps(summary | {"predicted": predicted(plan)}, indent=1)
-    (directory / f"{plan.graph}.plan.json").write_text(figures + "\n")
-    for name, module in (("forward", partition.forward), ("backward", partition.backward)):
-        (directory / f"{plan.graph}.{name}.py").write_text(module.print_readable(print_output=False))
+    return {
+        f"{plan.graph}.plan.txt": text,
+        f"{plan.graph}.plan.json": figures + "\n",
+        f"{plan.graph}.forward.py": partition.forward.print_readable(print_output=False),
+        f"{plan.graph}.backward.py": partition.backward.print_readable(print_output=False),
+    }
