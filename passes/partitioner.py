@@ -48,7 +48,7 @@ class Partitioner(CustomPartitionerFn):
         names = dump.node_names(partition)
         pipeline.rewrite(partition, plan, self.options, consume=bool(functorch_config.donated_buffer))
         if self.write is not None:
-            self.write(dump.files(partition, plan, dump.table(plan, *names)))
+            self.write(dump.files(partition, plan, names))
         return partition.forward, partition.backward
 
     def uuid(self) -> str:

@@ -19,7 +19,7 @@ from ssd_fx.passes.marks import mark
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan, PlanPass, Prediction
 from ssd_fx.passes.profile import Profile
-from ssd_fx.passes.recompute import Joint, price
+from ssd_fx.passes.recompute import Joint, price, recomputed
 from ssd_fx.passes.schedule import schedule
 from ssd_fx.passes.select import Budget, select
 from ssd_fx.passes.solve import BudgetError
@@ -107,7 +107,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
             tight = Limits(tight.memory - (error.least - limits.memory), tight.kept)
             continue
         if _seconds(plan) < (1 - GAIN) * _seconds(best[1]):
-            best = (partition, plan)
+            best = (partition, plan.with_(recomputed=recomputed(priced)))
         break
     return best
 

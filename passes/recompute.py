@@ -23,7 +23,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes.partition import Partition, activation_inputs, storage_of
-from ssd_fx.passes.plan import Plan, Price
+from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
 LONGEST = 200  # nodes of a chain: what depends on more is not worth it
 
@@ -89,6 +89,12 @@ def price(partition: Partition, plan: Plan) -> Plan:
         if cost is not None:
             found[group.slot] = cost
     return plan.with_(prices=found)
+
+
+def recomputed(plan: Plan) -> tuple[Recomputed, ...]:
+    """What a plan asks the next partition to compute again."""
+    groups = [g for g in plan.groups if isinstance(plan.decisions.get(g.slot), Recompute)]
+    return tuple(Recomputed(g.base, plan.modules[g.slot], g.nbytes, plan.prices[g.slot].seconds) for g in groups)
 
 
 def _price(base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.Node, float]) -> Price | None:

@@ -315,6 +315,6 @@ def planned(toy: Toy, *args: torch.Tensor, **changes: object) -> Planned:
     chosen = options(**changes)
     plan = pipeline.decide(partition, chosen)
     pipeline.rewrite(partition, plan, chosen, consume=True)
-    table = dump.table(plan, *names)
+    table = dump.table(plan, names)
     lines = table.splitlines()
     return Planned(partition, plan, "\n".join(line for line in lines[1:] if not line.startswith("predicted")), before)
