@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT / "examples"))  # the model is the example's
 
 import torch  # noqa: E402 - behind the path
 import train_gpt  # noqa: E402 - found through the path above
+from moved import Moved  # noqa: E402 - a neighbour of this file
 
 import ssd_fx  # noqa: E402
 from ssd_fx.runtime import cufile  # noqa: E402
@@ -55,17 +56,10 @@ class Bandwidth:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Moved):
     time_s: float
     peak_bytes: int
     loss: float
-    stall_s: float = 0.0
-    saved_bytes: int = 0
-    offloaded_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    forwarded_bytes: int = 0
-    staging_peak_bytes: int = 0
 
 
 def synchronize(device: torch.device) -> None:
@@ -172,7 +166,7 @@ class Training:
         synchronize(self.device)
         seconds = time.perf_counter() - start
         seen = asdict(ssd_fx.stats()) if self.ours else {}
-        return Step(seconds, peak, loss.item(), **{k: v for k, v in seen.items() if k in Step.__dataclass_fields__})
+        return Step(seconds, peak, loss.item(), **Step.figures(seen))
 
 
 def pairs(engine: str, flags: argparse.Namespace) -> list[tuple[Step, Step]]:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT / "examples"))  # the model is the example's
 import peak  # noqa: E402 - a neighbour of this file
 import torch  # noqa: E402 - with the lines around it
 import train_gpt as train_gpt  # noqa: E402 - found through the path above; the benchmarks take it from here
+from moved import Moved  # noqa: E402 - a neighbour of this file
 from system import io_cpu_s  # noqa: E402 - a neighbour of this file
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -79,7 +80,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Moved):
     """One training step of one worker. Fields after `loss` are 0 where the way has no such thing.
 
     `peak_bytes`: live tensors, those in load buffers included; `staging_peak_bytes`: memory behind load buffers, used or
@@ -93,13 +94,6 @@ class Step:
     io_cpu_s: float | None  # None: no thread has the name
     peak_bytes: int
     loss: float
-    staging_peak_bytes: int = 0
-    saved_bytes: int = 0
-    offloaded_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    forwarded_bytes: int = 0
-    stall_s: float = 0.0
     write_stall_s: float = 0.0
     read_stall_s: float = 0.0
     disk_bytes: int = 0
@@ -176,8 +170,7 @@ def _offloading(task: Task) -> dict[str, Any]:
         return {}
     from ssd_fx.runtime import trace
 
-    names = {each.name for each in fields(Step)}
-    found = {name: value for name, value in train_gpt.stats().items() if name in names}
+    found = Step.figures(train_gpt.stats())
     waited = sum(event[5] - event[4] for event in trace.events() if event[0] == "wait")
     read = min(waited, found["stall_s"])
     return found | {"read_stall_s": read, "write_stall_s": found["stall_s"] - read}

@@ -22,6 +22,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 
 from ssd_fx.passes.copies import merge_copies
+from ssd_fx.passes.kernels import hint
 from ssd_fx.passes.packing import Stored, is_dense, may_restride, pack
 from ssd_fx.passes.partition import Partition, known_symbols, nodes_by_storage, storage_key, tensor_of
 from ssd_fx.passes.plan import AliasGroup, Layout, Member, Plan
@@ -77,10 +78,10 @@ def _group(facts: _Facts, key: int, saved: list[fx.Node]) -> AliasGroup:
     found = _stored(facts, key, saved)
     if isinstance(found, str):  # sizes may be symbolic: nothing may be computed with them but a hint for the report
         members = tuple(Member(n.name, _NO_LAYOUT) for n in saved)
-        return AliasGroup(0, owner.name, None, members, _hint(nbytes), found, is_hint=not isinstance(nbytes, int))
+        return AliasGroup(0, owner.name, None, members, int(hint(nbytes)), found, is_hint=not isinstance(nbytes, int))
     members = tuple(Member(n.name, layout) for n, layout in zip(saved, found.members, strict=True))
     if not isinstance(nbytes, int):
-        return AliasGroup(0, owner.name, found.layout, members, _hint(nbytes), is_hint=True)
+        return AliasGroup(0, owner.name, found.layout, members, int(hint(nbytes)), is_hint=True)
     needed = found.layout.numel * base.itemsize
     return AliasGroup(
         0, owner.name, found.layout, members, nbytes, pack=found.pack, needed_nbytes=needed if needed < nbytes else None
@@ -88,13 +89,6 @@ def _group(facts: _Facts, key: int, saved: list[fx.Node]) -> AliasGroup:
 
 
 _NO_LAYOUT = Layout((), (), 0, torch.uint8, torch.device("meta"))
-
-
-def _hint(nbytes: int | torch.SymInt) -> int:
-    if isinstance(nbytes, int):
-        return nbytes
-    hint = nbytes.node.hint  # None where the size depends on data
-    return int(hint) if hint is not None else 0
 
 
 def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ if _missing := [name for name in _LINES if not hasattr(lines_of, name)]:
         f"Inductor of torch {torch.__version__} writes its code without {_missing}, which the audit reads"
     )
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_require = partial(require, culprit="inductor")  # the graphs were right, so what is wrong here Inductor did
 
 
 def attach(wrapper: Any) -> None:
@@ -117,7 +119,9 @@ class _Flights:
         if kind == "begin_":
             return
         seq = _argument(node, "seq")
-        _require(seq > self.last_seq, f"{kind} {seq} runs behind {self.last_seq}, not in the planned order", "order")
+        _require(
+            seq > self.last_seq, f"{kind} {seq} runs behind {self.last_seq}, not in the planned order", culprit="order"
+        )
         self.last_seq = seq
         if kind == "store":
             name = _input(node, 0)
@@ -240,7 +244,3 @@ def _around(lines: Sequence[Any], index: int, reach: int = 5) -> str:
     first = max(0, index - reach)
     near = lines[first : index + reach + 1]
     return "\n".join(f"{'-->' if first + k == index else '   '} {_text(line)}" for k, line in enumerate(near))
-
-
-def _require(holds: bool, text: str, culprit: str = "inductor") -> None:
-    require(holds, text, culprit)

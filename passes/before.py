@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ssd_fx.passes.fault import require
-from ssd_fx.passes.partition import Partition, storage_key, tensor_of
+from ssd_fx.passes.partition import Partition, storage_of, tensor_of
 
 Layout = tuple[str, ...] | None  # shape, strides, dtype, device, lazy bits
 
@@ -154,8 +154,7 @@ def _tangents(partition: Partition) -> tuple[str, ...]:
 def _aliases(ends: Iterable[tuple[str, fx.Node]]) -> set[tuple[str, str]]:
     by_storage: dict[int, list[str]] = {}
     for name, node in ends:
-        tensor = tensor_of(node)
-        key = storage_key(tensor) if tensor is not None else None
+        key = storage_of(node)
         if key is not None:
             by_storage.setdefault(key, []).append(name)
     return {(a, b) for names in by_storage.values() for i, a in enumerate(names) for b in names[i + 1 :]}

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ssd_fx.passes.kernels import Kernels, Traffic, elements, hint, is_attention, is_extern, tensors
+from ssd_fx.passes.kernels import Kernels, Traffic, elements, has_flops, hint, is_attention, tensors
 from ssd_fx.passes.machine import Machine as Machine
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan, Timeline
@@ -75,7 +75,7 @@ def seconds(node: fx.Node, traffic: Traffic, machine: Machine) -> float:
     """Predicted seconds of one node that computes."""
     fixed = machine.kernel_s if traffic.first else 0.0
     moved = (traffic.read + traffic.written) / machine.memory_bw
-    if is_extern(node):
+    if has_flops(node):
         return fixed + max(_flops(node) / _rate(node, machine), moved) + _bias_s(node, machine)
     return fixed + moved + _special_s(node, machine)
 

@@ -1,34 +1,55 @@
 """The plan as text: one table that serves users, bug reports and golden tests.
 
-Fixed columns, in the order of definition, exact bytes. `>` means after, `<` before:
+Fixed columns, in the order of definition, exact bytes; the modules where they are known. `>` means after, `<` before:
 
-    relu    256 B  offload  store>relu release>mul load<mm_3 wait<mul_1  [relu, detach, view]
-    sin     256 B  keep     below min_bytes                              [sin]
+    relu    256 B  offload    store>relu release>mul load<mm_3 wait<mul_1  [relu, detach, view]
+    sin     256 B  keep       below min_bytes                              [sin]
+    gelu    256 B  recompute  0.0132 ms
+
+Layers that are alike are told once (`layers.py`); `plan.json` has them all.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterable
 
+from ssd_fx.passes.layers import Row, fold
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import AliasGroup, Keep, Plan
+from ssd_fx.passes.plan import AliasGroup, Keep, Plan, Recompute
+
+Names = tuple[list[str], list[str]]  # of the nodes of the forward, and of the backward
 
 
-def table(plan: Plan, forward: list[str], backward: list[str]) -> str:
-    """One line per alias group. `forward` and `backward` are the names of the nodes before insertion."""
-    rows = [_row(plan, g, forward, backward) for g in plan.groups]
-    widths = [max((len(r[i]) for r in rows), default=0) for i in range(4)]
-    lines = [
-        f"{r[0]:<{widths[0]}}  {r[1]:>{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]:<{widths[3]}}  {r[4]}".rstrip()
-        for r in rows
-    ]
+def node_names(partition: Partition) -> Names:
+    """The names of the nodes of both graphs: before insertion, those that a plan's points mean."""
+    return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
+
+
+def table(plan: Plan, names: Names) -> str:
+    """A head, one line per alias group and per tensor that is computed again, and what is predicted.
+
+    `names`: `node_names`, taken before insertion.
+    """
+    rows = [*fold(_row(plan, g, names) for g in plan.groups), *fold(_recomputed(plan))]
     share = 100 * plan.offloaded_bytes / plan.saved_bytes if plan.saved_bytes else 0.0
     head = (
         f"graph {plan.graph}: {len(plan.groups)} alias groups, {plan.saved_bytes} B saved, "
         f"{len(plan.offloaded)} groups and {plan.offloaded_bytes} B offloaded ({share:.1f}%)"
     )
-    return "\n".join([head, *lines, *_predicted(plan)]) + "\n"
+    if plan.recomputed:
+        head += f", {len(plan.recomputed)} tensors and {sum(r.nbytes for r in plan.recomputed)} B computed again"
+    return "\n".join([head, *_aligned([row.cells for row in rows]), *_predicted(plan)]) + "\n"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns side by side, sizes to the right; one that is empty in all rows is left out."""
+    padded = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        if width:
+            padded.append([cell.rjust(width) if i == Row.SIZE else cell.ljust(width) for cell in column])
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
 
 
 def predicted(plan: Plan) -> dict[str, float]:
@@ -61,32 +82,62 @@ def _predicted(plan: Plan) -> list[str]:
     ]
 
 
-def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str]) -> tuple[str, str, str, str, str]:
-    decision = plan.decisions.get(group.slot)
-    members = f"[{', '.join(m.name for m in group.members)}]"
+def _row(plan: Plan, group: AliasGroup, names: Names) -> Row:
+    decision, mark = plan.decisions.get(group.slot), plan.marks.get(group.slot)
     part = f"{group.stored_nbytes} of " if group.stored_nbytes != group.nbytes else ""
-    size = f"{part}{group.nbytes} B"
+    where = ""
     if decision is None:
-        return group.base, size, "undecided", "", members
-    if isinstance(decision, Keep):
-        return group.base, size, "keep", decision.reason, members
-    points = plan.points.get(group.slot)
+        what, reason = "undecided", ""
+    elif isinstance(decision, Keep):
+        what, reason = "keep", decision.reason
+    elif isinstance(decision, Recompute):
+        what, reason = "recompute", _price(plan.prices[group.slot].seconds)
+    else:
+        what, reason = "offload", "" if mark is None else mark.reason
+        where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
+    members = tuple(m.name for m in group.members)
+    return Row(group.base, plan.modules.get(group.slot, ""), f"{part}{group.nbytes} B", what, reason, where, members)
+
+
+def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
+    """The names of the nodes that a group's nodes stand behind (`>`) or before (`<`); empty before it is scheduled."""
+    points, (forward, backward) = plan.points.get(group.slot), names
     if points is None:
-        return group.base, size, "offload", "", members
-    where = (
-        f"store>{forward[points.store_after]} release>{forward[points.release_after]} "
-        f"load<{backward[points.load_before]} wait<{backward[points.wait_before]}"
-    )
-    mark = plan.marks.get(group.slot)
-    return group.base, size, "offload", where if mark is None else f"{where} ({mark.reason})", members
+        return {}
+    return {
+        "store>": forward[points.store_after],
+        "release>": forward[points.release_after],
+        "load<": backward[points.load_before],
+        "wait<": backward[points.wait_before],
+    }
 
 
-def write(directory: Path, partition: Partition, plan: Plan, text: str) -> None:
-    """Write `<graph>.plan.txt`, `.plan.json`, `.forward.py` and `.backward.py` into `directory`, made if missing."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{plan.graph}.plan.txt").write_text(text)
-    summary = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
-    figures = json.dumps(summary | {"predicted": predicted(plan)}, indent=1)
-    (directory / f"{plan.graph}.plan.json").write_text(figures + "\n")
-    for name, module in (("forward", partition.forward), ("backward", partition.backward)):
-        (directory / f"{plan.graph}.{name}.py").write_text(module.print_readable(print_output=False))
+def _recomputed(plan: Plan) -> Iterable[Row]:
+    return (Row(r.base, r.module, f"{r.nbytes} B", "recompute", _price(r.seconds)) for r in plan.recomputed)
+
+
+def _price(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def files(partition: Partition, plan: Plan, names: Names) -> dict[str, str]:
+    """The dump of a graph behind insertion: `<graph>.plan.txt`, `.plan.json`, `.forward.py` and `.backward.py`."""
+    return {
+        f"{plan.graph}.plan.txt": table(plan, names),
+        f"{plan.graph}.plan.json": json.dumps(_details(plan, names), indent=1) + "\n",
+        f"{plan.graph}.forward.py": partition.forward.print_readable(print_output=False),
+        f"{plan.graph}.backward.py": partition.backward.print_readable(print_output=False),
+    }
+
+
+def _details(plan: Plan, names: Names) -> dict[str, object]:
+    """All that the table says, of every layer."""
+    groups = []
+    for group in plan.groups:
+        row = _row(plan, group, names)
+        found = {"name": row.name, "module": row.module, "nbytes": group.nbytes, "stored_nbytes": group.stored_nbytes}
+        found |= {"decision": row.decision, "reason": row.reason, "members": list(row.members)}
+        groups.append(found | {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()})
+    again = [{"name": r.base, "module": r.module, "nbytes": r.nbytes, "seconds": r.seconds} for r in plan.recomputed]
+    totals = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
+    return totals | {"predicted": predicted(plan), "groups": groups, "recomputed": again}

@@ -16,8 +16,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ssd_fx.passes import kernels
-from ssd_fx.passes.kernels import hint
+from ssd_fx.passes.kernels import has_flops, hint
 from ssd_fx.passes.partition import storage_key, tensor_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -51,7 +50,7 @@ def is_extern(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return not _is_getitem(node) and tensor_of(node) is not None
-    return kernels.is_extern(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
+    return has_flops(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
 
 
 def _is_getitem(node: fx.Node) -> bool:
@@ -153,10 +152,13 @@ class _Predictor:
         return len(reads) <= 1
 
     def _readers(self, i: int) -> Iterable[fx.Node]:
-        """Users of the node, through views of it."""
-        work = list(self.nodes[i].users)
+        """Users of the node, through views of it, each once."""
+        work, seen = list(self.nodes[i].users), set[fx.Node]()
         while work:
             user = work.pop()
+            if user in seen:
+                continue
+            seen.add(user)
             if self.view[self.index[user]]:
                 work.extend(user.users)
             else:

@@ -66,10 +66,10 @@ class Kernels:
             return
         self.traffic[node], self._parent[node] = Traffic(), node
         owners = [o for key in self.inputs(node) if (o := self._owner[key]) in self.traffic]
-        self._level[node] = max((self._level[o] + is_extern(o) for o in owners), default=0)
+        self._level[node] = max((self._level[o] + has_flops(o) for o in owners), default=0)
         for owner in owners:
-            alike = self._level[owner] == self._level[node] and not is_extern(owner)
-            if alike and not is_extern(node):
+            alike = self._level[owner] == self._level[node] and not has_flops(owner)
+            if alike and not has_flops(node):
                 self._parent[self._kernel(node)] = self._kernel(owner)
 
     def _kernel(self, node: fx.Node) -> fx.Node:
@@ -103,8 +103,11 @@ class Kernels:
             self.traffic[node].written += self._storages[node][key]
 
 
-def is_extern(node: fx.Node) -> bool:
-    """Whether the node becomes a library call rather than part of a fused kernel: all whose flops are known."""
+def has_flops(node: fx.Node) -> bool:
+    """Whether the node is a matrix product, convolution or attention: a library call that is priced by its flops.
+
+    Calls of other operators (`footprint.is_extern` has them all) are priced by memory traffic, as fused kernels are.
+    """
     known = isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
     return known or is_attention(node)
 
@@ -115,7 +118,7 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    if is_extern(node) or getattr(node.target, "overloadpacket", None) in _LOOKUPS:
+    if has_flops(node) or getattr(node.target, "overloadpacket", None) in _LOOKUPS:
         return False
     return elements(node) < _REDUCTION * max((elements(n) for n in node.all_input_nodes), default=0.0)
 

@@ -23,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes import modules
-from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
+from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of, tensor_of
 from ssd_fx.passes.plan import AliasGroup, Keep, Mark, Offload, Plan
 
 log = logging.getLogger("ssd_fx")
@@ -63,8 +63,7 @@ def lift(graph: fx.Graph) -> None:
 
 
 def _put(node: fx.Node, name: str, aliases: dict[int, list[fx.Node]]) -> None:
-    tensor = tensor_of(node)
-    key = None if tensor is None else storage_key(tensor)
+    key = storage_of(node)
     for alias in [node] if key is None else aliases[key]:
         alias.meta[MARKS] = tuple(dict.fromkeys((*alias.meta.get(MARKS, ()), name)))
 
@@ -147,7 +146,7 @@ def prefers_offload(plan: Plan, group: AliasGroup) -> bool:
 
 
 def _key(node: fx.Node) -> int:
-    key = storage_key(node.meta["val"])
+    key = storage_of(node)
     assert key is not None, "alias groups are made of tensors that have a storage"
     return key
 

@@ -83,12 +83,17 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storage_of(node: fx.Node) -> int | None:
+    """Identity of the storage of what a node yields; None where it yields no tensor or one that has none."""
+    tensor = tensor_of(node)
+    return None if tensor is None else storage_key(tensor)
+
+
 def nodes_by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
     """Nodes that yield a tensor, grouped by storage, in the order given."""
     groups: dict[int, list[fx.Node]] = {}
     for node in nodes:
-        tensor = tensor_of(node)
-        key = None if tensor is None else storage_key(tensor)
+        key = storage_of(node)
         if key is not None:
             groups.setdefault(key, []).append(node)
     return groups

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,16 +22,20 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 import ssd_fx.passes
 import ssd_fx.runtime
 from ssd_fx.errors import user_errors
-from ssd_fx.passes import pipeline
+from ssd_fx.passes import dump, pipeline
 from ssd_fx.passes.marks import lift
 from ssd_fx.passes.recompute import Joint
 
 
 @dataclass(frozen=True)
 class Partitioner(CustomPartitionerFn):
-    """Partitions a joint graph and puts its saved activations on disk."""
+    """Partitions a joint graph and puts its saved activations on disk.
+
+    `write` gets the dump of every graph, texts by the names of their files; None where none is wanted.
+    """
 
     options: pipeline.PlanOptions
+    write: Callable[[Mapping[str, str]], None] | None = None
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -41,13 +45,16 @@ class Partitioner(CustomPartitionerFn):
         with user_errors():
             partition, plan = pipeline.decide_joint(Joint(gm, joint_inputs, kwargs), self.options)
         # Autograd refuses a second backward through a graph with donated buffers, so that loads may give tensors away.
+        names = dump.node_names(partition)
         pipeline.rewrite(partition, plan, self.options, consume=bool(functorch_config.donated_buffer))
+        if self.write is not None:
+            self.write(dump.files(partition, plan, names))
         return partition.forward, partition.backward
 
     def uuid(self) -> str:
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
         parts = [source_digest(), repr(self.options), torch.__version__, str(functorch_config.donated_buffer)]
-        if self.options.dump_dir:
+        if self.write is not None:
             parts.append(_PROCESS)  # a dump must be written: a cached result of another process would write none
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -6,12 +6,11 @@ import logging
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch._functorch import config as functorch_config
 
-from ssd_fx.passes import dump, verify
+from ssd_fx.passes import verify
 from ssd_fx.passes.alias import DYNAMIC, alias
 from ssd_fx.passes.costs import Machine, time
 from ssd_fx.passes.insert import insert
@@ -20,7 +19,7 @@ from ssd_fx.passes.marks import mark
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan, PlanPass, Prediction
 from ssd_fx.passes.profile import Profile
-from ssd_fx.passes.recompute import Joint, price
+from ssd_fx.passes.recompute import Joint, price, recomputed
 from ssd_fx.passes.schedule import schedule
 from ssd_fx.passes.select import Budget, select
 from ssd_fx.passes.solve import BudgetError
@@ -36,10 +35,10 @@ class PlanOptions:
     """What the passes need to know; `runtime_config` is handed through to the nodes unread.
 
     `budget` is bytes (int), a share of the bytes that can leave (float) or "auto"; `min_bytes`, `prefetch` are bytes;
-    `recompute`: whether tensors may be computed again instead; `dump_dir` may be empty. `keep` and `offload` are module
-    name patterns, `roots` the expressions that module names begin behind; `annotations` is a digest of what the graph
-    says beside its code, which caches do not look at. `machine`: None for
-    typical rates. `profile`: measured times, of this graph or of others.
+    `recompute`: whether tensors may be computed again instead. `keep` and `offload` are module name patterns, `roots`
+    the expressions that module names begin behind; `annotations` is a digest of what the graph says beside its code,
+    which caches do not look at. `machine`: None for typical rates. `profile`: measured times, of this graph or of
+    others.
     """
 
     budget: int | float | str
@@ -49,7 +48,6 @@ class PlanOptions:
     runtime_config: str
     hand_over: bool
     recompute: bool = False
-    dump_dir: str = ""
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
@@ -109,7 +107,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
             tight = Limits(tight.memory - (error.least - limits.memory), tight.kept)
             continue
         if _seconds(plan) < (1 - GAIN) * _seconds(best[1]):
-            best = (partition, plan)
+            best = (partition, plan.with_(recomputed=recomputed(priced)))
         break
     return best
 
@@ -125,23 +123,13 @@ def _could_gain(prediction: Prediction) -> bool:
     return seconds - sum(prediction.modelled.step.seconds) > GAIN * seconds
 
 
-def run(partition: Partition, options: PlanOptions, *, consume: bool) -> Plan:
-    """Plan and rewrite `partition` in place; returns the plan. `consume`: the backward runs at most once."""
-    plan = decide(partition, options)
-    rewrite(partition, plan, options, consume=consume)
-    return plan
-
-
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, *, consume: bool) -> None:
-    """Put the nodes of the plan into both graphs, and write the dump if one is wanted."""
+    """Put the nodes of the plan into both graphs. `consume`: the backward runs at most once."""
     _tell_dynamic(plan, options)
-    names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
     before = verify.Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config, hand_over=options.hand_over, consume=consume)
         verify.verify_graphs(partition, plan, before)
-    if options.dump_dir:
-        dump.write(Path(options.dump_dir), partition, plan, dump.table(plan, *names))
 
 
 def _tell_dynamic(plan: Plan, options: PlanOptions) -> None:

@@ -233,6 +233,17 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A tensor that is computed again where PyTorch's own partition saves it: the node that makes it, its module, bytes
+    and predicted seconds."""
+
+    base: str
+    module: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """A budget in bytes: of the memory curve above the level before the step, and of what may be kept of what can
     leave."""
@@ -258,7 +269,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was decided for one partitioned graph; each pass fills one field."""
+    """Everything that was decided for one partitioned graph; each pass fills one field.
+
+    `recomputed`: what the partition was made to compute again, in the order of production.
+    """
 
     graph: str
     groups: tuple[AliasGroup, ...] = ()
@@ -270,6 +284,7 @@ class Plan:
     points: MappingProxyType[int, Points] = field(default_factory=lambda: MappingProxyType({}))
     prices: MappingProxyType[int, Price] = field(default_factory=lambda: MappingProxyType({}))
     prediction: Prediction | None = None
+    recomputed: tuple[Recomputed, ...] = ()
 
     @property
     def saved_bytes(self) -> int:

@@ -22,8 +22,8 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ssd_fx.passes.partition import Partition, activation_inputs, storage_key, tensor_of
-from ssd_fx.passes.plan import Plan, Price
+from ssd_fx.passes.partition import Partition, activation_inputs, storage_of
+from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
 LONGEST = 200  # nodes of a chain: what depends on more is not worth it
 
@@ -80,8 +80,8 @@ def price(partition: Partition, plan: Plan) -> Plan:
     starts = plan.timeline.forward
     seconds = {n: (starts[i + 1] - starts[i]) / 1e3 for i, n in enumerate(nodes)}
     by_name = {n.name: n for n in nodes}
-    there = {_key(n): -1 for n in (*partition.saved, *partition.kept_outputs)}
-    there |= {_key(by_name[g.base]): g.slot for g in plan.groups}
+    there = {storage_of(n): -1 for n in (*partition.saved, *partition.kept_outputs)}
+    there |= {storage_of(by_name[g.base]): g.slot for g in plan.groups}
     there.pop(None, None)
     found = {}
     for group in plan.groups:
@@ -89,6 +89,12 @@ def price(partition: Partition, plan: Plan) -> Plan:
         if cost is not None:
             found[group.slot] = cost
     return plan.with_(prices=found)
+
+
+def recomputed(plan: Plan) -> tuple[Recomputed, ...]:
+    """What a plan asks the next partition to compute again."""
+    groups = [g for g in plan.groups if isinstance(plan.decisions.get(g.slot), Recompute)]
+    return tuple(Recomputed(g.base, plan.modules[g.slot], g.nbytes, plan.prices[g.slot].seconds) for g in groups)
 
 
 def _price(base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.Node, float]) -> Price | None:
@@ -107,8 +113,8 @@ def _price(base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.N
             return None
         chain[node] = None
         for source in node.all_input_nodes:
-            key = _key(source)
-            if key in there and key != _key(base):
+            key = storage_of(source)
+            if key in there and key != storage_of(base):
                 needs.add(there[key])
             elif source.op not in ("placeholder", "get_attr"):
                 work.append(source)
@@ -123,8 +129,3 @@ def _may_run_twice(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("_c10d_functional", "c10d"):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
-
-
-def _key(node: fx.Node) -> int | None:
-    tensor = tensor_of(node)
-    return None if tensor is None else storage_key(tensor)

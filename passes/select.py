@@ -11,13 +11,14 @@ from ssd_fx.passes.place import everything, floor
 from ssd_fx.passes.plan import AliasGroup, Decision, Keep, Limits, Offload, Plan, Prediction, Recompute
 from ssd_fx.passes.refine import Solution
 from ssd_fx.passes.simulate import Choice, Step
-from ssd_fx.passes.solve import solve
+from ssd_fx.passes.solve import BudgetError, solve
 from ssd_fx.passes.step import model
 
 Budget = int | float | str | Limits
 AUTO = "auto"
 AUTO_STALL = 1e-3  # the share of a step that counts as no stall
 AUTO_TRIALS = 6  # of the bisection: the share is found to 1/64
+LISTED = 3  # groups that an error names
 
 
 def select(
@@ -30,7 +31,12 @@ def select(
     may be in memory beyond what the fastest drive would leave; `"auto"`: the least share without a predicted stall.
     Groups under `min_bytes` and those with an obstacle always stay; those with a price may be recomputed. Marks are
     obeyed before all that; what only prefers to go goes unless everything may stay.
+
+    Raises:
+        BudgetError: a budget in bytes, other than 0, is less than what always stays.
     """
+    if isinstance(budget, int) and budget:
+        _check_room(plan, budget, min_bytes)
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
     modelled = model(partition, plan, allowed)
     step = modelled.step
@@ -41,14 +47,35 @@ def select(
     return plan.with_(decisions=decisions, prediction=prediction)
 
 
-def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> frozenset[Choice]:
+def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:
+    """Whether what must stay of this graph is within a budget in bytes, which bounds the saved tensors in memory."""
+    stay = {g: reason for g in plan.groups if (reason := _stays(plan, g, min_bytes))}
+    least = sum(g.nbytes for g in stay)
+    if least <= budget:
+        return
+    largest = sorted(stay, key=lambda g: -g.nbytes)
+    listed = [f"{g.base!r} ({g.nbytes} B, {stay[g]})" for g in largest[:LISTED]]
+    if len(stay) > LISTED:
+        listed.append(f"{len(stay) - LISTED} more ({sum(g.nbytes for g in largest[LISTED:])} B)")
+    why = f", because these must stay in memory in graph {plan.graph}: {', '.join(listed)}"
+    raise BudgetError(budget, least, f"{why}; right would be a larger budget, fewer marks or a smaller min_bytes")
+
+
+def _stays(plan: Plan, group: AliasGroup, min_bytes: int) -> str:
+    """Why a group stays whatever the budget; empty where it can leave."""
     match forced(plan, group, min_bytes):
-        case Keep():
-            return frozenset({Choice.KEEP})
+        case Keep(reason=reason):
+            return reason
         case Offload():
-            return frozenset({Choice.OFFLOAD})
-    if _reason(group, min_bytes):
+            return ""
+    return _reason(group, min_bytes)
+
+
+def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> frozenset[Choice]:
+    if _stays(plan, group, min_bytes):
         return frozenset({Choice.KEEP})
+    if isinstance(forced(plan, group, min_bytes), Offload):
+        return frozenset({Choice.OFFLOAD})
     if prefers_offload(plan, group) and not stay:
         return frozenset({Choice.OFFLOAD})
     both = {Choice.KEEP, Choice.OFFLOAD}
@@ -58,7 +85,7 @@ def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> fr
 def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: int) -> Decision:
     match chosen:
         case None | Choice.KEEP:
-            return forced(plan, group, min_bytes) or Keep(_reason(group, min_bytes) or "within the budget")
+            return Keep(_stays(plan, group, min_bytes) or "within the budget")
         case Choice.OFFLOAD:
             return Offload()
         case Choice.RECOMPUTE:

@@ -29,11 +29,14 @@ MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 
 
 class BudgetError(ValueError):
-    """No choices meet the budget; `least` is the memory in bytes that can be met."""
+    """No choices meet a budget of `asked` bytes; `least` is the smallest that can be met, `why` ends the message."""
 
-    def __init__(self, limit: float, least: int) -> None:
-        super().__init__(f"a budget of {int(limit)} B cannot be met; the least that can is {least} B")
-        self.least = least
+    def __init__(self, asked: float, least: int, why: str = "") -> None:
+        super().__init__(asked, least, why)  # what it can be made again from
+        self.asked, self.least, self.why = asked, least, why
+
+    def __str__(self) -> str:
+        return f"a budget of {int(self.asked)} B cannot be met; the least that can is {self.least} B{self.why}"
 
 
 def solve(

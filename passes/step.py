@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ssd_fx.passes.footprint import buffers
-from ssd_fx.passes.partition import Partition, storage_key, tensor_of
+from ssd_fx.passes.partition import Partition, storage_of
 from ssd_fx.passes.plan import AliasGroup, Plan
 from ssd_fx.passes.simulate import Choice, Item, Step
 
@@ -42,31 +42,35 @@ class _Modelling:
 
     def run(self) -> Modelled:
         forward, backward = self._forward_cuts(), self._backward_cuts()
-        fwd_base, bwd_base = self._base()
-        seconds, base, begins, ends = [], [], [], []
-        for cuts, starts, alive in (
-            (forward, self.timeline.forward, fwd_base),
-            (backward, self.timeline.backward, bwd_base),
-        ):
-            for begin, end in itertools.pairwise(cuts):
-                seconds.append((starts[end] - starts[begin]) / 1e3)
-                base.append(max(alive[begin:end]))
-                begins.append(begin)
-                ends.append(end - 1)
-        count = len(forward) - 1
-        items, slots = [], []
-        for group in self.groups:
-            item = self._item(group, forward, backward)
-            if item.choices == {Choice.KEEP}:
-                for p in range(item.produced, item.last_bwd_use + 1):
-                    base[p] += item.nbytes
-                continue
-            items.append(item)
-            slots.append(group.slot)
-        index = {slot: i for i, slot in enumerate(slots)}
-        items = [replace(item, needs=self._needs(slot, index)) for slot, item in zip(slots, items, strict=True)]
-        step = Step(tuple(seconds), tuple(base), count, tuple(items))
-        return Modelled(step, tuple(slots), tuple(begins), tuple(ends))
+        found = {group.slot: self._item(group, forward, backward) for group in self.groups}
+        kept = [item for item in found.values() if item.choices == {Choice.KEEP}]
+        items = {slot: item for slot, item in found.items() if item.choices != {Choice.KEEP}}
+        step = Step(
+            self._seconds(forward, backward),
+            self._alive(forward, backward, kept),
+            len(forward) - 1,
+            self._linked(items),
+        )
+        operators = [*itertools.pairwise(forward), *itertools.pairwise(backward)]
+        return Modelled(step, tuple(items), tuple(b for b, _ in operators), tuple(e - 1 for _, e in operators))
+
+    def _seconds(self, forward: list[int], backward: list[int]) -> tuple[float, ...]:
+        pairs = ((forward, self.timeline.forward), (backward, self.timeline.backward))
+        return tuple((starts[e] - starts[b]) / 1e3 for cuts, starts in pairs for b, e in itertools.pairwise(cuts))
+
+    def _alive(self, forward: list[int], backward: list[int], kept: list[Item]) -> tuple[int, ...]:
+        """Bytes alive during every operator that no choice touches, with those of the items `kept`."""
+        pairs = zip((forward, backward), self._base(), strict=True)
+        base = [max(alive[b:e]) for cuts, alive in pairs for b, e in itertools.pairwise(cuts)]
+        for item in kept:
+            for p in range(item.produced, item.last_bwd_use + 1):
+                base[p] += item.nbytes
+        return tuple(base)
+
+    def _linked(self, items: Mapping[int, Item]) -> tuple[Item, ...]:
+        """The items, by slot, with the indices of those that they need to be computed again."""
+        index = {slot: i for i, slot in enumerate(items)}
+        return tuple(replace(item, needs=self._needs(slot, index)) for slot, item in items.items())
 
     def _forward_cuts(self) -> list[int]:
         """Indices at which operators of the forward begin, and the number of nodes."""
@@ -115,16 +119,11 @@ class _Modelling:
         saved = {n.name: n for n in self.partition.saved}
         stuck = {m.name for g in self.plan.groups if g.slot not in self.lifetimes for m in g.members}
         for group in self.groups:
-            ours |= {_key(saved[m.name]) for m in group.members if m.name in saved}
+            ours |= {storage_of(saved[m.name]) for m in group.members if m.name in saved}
         fwd, bwd = buffers(forward), buffers(backward, donated=saved)
-        inputs = [{_key(n) for n in g.nodes if n.op == "placeholder"} for g in (forward, backward)]
-        kept = {_key(n) for n in backward.nodes if n.op == "placeholder" and n.name in stuck}
-        loaded = {_key(n) for n in backward.nodes if n.op == "placeholder" and n.name in saved} - kept
+        inputs = [{storage_of(n) for n in g.nodes if n.op == "placeholder"} for g in (forward, backward)]
+        kept = {storage_of(n) for n in backward.nodes if n.op == "placeholder" and n.name in stuck}
+        loaded = {storage_of(n) for n in backward.nodes if n.op == "placeholder" and n.name in saved} - kept
         fwd_keys = [k for k in fwd.first if k not in ours and k not in inputs[0]]
         bwd_keys = [k for k in bwd.first if k not in loaded and (k not in inputs[1] or k in kept)]
         return fwd.alive(fwd_keys, len(forward.nodes)), bwd.alive(bwd_keys, len(backward.nodes))
-
-
-def _key(node: object) -> int | None:
-    tensor = tensor_of(node)  # type: ignore[arg-type]
-    return None if tensor is None else storage_key(tensor)

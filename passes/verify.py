@@ -18,7 +18,8 @@ from ssd_fx.passes.before import Before
 from ssd_fx.passes.fault import VerifyError, require
 from ssd_fx.passes.packing import is_dense, span
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
-from ssd_fx.passes.plan import AliasGroup, Offload, Plan
+from ssd_fx.passes.plan import AliasGroup, Offload, Plan, Prediction
+from ssd_fx.passes.refine import kept_bytes
 
 __all__ = ["Before", "PlanRule", "VerifyError", "seq_of", "verify_graphs", "verify_plan"]
 
@@ -45,8 +46,32 @@ def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] =
             require(not group.obstacle, f"{group.base!r} is offloaded but {group.obstacle}", "select")
             _verify_members(group)
             _verify_points(plan, group)
+    if plan.prediction is not None:
+        _verify_memory(partition, plan, plan.prediction)
     for rule in rules:
         rule(partition, plan)
+
+
+def _verify_memory(partition: Partition, plan: Plan, found: Prediction) -> None:
+    """The predicted memory is within the limits, and the nodes let go and load as it was predicted."""
+    step, solution, limits = found.modelled.step, found.solution, found.limits
+    peak, begins, ends = solution.outcome.peak, found.modelled.begins, found.modelled.ends
+    if peak > limits.memory:
+        p = solution.outcome.memory.index(peak)
+        graph = partition.forward.graph if p < step.forward else partition.backward.graph
+        at = list(graph.nodes)[begins[p]]
+        text = f"{peak} B are predicted at {at.name!r}, and the budget allows {int(limits.memory)} B"
+        require(False, text, "select", at)
+    kept = kept_bytes(step, solution.choices)
+    require(kept <= limits.kept, f"{kept} B are kept, and the budget allows {int(limits.kept)} B", "select")
+    items = {slot: i for i, slot in enumerate(found.modelled.slots)}
+    bases = {g.slot: g.base for g in plan.groups}
+    for slot, points in plan.points.items():
+        transfer, name = solution.transfers[items[slot]], bases[slot]
+        late = points.release_after > ends[transfer.release_after] or points.block != transfer.block
+        require(not late, f"{name!r} is released later than was predicted", "schedule")
+        text = f"{name!r} is loaded earlier than was predicted"
+        require(points.load_before >= begins[transfer.load_before], text, "schedule")
 
 
 def _verify_members(group: AliasGroup) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,10 +53,17 @@ def backend(
         if config.dump:
             os.makedirs(config.dump, exist_ok=True)
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
+        partitioner = Partitioner(plan, partial(_write, config.dump) if config.dump else None)
     heap.keep_freed_memory()
     if config.inner == "aot_eager":
-        return _aot_eager(gm, inputs, plan)
-    return _inductor(gm, inputs, plan, mode)
+        return _aot_eager(gm, inputs, partitioner)
+    return _inductor(gm, inputs, partitioner, mode)
+
+
+def _write(directory: str, files: Mapping[str, str]) -> None:
+    """Put the dump of a graph into `directory`."""
+    for name, text in files.items():
+        (Path(directory) / name).write_text(text)
 
 
 def plan_options(config: Config, device: torch.device, *, hand_over: bool = True) -> PlanOptions:
@@ -71,7 +80,6 @@ def plan_options(config: Config, device: torch.device, *, hand_over: bool = True
         machine=machine_of(config, device),
         runtime_config=config.runtime_json(),
         hand_over=hand_over,
-        dump_dir=config.dump,
         profile=read_profile(config.profile) if config.profile else None,
         keep=config.keep,
         offload=config.offload,
@@ -105,7 +113,7 @@ def _device(inputs: Sequence[object]) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], plan: PlanOptions, mode: str | None) -> Compiled:
+def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], cut: Partitioner, mode: str | None) -> Compiled:
     from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -114,7 +122,7 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], plan: PlanOpti
 
     inductor.register()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
-    patches["custom_partitioner_fn"] = Partitioner(plan)
+    patches["custom_partitioner_fn"] = cut
     patches["joint_custom_pre_pass"] = LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass))
     patches["_post_fusion_custom_pass"] = order.PinOrder()
     return compile_fx(gm, list(inputs), config_patches=patches)
@@ -127,9 +135,9 @@ def _as_tuple(passes: Any) -> tuple[Any, ...]:
     return tuple(passes) if isinstance(passes, (list, tuple)) else (passes,)
 
 
-def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], plan: PlanOptions) -> Compiled:
+def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], cut: Partitioner) -> Compiled:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=Partitioner(plan))
+    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=cut)
     return compiler(gm, list(inputs))

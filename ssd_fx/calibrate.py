@@ -66,13 +66,18 @@ def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = Fals
 
 
 def cached() -> Cached:
-    """What the cache holds, by section and hardware; a file that is none is as an empty one, after a RuntimeWarning."""
+    """What the cache holds, by section and hardware: nothing where there is no file yet, and nothing, after a
+    RuntimeWarning, where the file is of no use."""
     try:
         return _parse(cache_path().read_text())
     except FileNotFoundError:
-        pass
+        return _nothing()
     except (OSError, ValueError) as error:
         warnings.warn(f"{cache_path()} is of no use ({error}), so ssd_fx measures anew", RuntimeWarning, stacklevel=2)
+        return _nothing()
+
+
+def _nothing() -> Cached:
     return {section: {} for section in _SECTIONS}
 
 
@@ -165,7 +170,7 @@ def _exclusive() -> Iterator[Cached]:
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         _warn_unkept(error)
-        yield {section: {} for section in _SECTIONS}
+        yield _nothing()
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -54,11 +54,18 @@ def _info() -> int:
     return 0
 
 
-def _calibrate(directory: str) -> int:
+def _is_fit(directory: str) -> bool:
+    """Whether activations may go there; prints why not."""
     try:
         check_directory(directory)
     except OSError as error:
         print(f"unfit: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _calibrate(directory: str) -> int:
+    if not _is_fit(directory):
         return 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()
@@ -84,10 +91,7 @@ def _gds(found: cufile.Status) -> str:
 
 
 def _check(directory: str) -> int:
-    try:
-        check_directory(directory)
-    except OSError as error:
-        print(f"unfit: {error}", file=sys.stderr)
+    if not _is_fit(directory):
         return 1
     config = Config.make({"dirs": [directory], "engine": "posix", "adapt": False, "inflight": _TENSORS * _TENSOR_BYTES})
     tensors = [torch.full((_TENSOR_BYTES,), i, dtype=torch.uint8) for i in range(_TENSORS)]

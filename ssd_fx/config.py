@@ -36,6 +36,8 @@ class Config:
     budget: saved tensors that may stay resident. A share of each graph's saved bytes (a float from 0 to 1): the plan
         keeps at most that share of what can leave, and memory stays as far below its peak with everything kept. Bytes
         (`"2GiB"`, an int): one budget over all graphs of the process, kept at run time; the oldest tensors leave first.
+        A size that is less than what must stay of one graph (marks, small storages, what cannot be offloaded) is a
+        ValueError when that is compiled, which says the least that can be met; 0 bounds nothing that must stay.
         `"auto"`: the least share that is predicted to cost no wait. Default: 0, all that can leave leaves.
     recompute: compute tensors again instead where that is predicted to be faster than the drive. Default: on.
     min_bytes: smaller storages always stay. Default: 1 MiB.
@@ -53,7 +55,8 @@ class Config:
         `"host=bitpack,ssd=fp8"`.
     adapt: stop writing tensors that somebody else keeps anyway, read earlier what was waited for. Default: on.
     keep: patterns of module names (`["head", "blocks.[0-3].attn", "*.norm"]`) whose saved tensors stay, whatever the
-        budget. Names are those of `named_modules()`; a pattern holds for everything inside the modules it names.
+        budget; one in bytes that they alone exceed is an error. Names are those of `named_modules()`; a pattern holds
+        for everything inside the modules it names.
     offload: patterns of module names whose saved tensors of at least `min_bytes` leave, whatever the budget. Where both
         match, the innermost module decides, and `ssd_fx.keep(x)` or `ssd_fx.offload(x)` in the model before that.
     machine: the rates that the plan is made for. `"auto"`: measured once, which takes some seconds, and kept in the

@@ -14,7 +14,8 @@ def keep(x: torch.Tensor) -> torch.Tensor:
     The mark is one of the memory of `x` as it is here: it holds for whichever tensor or view of it autograd saves. It
     saves nothing that would not be saved without it; where nothing of it is (Inductor recomputes cheap operators from
     their inputs), the logger `ssd_fx` says so at level INFO. It changes neither kernels nor results. Outside of a
-    graph that ssd_fx compiles it is the identity.
+    graph that ssd_fx compiles it is the identity. A budget in bytes that is less than what is kept in one graph is a
+    ValueError when that is compiled.
 
     Raises:
         ValueError: `x` is no tensor.

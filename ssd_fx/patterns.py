@@ -22,7 +22,9 @@ from torch._dynamo import OptimizedModule
 from ssd_fx.passes.marks import ANNOTATION
 from ssd_fx.passes.modules import enclosing, matches, paths
 
-_matched: set[str] = set()  # patterns that have named a module in this process: later graphs may be of other models
+# Patterns that have named a module. Of the process, and not of one compile call: patterns from the environment hold for
+# every model that the process compiles, each of which is a call of its own and need not have all of those modules.
+_matched: set[str] = set()
 
 
 def roots(graph_module: fx.GraphModule) -> dict[str, nn.Module]:

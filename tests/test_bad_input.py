@@ -39,6 +39,24 @@ def test_budget_that_does_not_parse() -> None:
         compile_with(budget="lots")
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_budget_in_bytes_that_cannot_be_met(inner: str) -> None:
+    def function(t: torch.Tensor) -> torch.Tensor:
+        return ssd_fx.keep(t @ t).sin().sum()
+
+    said = {"budget": 4095, "inner": inner, "engine": "memory", "min_bytes": 0}
+    expected = (
+        r"^a budget of 4095 B cannot be met; the least that can is 4096 B, because these must stay in memory in graph "
+        r"[0-9a-f]{8}: 'mm' \(4096 B, marked by ssd_fx\.keep\); right would be a larger budget, fewer marks or a "
+        r"smaller min_bytes$"
+    )
+    x = torch.randn(32, 32, requires_grad=True)
+    with pytest.raises(ValueError, match=expected):
+        torch.compile(function, backend=ssd_fx.backend, options=said)(x)
+    torch._dynamo.reset()
+    torch.compile(function, backend=ssd_fx.backend, options=said | {"budget": 4096})(x).backward()
+
+
 def test_missing_directory(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(FileNotFoundError, match="does not exist; create it") as caught:

@@ -31,6 +31,16 @@ def test_a_slow_drive_makes_for_recomputing(tmp_path: Path) -> None:
     assert with_["saved_bytes"] < without["saved_bytes"]
     assert with_["predicted"]["step_s"] < 0.9 * without["predicted"]["step_s"]
     assert with_["predicted"]["peak_bytes"] <= without["predicted"]["limit_bytes"]
+    assert without["recomputed"] == []
+    again = {tensor["name"]: tensor for tensor in with_["recomputed"]}
+    sizes = {group["name"]: (group["module"], group["nbytes"]) for group in without["groups"]}
+    assert {name: (t["module"], t["nbytes"]) for name, t in again.items()} == {name: sizes[name] for name in again}
+    assert not again.keys() & {group["name"] for group in with_["groups"]}
+    nbytes = sum(t["nbytes"] for t in again.values())
+    text = next((tmp_path / "recomputed").glob("*.plan.txt")).read_text()
+    assert f"{len(again)} tensors and {nbytes} B computed again" in text
+    rows = [line.split() for line in text.splitlines() if " recompute " in line]
+    assert rows[0][0] == next(iter(again))
 
 
 def test_a_fast_drive_does_not(tmp_path: Path) -> None:

@@ -218,9 +218,10 @@ mm   256 of 2048 B  offload  store>mm release>t_2 load<mm_2 wait<mm_2   [t]""",
     )
 
 
-def test_columns_are_copied() -> None:
+@pytest.mark.parametrize("toy", [toys.slice_of_big_base, toys.slice_with_steps])
+def test_columns_are_copied(toy: toys.Toy) -> None:
     check(
-        toys.slice_of_big_base,
+        toy,
         """\
 cat         2048 B  offload  store>cat release>t_3 load<mm_4 wait<mm_5   [t_3]
 mm   256 of 2048 B  offload  store>mm release>t_3 load<expand wait<mm_2  [t]""",
@@ -244,15 +245,6 @@ def test_distant_ones_are_not() -> None:
 cat   2048 B  offload  store>cat release>t_5 load<mm_7 wait<mm_8     [t_5]
 mm    2048 B  offload  store>mm release>t_5 load<expand wait<mm_5    [t_2, t_3]
 mm_1   256 B  offload  store>mm_1 release>t_5 load<expand wait<mm_3  [t]""",
-    )
-
-
-def test_every_eighth_column() -> None:
-    check(
-        toys.slice_with_steps,
-        """\
-cat         2048 B  offload  store>cat release>t_3 load<mm_4 wait<mm_5   [t_3]
-mm   256 of 2048 B  offload  store>mm release>t_3 load<expand wait<mm_2  [t]""",
     )
 
 

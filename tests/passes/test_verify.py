@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 
+from ssd_fx.passes import pipeline
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Keep, Plan, Points
 from ssd_fx.passes.verify import VerifyError, verify_graphs, verify_plan
@@ -312,6 +313,52 @@ def test_plans(change: Callable[[Plan], Plan], message: str) -> None:
     plan = toys.planned(toys.views_only).plan
     with pytest.raises(VerifyError, match=message):
         verify_plan(partition, change(plan))
+
+
+def predict(plan: Plan, **changes: object) -> Plan:
+    assert plan.prediction is not None
+    return plan.with_(prediction=replace(plan.prediction, **changes))  # type: ignore[arg-type]
+
+
+def limits(plan: Plan, **changes: float) -> Plan:
+    assert plan.prediction is not None
+    return predict(plan, limits=replace(plan.prediction.limits, **changes))
+
+
+def transfers(plan: Plan, **changes: int) -> Plan:
+    assert plan.prediction is not None
+    solution = plan.prediction.solution
+    changed = {i: replace(t, **changes) for i, t in solution.transfers.items()}
+    return predict(plan, solution=replace(solution, transfers=changed))
+
+
+# Operators 0 and -1 are the first and the last of the step.
+BAD_PREDICTIONS: list[tuple[Callable[[Plan], Plan], str]] = [
+    (lambda p: limits(p, memory=1), r"\d+ B are predicted at '\w+', and the budget allows 1 B; see pass 'select'\n"),
+    (lambda p: limits(p, kept=1), "256 B are kept, and the budget allows 1 B; see pass 'select'"),
+    (lambda p: transfers(p, release_after=0), "'cat' is released later than was predicted; see pass 'schedule'"),
+    (lambda p: transfers(p, block=True), "'cat' is released later than was predicted; see pass 'schedule'"),
+    (lambda p: transfers(p, load_before=-1), "'cat' is loaded earlier than was predicted; see pass 'schedule'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_PREDICTIONS)
+def test_memory(change: Callable[[Plan], Plan], message: str) -> None:
+    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    plan = pipeline.decide(partition, toys.options(budget=0.2))
+    verify_plan(partition, plan)
+    with pytest.raises(VerifyError, match=message):
+        verify_plan(partition, change(plan))
+
+
+def test_one_byte_more_than_the_budget_allows() -> None:
+    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    plan = pipeline.decide(partition, toys.options(budget=0))
+    assert plan.prediction is not None
+    peak = plan.prediction.solution.outcome.peak
+    verify_plan(partition, limits(plan, memory=peak))
+    with pytest.raises(VerifyError, match=f"{peak} B are predicted at '.*', and the budget allows {peak - 1} B"):
+        verify_plan(partition, limits(plan, memory=peak - 1))
 
 
 def test_a_rule_of_the_caller() -> None:

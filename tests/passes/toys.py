@@ -310,9 +310,11 @@ class _Captured(Exception):
 def planned(toy: Toy, *args: torch.Tensor, **changes: object) -> Planned:
     """`toy` through the whole pipeline."""
     partition = partitioned(toy, *(args or inputs()))
-    names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
+    names = dump.node_names(partition)
     before = Before.of(partition)
-    plan = pipeline.run(partition, options(**changes), consume=True)
-    table = dump.table(plan, *names)
+    chosen = options(**changes)
+    plan = pipeline.decide(partition, chosen)
+    pipeline.rewrite(partition, plan, chosen, consume=True)
+    table = dump.table(plan, names)
     lines = table.splitlines()
     return Planned(partition, plan, "\n".join(line for line in lines[1:] if not line.startswith("predicted")), before)

@@ -102,15 +102,20 @@ def test_unconsumed_loads_copy_and_the_write_goes_on(slow):
     assert stats().written_bytes == 4 * N
 
 
-def test_given_after_the_write_was_done_stays_on_disk(config):
-    """The race: the write ends between the look and the cancel. Then a second load reads it."""
+def written(config):
+    """The handle of a tensor whose write is done, its entry, and what was written; nothing else holds the tensor."""
     x = torch.randn(N)
     expected = x.clone()
     h = store(x, config)
     release(h, x)
-    del x
     entry = lookup(h)
     entry.write.wait()
+    return h, entry, expected
+
+
+def test_given_after_the_write_was_done_stays_on_disk(config):
+    """The race: the write ends between the look and the cancel. Then a second load reads it."""
+    h, entry, expected = written(config)
     with entries.GUARD.lock:  # the write is done and not reaped
         entry.store.writer.cancel(entry)
     assert entry.state is State.ON_DISK
@@ -119,13 +124,7 @@ def test_given_after_the_write_was_done_stays_on_disk(config):
 
 def test_given_although_its_write_was_done(config, monkeypatch):
     """The same race in a load: the tensor is given away, can be read again, and its write was no waste."""
-    x = torch.randn(N)
-    expected = x.clone()
-    h = store(x, config)
-    release(h, x)
-    del x
-    entry = lookup(h)
-    entry.write.wait()
+    h, entry, expected = written(config)
     monkeypatch.setattr(entry.store.writer, "reap", lambda: None)  # the write ends behind the look
     given = load(h, expected)
     assert entry.state is State.ON_DISK

@@ -1,0 +1,146 @@
+"""What the dump says: modules, what is computed again, and layers that are alike told once."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from ssd_fx.passes import dump
+from ssd_fx.passes.layers import Row, fold
+from ssd_fx.passes.plan import Recomputed
+from tests.passes import toys
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x).sigmoid() @ x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x).tanh()
+
+
+class Model(nn.Module):
+    """Four blocks that are alike and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).exp().sin().sum()
+
+
+def test_layers_that_are_alike_are_told_once() -> None:
+    x, _ = toys.inputs()
+    assert_expected_inline(
+        toys.planned(Model(), x).table,
+        """\
+sigmoid  blocks.{0..3}.attn x 4  256 B  offload  store>sigmoid release>mm_7 load<add_2 wait<mm_23  [sigmoid]
+tanh     blocks.{0..3} x 4       256 B  offload  store>tanh release>mm_8 load<add_1 wait<mm_20     [tanh]
+exp                              256 B  offload  store>exp release>sum_1 load<expand wait<cos      [exp]""",
+    )
+
+
+def test_layers_that_differ_are_told_apart() -> None:
+    """A pattern keeps what one of them saves."""
+    x, _ = toys.inputs()
+    assert_expected_inline(
+        toys.planned(Model(), x, keep=("blocks.2.attn",)).table,
+        """\
+sigmoid    blocks.{0..1}.attn x 2  256 B  offload  store>sigmoid release>mm_7 load<add_2 wait<mm_23      [sigmoid]
+tanh       blocks.{0..1} x 2       256 B  offload  store>tanh release>mm_8 load<add_1 wait<mm_20         [tanh]
+sigmoid_2  blocks.2.attn           256 B  keep     keep=['blocks.2.attn']                                [sigmoid_2]
+tanh_2     blocks.2                256 B  offload  store>tanh_2 release>sum_1 load<cos wait<mm_12        [tanh_2]
+sigmoid_3  blocks.3.attn           256 B  offload  store>sigmoid_3 release>sum_1 load<expand wait<mm_11  [sigmoid_3]
+tanh_3     blocks.3                256 B  offload  store>tanh_3 release>sum_1 load<expand wait<mm_9      [tanh_3]
+exp                                256 B  offload  store>exp release>sum_1 load<expand wait<cos          [exp]""",
+    )
+
+
+def test_all_detail_is_in_the_json() -> None:
+    x, _ = toys.inputs()
+    partition = toys.partitioned(Model(), x)
+    names = dump.node_names(partition)
+    planned = toys.planned(Model(), x)
+    found = json.loads(dump.files(planned.partition, planned.plan, names)[f"{planned.plan.graph}.plan.json"])
+    groups = found["groups"]
+    assert [g["name"] for g in groups] == [g.base for g in planned.plan.groups]
+    assert sum(g["nbytes"] for g in groups if g["decision"] == "offload") == found["offloaded_bytes"]
+    assert_expected_inline(
+        json.dumps(groups[0], indent=1),
+        """\
+{
+ "name": "sigmoid",
+ "module": "blocks.0.attn",
+ "nbytes": 256,
+ "stored_nbytes": 256,
+ "decision": "offload",
+ "reason": "",
+ "members": [
+  "sigmoid"
+ ],
+ "store": "sigmoid",
+ "release": "mm_7",
+ "load": "add_2",
+ "wait": "mm_23"
+}""",
+    )
+    assert set(found["predicted"]) >= {"peak_bytes", "floor_bytes", "limit_bytes"}
+
+
+def test_what_is_computed_again_has_rows_of_its_own() -> None:
+    planned = toys.planned(toys.relu_chain)
+    again = tuple(Recomputed(f"gelu_{i}", f"blocks.{i}.mlp", 1024, 1.32e-5) for i in range(3))
+    text = dump.table(planned.plan.with_(points={}, recomputed=again), ([], []))
+    head, *lines = text.splitlines()
+    assert head.endswith(", 1 groups and 256 B offloaded (100.0%), 3 tensors and 3072 B computed again")
+    assert_expected_inline(
+        "\n".join(lines[:-2]),
+        """\
+relu                            256 B  offload               [relu]
+gelu_0  blocks.{0..2}.mlp x 3  1024 B  recompute  0.0132 ms""",
+    )
+
+
+def rows(*modules: str, size: str = "8 B") -> list[Row]:
+    named = enumerate(modules)
+    return [Row(f"mm_{i}", module, size, "keep", "within the budget", members=("t",)) for i, module in named]
+
+
+def folded(found: list[Row]) -> list[str]:
+    return [row.cells[1] for row in fold(found)]
+
+
+def test_only_neighbours_are_folded() -> None:
+    assert folded(rows("h.0.a", "h.0.b", "h.1.a", "h.1.b", "h.2.a")) == ["h.{0..1}.a x 2", "h.{0..1}.b x 2", "h.2.a"]
+    assert folded(rows("h.0", "", "h.1")) == ["h.0", "", "h.1"]
+    assert folded(rows("h.0", "h.2")) == ["h.0", "h.2"]
+    assert folded(rows("h.1", "h.0")) == ["h.1", "h.0"]
+    assert folded(rows("encoder.0", "decoder.1")) == ["encoder.0", "decoder.1"]
+    assert folded([*rows("h.0"), *rows("h.1", size="9 B")]) == ["h.0", "h.1"]
+
+
+def test_a_number_further_inside_is_no_layer() -> None:
+    found = rows("h.0.experts.0", "h.0.experts.1", "h.1.experts.0", "h.1.experts.1")
+    assert folded(found) == ["h.{0..1}.experts.0 x 2", "h.{0..1}.experts.1 x 2"]
+
+
+def test_names_that_are_numbers() -> None:
+    """Those of `nn.Sequential`."""
+    assert folded(rows("0", "1", "2")) == ["{0..2} x 3"]
