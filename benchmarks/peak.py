@@ -58,7 +58,7 @@ class Peak:
         self.start_bytes = self.peak_bytes = self.end_bytes = 0
 
     def adjust(self, delta: int) -> None:
-        """Count `delta` bytes of memory that is not malloc's, for instance `BufferPool`'s: its `observer` may be this."""
+        """Count `delta` bytes of memory that is not malloc's; the `observer` of a `BufferPool` may be this."""
         self._tracker.memtrack_adjust(delta)
 
     def __enter__(self) -> Peak:

@@ -83,8 +83,8 @@ class Task:
 class Step(Moved):
     """One training step of one worker. Fields after `loss` are 0 where the way has no such thing.
 
-    `peak_bytes`: live tensors, those in load buffers included; `staging_peak_bytes`: memory behind load buffers, used or
-    idle. `graph_s`: forward and backward, without the optimizer. `write_stall_s`: waited in stores and releases;
+    `peak_bytes`: live tensors, those in load buffers included; `staging_peak_bytes`: memory behind load buffers, used
+    or idle. `graph_s`: forward and backward, without the optimizer. `write_stall_s`: waited in stores and releases;
     `read_stall_s`: waited for loads.
     """
 
