@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from ssd_fx.passes.fusion import Kernel, places
 from ssd_fx.passes.kernels import has_flops, hint
 from ssd_fx.passes.partition import storage_key, tensor_of
 
@@ -51,6 +52,20 @@ def is_extern(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return not _is_getitem(node) and tensor_of(node) is not None
     return has_flops(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
+
+
+def _addmm(node: fx.Node) -> fx.Node | None:
+    """The addition with which Inductor makes an `mm` an `addmm`; the matmul moves there, and its operands live on."""
+    user = next(iter(node.users), None)
+    if node.target is not aten.mm.default or user is None or len(node.users) > 1 or user.kwargs:
+        return None
+    shapes = [t.shape for n in user.all_input_nodes if (t := tensor_of(n)) is not None]
+    same = user.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]
+    return user if same else None
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in _REDUCTIONS
 
 
 def _is_getitem(node: fx.Node) -> bool:
@@ -93,25 +108,28 @@ class _Predictor:
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.keys = [_keys(n) for n in self.nodes]
         self.view = [self._is_view(i) for i in range(len(self.nodes))]
+        self.addmms: set[fx.Node] = set()  # additions that a matmul does
         self.runs = self._runs()
+        self.at = self._places()
 
     def run(self) -> Buffers:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         nbytes: dict[int, int] = {}
+        makers: dict[int, int] = {}
         held = set()
         for i, node in enumerate(self.nodes):
             for key, size in self.keys[i].items():
                 if self.runs[i] == i and key not in first:
-                    first[key], last[key], nbytes[key] = i, i, size
+                    first[key], last[key], nbytes[key], makers[key] = self.at[i], self.at[i], size, i
                 if key not in first:
                     continue
                 for user in node.users:
                     if user.op == "output":
                         held.add(key)
                     elif not self.view[self.index[user]]:
-                        last[key] = max(last[key], self.runs[self.index[user]])
-        return Buffers(first, last, nbytes, frozenset(held), self._in_place(first, last, nbytes, held))
+                        last[key] = max(last[key], self.at[self.runs[self.index[user]]])
+        return Buffers(first, last, nbytes, frozenset(held), self._in_place(makers, last, held))
 
     def _is_view(self, i: int) -> bool:
         inputs = set().union(*(self.keys[self.index[n]] for n in self.nodes[i].all_input_nodes), ())
@@ -121,6 +139,9 @@ class _Predictor:
         """The index of the node in whose kernel each node is computed; itself where it is a buffer."""
         runs = list(range(len(self.nodes)))
         for i in reversed(range(len(self.nodes))):
+            if (add := _addmm(self.nodes[i])) is not None and add not in self.addmms:
+                self.addmms.add(add)
+                runs[i] = self.index[add]
             if not self.view[i] and not is_inlined(self.nodes[i]):
                 continue
             if not self.nodes[i].all_input_nodes:  # a constant: every kernel that wants one makes its own
@@ -128,10 +149,48 @@ class _Predictor:
                 continue
             readers = [self.index[r] for r in self._readers(i)]
             inside = {runs[r] for r in readers}
-            written = any(self.nodes[r].op == "output" or is_extern(self.nodes[r]) for r in readers)
+            written = any(self.nodes[r].op == "output" or self._is_extern(self.nodes[r]) for r in readers)
+            if self.nodes[i] in self.addmms:
+                continue
             if readers and not self.view[i] and not written and (len(inside) == 1 or self._is_cheap(i)):
                 runs[i] = max(inside)
         return runs
+
+    def _is_extern(self, node: fx.Node) -> bool:
+        return node in self.addmms or is_extern(node)
+
+    def _places(self) -> list[int]:
+        """The index of the node at which each kernel runs, by the node that it is named by."""
+        owner = {key: i for i in range(len(self.nodes) - 1, -1, -1) if self.runs[i] == i for key in self.keys[i]}
+        kernels: dict[int, Kernel] = {}
+        for i, node in enumerate(self.nodes):
+            if node.op != "call_function" or self.view[i] or not self.keys[i]:
+                continue
+            kernel = kernels.setdefault(self.runs[i], Kernel(self.runs[i], None))
+            for source in node.all_input_nodes:
+                for key, size in self.keys[self.index[source]].items():
+                    if key in owner and owner[key] != kernel.at:
+                        kernel.reads[key] = size
+        for i, kernel in kernels.items():
+            kernel.space = self._space(i)
+            kernel.writes = self.keys[i]
+            kernel.behind = {owner[key] for key in kernel.reads} & kernels.keys()
+        at = list(range(len(self.nodes)))
+        for i, place in places(kernels).items():
+            at[i] = place
+        return at
+
+    def _space(self, i: int) -> object:
+        """How many elements a loop goes over, and whether it sums up columns; None for a library call."""
+        node = self.nodes[i]
+        if self._is_extern(node):
+            return None
+        sizes = [t.numel() for n in (node, *node.all_input_nodes) if (t := tensor_of(n)) is not None]
+        columns = False
+        if _is_reduction(node) and (source := tensor_of(node.all_input_nodes[0])) is not None:
+            dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else []
+            columns = bool(dims) and source.dim() - 1 not in {d % source.dim() for d in dims if isinstance(d, int)}
+        return (max(map(hint, sizes), default=0), columns)
 
     def _is_cheap(self, i: int) -> bool:
         """Whether several kernels would rather compute the node each: it reads one tensor and does little with it."""
@@ -164,21 +223,33 @@ class _Predictor:
             else:
                 yield user
 
-    def _in_place(
-        self, first: Mapping[int, int], last: Mapping[int, int], nbytes: Mapping[int, int], held: set[int]
-    ) -> frozenset[int]:
-        dying: dict[int, list[int]] = {}
-        for key, at in last.items():
-            owner = self.nodes[first[key]]
-            if first[key] < at and key not in held and (owner.op != "placeholder" or owner.name in self.donated):
-                dying.setdefault(at, []).append(nbytes[key])
+    def _in_place(self, makers: Mapping[int, int], last: Mapping[int, int], held: set[int]) -> frozenset[int]:
+        """What a loop writes over an input of the same size that dies there and that no other loop reads there."""
         taken = set()
-        for key, at in first.items():
-            sizes = dying.get(at, [])
-            if nbytes[key] in sizes and self.nodes[at].op == "call_function" and not is_extern(self.nodes[at]):
-                sizes.remove(nbytes[key])
+        dying: dict[int, list[int]] = {}
+        for key, readers in self._last_readers(makers, last).items():
+            node = self.nodes[makers[key]]
+            mine = node.op != "placeholder" or node.name in self.donated
+            if mine and key not in held and len(readers) == 1:
+                dying.setdefault(readers.pop(), []).append(self.keys[makers[key]][key])
+        for key, i in makers.items():
+            sizes, size = dying.get(i, []), self.keys[i][key]
+            if size in sizes and self.nodes[i].op == "call_function" and not self._is_extern(self.nodes[i]):
+                sizes.remove(size)
                 taken.add(key)
         return frozenset(taken)
+
+    def _last_readers(self, makers: Mapping[int, int], last: Mapping[int, int]) -> dict[int, set[int]]:
+        """The loops that read a buffer when it is read last; those that became one kernel count each."""
+        found: dict[int, set[int]] = {}
+        for i, node in enumerate(self.nodes):
+            for user in node.users:
+                reader = self.runs[self.index[user]]
+                if user.op != "output" and not self.view[self.index[user]]:
+                    for key in self.keys[i].keys() & makers.keys():
+                        if self.at[reader] == last[key] and reader != makers[key]:
+                            found.setdefault(key, set()).add(reader)
+        return found
 
 
 def _keys(node: fx.Node) -> dict[int, int]:
