@@ -34,8 +34,10 @@ _REDUCTIONS = frozenset(
     {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
 )
 
-_HEAVY = frozenset({aten.exp, aten.sigmoid, aten.tanh, aten.log, aten.pow})
-_LARGE = 16  # nodes that several kernels will not each compute
+# Inductor's rules of what is written to memory instead of computed again (`should_realize_on_reuse`, and thresholds in
+# its configuration, torch 2.13). It counts operations, of which a node has about two.
+_HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})  # on the CPU
+_REUSED_READS = 4
 
 
 def is_inlined(node: fx.Node) -> bool:
@@ -108,7 +110,7 @@ class _Predictor:
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.keys = [_keys(n) for n in self.nodes]
         self.view = [self._is_view(i) for i in range(len(self.nodes))]
-        self.addmms: set[fx.Node] = set()  # additions that a matmul does
+        self.addmms: dict[fx.Node, fx.Node] = {}  # matmuls, and the additions that they do as well
         self.runs = self._runs()
         self.at = self._places()
 
@@ -120,7 +122,7 @@ class _Predictor:
         held = set()
         for i, node in enumerate(self.nodes):
             for key, size in self.keys[i].items():
-                if self.runs[i] == i and key not in first:
+                if self.runs[i] == i and not self.view[i] and key not in first:
                     first[key], last[key], nbytes[key], makers[key] = self.at[i], self.at[i], size, i
                 if key not in first:
                     continue
@@ -137,27 +139,60 @@ class _Predictor:
 
     def _runs(self) -> list[int]:
         """The index of the node in whose kernel each node is computed; itself where it is a buffer."""
+        self._find_addmms()
+        realized = self._realized()
         runs = list(range(len(self.nodes)))
         for i in reversed(range(len(self.nodes))):
-            if (add := _addmm(self.nodes[i])) is not None and add not in self.addmms:
-                self.addmms.add(add)
-                runs[i] = self.index[add]
-            if not self.view[i] and not is_inlined(self.nodes[i]):
-                continue
-            if not self.nodes[i].all_input_nodes:  # a constant: every kernel that wants one makes its own
-                runs[i] = i + 1
-                continue
-            readers = [self.index[r] for r in self._readers(i)]
-            inside = {runs[r] for r in readers}
-            written = any(self.nodes[r].op == "output" or self._is_extern(self.nodes[r]) for r in readers)
             if self.nodes[i] in self.addmms:
-                continue
-            if readers and not self.view[i] and not written and (len(inside) == 1 or self._is_cheap(i)):
-                runs[i] = max(inside)
+                runs[i] = self.index[self.addmms[self.nodes[i]]]
+            elif not realized[i] and not self.view[i]:
+                inside = [runs[self.index[r]] for r in self._readers(i)]
+                # A constant runs nowhere: every kernel that wants one makes its own.
+                runs[i] = max(inside, default=i + 1) if self.nodes[i].all_input_nodes else i + 1
         return runs
 
+    def _find_addmms(self) -> None:
+        for node in self.nodes:
+            if (add := _addmm(node)) is not None and add not in self.addmms.values():
+                self.addmms[node] = add
+
+    def _realized(self) -> list[bool]:
+        """Which nodes Inductor writes to memory, by its own rules: what a library call or the caller reads, and what
+        several readers would have to compute again at too great a cost."""
+        realized, reads, sizes = [True] * len(self.nodes), [set[int]() for _ in self.nodes], [0] * len(self.nodes)
+        heavy = [False] * len(self.nodes)
+        for i, node in enumerate(self.nodes):
+            if self.view[i] or not is_inlined(node) or self._is_extern(node):
+                continue
+            tensor = tensor_of(node)
+            on_cpu = tensor is not None and tensor.device.type == "cpu"
+            sizes[i], heavy[i] = 1, on_cpu and getattr(node.target, "overloadpacket", None) in _HEAVY
+            for source in self._sources(i):
+                if realized[source]:
+                    reads[i].add(source)
+                else:
+                    reads[i] |= reads[source]
+                    sizes[i] += sizes[source]
+                    heavy[i] |= heavy[source]
+            readers = list(self._readers(i))
+            asked = any(r.op == "output" or self._is_extern(r) for r in readers)
+            costly = len(reads[i]) > _REUSED_READS or sizes[i] > (25 if on_cpu else 15) or heavy[i]
+            realized[i] = asked or len(reads[i]) > (12 if on_cpu else 8) or (len(readers) > 1 and costly)
+        return realized
+
+    def _sources(self, i: int) -> list[int]:
+        """Indices of what the node reads, through views."""
+        work, found = list(self.nodes[i].all_input_nodes), dict[int, None]()
+        while work:
+            k = self.index[work.pop()]
+            if self.view[k]:
+                work.extend(self.nodes[k].all_input_nodes[:1])
+            elif self.keys[k]:
+                found[k] = None
+        return list(found)
+
     def _is_extern(self, node: fx.Node) -> bool:
-        return node in self.addmms or is_extern(node)
+        return is_extern(node) or node in self.addmms.values()
 
     def _places(self) -> list[int]:
         """The index of the node at which each kernel runs, by the node that it is named by."""
@@ -191,24 +226,6 @@ class _Predictor:
             dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else []
             columns = bool(dims) and source.dim() - 1 not in {d % source.dim() for d in dims if isinstance(d, int)}
         return (max(map(hint, sizes), default=0), columns)
-
-    def _is_cheap(self, i: int) -> bool:
-        """Whether several kernels would rather compute the node each: it reads one tensor and does little with it."""
-        reads: set[int] = set()
-        work, seen = [self.nodes[i]], set[fx.Node]()
-        while work:
-            node = work.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if getattr(node.target, "overloadpacket", None) in _HEAVY or len(seen) > _LARGE:
-                return False
-            for source in node.all_input_nodes:
-                if self.view[self.index[source]] or is_inlined(source):
-                    work.append(source)
-                elif tensor_of(source) is not None:
-                    reads.add(self.index[source])
-        return len(reads) <= 1
 
     def _readers(self, i: int) -> Iterable[fx.Node]:
         """Users of the node, through views of it, each once."""

@@ -1,8 +1,8 @@
 """Which kernels of a graph Inductor will fuse because they read the same buffers, and when the fused ones run.
 
-    norm = f(x)      mm(norm)         both loops read x and go over the same elements: one kernel, which runs when
-    ...                               the mm needs `norm`; what else it computes is there, and takes memory, that
-    dx = g(x, dy)                     much earlier than in the graph
+norm = f(x)      mm(norm)         both loops read x and go over the same elements: one kernel, which runs when
+...                               the mm needs `norm`; what else it computes is there, and takes memory, that
+dx = g(x, dy)                     much earlier than in the graph
 """
 
 from __future__ import annotations
