@@ -112,7 +112,7 @@ class _Search:
                 self._shortest(chosen, sorted(movable, key=key))
 
     def wait_for_writes(self) -> None:
-        """Look again with releases that wait for their writes: memory is then what was placed, however late they are."""
+        """Look again with releases that wait for their writes: so memory is what was placed, however late they are."""
         self.waits = True
         self.seen.clear()
         self.families()
