@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 from ssd_fx.passes.costs import Machine
@@ -61,6 +62,8 @@ def solve(
         raise BudgetError(limit, least)
     search = _Search(step, machine, limit, share_bytes, prefetch, may_rest)
     search.families()
+    if search.best is None:  # what is handed over was held for longer than the placement reckoned with
+        search.wait_for_writes()
     if not search.is_cheapest():
         search.improve()
     if search.best is None:
@@ -90,6 +93,7 @@ class _Search:
         self.asked: tuple[Choice, ...] = ()  # what led to the best: keeps that rest are keeps here
         self.pool: list[Solution] = []  # the best so far, fastest first
         self.left = _effort(step)
+        self.waits = False  # whether every release waits for its write
         self.seen: dict[tuple[Choice, ...], Solution | None] = {}
 
     def families(self) -> None:
@@ -106,6 +110,12 @@ class _Search:
             for key in self._orders():
                 movable = [i for i, item in enumerate(items) if Choice.OFFLOAD in item.choices and i not in chosen]
                 self._shortest(chosen, sorted(movable, key=key))
+
+    def wait_for_writes(self) -> None:
+        """Look again with releases that wait for their writes: so memory is what was placed, however late they are."""
+        self.waits = True
+        self.seen.clear()
+        self.families()
 
     def is_cheapest(self) -> bool:
         """Whether the best found costs no stall and nothing recomputed, and moves hardly more bytes than must be."""
@@ -193,6 +203,8 @@ class _Search:
             )
             if transfers is None:
                 break
+            if self.waits:
+                transfers = {i: replace(t, block=True) for i, t in transfers.items()}
             transfers |= {i: rest(self.step) for i in resting}
             outcome = simulate(self.step, told, transfers, self.machine)
             if outcome.peak <= self.limit and (best is None or better(outcome, best.outcome)):

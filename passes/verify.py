@@ -47,27 +47,32 @@ def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] =
             _verify_members(group)
             _verify_points(plan, group)
     if plan.prediction is not None:
-        _verify_memory(partition, plan, plan.prediction)
+        _verify_limits(partition, plan.prediction)
+        _verify_places(plan, plan.prediction)
     for rule in rules:
         rule(partition, plan)
 
 
-def _verify_memory(partition: Partition, plan: Plan, found: Prediction) -> None:
-    """The predicted memory is within the limits, and the nodes let go and load as it was predicted."""
-    step, solution, limits = found.modelled.step, found.solution, found.limits
-    peak, begins, ends = solution.outcome.peak, found.modelled.begins, found.modelled.ends
-    if peak > limits.memory:
-        p = solution.outcome.memory.index(peak)
+def _verify_limits(partition: Partition, found: Prediction) -> None:
+    """The predicted memory, and what is kept of what can leave, are within the limits."""
+    step, outcome, limits = found.modelled.step, found.solution.outcome, found.limits
+    if outcome.peak > limits.memory:
+        p = outcome.memory.index(outcome.peak)
         graph = partition.forward.graph if p < step.forward else partition.backward.graph
-        at = list(graph.nodes)[begins[p]]
-        text = f"{peak} B are predicted at {at.name!r}, and the budget allows {int(limits.memory)} B"
+        at = list(graph.nodes)[found.modelled.begins[p]]
+        text = f"{outcome.peak} B are predicted at {at.name!r}, and the budget allows {int(limits.memory)} B"
         require(False, text, "select", at)
-    kept = kept_bytes(step, solution.choices)
+    kept = kept_bytes(step, found.solution.choices)
     require(kept <= limits.kept, f"{kept} B are kept, and the budget allows {int(limits.kept)} B", "select")
+
+
+def _verify_places(plan: Plan, found: Prediction) -> None:
+    """The nodes release no later and load no earlier than in the step whose memory was predicted."""
+    begins, ends = found.modelled.begins, found.modelled.ends
     items = {slot: i for i, slot in enumerate(found.modelled.slots)}
     bases = {g.slot: g.base for g in plan.groups}
     for slot, points in plan.points.items():
-        transfer, name = solution.transfers[items[slot]], bases[slot]
+        transfer, name = found.solution.transfers[items[slot]], bases[slot]
         late = points.release_after > ends[transfer.release_after] or points.block != transfer.block
         require(not late, f"{name!r} is released later than was predicted", "schedule")
         text = f"{name!r} is loaded earlier than was predicted"

@@ -113,7 +113,9 @@ def _device(inputs: Sequence[object]) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], cut: Partitioner, mode: str | None) -> Compiled:
+def _inductor(
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None
+) -> Compiled:
     from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -122,7 +124,7 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], cut: Partition
 
     inductor.register()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
-    patches["custom_partitioner_fn"] = cut
+    patches["custom_partitioner_fn"] = partitioner
     patches["joint_custom_pre_pass"] = LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass))
     patches["_post_fusion_custom_pass"] = order.PinOrder()
     # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on the
@@ -138,9 +140,9 @@ def _as_tuple(passes: Any) -> tuple[Any, ...]:
     return tuple(passes) if isinstance(passes, (list, tuple)) else (passes,)
 
 
-def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], cut: Partitioner) -> Compiled:
+def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner) -> Compiled:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=cut)
+    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner)
     return compiler(gm, list(inputs))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_fx.passes.machine import Machine
 from ssd_fx.passes.place import floor, place
-from ssd_fx.passes.simulate import Choice, simulate
+from ssd_fx.passes.simulate import Choice, Item, Step, simulate
 from ssd_fx.passes.solve import BudgetError, solve
 from tests.passes.instances import Instance, instances, limits
 
@@ -63,6 +64,15 @@ def test_a_budget_under_the_floor_is_an_error_that_says_the_floor(instance: Inst
     with pytest.raises(BudgetError, match=f"a budget of {least - 1} B cannot be met; the least that can is {least} B"):
         solve(instance.step, instance.machine, limit=least - 1, share_bytes=0)
     assert solve(instance.step, instance.machine, limit=least, share_bytes=0).outcome.peak <= least
+
+
+def test_the_floor_can_be_met_where_writes_end_later_than_placed() -> None:
+    """Three writes in one lane at the end of the forward, and no room in the backward to hold what is not written."""
+    items = (Item(4, 1, 1, 7, 7), Item(32, 1, 1, 6, 6), Item(128, 1, 3, 7, 7))
+    step = Step((1e-9, 1e-6, 1e-6, 1e-9, 0.0, 0.0, 1e-9, 1e-6), (64, 0, 64, 64, 256, 0, 0, 0), 4, items)
+    machine = Machine(flops=1e9, memory_bw=1e9, write_bw=1e8, read_bw=1e6, latency_s=0.0, node_s=1e-7)
+    found = solve(step, machine, limit=floor(step), share_bytes=0, prefetch=1 << 20)
+    assert found.outcome.peak == floor(step) == 256
 
 
 @settings(max_examples=40, deadline=None)
