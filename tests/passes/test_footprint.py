@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.passes.footprint import buffers
+from ssd_fx.passes.fusion import Kernel, places
 from ssd_fx.passes.partition import storage_of
 
 
@@ -28,3 +31,86 @@ def test_views_that_meet_again_are_followed_once() -> None:
     names = {storage_of(n): n.name for n in reversed(nodes) if n.op != "output"}
     lives = {names[key]: (nodes[i].name, nodes[found.last[key]].name) for key, i in found.first.items()}
     assert lives == {"x_1": ("x_1", "sin"), "sin": ("sin", "mm"), "mm": ("mm", "mm")}
+
+
+def kernel(at: int, reads: dict[int, int], writes: dict[int, int], behind: set[int], space: object = "rows") -> Kernel:
+    return Kernel(at, space, reads, writes, behind)
+
+
+def test_loops_that_read_the_same_run_together_as_early_as_one_is_needed() -> None:
+    """10 and 30 read storage 1; the library call at 20 reads what 10 writes, so both run before it."""
+    kernels = {
+        10: kernel(10, {1: 64}, {2: 64}, set()),
+        20: kernel(20, {2: 64}, {3: 64}, {10}, space=None),
+        30: kernel(30, {1: 64}, {4: 64}, set()),
+    }
+    assert places(kernels) == {10: 20, 20: 20, 30: 20}
+
+
+def test_loops_with_something_between_them_stay_apart() -> None:
+    """30 reads what the call makes of the result of 10: one kernel could not run before and behind it."""
+    kernels = {
+        10: kernel(10, {1: 64}, {2: 64}, set()),
+        20: kernel(20, {2: 64}, {3: 64}, {10}, space=None),
+        30: kernel(30, {1: 64, 3: 64}, {4: 64}, {20}),
+    }
+    assert places(kernels) == {10: 10, 20: 20, 30: 30}
+
+
+def test_loops_over_other_elements_stay_apart() -> None:
+    kernels = {10: kernel(10, {1: 64}, {2: 64}, set()), 30: kernel(30, {1: 64}, {4: 64}, set(), space="columns")}
+    assert places(kernels) == {10: 10, 30: 30}
+
+
+def test_three_loops_become_one_only_as_far_as_nothing_comes_between() -> None:
+    """10 and 12 are fused first (most bytes); 30 reads what a call makes of 12, so it cannot join 10 either."""
+    kernels = {
+        10: kernel(10, {1: 64, 9: 64}, {2: 64}, set()),
+        12: kernel(12, {1: 64, 9: 64}, {3: 64}, set()),
+        20: kernel(20, {3: 64}, {5: 64}, {12}, space=None),
+        30: kernel(30, {1: 64, 5: 64}, {6: 64}, {20}),
+    }
+    assert places(kernels) == {10: 12, 12: 12, 20: 20, 30: 30}
+
+
+def alive(function: Callable[..., object], *args: torch.Tensor) -> dict[str, tuple[str, str]]:
+    """The predicted buffers of a graph: name -> the nodes at which they are written and read last."""
+    graph = make_fx(function, tracing_mode="fake")(*args).graph
+    nodes = list(graph.nodes)
+    found = buffers(graph)
+    names = {storage_of(n): n.name for n in reversed(nodes) if n.op == "call_function"}
+    return {
+        names[key]: (nodes[first].name, nodes[found.last[key]].name)
+        for key, first in found.first.items()
+        if key in names
+    }
+
+
+def test_a_sum_of_two_reads_is_computed_by_each_reader() -> None:
+    """`add` reads two buffers, which Inductor would rather do twice than write it; four more and it is written."""
+
+    def residual(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> object:
+        stream = x @ w - y
+        return stream.sin() @ w, stream.cos() @ w
+
+    def sum_of_six(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> object:
+        stream = x - y - w - x.t() - y.t() - w.t() - x @ w - y @ w - w @ w
+        return stream.sin() @ w, stream.cos() @ w
+
+    squares = [torch.randn(8, 8) for _ in range(3)]
+    assert sorted(alive(residual, *squares)) == ["cos", "mm", "mm_1", "mm_2", "sin"]
+    assert "sub_7" in alive(sum_of_six, *squares)
+
+
+def test_a_matmul_moves_to_the_addition_that_it_does() -> None:
+    """`mm` is part of an addmm where `add` stands; its operands live until then."""
+
+    def late(x: torch.Tensor, w: torch.Tensor) -> object:
+        left = x.sin()
+        product = left @ w
+        other = (w.cos() @ w).sin() @ w
+        return product + other
+
+    found = alive(late, torch.randn(8, 8), torch.randn(8, 8))
+    assert "mm" not in found
+    assert found["sin"][1] == "add"
