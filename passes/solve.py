@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
 
+from ssd_fx.passes import tiers
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
 from ssd_fx.passes.refine import TOLERANCE, Solution, better, kept_bytes, refine, rest
@@ -64,6 +66,7 @@ def solve(
         raise BudgetError(limit, least)
     if search.is_cheapest():
         return search.best
+    search.vary()
     best = search.best
     for start in search.pool:
         refined = refine(
@@ -112,7 +115,7 @@ class _Search:
         free = sum(item.nbytes for item in items if len(item.choices) > 1)
         must = max(everything(self.step) - self.limit, free - self.share_bytes, 0)
         stalled = outcome.stall_s > TOLERANCE * outcome.seconds or Choice.RECOMPUTE in self.best.choices
-        return not stalled and outcome.written <= 1.01 * must
+        return not stalled and outcome.written <= 1.01 * max(must - self.step.host_budget, 0)
 
     def _orders(self) -> Iterator[Callable[[int], tuple[float, ...]]]:
         items = self.step.items
@@ -173,6 +176,16 @@ class _Search:
         )
 
     def _placed(self, choices: tuple[Choice, ...]) -> Solution | None:
+        return tiers.filled(self.step, self.machine, choices, partial(self._placed_with, choices))
+
+    def vary(self) -> None:
+        """Adds to the pool the best choices with other items in host memory."""
+        if self.best is not None and self.step.host_budget:
+            self.left, choices = _effort(self.step), self.best.choices
+            play = partial(self._placed_with, choices)
+            self.pool += tiers.varied(self.step, self.machine, choices, play, lambda: self.left > 0)
+
+    def _placed_with(self, choices: tuple[Choice, ...], hosted: tiers.Hosted) -> Solution | None:
         """Placed as if nothing stalled, then again with the starts that the simulation gave; the better of the two."""
         best, starts = None, None
         resting = self._resting(choices)
@@ -187,6 +200,7 @@ class _Search:
                 prefetch=self.prefetch,
                 starts=starts,
                 margin=margin,
+                hosted=hosted,
             )
             if transfers is None:
                 break
