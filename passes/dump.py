@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import AliasGroup, Keep, Plan
+from ssd_fx.passes.plan import AliasGroup, Keep, Offload, Plan, Prediction
 
 
 def table(plan: Plan, forward: list[str], backward: list[str]) -> str:
@@ -45,7 +45,15 @@ def predicted(plan: Plan) -> dict[str, float]:
         "limit_bytes": int(found.limits.memory),
         "floor_bytes": found.floor,
         "kept_peak_bytes": found.everything,
+        **_host(found),
     }
+
+
+def _host(found: Prediction) -> dict[str, float]:
+    budget = found.modelled.step.host_budget
+    if budget:
+        return {"host_peak_bytes": found.solution.outcome.host_peak, "host_budget_bytes": budget}
+    return {"resting_bytes": found.resting} if found.resting else {}
 
 
 def _predicted(plan: Plan) -> list[str]:
@@ -58,7 +66,16 @@ def _predicted(plan: Plan) -> list[str]:
         f"predicted step {step:.3g} ms: compute {compute:.3g}, waiting for writes {writes:.3g}, for reads {reads:.3g}",
         f"predicted peak {figures['peak_bytes']} B of {figures['limit_bytes']} B allowed; "
         f"floor (infinitely fast I/O) {figures['floor_bytes']} B, everything kept {figures['kept_peak_bytes']} B",
+        *_predicted_host(figures),
     ]
+
+
+def _predicted_host(figures: dict[str, float]) -> list[str]:
+    if "host_budget_bytes" in figures:
+        return [f"predicted host memory {figures['host_peak_bytes']} B of {figures['host_budget_bytes']} B allowed"]
+    if "resting_bytes" in figures:
+        return [f"host memory is this device's: beyond that peak the runtime lets {figures['resting_bytes']} B rest"]
+    return []
 
 
 def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str]) -> tuple[str, str, str, str, str]:
@@ -71,14 +88,15 @@ def _row(plan: Plan, group: AliasGroup, forward: list[str], backward: list[str])
     if isinstance(decision, Keep):
         return group.base, size, "keep", decision.reason, members
     points = plan.points.get(group.slot)
+    gone = f"offload {decision.tier}".rstrip() if isinstance(decision, Offload) else "offload"
     if points is None:
-        return group.base, size, "offload", "", members
+        return group.base, size, gone, "", members
     where = (
         f"store>{forward[points.store_after]} release>{forward[points.release_after]} "
         f"load<{backward[points.load_before]} wait<{backward[points.wait_before]}"
     )
     mark = plan.marks.get(group.slot)
-    return group.base, size, "offload", where if mark is None else f"{where} ({mark.reason})", members
+    return group.base, size, gone, where if mark is None else f"{where} ({mark.reason})", members
 
 
 def write(directory: Path, partition: Partition, plan: Plan, text: str) -> None:
@@ -86,7 +104,8 @@ def write(directory: Path, partition: Partition, plan: Plan, text: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{plan.graph}.plan.txt").write_text(text)
     summary = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
-    figures = json.dumps(summary | {"predicted": predicted(plan)}, indent=1)
+    tiers = {g.base: d.tier for g in plan.offloaded if isinstance(d := plan.decisions[g.slot], Offload) and d.tier}
+    figures = json.dumps(summary | {"predicted": predicted(plan)} | ({"tiers": tiers} if tiers else {}), indent=1)
     (directory / f"{plan.graph}.plan.json").write_text(figures + "\n")
     for name, module in (("forward", partition.forward), ("backward", partition.backward)):
         (directory / f"{plan.graph}.{name}.py").write_text(module.print_readable(print_output=False))

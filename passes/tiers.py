@@ -69,8 +69,8 @@ def fillings(step: Step, choices: Sequence[Choice], waits: Mapping[int, float], 
     """Ways to fill host memory, each once: of what is offloaded, in some order, all that fits.
 
     First the one that leaves fewest bytes to the drive. `waits`: seconds that each item is waited for if all that is
-    free goes there. What is bound to host memory comes before all others. Less than all room is filled too: so far that both lanes take
-    as long, and a half and a quarter, since items that fit into these may be better than a large one.
+    free goes there. What is bound to host memory comes before all others. Less than all room is filled too: so far that
+    both lanes take as long, and a half and a quarter, since items that fit into these may be better than a large one.
     """
     items = step.items
     sizes = {i: items[i].moved_nbytes for i, c in enumerate(choices) if c is Choice.OFFLOAD and items[i].tier != "ssd"}
