@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 
 from ssd_fx import rates
-from ssd_fx.copies import host_copies
+from ssd_fx.host_copies import host_copies
 from ssd_fx.passes.machine import Machine
 from ssd_fx.runtime.config import RuntimeConfig
 
