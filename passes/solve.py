@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -59,6 +60,11 @@ def solve(
     if limit < least:
         raise BudgetError(limit, least)
     search = _Search(step, machine, limit, share_bytes, prefetch, may_rest)
+    plain = None
+    if step.host_budget and all(item.tier != "host" for item in step.items):  # never slower than without
+        bounds = {"limit": limit, "share_bytes": share_bytes, "prefetch": prefetch}
+        plain = solve(replace(step, host_budget=0), machine, **bounds, may_rest=may_rest)
+        search.solution(plain.choices)
     search.families()
     if not search.is_cheapest():
         search.improve()
@@ -67,13 +73,11 @@ def solve(
     if search.is_cheapest():
         return search.best
     search.vary()
-    best = search.best
+    best, effort = search.best, _effort(step) // max(POOL, len(search.pool))
     for start in search.pool:
-        refined = refine(
-            step, machine, start, limit=limit, share_bytes=share_bytes, effort=_effort(step) // POOL, may_rest=may_rest
-        )
+        refined = refine(step, machine, start, limit=limit, share_bytes=share_bytes, effort=effort, may_rest=may_rest)
         best = refined if better(refined.outcome, best.outcome) else best
-    return best
+    return plain if plain is not None and better(plain.outcome, best.outcome) else best
 
 
 Moves = Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]
@@ -89,7 +93,7 @@ class _Search:
         self.best: Solution | None = None
         self.asked: tuple[Choice, ...] = ()  # what led to the best: keeps that rest are keeps here
         self.pool: list[Solution] = []  # the best so far, fastest first
-        self.left = _effort(step)
+        self.left = _effort(step) // (2 if step.host_budget else 1)
         self.seen: dict[tuple[Choice, ...], Solution | None] = {}
 
     def families(self) -> None:
@@ -181,7 +185,7 @@ class _Search:
     def vary(self) -> None:
         """Adds to the pool the best choices with other items in host memory."""
         if self.best is not None and self.step.host_budget:
-            self.left, choices = _effort(self.step), self.best.choices
+            self.left, choices = _effort(self.step) // 2, self.best.choices
             play = partial(self._placed_with, choices)
             self.pool += tiers.varied(self.step, self.machine, choices, play, lambda: self.left > 0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cmp_to_key
 
 from ssd_fx.passes.machine import Machine
 from ssd_fx.passes.refine import TOLERANCE, Solution, better
@@ -32,7 +33,7 @@ def filled(step: Step, machine: Machine, choices: Sequence[Choice], play: Play) 
         if found is not None and better(found.outcome, best.outcome):
             best = found
         if best.outcome.stall_s <= TOLERANCE * best.outcome.seconds:
-            break  # others would write more
+            break  # others hardly write less
     return best
 
 
@@ -47,8 +48,12 @@ def varied(
     if drive is None:
         return []
     played = (play(hosted) for hosted in fillings(step, choices, drive.outcome.waits, machine))
-    found = sorted((s for s in played if s is not None), key=lambda s: s.outcome.seconds)
+    found = sorted((s for s in played if s is not None), key=cmp_to_key(_worse))
     return [_exchanged(step, start, play, more) for start in found[:VARIED]]
+
+
+def _worse(a: Solution, b: Solution) -> int:
+    return better(b.outcome, a.outcome) - better(a.outcome, b.outcome)
 
 
 def _exchanged(step: Step, now: Solution, play: Play, more: Callable[[], bool]) -> Solution:
@@ -81,6 +86,7 @@ def fillings(step: Step, choices: Sequence[Choice], waits: Mapping[int, float], 
         lambda i: (-waits.get(i, 0.0) / max(sizes[i], 1), -sizes[i], i),  # longest waited for
         lambda i: (items[i].produced, items[i].last_use, i),  # first in the way of the other writes
         lambda i: (items[i].first_use, -items[i].produced, i),  # first in the way of the other reads
+        lambda i: (sizes[i], i),  # as many as can be, which may be more bytes than a large one and what fits beside it
     )
     found: set[Hosted] = set()
     for within in (room, min(room, _even(sum(sizes.values()), machine)), room / 2, room / 4):
