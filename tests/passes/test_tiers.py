@@ -76,7 +76,8 @@ def test_the_lanes_do_not_wait_for_each_other() -> None:
 
 
 PARTS = (0.0, 0.1, 0.3, 0.5, 1.0)
-# Of the seeds 0 to 59 at two budgets, 120 rows of seven: in one (35 at 0.4) the search loses what it found with less.
+# Of the seeds 0 to 59 at shares of 0 and 0.4 (120 rows, seven host budgets each) the search misses what it found with less
+# room in four: seeds 25 and 31 by under 1%, seed 35 at 0.4 by 29%. In none it is slower than without host memory.
 SEEDS = [0, 1, 7, 16, 17, 18, 24, 26, 29]
 
 
@@ -120,9 +121,9 @@ def test_marks_bind_items_to_a_tier() -> None:
     step, _ = two_items()
     items = tuple(Item(n, 0, 0, 5, 5, choices=OFFLOAD) for n in (8, 6))
 
-    def tiers(room: int, *marks: Tier | None) -> list[str]:
+    def tiers(room: int, *marks: Tier | None, machine: Machine = MACHINE) -> list[str]:
         marked = tuple(replace(item, tier=mark) for item, mark in zip(items, marks, strict=True))
-        found = solve(replace(step, items=marked, host_budget=room), MACHINE, limit=1000, share_bytes=0)
+        found = solve(replace(step, items=marked, host_budget=room), machine, limit=1000, share_bytes=0)
         return [found.transfers[i].tier for i in range(2)]
 
     assert tiers(8, None, None) == ["host", "ssd"]
@@ -132,6 +133,9 @@ def test_marks_bind_items_to_a_tier() -> None:
     assert tiers(8, "host", "host") == ["host", "ssd"]  # the first that fits
     assert tiers(7, "host", "host") == ["ssd", "host"]
     assert tiers(0, "host", "host") == ["ssd", "ssd"]
+    slow = replace(MACHINE, to_host_bw=0.01, from_host_bw=0.01)
+    assert tiers(8, None, None, machine=slow) == ["ssd", "ssd"]
+    assert tiers(8, None, "host", machine=slow) == ["ssd", "host"]
 
 
 def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -264,7 +268,7 @@ def test_a_plan_that_overfills_host_memory_is_broken() -> None:
         verify_plan(partition, plan.with_(decisions=more))
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_generated_code_carries_the_tier(tmp_path: Path, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another device: tensors on the CPU may then only go to the drive, and no bit changes."""
     options = {"inner": inner, "engine": "memory", "min_bytes": 0, "host_budget": "1MiB", "dump": str(tmp_path)}

@@ -135,8 +135,17 @@ def put_in(engine, tiers):
         (("host", "", "host"), "hdh"),  # what is planned for it stays, the other moves
         (("host", "host", ""), "hhd"),
         (("", "", "host", ""), "ddhh"),
+        (("", "", "ssd"), "hhd"),  # it takes no room that others would have to make
     ],
-    ids=["drive", "both", "too much", "unplanned moves", "unplanned finds no room", "unplanned among themselves"],
+    ids=[
+        "drive",
+        "both",
+        "too much",
+        "unplanned moves",
+        "unplanned finds no room",
+        "unplanned among themselves",
+        "none moves",
+    ],
 )
 def test_the_plan_is_obeyed(drive, tiers, where):
     engine = tiered(drive)
