@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from ssd_fx.passes.layers import Row, fold
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import AliasGroup, Keep, Plan, Recompute
+from ssd_fx.passes.plan import AliasGroup, Keep, Plan, Prediction, Recompute
 
 Names = tuple[list[str], list[str]]  # of the nodes of the forward, and of the backward
 
@@ -66,7 +66,15 @@ def predicted(plan: Plan) -> dict[str, float]:
         "limit_bytes": int(found.limits.memory),
         "floor_bytes": found.floor,
         "kept_peak_bytes": found.everything,
+        **_host(found),
     }
+
+
+def _host(found: Prediction) -> dict[str, float]:
+    budget = found.modelled.step.host_budget
+    if budget:
+        return {"host_peak_bytes": found.solution.outcome.host_peak, "host_budget_bytes": budget}
+    return {"resting_bytes": found.resting} if found.resting else {}
 
 
 def _predicted(plan: Plan) -> list[str]:
@@ -79,7 +87,16 @@ def _predicted(plan: Plan) -> list[str]:
         f"predicted step {step:.3g} ms: compute {compute:.3g}, waiting for writes {writes:.3g}, for reads {reads:.3g}",
         f"predicted peak {figures['peak_bytes']} B of {figures['limit_bytes']} B allowed; "
         f"floor (infinitely fast I/O) {figures['floor_bytes']} B, everything kept {figures['kept_peak_bytes']} B",
+        *_predicted_host(figures),
     ]
+
+
+def _predicted_host(figures: dict[str, float]) -> list[str]:
+    if "host_budget_bytes" in figures:
+        return [f"predicted host memory {figures['host_peak_bytes']} B of {figures['host_budget_bytes']} B allowed"]
+    if "resting_bytes" in figures:
+        return [f"host memory is this device's: beyond that peak the runtime lets {figures['resting_bytes']} B rest"]
+    return []
 
 
 def _row(plan: Plan, group: AliasGroup, names: Names) -> Row:
@@ -93,7 +110,7 @@ def _row(plan: Plan, group: AliasGroup, names: Names) -> Row:
     elif isinstance(decision, Recompute):
         what, reason = "recompute", _price(plan.prices[group.slot].seconds)
     else:
-        what, reason = "offload", "" if mark is None else mark.reason
+        what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
         where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
     members = tuple(m.name for m in group.members)
     return Row(group.base, plan.modules.get(group.slot, ""), f"{part}{group.nbytes} B", what, reason, where, members)

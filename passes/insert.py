@@ -24,7 +24,7 @@ import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes import rebuild
 from ssd_fx.passes.lifetime import first_read, view_closure
 from ssd_fx.passes.partition import Partition, storage_key
-from ssd_fx.passes.plan import AliasGroup, Layout, Member, Plan
+from ssd_fx.passes.plan import AliasGroup, Layout, Member, Offload, Plan
 
 ops = torch.ops.ssd_fx
 aten = torch.ops.aten
@@ -97,7 +97,9 @@ class _ForwardWriter:
     def _store(self, group: AliasGroup, seq: int) -> None:
         stored = rebuild.packed(self.graph, self.base[group.base], group)
         self.stored[group.slot] = stored
-        args = (stored, self.config, self.plan.graph, group.slot, seq)
+        decision = self.plan.decisions[group.slot]
+        tier = (decision.tier,) if isinstance(decision, Offload) and decision.tier else ()
+        args = (stored, self.config, self.plan.graph, group.slot, seq, *tier)
         handle = self.graph.create_node("call_function", ops.store.default, args, {}, name=handle_name(group))
         handle.meta["val"] = _fake(self.fake_mode, ())
         self.handles[group.slot] = handle

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Literal
 
 import torch
 
+Tier = Literal["ssd", "host"]  # where what is offloaded goes: to the drives, or to host memory beside a device's own
 Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and its rate in flops/s
 _BY_DTYPE = ("flops_by_dtype", "attention_flops", "attention_backward_flops")
-_TIMES = ("latency_s", "node_s", "drag_s_per_byte", "kernel_s", "erf_s", "random_s")  # may be 0; rates may not
+_TIMES = (  # may be 0; rates may not
+    "latency_s", "node_s", "drag_s_per_byte", "kernel_s", "erf_s", "random_s", "host_latency_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,8 @@ class Machine:
     `memory_bw`, `write_bw`, `read_bw`: bytes per second of memory and, beside compute, of the directories.
     `latency_s`: of one transfer. `node_s`: what the host needs for one of our nodes. `drag_s_per_byte`: what a
     transferred byte takes from the compute lane, whose cores or memory bandwidth its I/O uses. `kernel_s`: fixed cost
-    of a kernel. `erf_s`, `random_s`: one error function, one random number, in a fused kernel.
+    of a kernel. `erf_s`, `random_s`: one error function, one random number, in a fused kernel. `to_host_bw`,
+    `from_host_bw`, `host_latency_s`: of copies between a device with memory of its own and pinned host memory.
     """
 
     flops: float
@@ -37,6 +43,9 @@ class Machine:
     kernel_s: float = 0.0
     erf_s: float = 0.0
     random_s: float = 0.0
+    to_host_bw: float = 12e9  # PCIe 3.0 x16 gives 12 to 13 GB/s to pinned memory, 4.0 twice that
+    from_host_bw: float = 12e9
+    host_latency_s: float = 2e-5
 
     @staticmethod
     def default(device: torch.device, threads: int) -> Machine:
@@ -53,6 +62,16 @@ class Machine:
         """Flops per second of fused attention."""
         rates = self.attention_backward_flops if backward else self.attention_flops
         return dict(rates).get(dtype_name(dtype), self.product_flops(dtype))
+
+    def lanes(self, tier: Tier) -> Machine:
+        """The machine with the lanes to a tier in the place of those to the drives."""
+        return self if tier == "ssd" else self._host
+
+    @cached_property
+    def _host(self) -> Machine:
+        """Copy engines move the bytes, so that no core computes less for them."""
+        there, back, latency_s = self.to_host_bw, self.from_host_bw, self.host_latency_s
+        return replace(self, write_bw=there, read_bw=back, latency_s=latency_s, drag_s_per_byte=0.0)
 
     def rates(self) -> dict[str, object]:
         """What `with_rates` takes, as JSON has it."""

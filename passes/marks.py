@@ -15,7 +15,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -30,7 +30,12 @@ log = logging.getLogger("ssd_fx")
 
 ANNOTATION = "ssd_fx"  # in meta["custom"], where torch.fx.traceback.annotate puts it
 MARKS = "ssd_fx_marks"  # in the meta of a joint graph's nodes: the names of those who marked the storage
-KEEP, OFFLOAD = "ssd_fx.keep", "ssd_fx.offload"
+KEEP = "ssd_fx.keep"
+OFFLOADS: dict[Literal["host", "ssd"] | None, str] = {  # by the tier asked for
+    None: "ssd_fx.offload",
+    "host": "ssd_fx.offload(tier='host')",
+    "ssd": "ssd_fx.offload(tier='ssd')",
+}
 _POLICIES = {
     policy: name
     for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
@@ -156,14 +161,17 @@ def _callers(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 
 def _of_calls(group: AliasGroup, callers: tuple[str, ...]) -> Mark | None:
-    if KEEP in callers and OFFLOAD in callers:
+    offloads = [(name, tier) for tier, name in OFFLOADS.items() if name in callers]
+    said = [KEEP] * (KEEP in callers) + [name for name, tier in offloads if KEEP in callers or tier is not None]
+    if len(said) > 1:
         raise ValueError(
-            f"tensor {group.base!r} ({group.nbytes} B) is marked by {KEEP} and by {OFFLOAD}, itself or as a view "
+            f"tensor {group.base!r} ({group.nbytes} B) is marked by {said[0]} and by {said[1]}, itself or as a view "
             "of the same memory; right would be one of them"
         )
     if KEEP in callers:
         return Mark("keep", f"marked by {KEEP}")
-    return Mark("offload", f"marked by {OFFLOAD}") if OFFLOAD in callers else None
+    name, tier = offloads[-1] if offloads else ("", None)  # one that names a tier says more than one that does not
+    return Mark("offload", f"marked by {name}", tier=tier or "") if offloads else None
 
 
 def _of_patterns(
@@ -202,7 +210,7 @@ def _tell_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list
     """A call that decides nothing is no error: what is saved depends on the partition, and may change with it."""
     saved = {_key(nodes[g.base]) for g in plan.groups}
     for key, sharing in aliases.items():
-        calls = [name for name in _callers(sharing) if name in (KEEP, OFFLOAD)]
+        calls = [name for name in _callers(sharing) if name in (KEEP, *OFFLOADS.values())]
         if key not in saved and calls:
             where = sharing[0].meta.get("stack_trace") or ""
             log.info(

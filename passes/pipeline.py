@@ -17,7 +17,7 @@ from ssd_fx.passes.insert import insert
 from ssd_fx.passes.lifetime import lifetime
 from ssd_fx.passes.marks import mark
 from ssd_fx.passes.partition import Partition, fingerprint
-from ssd_fx.passes.plan import Limits, Plan, PlanPass, Prediction
+from ssd_fx.passes.plan import Limits, Offload, Plan, PlanPass, Prediction
 from ssd_fx.passes.profile import Profile
 from ssd_fx.passes.recompute import Joint, price, recomputed
 from ssd_fx.passes.schedule import schedule
@@ -35,10 +35,10 @@ class PlanOptions:
     """What the passes need to know; `runtime_config` is handed through to the nodes unread.
 
     `budget` is bytes (int), a share of the bytes that can leave (float) or "auto"; `min_bytes`, `prefetch` are bytes;
-    `recompute`: whether tensors may be computed again instead. `keep` and `offload` are module name patterns, `roots`
-    the expressions that module names begin behind; `annotations` is a digest of what the graph says beside its code,
-    which caches do not look at. `machine`: None for typical rates. `profile`: measured times, of this graph or of
-    others.
+    `recompute`: whether tensors may be computed again instead. `host_budget` is bytes of host memory, which is a tier
+    of its own only where the device has other memory. `keep` and `offload` are module name patterns, `roots` the
+    expressions that module names begin behind; `annotations` is a digest of what the graph says beside its code, which
+    caches do not look at. `machine`: None for typical rates. `profile`: measured times, of this graph or of others.
     """
 
     budget: int | float | str
@@ -53,9 +53,14 @@ class PlanOptions:
     roots: tuple[str, ...] = ()
     annotations: str = ""
     profile: Profile | None = None
+    host_budget: int = 0
 
 
-def plan_passes(options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool) -> tuple[PlanPass, ...]:
+def plan_passes(
+    options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool, host_tier: bool = False
+) -> tuple[PlanPass, ...]:
+    """`host_tier`: the graph computes on a device with memory of its own."""
+    tiered, resting = (options.host_budget, 0) if host_tier else (0, options.host_budget)
     return (
         alias,  # first: the alias group is the unit of everything that follows
         partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # binds select, reads groups
@@ -63,7 +68,13 @@ def plan_passes(options: PlanOptions, machine: Machine, budget: Budget, *, price
         lifetime,
         *([price] if priced else []),  # needs the groups and the times
         partial(  # decides and places together, since what a choice costs depends on where its nodes can stand
-            select, budget=budget, min_bytes=options.min_bytes, machine=machine, prefetch=options.prefetch
+            select,
+            budget=budget,
+            min_bytes=options.min_bytes,
+            machine=machine,
+            prefetch=options.prefetch,
+            host_budget=tiered,
+            resting=resting,
         ),
         schedule,  # from operators of the simulated step to nodes of the graphs
     )
@@ -71,13 +82,15 @@ def plan_passes(options: PlanOptions, machine: Machine, budget: Budget, *, price
 
 def decide(partition: Partition, options: PlanOptions, *, budget: Budget | None = None, priced: bool = False) -> Plan:
     """Plan `partition` without changing it. `priced`: groups may be recomputed, which takes another partition."""
-    machine = options.machine or Machine.default(_device(partition), torch.get_num_threads())
+    device = _device(partition)
+    machine = options.machine or Machine.default(device, torch.get_num_threads())
     plan = Plan(graph=fingerprint(partition))
     if options.profile is not None:
         machine = options.profile.machine(machine, plan.graph)
         if options.profile.of(plan.graph) is None:
             log.info("the profile does not know graph %s, whose times are predicted", plan.graph)
-    for pass_ in plan_passes(options, machine, options.budget if budget is None else budget, priced=priced):
+    budget, host_tier = options.budget if budget is None else budget, device.type != "cpu"
+    for pass_ in plan_passes(options, machine, budget, priced=priced, host_tier=host_tier):
         plan = pass_(partition, plan)
         verify.verify_plan(partition, plan)
     return plan
@@ -126,6 +139,7 @@ def _could_gain(prediction: Prediction) -> bool:
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, *, consume: bool) -> None:
     """Put the nodes of the plan into both graphs. `consume`: the backward runs at most once."""
     _tell_dynamic(plan, options)
+    _tell_full_host(plan)
     before = verify.Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config, hand_over=options.hand_over, consume=consume)
@@ -140,6 +154,20 @@ def _tell_dynamic(plan: Plan, options: PlanOptions) -> None:
             f"ssd_fx keeps about {nbytes} B of graph {plan.graph} in memory: shapes are dynamic, and what is stored "
             "cannot be told from the sizes that the backward knows. Equal shapes (drop_last=True, padding) or "
             "torch.compile(dynamic=False), which compiles for every shape, let them leave.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _tell_full_host(plan: Plan) -> None:
+    """What was to go to host memory goes to the drive where that is full."""
+    marked = {slot for slot, mark in plan.marks.items() if (mark.decision, mark.tier) == ("offload", "host")}
+    full = [g for g in plan.offloaded if g.slot in marked and plan.decisions[g.slot] == Offload("ssd")]
+    if full:
+        listed = ", ".join(f"{g.base!r} ({g.stored_nbytes} B, {plan.marks[g.slot].reason})" for g in full)
+        warnings.warn(
+            f"ssd_fx has no room in host memory for what graph {plan.graph} was told to put there, which goes to the "
+            f"drive: {listed}; host_budget would have to be larger",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -14,8 +14,10 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.machine import Tier
 from ssd_fx.passes.simulate import Choice, Step, Transfer, first_uses
 
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
@@ -32,14 +34,15 @@ def place(
     prefetch: float = float("inf"),
     starts: Sequence[float] | None = None,
     margin: float = LOAD_MARGIN,
+    hosted: AbstractSet[int] = frozenset(),
 ) -> dict[int, Transfer] | None:
     """The transfers of the offloaded items, or None where memory would exceed `limit` bytes whatever is waited for.
 
     At most `prefetch` bytes are loaded before their use, or one item. `starts`: when the operators start, as a
     simulation of an earlier placement said; without it, as if nothing stalled. `margin`: how often a load's predicted
-    duration it starts before it is due.
+    duration it starts before it is due. `hosted`: the items that go to host memory if they are offloaded.
     """
-    return _Placing(step, choices, machine, limit, prefetch, starts, margin).run()
+    return _Placing(step, choices, machine, limit, prefetch, starts, margin, hosted).run()
 
 
 class _Placing:
@@ -52,8 +55,9 @@ class _Placing:
         prefetch: float,
         starts: Sequence[float] | None,
         margin: float,
+        hosted: AbstractSet[int],
     ) -> None:
-        self.margin = margin
+        self.margin, self.hosted = margin, hosted
         self.step, self.machine, self.limit, self.prefetch = step, machine, limit, prefetch
         self.firsts = first_uses(step, choices)
         self.offloaded = [i for i, c in enumerate(choices) if c is Choice.OFFLOAD]
@@ -73,16 +77,19 @@ class _Placing:
             return None
         self._release_when_written(order)
         loads = self._loads()
-        return {i: Transfer(self.store_after[i], *self.released[i], *loads[i]) for i in self.offloaded}
+        return {i: Transfer(self.store_after[i], *self.released[i], *loads[i], self._tier(i)) for i in self.offloaded}
+
+    def _tier(self, i: int) -> Tier:
+        return "host" if i in self.hosted else "ssd"
 
     def _starts(self, choices: Sequence[Choice]) -> list[float]:
         """When every operator starts if nothing stalls."""
         seconds, machine = list(self.step.seconds), self.machine
-        for item, first, choice in zip(self.step.items, self.firsts, choices, strict=True):
+        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, choices, strict=True)):
             if choice is Choice.RECOMPUTE:
                 seconds[first] += item.recompute_s
             elif choice is Choice.OFFLOAD:
-                own = 2 * machine.node_s + machine.drag_s_per_byte * item.moved_nbytes
+                own = 2 * machine.node_s + machine.lanes(self._tier(i)).drag_s_per_byte * item.moved_nbytes
                 seconds[item.produced] += own
                 seconds[first] += own
         return [0.0, *itertools.accumulate(seconds)]
@@ -98,12 +105,20 @@ class _Placing:
         return [self.limit - b - u for b, u in zip(self.step.base, itertools.accumulate(change), strict=False)]
 
     def _write_order(self) -> list[int]:
-        """The order of the writes, and when the lane has done each: of those that are there, the soonest free to go.
+        """The order in which the writes end, and when their lanes have done each."""
+        if not self.hosted:
+            return self._lane_order("ssd", self.offloaded)
+        tiers: tuple[Tier, Tier] = ("ssd", "host")
+        orders = [self._lane_order(tier, [i for i in self.offloaded if self._tier(i) == tier]) for tier in tiers]
+        return sorted(itertools.chain(*orders), key=self.written.__getitem__)
+
+    def _lane_order(self, tier: Tier, offloaded: list[int]) -> list[int]:
+        """The order of the writes of one lane: of those that are there, the soonest free to go.
 
         A tensor that the forward still reads for long need not hurry.
         """
-        items, lane = self.step.items, 0.0
-        coming = sorted(self.offloaded, key=lambda i: (items[i].produced, items[i].last_use, i))
+        items, lane, lanes = self.step.items, 0.0, self.machine.lanes(tier)
+        coming = sorted(offloaded, key=lambda i: (items[i].produced, items[i].last_use, i))
         order: list[int] = []
         waiting: list[tuple[int, int, int]] = []
         at = position = 0
@@ -115,8 +130,8 @@ class _Placing:
                 at += 1
             best = heapq.heappop(waiting)[-1]
             order.append(best)
-            lane += items[best].moved_nbytes / self.machine.write_bw
-            self.written[best] = lane + self.machine.latency_s
+            lane += items[best].moved_nbytes / lanes.write_bw
+            self.written[best] = lane + lanes.latency_s
             position = self.store_after[best] = max(position, items[best].produced)
         return order
 
@@ -190,12 +205,12 @@ class _Placing:
         return loads
 
     def _latest_starts(self, by_deadline: list[int]) -> dict[int, int]:
-        lane, wanted = float("inf"), {}
+        lane, wanted = {"ssd": float("inf"), "host": float("inf")}, {}
         for i in reversed(by_deadline):
-            item = self.step.items[i]
-            seconds = self.machine.latency_s + self.margin * item.moved_nbytes / self.machine.read_bw
-            lane = min(lane, self.starts[self.firsts[i]]) - seconds
-            wanted[i] = min(max(bisect_right(self.starts, lane) - 1, self.step.forward), self.firsts[i])
+            item, tier, lanes = self.step.items[i], self._tier(i), self.machine.lanes(self._tier(i))
+            seconds = lanes.latency_s + self.margin * item.moved_nbytes / lanes.read_bw
+            lane[tier] = min(lane[tier], self.starts[self.firsts[i]]) - seconds
+            wanted[i] = min(max(bisect_right(self.starts, lane[tier]) - 1, self.step.forward), self.firsts[i])
         return wanted
 
 

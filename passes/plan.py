@@ -32,7 +32,12 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The group is stored once, released in the forward, and loaded again in the backward."""
+    """The group is stored once, released in the forward, and loaded again in the backward.
+
+    `tier`: where it is in between, empty where the runtime decides.
+    """
+
+    tier: Literal["host", "ssd", ""] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,8 @@ class AliasGroup:
 class Mark:
     """What the user wants of a group, and who said so.
 
-    `tier` is a hint where it should go: `"host"`, `"ssd"` or empty. `itself`: the tensor was named, not its module.
+    `tier`: where it goes if it leaves, to host memory only as far as it fits; empty: wherever it is better. `itself`:
+    the tensor was named, not its module.
     """
 
     decision: Literal["keep", "offload", "prefer_offload"]
@@ -257,7 +263,7 @@ class Prediction:
     """What the simulator says of a plan. Bytes are above the level before the step: parameters do not count.
 
     `limits`: what the budget allows; `floor`: the peak that infinitely fast I/O would leave; `everything`:
-    the peak with everything kept.
+    the peak with everything kept. `resting`: bytes that the runtime may let rest in the same memory beyond the peak.
     """
 
     modelled: Modelled
@@ -265,6 +271,7 @@ class Prediction:
     limits: Limits
     floor: int
     everything: int
+    resting: int = 0
 
 
 @dataclass(frozen=True)

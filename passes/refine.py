@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.machine import Tier
 from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, first_uses, simulate
 
 TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
@@ -74,7 +75,8 @@ def _played(step: Step, machine: Machine, plan: Draft, limit: float, share_bytes
     if any(t.load_before > firsts[i] for i, t in transfers.items()):
         return None  # something else that is recomputed needs it earlier
     outcome = simulate(step, choices, transfers, machine)
-    return Solution(choices, transfers, outcome) if outcome.peak <= limit else None
+    fits = outcome.peak <= limit and outcome.host_peak <= step.host_budget
+    return Solution(choices, transfers, outcome) if fits else None
 
 
 def _places(step: Step, now: Solution, i: int, may_rest: bool) -> Iterator[Draft]:
@@ -98,7 +100,7 @@ def _earlier(step: Step, now: Solution, i: int, limit: float) -> Iterator[Draft]
     for distance in _distances(at.load_before - step.forward):
         load = at.load_before - distance
         if distance and load >= step.forward:
-            moved = Transfer(at.store_after, min(at.release_after, load - 1), at.block, load)
+            moved = Transfer(at.store_after, min(at.release_after, load - 1), at.block, load, tier=at.tier)
             over = {p: now.outcome.memory[p] + item.nbytes - limit for p in range(load, at.load_before)}
             for late, block in ((False, False), (True, False), (False, True)):
                 draft = _with(now.choices, now.transfers, i, Choice.OFFLOAD, moved)
@@ -125,7 +127,8 @@ def _cleared(step: Step, draft: Draft, but: int, over: dict[int, float], late: b
         k = min(free, key=lambda k: (step.items[k].nbytes < lack, abs(step.items[k].nbytes - lack)))
         item = step.items[k]
         store, release = item.last_use if late else item.produced, step.forward - 1 if block else item.last_use
-        draft = _with(choices, transfers, k, Choice.OFFLOAD, Transfer(store, release, block, item.first_use))
+        moved = Transfer(store, release, block, item.first_use, tier=_tier(item, transfers.get(k)))
+        draft = _with(choices, transfers, k, Choice.OFFLOAD, moved)
         begin = transfers[k].load_before if k in transfers else 0
         for p in over:
             if begin <= p < item.first_use:
@@ -178,9 +181,13 @@ def moves(step: Step, item: Item, now: Move, may_rest: bool) -> Iterator[Move]:
         store = min(max(store, item.produced), step.forward - 1)
         release = min(max(release, store, item.last_use), step.forward - 1)
         load = min(max(load, step.forward), item.first_use)
-        transfer = Transfer(store, release, block, load)
+        transfer = Transfer(store, release, block, load, tier=_tier(item, now[1]))
         if transfer != now[1]:
             yield Choice.OFFLOAD, transfer
+
+
+def _tier(item: Item, now: Transfer | None) -> Tier:
+    return now.tier if now else item.tier or "ssd"
 
 
 def _distances(most: int) -> Iterator[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from typing_extensions import assert_never
 
 from ssd_fx.passes.costs import Machine
@@ -12,7 +14,7 @@ from ssd_fx.passes.plan import AliasGroup, Decision, Keep, Limits, Offload, Plan
 from ssd_fx.passes.refine import Solution
 from ssd_fx.passes.simulate import Choice, Step
 from ssd_fx.passes.solve import BudgetError, solve
-from ssd_fx.passes.step import model
+from ssd_fx.passes.step import Modelled, model
 
 Budget = int | float | str | Limits
 AUTO = "auto"
@@ -22,7 +24,15 @@ LISTED = 3  # groups that an error names
 
 
 def select(
-    partition: Partition, plan: Plan, *, budget: Budget, min_bytes: int, machine: Machine, prefetch: int
+    partition: Partition,
+    plan: Plan,
+    *,
+    budget: Budget,
+    min_bytes: int,
+    machine: Machine,
+    prefetch: int,
+    host_budget: int = 0,
+    resting: int = 0,
 ) -> Plan:
     """Fill `plan.decisions` and `plan.prediction`.
 
@@ -30,7 +40,8 @@ def select(
     its peak with everything kept (`docs/planner.md`); bytes (int): everything that can leave leaves, and so many bytes
     may be in memory beyond what the fastest drive would leave; `"auto"`: the least share without a predicted stall.
     Groups under `min_bytes` and those with an obstacle always stay; those with a price may be recomputed. Marks are
-    obeyed before all that; what only prefers to go goes unless everything may stay.
+    obeyed before all that; what only prefers to go goes unless everything may stay. `host_budget`: bytes that may go to
+    host memory instead of the drive; `resting`: bytes that the runtime lets rest where they are, which is only told.
 
     Raises:
         BudgetError: a budget in bytes, other than 0, is less than what always stays.
@@ -38,12 +49,14 @@ def select(
     if isinstance(budget, int) and budget:
         _check_room(plan, budget, min_bytes)
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
-    modelled = model(partition, plan, allowed)
+    modelled = _with_host(model(partition, plan, allowed), plan, host_budget)
     step = modelled.step
     solution, limits = _solve(step, budget, machine, prefetch)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
-    decisions = {g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes) for g in plan.groups}
-    prediction = Prediction(modelled, solution, limits, floor(step), everything(step))
+    tiers = {modelled.slots[i]: t.tier for i, t in solution.transfers.items()} if host_budget else {}
+    gone = {g.slot: Offload(tiers.get(g.slot, "")) for g in plan.groups}
+    decisions = {g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups}
+    prediction = Prediction(modelled, solution, limits, floor(step), everything(step), resting)
     return plan.with_(decisions=decisions, prediction=prediction)
 
 
@@ -82,12 +95,26 @@ def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> fr
     return frozenset(both | {Choice.RECOMPUTE} if group.slot in plan.prices else both)
 
 
-def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: int) -> Decision:
+def _with_host(modelled: Modelled, plan: Plan, host_budget: int) -> Modelled:
+    """With the room in host memory, and what marks say of it. What is there already can only go to the drive."""
+    if not host_budget:
+        return modelled
+    groups, items = {g.slot: g for g in plan.groups}, []
+    for slot, item in zip(modelled.slots, modelled.step.items, strict=True):
+        layout, mark = groups[slot].layout, plan.marks.get(slot)
+        if layout is not None and layout.device.type == "cpu":
+            items.append(replace(item, tier="ssd"))
+        else:
+            items.append(replace(item, tier=(mark.tier if mark else "") or None))
+    return replace(modelled, step=replace(modelled.step, items=tuple(items), host_budget=host_budget))
+
+
+def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: int, gone: Offload) -> Decision:
     match chosen:
         case None | Choice.KEEP:
             return Keep(_stays(plan, group, min_bytes) or "within the budget")
         case Choice.OFFLOAD:
-            return Offload()
+            return gone
         case Choice.RECOMPUTE:
             return Recompute(plan.prices[group.slot].nodes)
     assert_never(chosen)

@@ -1,8 +1,8 @@
 """One training step as numbers: what a choice for every alias group costs in time and memory.
 
     compute   f0 f1 f2 ... | b0 b1 b2 ...        one lane; operators in the order of the graphs
-    writes       [A][B]  [C]                     one lane, first in first out
-    reads                    [C] [B][A]          one lane, first in first out
+    writes       [A][B]  [C]                     one lane per tier, first in first out
+    reads                    [C] [B][A]          one lane per tier, first in first out
 
 Everything is counted in operators of one step, forward and backward behind each other. Memory is a matter of
 positions, not of times: what the plan lets go of at an operator is gone there, because a release that the budget needs
@@ -13,11 +13,13 @@ thousands of groups in milliseconds.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.machine import Tier
 
 
 class Choice(enum.Enum):
@@ -36,6 +38,7 @@ class Item:
     backward.
 
     `choices`: what is allowed. `recompute_s`: seconds to compute it again, for which the items `needs` must be there.
+    `tier`: where it goes if it is offloaded, host memory only as far as it fits; None: wherever it is better.
     """
 
     nbytes: int
@@ -47,6 +50,7 @@ class Item:
     choices: frozenset[Choice] = frozenset({Choice.KEEP, Choice.OFFLOAD})
     needs: tuple[int, ...] = ()
     stored_nbytes: int | None = None
+    tier: Tier | None = None
 
     @property
     def moved_nbytes(self) -> int:
@@ -57,12 +61,13 @@ class Item:
 @dataclass(frozen=True)
 class Step:
     """One training step: seconds of every operator, forward then backward; `base`: bytes alive during each that no
-    choice touches; `forward`: the number of forward operators."""
+    choice touches; `forward`: the number of forward operators; `host_budget`: bytes that may be in host memory."""
 
     seconds: tuple[float, ...]
     base: tuple[int, ...]
     forward: int
     items: tuple[Item, ...]
+    host_budget: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class Transfer:
     """Where the four nodes of an offloaded item stand: store and release behind an operator, load and wait before one.
 
     `block`: the release returns when the write is done. Without it the memory is gone when the write is. `strict`: the
-    load would stand earlier if there was memory for it.
+    load would stand earlier if there was memory for it. `tier`: where the bytes are in between.
     """
 
     store_after: int
@@ -78,11 +83,16 @@ class Transfer:
     block: bool
     load_before: int
     strict: bool = False
+    tier: Tier = "ssd"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated step took: seconds, of them stalled in releases and waits; bytes alive during every operator."""
+    """What a simulated step took: seconds, of them stalled in releases and waits; bytes alive during every operator.
+
+    `written`: bytes to the drives. `host`: bytes in host memory during every operator, empty where none ever are.
+    `waits`: seconds that each item was waited for.
+    """
 
     seconds: float
     write_stall_s: float
@@ -91,10 +101,16 @@ class Outcome:
     written: int
     starts: tuple[float, ...] = field(repr=False, default=())
     write_ends: Mapping[int, float] = field(repr=False, default_factory=dict)
+    host: tuple[int, ...] = ()
+    waits: Mapping[int, float] = field(repr=False, default_factory=dict)
 
     @property
     def peak(self) -> int:
         return max(self.memory, default=0)
+
+    @property
+    def host_peak(self) -> int:
+        return max(self.host, default=0)
 
     @property
     def stall_s(self) -> float:
@@ -120,41 +136,48 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
             releases.setdefault(transfer.release_after, []).append(i)
             loads.setdefault(transfer.load_before, []).append(i)
             waits.setdefault(firsts[i], []).append(i)
-            written += item.moved_nbytes
-            drag = machine.drag_s_per_byte * item.moved_nbytes
+            written += item.moved_nbytes if transfer.tier == "ssd" else 0
+            drag = machine.lanes(transfer.tier).drag_s_per_byte * item.moved_nbytes
             extra[transfer.store_after] += 2 * machine.node_s + drag
             extra[firsts[i]] += 2 * machine.node_s + drag
     for together in stores.values():
         together.sort(key=lambda i: (not transfers[i].block, step.items[i].last_use))  # what is waited for first
     for together in loads.values():
         together.sort(key=lambda i: firsts[i])  # soonest needed
-    now = write_lane = read_lane = write_stall = read_stall = 0.0
+    now = write_stall = read_stall = 0.0
+    write_lane, read_lane = {"ssd": 0.0, "host": 0.0}, {"ssd": 0.0, "host": 0.0}  # when each is free again
     write_end: dict[int, float] = {}
     read_end: dict[int, float] = {}
+    waited: dict[int, float] = {}
     starts = []
     for p in range(count):
         for i in loads.get(p, ()):
             if write_end[i] > now and not transfers[i].block:
                 read_end[i] = now  # still in memory: forwarded
                 continue
-            read_lane = max(read_lane, now) + step.items[i].moved_nbytes / machine.read_bw
-            read_end[i] = read_lane + machine.latency_s
+            tier, lanes = transfers[i].tier, machine.lanes(transfers[i].tier)
+            read_lane[tier] = max(read_lane[tier], now) + step.items[i].moved_nbytes / lanes.read_bw
+            read_end[i] = read_lane[tier] + lanes.latency_s
         for i in waits.get(p, ()):
             if read_end[i] > now:
                 read_stall += read_end[i] - now
+                waited[i] = waited.get(i, 0.0) + read_end[i] - now
                 now = read_end[i]
         starts.append(now)
         now += step.seconds[p] + extra[p]
         for i in stores.get(p, ()):
-            write_lane = max(write_lane, now) + step.items[i].moved_nbytes / machine.write_bw
-            write_end[i] = write_lane + machine.latency_s
+            tier, lanes = transfers[i].tier, machine.lanes(transfers[i].tier)
+            write_lane[tier] = max(write_lane[tier], now) + step.items[i].moved_nbytes / lanes.write_bw
+            write_end[i] = write_lane[tier] + lanes.latency_s
         for i in releases.get(p, ()):
             if transfers[i].block and write_end[i] > now:
                 write_stall += write_end[i] - now
+                waited[i] = write_end[i] - now
                 now = write_end[i]
     starts.append(now)
     memory = _memory(step, choices, transfers, starts, write_end, firsts)
-    return Outcome(now, write_stall, read_stall, memory, written, tuple(starts), write_end)
+    host = _host_memory(step, transfers, firsts)
+    return Outcome(now, write_stall, read_stall, memory, written, tuple(starts), write_end, host, waited)
 
 
 def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:
@@ -201,3 +224,15 @@ def _memory(
         total += change[p]
         memory.append(total + step.base[p])
     return tuple(memory)
+
+
+def _host_memory(step: Step, transfers: Mapping[int, Transfer], firsts: Sequence[int]) -> tuple[int, ...]:
+    """Bytes from each store to the wait behind which the backward has them."""
+    hosted = [(i, t) for i, t in transfers.items() if t.tier == "host"]
+    if not hosted:
+        return ()
+    change = [0] * (len(step.seconds) + 1)
+    for i, transfer in hosted:
+        change[transfer.store_after] += step.items[i].moved_nbytes
+        change[firsts[i] + 1] -= step.items[i].moved_nbytes
+    return tuple(itertools.accumulate(change[:-1]))

@@ -11,8 +11,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 
+from ssd_fx.passes import tiers
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
 from ssd_fx.passes.refine import TOLERANCE, Solution, better, kept_bytes, refine, rest
@@ -61,6 +63,11 @@ def solve(
     if limit < least:
         raise BudgetError(limit, least)
     search = _Search(step, machine, limit, share_bytes, prefetch, may_rest)
+    plain = None
+    if step.host_budget and all(item.tier != "host" for item in step.items):  # never slower than without
+        bounds = {"limit": limit, "share_bytes": share_bytes, "prefetch": prefetch}
+        plain = solve(replace(step, host_budget=0), machine, **bounds, may_rest=may_rest)
+        search.solution(plain.choices)
     search.families()
     if search.best is None:  # what is handed over was held for longer than the placement reckoned with
         search.wait_for_writes()
@@ -70,13 +77,12 @@ def solve(
         raise BudgetError(limit, least)
     if search.is_cheapest():
         return search.best
-    best = search.best
+    search.vary()
+    best, effort = search.best, _effort(step) // max(POOL, len(search.pool))
     for start in search.pool:
-        refined = refine(
-            step, machine, start, limit=limit, share_bytes=share_bytes, effort=_effort(step) // POOL, may_rest=may_rest
-        )
+        refined = refine(step, machine, start, limit=limit, share_bytes=share_bytes, effort=effort, may_rest=may_rest)
         best = refined if better(refined.outcome, best.outcome) else best
-    return best
+    return plain if plain is not None and better(plain.outcome, best.outcome) else best
 
 
 Moves = Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]
@@ -92,7 +98,7 @@ class _Search:
         self.best: Solution | None = None
         self.asked: tuple[Choice, ...] = ()  # what led to the best: keeps that rest are keeps here
         self.pool: list[Solution] = []  # the best so far, fastest first
-        self.left = _effort(step)
+        self.left = _effort(step) // (2 if step.host_budget else 1)
         self.waits = False  # whether every release waits for its write
         self.seen: dict[tuple[Choice, ...], Solution | None] = {}
 
@@ -125,7 +131,7 @@ class _Search:
         free = sum(item.nbytes for item in items if len(item.choices) > 1)
         must = max(everything(self.step) - self.limit, free - self.share_bytes, 0)
         stalled = outcome.stall_s > TOLERANCE * outcome.seconds or Choice.RECOMPUTE in self.best.choices
-        return not stalled and outcome.written <= 1.01 * must
+        return not stalled and outcome.written <= 1.01 * max(must - self.step.host_budget, 0)
 
     def _orders(self) -> Iterator[Callable[[int], tuple[float, ...]]]:
         items = self.step.items
@@ -186,6 +192,16 @@ class _Search:
         )
 
     def _placed(self, choices: tuple[Choice, ...]) -> Solution | None:
+        return tiers.filled(self.step, self.machine, choices, partial(self._placed_with, choices))
+
+    def vary(self) -> None:
+        """Adds to the pool the best choices with other items in host memory."""
+        if self.best is not None and self.step.host_budget:
+            self.left, choices = _effort(self.step) // 2, self.best.choices
+            play = partial(self._placed_with, choices)
+            self.pool += tiers.varied(self.step, self.machine, choices, play, lambda: self.left > 0)
+
+    def _placed_with(self, choices: tuple[Choice, ...], hosted: tiers.Hosted) -> Solution | None:
         """Placed as if nothing stalled, then again with the starts that the simulation gave; the better of the two."""
         best, starts = None, None
         resting = self._resting(choices)
@@ -200,6 +216,7 @@ class _Search:
                 prefetch=self.prefetch,
                 starts=starts,
                 margin=margin,
+                hosted=hosted,
             )
             if transfers is None:
                 break

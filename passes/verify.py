@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import fx
@@ -49,6 +50,7 @@ def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] =
     if plan.prediction is not None:
         _verify_limits(partition, plan.prediction)
         _verify_places(plan, plan.prediction)
+        _verify_host(plan, plan.prediction)
     for rule in rules:
         rule(partition, plan)
 
@@ -77,6 +79,16 @@ def _verify_places(plan: Plan, found: Prediction) -> None:
         require(not late, f"{name!r} is released later than was predicted", "schedule")
         text = f"{name!r} is loaded earlier than was predicted"
         require(points.load_before >= begins[transfer.load_before], text, "schedule")
+
+
+def _verify_host(plan: Plan, found: Prediction) -> None:
+    """What is in host memory at a time fits there, and is what the plan puts there."""
+    budget, outcome = found.modelled.step.host_budget, found.solution.outcome
+    text = f"the plan has {outcome.host_peak} B in host memory, where {budget} B may be"
+    require(outcome.host_peak <= budget, text, "select")
+    hosted = sum(g.stored_nbytes for g in plan.offloaded if plan.decisions[g.slot] == Offload("host"))
+    text = f"{hosted} B are to go to host memory, and {outcome.host_peak} B are predicted there"
+    require(hosted == outcome.host_peak, text, "select")
 
 
 def _verify_members(group: AliasGroup) -> None:
@@ -143,6 +155,10 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
     for store in stores:
         text = f"the handle {store.name!r} is not saved"
         require(saved[store] == 1, text, "insert", partition.fwd_output)
+        tier = _argument(store, "tier") if len(store.args) > 5 else ""
+        planned = plan.decisions[cast(int, _argument(store, "slot"))]
+        text = f"store {store.name!r} goes to tier {tier!r}, and the plan says {planned}"
+        require(isinstance(planned, Offload) and planned.tier == tier, text, "insert", store)
         releases = [u for u in store.users if u.target is ops.wait_store_.default]
         text = f"store {store.name!r} has {len(releases)} releases instead of one"
         require(len(releases) == 1, text, "insert", store)

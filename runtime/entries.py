@@ -61,6 +61,7 @@ class Entry:
     ptr: int
     layout: Layout
     device: torch.device
+    tier: str = ""  # where the plan wants it, if there is such a tier
     held: Tensor | None = None
     encoded: Encoded | None = None
     counter: Tensor | None = None

@@ -7,7 +7,8 @@
     wait_load_  returned
 
 `config` is the JSON of a `RuntimeConfig`, `graph` a name for reports, `slot` the number of the alias group, `seq` the
-planned position of the node among ours in its graph. Handle and token are CPU tensors. docs/design.md has the promises.
+planned position of the node among ours in its graph, `tier` where the plan wants the tensor: "host", "ssd", or
+empty. Handle and token are CPU tensors. docs/design.md has the promises.
 Mutating schemas keep the waits: nothing that FX or Inductor knows may drop or merge them.
 """
 
@@ -28,7 +29,7 @@ from ssd_fx.runtime.store import get_store
 _SCHEMAS = (
     "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes,"
     " str positions='') -> ()",
-    "store(Tensor x, str config, str graph, int slot, int seq) -> Tensor",
+    "store(Tensor x, str config, str graph, int slot, int seq, str tier='') -> Tensor",
     "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
     "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq, bool consume,"
     " bool strict=False) -> Tensor",
@@ -46,8 +47,8 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
     trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
 
 
-def _store(x: Tensor, config: str, graph: str, slot: int, seq: int) -> Tensor:
-    return get_store(config).store(x, graph, slot, seq)
+def _store(x: Tensor, config: str, graph: str, slot: int, seq: int, tier: str = "") -> Tensor:
+    return get_store(config).store(x, graph, slot, seq, tier)
 
 
 def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
@@ -82,7 +83,7 @@ def _fake_begin(
     return
 
 
-def _fake_store(x: Tensor, config: str, graph: str, slot: int, seq: int) -> Tensor:
+def _fake_store(x: Tensor, config: str, graph: str, slot: int, seq: int, tier: str = "") -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 

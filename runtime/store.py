@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ssd_fx.runtime import engines, entries, memory, trace
 from ssd_fx.runtime.buffers import POOL
-from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.engines import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.habits import Habits
@@ -37,14 +37,21 @@ class Store:
         with GUARD.lock:
             self.prefetcher.begin(graph)
 
-    def store(self, x: Tensor, graph: str, slot: int, seq: int) -> Tensor:
-        """Starts the write of `x`, or keeps it in memory if that fails; the handle."""
+    def store(self, x: Tensor, graph: str, slot: int, seq: int, tier: str = "") -> Tensor:
+        """Starts the write of `x`, or keeps it in memory if that fails; the handle.
+
+        Raises: ValueError for a tier that is none.
+        """
         started = now()
+        if tier and tier not in TIERS:
+            raise ValueError(
+                f"a store of slot {slot} of graph {graph!r} names tier {tier!r}; right would be one of {TIERS}"
+            )
         GUARD.drain()
         engines.check_device(self.engine, x.device)
         check_storable(x, f"store of slot {slot} of graph {graph!r}")
         layout, nbytes = Layout(tuple(x.shape), x.stride(), x.dtype), x.numel() * x.itemsize
-        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, x.device)
+        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, x.device, tier)
         handle = entries.register(entry)  # first: whatever happens next, its death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
         with GUARD.lock:

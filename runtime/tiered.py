@@ -14,15 +14,18 @@ Locate = Callable[[Extent], Memory]
 
 
 class TieredExtent(Extent):
-    """Where a tensor is: `host` while it has one, then `drive`; `moving` is the write from one to the other."""
+    """Where a tensor is: `host` while it has one, then `drive`; `moving` is the write from one to the other.
 
-    __slots__ = ("drive", "host", "moving", "written")
+    `planned`: the plan wants it in host memory.
+    """
 
-    def __init__(self, host: Extent | None, drive: Extent | None, nbytes: int) -> None:
+    __slots__ = ("drive", "host", "moving", "planned", "written")
+
+    def __init__(self, host: Extent | None, drive: Extent | None, nbytes: int, planned: bool = False) -> None:
         at = host or drive
         assert at, "it is somewhere"
         super().__init__(nbytes, at.directory, at.offset)
-        self.host, self.drive = host, drive
+        self.host, self.drive, self.planned = host, drive, planned
         self.written: Completion | None = None  # the write that filled `host`
         self.moving: Completion | None = None
 
@@ -30,6 +33,7 @@ class TieredExtent(Extent):
 class TieredEngine:
     """Up to `room` bytes in `host`, the rest in `drive`; `locate` gives the memory behind an extent of `host`.
 
+    Which those are is the plan's choice; where it says nothing, the latest.
     What moves on still takes its room until it is written. While more than `in_flight` bytes do, new tensors go to
     the drive at once.
     """
@@ -46,16 +50,22 @@ class TieredEngine:
     def disk_bytes(self) -> int:
         return self._drive.disk_bytes
 
-    def alloc(self, nbytes: int) -> Extent:
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
+        """Room in the tier that the plan wants: "ssd", "host" as long as there is some, or either.
+
+        What the plan wants in host memory makes room only for its like: the forwards of several graphs may come before
+        the first backward, and then there is more of it than fits.
+        """
         self._reap()
-        while self._resting and self.host_bytes - self.moving_bytes + nbytes > self._room:
-            if self._moving and self.moving_bytes + nbytes > self._cap:
+        while tier != "ssd" and self.host_bytes - self.moving_bytes + nbytes > self._room:
+            oldest = next((e for e in self._resting if not e.planned), None)
+            if oldest is None and tier == "host":
+                oldest = next(iter(self._resting), None)
+            if oldest is None or (self._moving and self.moving_bytes + nbytes > self._cap) or not self._move(oldest):
                 break
-            if not self._move(next(iter(self._resting))):
-                break
-        if self.host_bytes - self.moving_bytes + nbytes > self._room:
+        if tier == "ssd" or self.host_bytes - self.moving_bytes + nbytes > self._room:
             return TieredExtent(None, self._drive.alloc(nbytes), nbytes)
-        extent = TieredExtent(self._host.alloc(nbytes), None, nbytes)
+        extent = TieredExtent(self._host.alloc(nbytes), None, nbytes, tier == "host")
         self._resting[extent] = None
         self.host_bytes += nbytes
         return extent

@@ -80,6 +80,7 @@ def plan_options(config: Config, device: torch.device, *, hand_over: bool = True
         machine=machine_of(config, device),
         runtime_config=config.runtime_json(),
         hand_over=hand_over,
+        host_budget=config.host_budget,
         profile=read_profile(config.profile) if config.profile else None,
         keep=config.keep,
         offload=config.offload,

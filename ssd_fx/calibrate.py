@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 
 from ssd_fx import rates
+from ssd_fx.host_copies import host_copies
 from ssd_fx.passes.machine import Machine
 from ssd_fx.runtime.config import RuntimeConfig
 
@@ -113,7 +114,7 @@ def disk_key(config: RuntimeConfig, device: torch.device) -> str:
 
 
 def _compute(device: torch.device) -> Rates:
-    found = rates.Compute(device).rates()
+    found = rates.Compute(device).rates() | host_copies(device)
     if float(str(found["kernel_s"])) < _BUSY_S:
         return found
     took = f"a small kernel took {found['kernel_s']:.3g} s"

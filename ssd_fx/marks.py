@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch.fx.traceback import annotate
 
-from ssd_fx.passes.marks import ANNOTATION, KEEP, OFFLOAD
+from ssd_fx.passes.marks import ANNOTATION, KEEP, OFFLOADS
 
 
 def keep(x: torch.Tensor) -> torch.Tensor:
@@ -23,16 +25,22 @@ def keep(x: torch.Tensor) -> torch.Tensor:
     return _marked(x, KEEP)
 
 
-def offload(x: torch.Tensor) -> torch.Tensor:
+def offload(x: torch.Tensor, *, tier: Literal["host", "ssd"] | None = None) -> torch.Tensor:
     """Return `x`, and have what is saved of it for backward leave memory, whatever the budget and however small it is.
 
     What `keep` says of the memory of `x` holds here too. Where it cannot leave, a `RuntimeWarning` says why. To mark
     the same memory both ways is a `ValueError` when the graph is compiled.
 
+    tier: `"ssd"` is the drive. `"host"` is host memory, before all that is not marked so, as far as `host_budget` has
+        room (by default it has none). None: wherever it is predicted to be better. On the CPU, whose memory is the
+        host's, the tier says nothing.
+
     Raises:
-        ValueError: `x` is no tensor.
+        ValueError: `x` is no tensor, or `tier` is none.
     """
-    return _marked(x, OFFLOAD)
+    if tier not in OFFLOADS:
+        raise ValueError(f"ssd_fx.offload(tier={tier!r}): right would be 'host', 'ssd' or None")
+    return _marked(x, OFFLOADS[tier])
 
 
 def _marked(x: torch.Tensor, name: str) -> torch.Tensor:

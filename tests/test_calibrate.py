@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import torch
 import ssd_fx
 from ssd_fx import Config, calibrate, cli, rates
 from ssd_fx.backend import machine_of
+from ssd_fx.host_copies import host_copies
 from ssd_fx.passes.machine import Machine
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.config import RuntimeConfig
+from tests.runtime.fake_gpu import FakeGpu, installed
 
 CPU = torch.device("cpu")
 ONES = torch.ones(2, 2)
@@ -192,3 +195,40 @@ def test_the_program_s_random_numbers_and_autocast_are_left_alone() -> None:
     assert product.dtype == torch.float32
     assert 1e-12 < seconds < 1e-3
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_copies_to_host_memory_are_measured_on_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that executes late: a copy that was not waited for would take no time."""
+    with installed("lazy") as gpu:
+        moved: list[tuple[int, bool]] = []
+        copy = FakeGpu.copy
+
+        def slow(self: FakeGpu, stream: object, target: torch.Tensor, source: torch.Tensor) -> None:
+            copy(self, stream, target, source)
+            self.queue(stream, lambda: time.sleep(0.02 if target.numel() > 2**16 else 0.001))
+            moved.append((target.numel(), stream is not self.compute))
+
+        monkeypatch.setattr(FakeGpu, "copy", slow)
+        found = host_copies(CPU, nbytes=2**20)
+        assert moved == [(2**20, True)] * 10 + [(2**16, True)] * 10
+        assert gpu.sides
+    assert 2**20 / 0.1 < found["to_host_bw"] < 2**20 / 0.02
+    assert 2**20 / 0.1 < found["from_host_bw"] < 2**20 / 0.02
+    assert found["host_latency_s"] < 0.02
+    assert Machine.default(CPU, 1).with_rates(found).lanes("host").write_bw == found["to_host_bw"]
+
+
+def test_the_cpu_copies_nothing(calls: Calls, tmp_path: Path) -> None:
+    assert host_copies(CPU) == {}
+    machine = calibrate.calibrated(config_for(tmp_path), CPU)
+    assert machine.to_host_bw == Machine.default(CPU, 1).to_host_bw
+
+
+def test_what_was_measured_of_the_copies_is_kept(calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"to_host_bw": 2.5e10, "from_host_bw": 2.4e10, "host_latency_s": 1e-5}
+    monkeypatch.setattr(calibrate, "host_copies", lambda device: found)
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    calibrate.forget()
+    monkeypatch.setattr(calibrate, "host_copies", lambda device: {})
+    machine = calibrate.calibrated(config_for(tmp_path), CPU)
+    assert {name: machine.rates()[name] for name in found} == found

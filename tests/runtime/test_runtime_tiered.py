@@ -1,13 +1,17 @@
 """Host memory before the drive: the oldest moves on when it is full, and nothing is lost on the way."""
 
 import errno
+import json
 
 import pytest
 import torch
 from engines import DelayedEngine, FailingEngine
+from fake_gpu import ORDERS, installed
+from harness import config_json, load, op, raw, release, settle
 
 from ssd_fx.runtime.engines import Memory, MemoryEngine, outcome
 from ssd_fx.runtime.posix import PosixEngine
+from ssd_fx.runtime.store import close_stores
 from ssd_fx.runtime.tiered import TieredEngine
 
 N = 50_000
@@ -108,3 +112,100 @@ def test_a_drive_that_fails_leaves_it_in_host_memory(drive, operation):
         assert extent.host
         assert torch.equal(get(engine, extent), x)
     assert failing.refused == ([] if operation == "alloc" else [errno.EIO])
+
+
+def put_in(engine, tiers):
+    """Tensors stored one after the other, each when the one before is written: their extents and values."""
+    xs = [torch.randn(N) for _ in tiers]
+    extents = []
+    for x, tier in zip(xs, tiers, strict=True):
+        extents.append(engine.alloc(B, tier))
+        write = engine.write(extents[-1], Memory.of(x))
+        write.start()
+        write.wait()
+    return extents, xs
+
+
+@pytest.mark.parametrize(
+    ("tiers", "where"),
+    [
+        (("ssd", "ssd"), "dd"),  # at once, though there is room
+        (("host", "ssd", "host", "ssd"), "hdhd"),
+        (("host", "host", "host"), "dhh"),  # more than the plan of one graph: the oldest moves on
+        (("host", "", "host"), "hdh"),  # what is planned for it stays, the other moves
+        (("host", "host", ""), "hhd"),
+        (("", "", "host", ""), "ddhh"),
+        (("", "", "ssd"), "hhd"),  # it takes no room that others would have to make
+    ],
+    ids=[
+        "drive",
+        "both",
+        "too much",
+        "unplanned moves",
+        "unplanned finds no room",
+        "unplanned among themselves",
+        "none moves",
+    ],
+)
+def test_the_plan_is_obeyed(drive, tiers, where):
+    engine = tiered(drive)
+    extents, xs = put_in(engine, tiers)
+    assert settled(engine, extents) == where
+    assert (engine.host_bytes, engine.moving_bytes) == (where.count("h") * B, 0)
+    assert all(torch.equal(get(engine, e), x) for e, x in zip(extents, xs, strict=True))
+
+
+@pytest.fixture
+def gpu_config(monkeypatch, tmp_path):
+    """As on a machine with a GPU, whose tensors are on the CPU: host memory is a tier, to which they are copied."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return config_json(tmp_path, host_budget=2 * B)
+
+
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_the_op_takes_the_tier(gpu_config, tier):
+    x = torch.randn(N)
+    handle = op.store(x, gpu_config, "g", 0, 0, tier)
+    entry = settle(handle)
+    release(handle, x)
+    assert (entry.extent.host is not None, entry.extent.drive is not None) == (tier == "host", tier == "ssd")
+    assert torch.equal(load(handle, x, consume=False), x)
+
+
+@pytest.mark.parametrize(("tier", "encoded"), [("host", True), ("ssd", False)])
+def test_each_tier_has_its_codec(gpu_config, tier, encoded):
+    config = json.dumps({**json.loads(gpu_config), "compression": {"host": "bitpack"}})
+    x = torch.arange(N, dtype=torch.int64) % 7
+    handle = op.store(x, config, "g", 0, 0, tier)
+    entry = settle(handle)
+    assert (entry.encoded is not None) == encoded
+    release(handle, x)
+    assert torch.equal(load(handle, x, consume=False), x)
+
+
+def test_a_tier_that_is_none(gpu_config):
+    with pytest.raises(ValueError, match=r"store of slot 3 of graph 'g' names tier 'disk'; right would be one of"):
+        op.store(torch.randn(N), gpu_config, "g", 3, 0, "disk")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_device_that_executes_late(monkeypatch, tmp_path, order):
+    """What is planned for host memory is copied there by the device, and comes back whole when its memory has gone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = config_json(tmp_path, host_budget=B)
+    values = torch.arange(N, dtype=torch.float32)
+    with installed(order) as gpu:
+        x = gpu.tensor(values)
+        handle = op.store(x, config, "g", 0, 0, "host")
+        release(handle, x)
+        like = torch.empty(N)
+        del x
+        entry = settle(handle)
+        entry.store.writer.reap()
+        assert entry.extent.host
+        assert entry.held is None
+        gpu.scrub()
+        y = load(handle, like, consume=False)
+        assert gpu.bytes_of(y) == raw(values)
+        del y, handle
+        close_stores()
