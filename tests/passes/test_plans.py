@@ -61,12 +61,12 @@ def test_multi_output() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>getitem_4 load<native_layer_norm_backward wait<native_layer_norm_backward    [mm]
-getitem_1   32 B  offload  store>getitem_1 release>mm_1 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_1]
-getitem_2   32 B  offload  store>getitem_2 release>sin load<native_layer_norm_backward wait<native_layer_norm_backward   [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                             [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<cos wait<scatter                                             [getitem_4]
-mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                                   [mm_1]""",
+mm         256 B  offload  store>mm release>getitem_4 load<native_layer_norm_backward wait<native_layer_norm_backward   [mm]
+getitem_1   32 B  offload  store>getitem_1 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_1]
+getitem_2   32 B  offload  store>getitem_2 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_2]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                            [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<new_zeros wait<scatter                                      [getitem_4]
+mm_1       256 B  offload  store>mm_1 release>t_6 load<cos wait<cos                                                     [mm_1]""",
     )
 
 
@@ -111,9 +111,9 @@ def test_half_precision() -> None:
     check(
         toys.half_precision,
         """\
-_to_copy    128 B  offload  store>_to_copy release>mm load<expand wait<mm_4   [t_5]
-_to_copy_1  128 B  offload  store>_to_copy_1 release>mm_1 load<t_4 wait<mm_5  [t_6]
-sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2   [sigmoid]""",
+_to_copy    128 B  offload  store>_to_copy release>mm load<expand wait<mm_4      [t_5]
+_to_copy_1  128 B  offload  store>_to_copy_1 release>mm_1 load<detach wait<mm_5  [t_6]
+sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2      [sigmoid]""",
     )
 
 
@@ -190,8 +190,8 @@ def test_slices_that_claim_to_be_no_views() -> None:
     check(
         toys.unsafe_split,
         """\
-cat   512 B  offload  store>cat release>t_5 load<mul_2 wait<mm_8     [t_5]
-mm    512 B  offload  store>mm release>t_5 load<mul_1 wait<mm_3      [t, t_2]
+cat   512 B  offload  store>cat release>t_5 load<cat_1 wait<mm_8     [t_5]
+mm    512 B  offload  store>mm release>t_5 load<mul_2 wait<mm_3      [t, t_2]
 mm_1  256 B  offload  store>mm_1 release>t_5 load<expand wait<mul_1  [mm_1]
 mm_2  256 B  offload  store>mm_2 release>t_5 load<expand wait<mul_2  [mm_2]""",
     )
@@ -213,8 +213,8 @@ def test_a_range_is_stored_where_it_lies() -> None:
     check(
         toys.narrow,
         """\
-cat         2048 B  offload  store>cat release>t_2 load<mm_4 wait<mm_4  [t_2]
-mm   256 of 2048 B  offload  store>mm release>t_2 load<mm_2 wait<mm_2   [t]""",
+cat         2048 B  offload  store>cat release>t_2 load<mm_4 wait<mm_4   [t_2]
+mm   256 of 2048 B  offload  store>mm release>t_2 load<expand wait<mm_2  [t]""",
     )
 
 
@@ -315,7 +315,7 @@ mm         256 B  offload  store>mm release>sin load<native_layer_norm_backward 
 getitem_1   32 B  keep     below min_bytes                                                                       [getitem_1]
 getitem_2   32 B  keep     below min_bytes                                                                       [getitem_2]
 getitem_3  128 B  offload  store>getitem_4 release>t_6 load<cos wait<mm_2                                        [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<t_4 wait<scatter                                     [getitem_4]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<new_zeros wait<scatter                               [getitem_4]
 mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                           [mm_1]""",
         min_bytes=100,
     )
