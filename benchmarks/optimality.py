@@ -55,9 +55,9 @@ class Row:
 def compare(instance: Instance, share: float, rows: int | None, time_limit: float) -> Row:
     at = limits(instance.step, share)
     begin = time.perf_counter()
-    plan = solve(instance.step, instance.machine, limit=at.limit, share_bytes=at.share_bytes, may_rest=True)
+    plan = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
     middle = time.perf_counter()
-    best = optimum(instance.step, instance.machine, at.limit, at.share_bytes, rows=rows, time_limit=time_limit)
+    best = optimum(instance.step, instance.machine, at.memory, at.kept, rows=rows, time_limit=time_limit)
     end = time.perf_counter()
     seconds = plan.outcome.seconds
     return Row(instance.name, share, seconds, best.lower_bound, best.seconds, middle - begin, end - middle)

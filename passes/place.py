@@ -82,9 +82,8 @@ class _Placing:
             if choice is Choice.RECOMPUTE:
                 seconds[first] += item.recompute_s
             elif choice is Choice.OFFLOAD:
-                own = 2 * machine.node_s + machine.drag_s_per_byte * item.moved_nbytes
-                seconds[item.produced] += own
-                seconds[first] += own
+                seconds[item.produced] += machine.own_s(item.moved_nbytes)
+                seconds[first] += machine.own_s(item.moved_nbytes)
         return [0.0, *itertools.accumulate(seconds)]
 
     def _free(self, choices: Sequence[Choice]) -> list[float]:

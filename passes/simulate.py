@@ -89,6 +89,7 @@ class Outcome:
     written: int
     starts: tuple[float, ...] = field(repr=False, default=())
     write_ends: Mapping[int, float] = field(repr=False, default_factory=dict)
+    held_back: bool = False  # a store came later than its tensor while no other write was going on
 
     @property
     def peak(self) -> int:
@@ -119,9 +120,8 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
             loads.setdefault(transfer.load_before, []).append(i)
             waits.setdefault(firsts[i], []).append(i)
             written += item.moved_nbytes
-            drag = machine.drag_s_per_byte * item.moved_nbytes
-            extra[transfer.store_after] += 2 * machine.node_s + drag
-            extra[firsts[i]] += 2 * machine.node_s + drag
+            extra[transfer.store_after] += machine.own_s(item.moved_nbytes)
+            extra[firsts[i]] += machine.own_s(item.moved_nbytes)
     for together in stores.values():
         together.sort(key=lambda i: (not transfers[i].block, step.items[i].last_use))  # what is waited for first
     for together in loads.values():
@@ -129,7 +129,8 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     now = write_lane = read_lane = write_stall = read_stall = 0.0
     write_end: dict[int, float] = {}
     read_end: dict[int, float] = {}
-    starts = []
+    starts, ends = [], []
+    idle_until, held_back = 0.0, False  # of the write lane
     for p in range(count):
         for i in loads.get(p, ()):
             if write_end[i] > now and not transfers[i].block:
@@ -143,7 +144,10 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
                 now = read_end[i]
         starts.append(now)
         now += step.seconds[p] + extra[p]
+        ends.append(now)
         for i in stores.get(p, ()):
+            idle_until = now if write_lane < now else idle_until
+            held_back |= ends[step.items[i].produced] < idle_until
             write_lane = max(write_lane, now) + step.items[i].moved_nbytes / machine.write_bw
             write_end[i] = write_lane + machine.latency_s
         for i in releases.get(p, ()):
@@ -152,7 +156,7 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
                 now = write_end[i]
     starts.append(now)
     memory = _memory(step, choices, transfers, starts, write_end, firsts)
-    return Outcome(now, write_stall, read_stall, memory, written, tuple(starts), write_end)
+    return Outcome(now, write_stall, read_stall, memory, written, tuple(starts), write_end, held_back)
 
 
 def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:

@@ -14,7 +14,7 @@ from random import Random
 
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
-from ssd_fx.passes.refine import TOLERANCE, Solution, better, kept_bytes, refine, rest
+from ssd_fx.passes.refine import TOLERANCE, Solution, better, fits, kept_bytes, refine
 from ssd_fx.passes.simulate import Choice, Step, simulate
 
 # Operators and items visited over all trials of the search; a million takes one to two seconds of Python. In proportion
@@ -43,12 +43,8 @@ def solve(
     limit: float,
     share_bytes: float,
     prefetch: float = float("inf"),
-    may_rest: bool = False,
 ) -> Solution:
     """The best choices found with memory never above `limit` bytes and at most `share_bytes` kept of what may leave.
-
-    `may_rest`: what the limit has room for may be offloaded in name only, beyond the share: stored last and taken back
-    first, so that its write is cancelled.
 
     Raises:
         BudgetError: no choices meet `limit`; the message says the least that can be met.
@@ -56,7 +52,7 @@ def solve(
     least = floor(step)
     if limit < least:
         raise BudgetError(limit, least)
-    search = _Search(step, machine, limit, share_bytes, prefetch, may_rest)
+    search = _Search(step, machine, limit, share_bytes, prefetch)
     search.families()
     if not search.is_cheapest():
         search.improve()
@@ -66,9 +62,7 @@ def solve(
         return search.best
     best = search.best
     for start in search.pool:
-        refined = refine(
-            step, machine, start, limit=limit, share_bytes=share_bytes, effort=_effort(step) // POOL, may_rest=may_rest
-        )
+        refined = refine(step, machine, start, limit=limit, share_bytes=share_bytes, effort=_effort(step) // POOL)
         best = refined if better(refined.outcome, best.outcome) else best
     return best
 
@@ -77,14 +71,10 @@ Moves = Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]
 
 
 class _Search:
-    def __init__(
-        self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float, may_rest: bool
-    ) -> None:
-        self.may_rest = may_rest
+    def __init__(self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float) -> None:
         self.step, self.machine, self.limit = step, machine, limit
         self.share_bytes, self.prefetch = share_bytes, prefetch
         self.best: Solution | None = None
-        self.asked: tuple[Choice, ...] = ()  # what led to the best: keeps that rest are keeps here
         self.pool: list[Solution] = []  # the best so far, fastest first
         self.left = _effort(step)
         self.seen: dict[tuple[Choice, ...], Solution | None] = {}
@@ -153,30 +143,18 @@ class _Search:
         if choices in self.seen:
             return self.seen[choices]
         found = None
-        over = self._fixed_bytes(choices) if self.may_rest else kept_bytes(self.step, choices)
-        if over <= self.share_bytes:
+        if kept_bytes(self.step, choices) <= self.share_bytes:
             found = self._placed(choices)
         self.seen[choices] = found
         if found is not None:
             self.pool = sorted([*self.pool, found], key=lambda s: s.outcome.seconds)[:POOL]
         if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
-            self.best, self.asked = found, choices
+            self.best = found
         return found
-
-    def _fixed_bytes(self, choices: tuple[Choice, ...]) -> int:
-        """Bytes that are kept of what may leave and cannot be offloaded."""
-        pairs = zip(self.step.items, choices, strict=True)
-        return sum(
-            item.nbytes
-            for item, c in pairs
-            if c is Choice.KEEP and len(item.choices) > 1 and Choice.OFFLOAD not in item.choices
-        )
 
     def _placed(self, choices: tuple[Choice, ...]) -> Solution | None:
         """Placed as if nothing stalled, then again with the starts that the simulation gave; the better of the two."""
         best, starts = None, None
-        resting = self._resting(choices)
-        told = tuple(Choice.OFFLOAD if i in resting else c for i, c in enumerate(choices))
         for margin in MARGINS:
             self.left -= len(self.step.seconds) + 4 * len(choices)
             transfers = place(
@@ -190,28 +168,13 @@ class _Search:
             )
             if transfers is None:
                 break
-            transfers |= {i: rest(self.step) for i in resting}
-            outcome = simulate(self.step, told, transfers, self.machine)
-            if outcome.peak <= self.limit and (best is None or better(outcome, best.outcome)):
-                best = Solution(told, transfers, outcome)
+            outcome = simulate(self.step, choices, transfers, self.machine)
+            if fits(outcome, self.limit) and (best is None or better(outcome, best.outcome)):
+                best = Solution(choices, transfers, outcome)
             if outcome.stall_s <= TOLERANCE * outcome.seconds:
                 break
             starts = outcome.starts
         return best
-
-    def _resting(self, choices: tuple[Choice, ...]) -> set[int]:
-        """What is to be kept beyond the share, the smallest first: offloaded in name, it rests in memory."""
-        items = self.step.items
-        kept = [i for i, c in enumerate(choices) if c is Choice.KEEP and Choice.OFFLOAD in items[i].choices]
-        resting = {i for i in kept if Choice.KEEP not in items[i].choices}
-        kept = [i for i in kept if i not in resting]
-        over = sum(items[i].nbytes for i in kept) + self._fixed_bytes(choices) - self.share_bytes
-        for i in sorted(kept, key=lambda i: items[i].nbytes):
-            if over <= 0:
-                break
-            resting.add(i)
-            over -= items[i].nbytes
-        return resting
 
     def improve(self) -> None:
         """Other choices for one item, then for two at a time; then the same from a few random choices nearby.
@@ -226,7 +189,7 @@ class _Search:
                 if self.left > 0:
                     self.solution(choices)
             return
-        self._descend(self.asked, (self._singles, self._pairs))
+        self._descend(self.best.choices, (self._singles, self._pairs))
         random, failed = Random(0), 0
         while failed < KICKS and self.left > 0 and not self.is_cheapest():
             before = self.best
@@ -249,17 +212,15 @@ class _Search:
 
     def _kicked(self, random: Random) -> tuple[Choice, ...]:
         """The best choices with those of two to four items changed."""
-        choices = list(self.asked)
-        free = [i for i in range(len(choices)) if len(self._allowed(i)) > 1]
+        assert self.best is not None
+        choices = list(self.best.choices)
+        free = [i for i, item in enumerate(self.step.items) if len(item.choices) > 1]
         for i in random.sample(free, min(len(free), random.randint(2, 4))):
             choices[i] = random.choice(self._others(i, choices[i]))
         return tuple(choices)
 
     def _allowed(self, i: int) -> list[Choice]:
-        """What may be asked of an item: what may be offloaded may also rest, which is asked for as a keep."""
-        choices = self.step.items[i].choices
-        rests = {Choice.KEEP} if self.may_rest and Choice.OFFLOAD in choices else set()
-        return sorted(choices | rests, key=lambda c: c.value)
+        return sorted(self.step.items[i].choices, key=lambda c: c.value)
 
     def _others(self, i: int, choice: Choice) -> list[Choice]:
         return [c for c in self._allowed(i) if c is not choice]

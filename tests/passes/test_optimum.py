@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.refine import fits
 from ssd_fx.passes.simulate import Choice, Item, Step, Transfer, simulate
 from ssd_fx.passes.solve import solve
 from tests.passes.instances import BUDGETS, Instance, instances, limits, random_instance
@@ -44,7 +45,7 @@ def best_of_all(step: Step, machine: Machine, limit: int, share_bytes: float | N
             continue
         moved = {i: t for i, (_, t) in enumerate(plan) if t is not None}
         outcome = simulate(step, [c for c, _ in plan], moved, machine)
-        if outcome.peak <= limit:
+        if fits(outcome, limit):
             best = min(best, outcome.seconds)
     return best
 
@@ -53,8 +54,8 @@ def compared(seed: int, share: float) -> tuple[float, float]:
     """The best of all plans of a tiny instance, and the program's optimum, in steps that take 1."""
     tiny = random_instance(seed, *TINY)
     at = limits(tiny.step, share)
-    best = best_of_all(tiny.step, tiny.machine, at.limit, at.share_bytes)
-    bound = optimum(tiny.step, tiny.machine, at.limit, at.share_bytes, gap=1e-6)
+    best = best_of_all(tiny.step, tiny.machine, at.memory, at.kept)
+    bound = optimum(tiny.step, tiny.machine, at.memory, at.kept, gap=1e-6)
     return best / sum(tiny.step.seconds), bound.seconds / sum(tiny.step.seconds)
 
 
@@ -156,18 +157,18 @@ def test_fewer_rows_never_raise_the_bound() -> None:
     """Seed 35 has the most rows of the first: all ten, then the four of the highest base."""
     instance = random_instance(35)
     at = limits(instance.step, 0.2)
-    assert len(memory_rows(instance.step, at.limit, None)) > 4
-    full = optimum(instance.step, instance.machine, at.limit, at.share_bytes)
-    few = optimum(instance.step, instance.machine, at.limit, at.share_bytes, rows=4)
+    assert len(memory_rows(instance.step, at.memory, None)) > 4
+    full = optimum(instance.step, instance.machine, at.memory, at.kept)
+    few = optimum(instance.step, instance.machine, at.memory, at.kept, rows=4)
     assert few.lower_bound <= full.seconds
 
 
 def ratio(instance: Instance, share: float) -> float:
     """The planner's predicted seconds over the least that any plan can take."""
     at = limits(instance.step, share)
-    found = solve(instance.step, instance.machine, limit=at.limit, share_bytes=at.share_bytes, may_rest=True)
-    assert found.outcome.peak <= at.limit
-    bound = optimum(instance.step, instance.machine, at.limit, at.share_bytes)
+    found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
+    assert found.outcome.peak <= at.memory
+    bound = optimum(instance.step, instance.machine, at.memory, at.kept)
     assert bound.feasible
     return found.outcome.seconds / bound.lower_bound
 
