@@ -147,6 +147,8 @@ def moves(step: Step, item: Item, now: Move) -> Iterator[Move]:
     yield from ((choice, None) for choice in Choice if choice in item.choices - {Choice.OFFLOAD, now[0]})
     if Choice.OFFLOAD not in item.choices:
         return
+    for store in dict.fromkeys((item.produced, item.last_use, step.forward - 1)):  # handed back, if the lane is busy
+        yield Choice.OFFLOAD, Transfer(store, step.forward - 1, False, step.forward)
     loads = list(dict.fromkeys(max(step.forward, item.first_use - d) for d in _distances(item.first_use)))
     releases = list(dict.fromkeys(min(step.forward - 1, item.last_use + d) for d in _distances(step.forward)))
     stores = [p for p in dict.fromkeys((item.produced, item.last_use, step.forward - 1)) if p >= item.produced]

@@ -88,6 +88,7 @@ class Outcome:
     memory: tuple[int, ...]
     written: int
     starts: tuple[float, ...] = field(repr=False, default=())
+    ends: tuple[float, ...] = field(repr=False, default=())
     write_ends: Mapping[int, float] = field(repr=False, default_factory=dict)
     held_back: bool = False  # a store came later than its tensor while no other write was going on
 
@@ -156,7 +157,7 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
                 now = write_end[i]
     starts.append(now)
     memory = _memory(step, choices, transfers, starts, write_end, firsts)
-    return Outcome(now, write_stall, read_stall, memory, written, tuple(starts), write_end, held_back)
+    return Outcome(now, write_stall, read_stall, memory, written, tuple(starts), tuple(ends), write_end, held_back)
 
 
 def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:

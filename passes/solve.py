@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
 from ssd_fx.passes.refine import TOLERANCE, Solution, better, fits, kept_bytes, refine
-from ssd_fx.passes.simulate import Choice, Step, simulate
+from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, simulate
 
 # Operators and items visited over all trials of the search; a million takes one to two seconds of Python. In proportion
 # to the size of the step, as the time to compile its graphs is; small steps, which cost nothing, get more.
@@ -67,7 +68,9 @@ def solve(
     return best
 
 
-Moves = Callable[[tuple[Choice, ...]], Iterator[tuple[Choice, ...]]]
+Wish = tuple[Choice, bool]  # what becomes of an item, and whether it lingers (see `place`)
+Wishes = tuple[Wish, ...]
+Moves = Callable[[Wishes], Iterator[Wishes]]
 
 
 class _Search:
@@ -75,9 +78,11 @@ class _Search:
         self.step, self.machine, self.limit = step, machine, limit
         self.share_bytes, self.prefetch = share_bytes, prefetch
         self.best: Solution | None = None
+        self.asked: Wishes = ()  # what led to the best
         self.pool: list[Solution] = []  # the best so far, fastest first
         self.left = _effort(step)
-        self.seen: dict[tuple[Choice, ...], Solution | None] = {}
+        self.seen: dict[Wishes, Solution | None] = {}
+        self.allowed = [_allowed(item) for item in step.items]
 
     def families(self) -> None:
         """Recompute the first k by price per byte; of the rest offload as few as the budget allows, in every order."""
@@ -87,12 +92,12 @@ class _Search:
             key=lambda i: items[i].recompute_s / items[i].nbytes,
         )
         for recomputed in _steps(len(cheap)):
-            if self.is_cheapest():
-                return
             chosen = set(cheap[:recomputed])
-            for key in self._orders():
+            for key, linger in itertools.product(self._orders(), (False, True)):
+                if self.is_cheapest():
+                    return
                 movable = [i for i, item in enumerate(items) if Choice.OFFLOAD in item.choices and i not in chosen]
-                self._shortest(chosen, sorted(movable, key=key))
+                self._shortest(chosen, sorted(movable, key=key), linger)
 
     def is_cheapest(self) -> bool:
         """Whether the best found costs no stall and nothing recomputed, and moves hardly more bytes than must be."""
@@ -110,132 +115,147 @@ class _Search:
         yield lambda i: ((items[i].produced - items[i].first_use) * items[i].nbytes, i)  # most idle bytes first
         yield lambda i: (items[i].last_use, i)  # soonest free to go
 
-    def _shortest(self, recomputed: set[int], order: list[int]) -> None:
+    def _shortest(self, recomputed: set[int], order: list[int], linger: bool) -> None:
         """Offload the shortest head of `order` that meets the budget, by bisection: more offloaded is less memory."""
         low, high = 0, len(order)
         while low < high:
             middle = (low + high) // 2
-            if self.try_(self._with(recomputed, order[:middle])):
+            if self.try_(self._with(recomputed, order, middle, linger)):
                 high = middle
             else:
                 low = middle + 1
-        self.try_(self._with(recomputed, order[:low]))
+        self.try_(self._with(recomputed, order, low, linger))
 
-    def _with(self, recomputed: set[int], offloaded: Sequence[int]) -> tuple[Choice, ...]:
-        gone = set(offloaded)
+    def _with(self, recomputed: set[int], order: list[int], count: int, linger: bool) -> Wishes:
+        """The first `count` of `order` offloaded; of the others the next ones linger until the share is met."""
+        wishes = [_preferred(item) for item in self.step.items]
+        for i in recomputed:
+            wishes[i] = (Choice.RECOMPUTE, False)
+        for i in order[:count]:
+            wishes[i] = (Choice.OFFLOAD, False)
+        over = kept_bytes(self.step, _choices(wishes)) - self.share_bytes
+        for i in order[count:] if linger else ():
+            if over > 0 or wishes[i][0] is Choice.OFFLOAD:
+                over -= self.step.items[i].nbytes if wishes[i][0] is Choice.KEEP else 0
+                wishes[i] = (Choice.OFFLOAD, True)
+        return tuple(wishes)
 
-        def of(i: int) -> Choice:
-            allowed = self.step.items[i].choices
-            if i in recomputed:
-                return Choice.RECOMPUTE
-            if i in gone:
-                return Choice.OFFLOAD
-            return next(c for c in (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE) if c in allowed)
-
-        return tuple(of(i) for i in range(len(self.step.items)))
-
-    def try_(self, choices: tuple[Choice, ...]) -> bool:
+    def try_(self, wishes: Wishes) -> bool:
         """Whether the budget is met. Remembers the best."""
-        return self.solution(choices) is not None
+        return self.solution(wishes) is not None
 
-    def solution(self, choices: tuple[Choice, ...]) -> Solution | None:
-        """The choices placed and simulated, None where the budget is not met. Remembers the best."""
-        if choices in self.seen:
-            return self.seen[choices]
+    def solution(self, wishes: Wishes) -> Solution | None:
+        """The wishes placed and simulated, None where the budget is not met. Remembers the best."""
+        if wishes in self.seen:
+            return self.seen[wishes]
         found = None
-        if kept_bytes(self.step, choices) <= self.share_bytes:
-            found = self._placed(choices)
-        self.seen[choices] = found
+        if kept_bytes(self.step, _choices(wishes)) <= self.share_bytes:
+            found = self._placed(wishes)
+        self.seen[wishes] = found
         if found is not None:
             self.pool = sorted([*self.pool, found], key=lambda s: s.outcome.seconds)[:POOL]
         if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
-            self.best = found
+            self.best, self.asked = found, wishes
         return found
 
-    def _placed(self, choices: tuple[Choice, ...]) -> Solution | None:
-        """Placed as if nothing stalled, then again with the starts that the simulation gave; the better of the two."""
-        best, starts = None, None
+    def _placed(self, wishes: Wishes) -> Solution | None:
+        """Placed as if nothing stalled, then again with the times that the simulation gave; the best of them."""
+        choices, lingering = _choices(wishes), {i for i, (_, lingers) in enumerate(wishes) if lingers}
+        best: Solution | None = None
+        played: Outcome | None = None
         for margin in MARGINS:
-            self.left -= len(self.step.seconds) + 4 * len(choices)
             transfers = place(
                 self.step,
                 choices,
                 self.machine,
                 limit=self.limit,
                 prefetch=self.prefetch,
-                starts=starts,
+                played=played,
                 margin=margin,
+                lingering=lingering,
             )
             if transfers is None:
                 break
-            outcome = simulate(self.step, choices, transfers, self.machine)
-            if fits(outcome, self.limit) and (best is None or better(outcome, best.outcome)):
-                best = Solution(choices, transfers, outcome)
-            if outcome.stall_s <= TOLERANCE * outcome.seconds:
+            played = self._played(choices, transfers)
+            if played.held_back:  # the times that this order was made for were others
+                transfers = {i: replace(t, store_after=self.step.items[i].produced) for i, t in transfers.items()}
+                played = self._played(choices, transfers)
+            if fits(played, self.limit) and (best is None or better(played, best.outcome)):
+                best = Solution(choices, transfers, played)
+            if played.stall_s <= TOLERANCE * played.seconds:
                 break
-            starts = outcome.starts
         return best
 
-    def improve(self) -> None:
-        """Other choices for one item, then for two at a time; then the same from a few random choices nearby.
+    def _played(self, choices: tuple[Choice, ...], transfers: Mapping[int, Transfer]) -> Outcome:
+        self.left -= len(self.step.seconds) + 4 * len(choices)
+        return simulate(self.step, choices, transfers, self.machine)
 
-        The random choices are those of a fixed seed: the same step gets the same plan on every machine.
+    def improve(self) -> None:
+        """Other wishes for one item, then for two at a time; then the same from a few random ones nearby.
+
+        The random ones are those of a fixed seed: the same step gets the same plan on every machine.
         """
         if self.best is None:
             return
-        allowed = [self._allowed(i) for i in range(len(self.step.items))]
-        if math.prod(len(a) for a in allowed) <= EXHAUSTIVE:
-            for choices in itertools.product(*allowed):
+        if math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE:
+            for wishes in itertools.product(*self.allowed):
                 if self.left > 0:
-                    self.solution(choices)
+                    self.solution(wishes)
             return
-        self._descend(self.best.choices, (self._singles, self._pairs))
+        self._descend(self.asked, (self._singles, self._pairs))
         random, failed = Random(0), 0
         while failed < KICKS and self.left > 0 and not self.is_cheapest():
             before = self.best
             self._descend(self._kicked(random), (self._singles,))
             failed = failed + 1 if self.best is before else 0
 
-    def _descend(self, choices: tuple[Choice, ...], families: tuple[Moves, ...]) -> None:
+    def _descend(self, wishes: Wishes, families: tuple[Moves, ...]) -> None:
         """Change to the first better neighbour while there is one."""
-        now = self.solution(choices)
+        now = self.solution(wishes)
         moved = True
         while moved and self.left > 0:
             moved = False
-            for neighbour in itertools.chain.from_iterable(moves(choices) for moves in families):
+            for neighbour in itertools.chain.from_iterable(moves(wishes) for moves in families):
                 found = self.solution(neighbour)
                 if found is not None and (now is None or better(found.outcome, now.outcome)):
-                    choices, now, moved = neighbour, found, True
+                    wishes, now, moved = neighbour, found, True
                     break
                 if self.left <= 0:
                     break
 
-    def _kicked(self, random: Random) -> tuple[Choice, ...]:
-        """The best choices with those of two to four items changed."""
-        assert self.best is not None
-        choices = list(self.best.choices)
-        free = [i for i, item in enumerate(self.step.items) if len(item.choices) > 1]
+    def _kicked(self, random: Random) -> Wishes:
+        """What led to the best, with two to four items changed."""
+        wishes = list(self.asked)
+        free = [i for i, allowed in enumerate(self.allowed) if len(allowed) > 1]
         for i in random.sample(free, min(len(free), random.randint(2, 4))):
-            choices[i] = random.choice(self._others(i, choices[i]))
-        return tuple(choices)
+            wishes[i] = random.choice(self._others(i, wishes[i]))
+        return tuple(wishes)
 
-    def _allowed(self, i: int) -> list[Choice]:
-        return sorted(self.step.items[i].choices, key=lambda c: c.value)
+    def _others(self, i: int, wish: Wish) -> list[Wish]:
+        return [other for other in self.allowed[i] if other != wish]
 
-    def _others(self, i: int, choice: Choice) -> list[Choice]:
-        return [c for c in self._allowed(i) if c is not choice]
+    def _singles(self, wishes: Wishes) -> Iterator[Wishes]:
+        for i in range(len(wishes)):
+            for other in self._others(i, wishes[i]):
+                yield (*wishes[:i], other, *wishes[i + 1 :])
 
-    def _singles(self, choices: tuple[Choice, ...]) -> Iterator[tuple[Choice, ...]]:
-        for i in range(len(self.step.items)):
-            for other in self._others(i, choices[i]):
-                yield (*choices[:i], other, *choices[i + 1 :])
+    def _pairs(self, wishes: Wishes) -> Iterator[Wishes]:
+        for i, k in itertools.combinations(range(len(wishes)), 2):
+            for a, b in itertools.product(self._others(i, wishes[i]), self._others(k, wishes[k])):
+                yield (*wishes[:i], a, *wishes[i + 1 : k], b, *wishes[k + 1 :])
 
-    def _pairs(self, choices: tuple[Choice, ...]) -> Iterator[tuple[Choice, ...]]:
-        for i in range(len(self.step.items)):
-            for k in range(i + 1, len(self.step.items)):
-                for a in self._others(i, choices[i]):
-                    for b in self._others(k, choices[k]):
-                        yield (*choices[:i], a, *choices[i + 1 : k], b, *choices[k + 1 :])
+
+def _allowed(item: Item) -> list[Wish]:
+    wishes = [(choice, False) for choice in sorted(item.choices, key=lambda c: c.value)]
+    return [*wishes, (Choice.OFFLOAD, True)] if Choice.OFFLOAD in item.choices else wishes
+
+
+def _preferred(item: Item) -> Wish:
+    return next(c for c in (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE) if c in item.choices), False
+
+
+def _choices(wishes: Sequence[Wish]) -> tuple[Choice, ...]:
+    return tuple(choice for choice, _ in wishes)
 
 
 def _effort(step: Step) -> int:
