@@ -42,7 +42,7 @@ def refine(
     effort: int,
 ) -> Solution:
     """The best solution reached by changing one item at a time; `effort`: operators and items simulated at most."""
-    best, cost = start, len(step.seconds) + 4 * len(step.items)
+    best, cost = start, size(step)
     items, unchanged, i = step.items, 0, 0
     while unchanged < len(items) and effort > 0:
         before = best
@@ -54,6 +54,11 @@ def refine(
         unchanged = unchanged + 1 if best is before else 0
         i = (i + 1) % len(items)
     return best
+
+
+def size(step: Step) -> int:
+    """What simulating the step costs, counted in operators."""
+    return len(step.seconds) + 4 * len(step.items)
 
 
 def better(a: Outcome, b: Outcome) -> bool:

@@ -90,7 +90,7 @@ class Outcome:
     starts: tuple[float, ...] = field(repr=False, default=())
     ends: tuple[float, ...] = field(repr=False, default=())
     write_ends: Mapping[int, float] = field(repr=False, default_factory=dict)
-    held_back: bool = False  # a store came later than its tensor while no other write was going on
+    held_back: bool = False  # something was handed back that could have been written while the lane was idle
 
     @property
     def peak(self) -> int:
@@ -131,11 +131,13 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     write_end: dict[int, float] = {}
     read_end: dict[int, float] = {}
     starts, ends = [], []
+    waited: set[int] = set()  # beside an idle write lane
     idle_until, held_back = 0.0, False  # of the write lane
     for p in range(count):
         for i in loads.get(p, ()):
             if write_end[i] > now and not transfers[i].block:
-                read_end[i] = now  # still in memory: forwarded
+                read_end[i] = now  # still in memory: handed back
+                held_back |= i in waited
                 continue
             read_lane = max(read_lane, now) + step.items[i].moved_nbytes / machine.read_bw
             read_end[i] = read_lane + machine.latency_s
@@ -148,7 +150,8 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
         ends.append(now)
         for i in stores.get(p, ()):
             idle_until = now if write_lane < now else idle_until
-            held_back |= ends[step.items[i].produced] < idle_until
+            if ends[step.items[i].produced] < idle_until:
+                waited.add(i)
             write_lane = max(write_lane, now) + step.items[i].moved_nbytes / machine.write_bw
             write_end[i] = write_lane + machine.latency_s
         for i in releases.get(p, ()):

@@ -7,15 +7,18 @@ many offloaded, in some order, as the budget asks. Then it tries other choices f
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 
+from ssd_fx.passes.anneal import anneal
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
-from ssd_fx.passes.refine import TOLERANCE, Solution, better, fits, kept_bytes, refine
+from ssd_fx.passes.refine import TOLERANCE, Solution, better, fits, kept_bytes, refine, size
 from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, simulate
 
 # Operators and items visited over all trials of the search; a million takes one to two seconds of Python. In proportion
@@ -24,6 +27,12 @@ TRIALS = 150
 LEAST_EFFORT = 30_000
 POOL = 4  # so many of the best choices get their transfers moved
 EXHAUSTIVE = 1024  # up to so many choices are all tried
+# Small steps are walked randomly at the end: so often, each walk over so many operators and items, as many changes at
+# most and at least; half a second for a dozen items.
+WALKS = 4
+WALKED = 150_000
+MOST_WALK = 2_000
+LEAST_WALK = 1_000
 KICKS = 40  # random choices that lead nowhere before the search ends
 # Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
 MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
@@ -61,11 +70,22 @@ def solve(
         raise BudgetError(limit, least)
     if search.is_cheapest():
         return search.best
+    refined = partial(refine, step, machine, limit=limit, share_bytes=share_bytes, effort=_effort(step) // POOL)
     best = search.best
     for start in search.pool:
-        refined = refine(step, machine, start, limit=limit, share_bytes=share_bytes, effort=_effort(step) // POOL)
-        best = refined if better(refined.outcome, best.outcome) else best
-    return best
+        best = _better(refined(start), best)
+    trials = WALKED // size(step)
+    if trials < LEAST_WALK or best.outcome.stall_s <= TOLERANCE * best.outcome.seconds:
+        return best
+    walks = [
+        anneal(step, machine, best, limit=limit, share_bytes=share_bytes, trials=min(trials, MOST_WALK), seed=seed)
+        for seed in range(WALKS)
+    ]
+    return functools.reduce(_better, map(refined, walks), best)
+
+
+def _better(a: Solution, b: Solution) -> Solution:
+    return a if better(a.outcome, b.outcome) else b
 
 
 Wish = tuple[Choice, bool]  # what becomes of an item, and whether it lingers (see `place`)
@@ -187,7 +207,7 @@ class _Search:
         return best
 
     def _played(self, choices: tuple[Choice, ...], transfers: Mapping[int, Transfer]) -> Outcome:
-        self.left -= len(self.step.seconds) + 4 * len(choices)
+        self.left -= size(self.step)
         return simulate(self.step, choices, transfers, self.machine)
 
     def improve(self) -> None:
@@ -259,7 +279,7 @@ def _choices(wishes: Sequence[Wish]) -> tuple[Choice, ...]:
 
 
 def _effort(step: Step) -> int:
-    return max(LEAST_EFFORT, TRIALS * (len(step.seconds) + 4 * len(step.items)))
+    return max(LEAST_EFFORT, TRIALS * size(step))
 
 
 def _steps(count: int) -> list[int]:
