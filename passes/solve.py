@@ -31,7 +31,7 @@ EXHAUSTIVE = 1024  # up to so many choices are all tried
 # most and at least; half a second for a dozen items.
 WALKS = 4
 WALKED = 150_000
-MOST_WALK = 2_000
+MOST_WALK = 1_500
 LEAST_WALK = 1_000
 KICKS = 40  # random choices that lead nowhere before the search ends
 # Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.

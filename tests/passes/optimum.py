@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,26 +45,27 @@ def optimum(
     gap: float = 1e-3,
     time_limit: float = 60.0,
     rows: int | None = None,
+    program: type[Program] | None = None,
 ) -> Bound:
     """Fewest seconds under `limit` bytes at every operator and `share_bytes` kept of what can leave (None: any).
 
     `rows`: at most so many operators have a memory row, those of the highest base between two events; fewer rows make
-    the program smaller and its optimum lower, so `lower_bound` stays one.
+    the program smaller and its optimum lower, so `lower_bound` stays one. `program`: `Sequenced` is tighter and slower.
 
     Raises:
         ValueError: an item needs others to be recomputed; the program does not know that.
     """
     if any(item.needs for item in step.items):
         raise ValueError("items that need others to be recomputed are not in the program")
-    program = Program(step, machine, limit, share_bytes, rows)
-    result = program.solve(gap, time_limit)
+    built = (program or Program)(step, machine, limit, share_bytes, rows)
+    result = built.solve(gap, time_limit)
     if result.status == 2:
         return Bound(math.inf, math.inf, (), False, result.message)
     bound = result.mip_dual_bound
-    lower = 0.0 if bound is None else bound * program.unit_s
+    lower = 0.0 if bound is None else bound * built.unit_s
     if result.x is None:
         return Bound(math.inf, lower, (), True, result.message)
-    return Bound(result.fun * program.unit_s, lower, program.choices(result.x), True, result.message)
+    return Bound(result.fun * built.unit_s, lower, built.choices(result.x), True, result.message)
 
 
 class Program:
@@ -121,7 +122,7 @@ class Program:
         uses = {item.first_use for item in items}
         self.waits = {items[i].first_use for i in self.moved}
         points = {0, step.forward - 1, step.forward, self.count, *self.tight, *uses, *(m + 1 for m in self.tight)}
-        self.points = sorted(points | {item.produced for item in items})
+        self.points = sorted(points | {item.produced for item in items} | self.more_points())
         self.start = {p: self._new(math.inf, integral=False) for p in self.points}
         # paid[i][p]: the part of the store's own seconds that the operators from point p to the next one have.
         self.own_s = {i: self.machine.own_s(items[i].moved_nbytes) / self.unit_s for i in self.moved}
@@ -130,6 +131,9 @@ class Program:
             for i in self.moved
             if self.own_s[i] > 0
         }
+
+    def more_points(self) -> set[int]:
+        return set()
 
     # Rows
 
@@ -263,20 +267,24 @@ class Program:
 
     def _read_rows(self) -> None:
         """What is loaded at q or later and used at u or before is read between the end of q - 1 and the start of u."""
-        items, forward = self.step.items, self.step.forward
-        issues = [forward, *(m + 1 for m in self.tight if m >= forward)]
+        issues = [self.step.forward, *(m + 1 for m in self.tight if m >= self.step.forward)]
         for j in self.moved:
-            u = items[j].first_use
-            sooner = [i for i in self.moved if items[i].first_use <= u]
-            for q in (q for q in issues if q <= u):
-                terms: Terms = []
-                for i in (i for i in sooner if items[i].first_use >= q and (q == forward or self.gone[i])):
-                    seconds = self.read_s[i] + (self.latency_s if i == j else 0.0)
-                    terms.append((self.left[i] if q == forward else self.gone[i][max(self.gone[i])], seconds))
-                    if q - 1 in self.back[i]:
-                        terms.append((self.back[i][q - 1], -seconds))
-                fixed, issued = self._issued(q)
-                self._add([(self.start[u], 1.0), *_minus(issued), *_minus(terms)], fixed, math.inf)
+            for q in (q for q in issues if q <= self.step.items[j].first_use):
+                self._reads(j, q, {})
+
+    def _reads(self, j: int, q: int, in_the_way: Mapping[int, int]) -> None:
+        """`in_the_way`: a column for each of those that are used later and yet may be read before item j."""
+        items, u = self.step.items, self.step.items[j].first_use
+        terms: Terms = []
+        sooner = {i for i in self.moved if q <= items[i].first_use <= u and (q == self.step.forward or self.gone[i])}
+        for i in sorted(sooner | in_the_way.keys()):
+            seconds = self.read_s[i] + (self.latency_s if i == j else 0.0)
+            leaves = self.left[i] if q == self.step.forward else self.gone[i][max(self.gone[i])]
+            terms.append((in_the_way.get(i, leaves), seconds))
+            if q - 1 in self.back[i]:
+                terms.append((self.back[i][q - 1], -seconds))
+        fixed, issued = self._issued(q)
+        self._add([(self.start[u], 1.0), *_minus(issued), *_minus(terms)], fixed, math.inf)
 
     def _issued(self, q: int) -> tuple[float, Terms]:
         """When a load at q starts, at the earliest: before the waits of q, so where q has some, at the end of q - 1."""
