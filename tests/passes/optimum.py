@@ -243,8 +243,7 @@ class Program:
     def _hand_back_rows(self) -> None:
         """While what is handed back waited, the lane wrote other things that leave, and began one that need not.
 
-        Once with the operators' own seconds, once with those of the stalls too, for which a sum of all there is switches
-        the row off.
+        Once with the operators' own seconds, once with the stalls too; a sum of all there is switches that row off.
         """
         last, under_way = self.step.forward - 1, [(column, self.write_s[i]) for i, column in self.under_way.items()]
         self._add([(column, 1.0) for column in self.under_way.values()], 0.0, 1.0)

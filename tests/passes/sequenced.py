@@ -69,7 +69,7 @@ class Sequenced(Program):
             self._add([used, done, (self.left[i], -self.all_s)], read_s, math.inf)
 
     def _busy_rows(self) -> None:
-        """Until the write of j begins, which is handed back, the lane only does what comes before it, without a pause."""
+        """Until the write of j begins, which is handed back, the lane does what comes before it, without a pause."""
         last = self.step.forward - 1
         for j in self.moved:
             handed_back = [(self._offloaded(j), -self.all_s), (self.left[j], self.all_s)]

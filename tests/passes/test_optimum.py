@@ -109,7 +109,8 @@ LOOSER: dict[type[Program], dict[int, float]] = {
 }
 
 
-@pytest.mark.parametrize("rows", ["_memory_rows", "_write_rows", "_read_rows", "_choice_rows", "_order_rows", "_hand_back_rows"]
+@pytest.mark.parametrize(
+    "rows", ["_memory_rows", "_write_rows", "_read_rows", "_choice_rows", "_order_rows", "_hand_back_rows"]
 )
 def test_rows_that_are_missing_are_found(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Program, rows, lambda self: None)
@@ -160,7 +161,7 @@ def test_what_the_drive_has_not_written_is_handed_back() -> None:
 
 
 def test_what_the_drive_can_write_leaves() -> None:
-    """With a drive that needs 0.5 s, storing the item late to have it back unwritten is no plan: 2 s of reading, 1 hidden.
+    """A drive that needs 0.5 s: storing late to have it back unwritten is no plan. Of 2 s of reading, 1 is hidden.
 
     f0 1 s | f1 1 s | b0 1 s | stall 1 s | b1 1 s
     """
