@@ -23,7 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the program and the instances are those of the tests
 
-from benchmarks.system import machine
+from system import machine
+
 from ssd_fx.passes.solve import solve
 from tests.passes.instances import BUDGETS, LANES, Instance, limits, random_instance
 from tests.passes.optimum import optimum

@@ -2,9 +2,8 @@
 
     cost    seconds, and a penalty for what does not fit: a plan beyond the limit is a way between two plans within it
 
-Moves of single transfers end where only two changes together help, or where the way there costs time. A step of a dozen
-items is played thousands of times in half a second; a large one has too many places for it, and its bytes can be divided
-finely enough without.
+Moves of single transfers end where only two changes together help, or where the way there costs time. A step of a
+dozen items is played thousands of times in half a second; a large one has too many places for that.
 """
 
 from __future__ import annotations

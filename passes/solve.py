@@ -169,6 +169,7 @@ class _Search:
         if wishes in self.seen:
             return self.seen[wishes]
         found = None
+        self.left -= len(wishes)  # what is not placed takes its time too
         if kept_bytes(self.step, _choices(wishes)) <= self.share_bytes:
             found = self._placed(wishes)
         self.seen[wishes] = found
