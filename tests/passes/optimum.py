@@ -62,7 +62,7 @@ def optimum(
     if result.status == 2:
         return Bound(math.inf, math.inf, (), False, result.message)
     bound = result.mip_dual_bound
-    lower = 0.0 if bound is None else bound * built.unit_s
+    lower = max(bound or 0.0, 1.0 if sum(step.seconds) else 0.0) * built.unit_s  # in vain, the operators' own seconds
     if result.x is None:
         return Bound(math.inf, lower, (), True, result.message)
     return Bound(result.fun * built.unit_s, lower, built.choices(result.x), True, result.message)
