@@ -54,6 +54,10 @@ class Machine:
             return Machine(50e9 * threads, 5e9 * threads, 1.5e9, 1.0e9)
         return Machine(100e12, 1.5e12, 5e9, 6e9)
 
+    def own_s(self, nbytes: int, tier: Tier = "ssd") -> float:
+        """What the two nodes of ours at either end of a transfer add to the compute lane."""
+        return 2 * self.node_s + self.lanes(tier).drag_s_per_byte * nbytes
+
     def product_flops(self, dtype: torch.dtype) -> float:
         """Flops per second of a matrix product."""
         return dict(self.flops_by_dtype).get(dtype_name(dtype), self.flops)

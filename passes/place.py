@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 
 from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.machine import Tier
-from ssd_fx.passes.simulate import Choice, Step, Transfer, first_uses
+from ssd_fx.passes.simulate import Choice, Outcome, Step, Transfer, first_uses
 
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
 # is early costs some memory within the limit while one that is late costs a stall.
@@ -32,17 +32,19 @@ def place(
     *,
     limit: float,
     prefetch: float = float("inf"),
-    starts: Sequence[float] | None = None,
+    played: Outcome | None = None,
     margin: float = LOAD_MARGIN,
+    lingering: AbstractSet[int] = frozenset(),
     hosted: AbstractSet[int] = frozenset(),
 ) -> dict[int, Transfer] | None:
     """The transfers of the offloaded items, or None where memory would exceed `limit` bytes whatever is waited for.
 
-    At most `prefetch` bytes are loaded before their use, or one item. `starts`: when the operators start, as a
-    simulation of an earlier placement said; without it, as if nothing stalled. `margin`: how often a load's predicted
-    duration it starts before it is due. `hosted`: the items that go to host memory if they are offloaded.
+    At most `prefetch` bytes are loaded before their use, or one item. `played`: an earlier placement, which says when
+    the operators start; without it, as if nothing stalled. `margin`: how often a load's predicted duration it starts
+    before it is due. `lingering`: what is written when there is nothing else to write, and is handed back if the
+    backward begins before that; memory is kept for it. `hosted`: what goes to host memory if it is offloaded.
     """
-    return _Placing(step, choices, machine, limit, prefetch, starts, margin, hosted).run()
+    return _Placing(step, choices, machine, limit, prefetch, played, margin, lingering, hosted).run()
 
 
 class _Placing:
@@ -53,18 +55,18 @@ class _Placing:
         machine: Machine,
         limit: float,
         prefetch: float,
-        starts: Sequence[float] | None,
+        played: Outcome | None,
         margin: float,
+        lingering: AbstractSet[int],
         hosted: AbstractSet[int],
     ) -> None:
-        self.margin, self.hosted = margin, hosted
+        self.margin, self.lingering, self.hosted = margin, lingering, hosted
         self.step, self.machine, self.limit, self.prefetch = step, machine, limit, prefetch
         self.firsts = first_uses(step, choices)
         self.offloaded = [i for i, c in enumerate(choices) if c is Choice.OFFLOAD]
-        self.starts = self._starts(choices) if starts is None else starts
-        self.free = self._free(
-            choices
-        )  # bytes under the limit, per operator, with every offloaded item gone when it can
+        self.starts = self._starts(choices) if played is None else played.starts
+        self.ends = self.starts[1:] if played is None else played.ends
+        self.free = self._free(choices)  # bytes under the limit, per operator, with what leaves gone when it can
         self.written: dict[int, float] = {}
         self.store_after: dict[int, int] = {}
         self.released: dict[int, tuple[int, bool]] = {}
@@ -89,17 +91,17 @@ class _Placing:
             if choice is Choice.RECOMPUTE:
                 seconds[first] += item.recompute_s
             elif choice is Choice.OFFLOAD:
-                own = 2 * machine.node_s + machine.lanes(self._tier(i)).drag_s_per_byte * item.moved_nbytes
+                own = machine.own_s(item.moved_nbytes, self._tier(i))
                 seconds[item.produced] += own
                 seconds[first] += own
         return [0.0, *itertools.accumulate(seconds)]
 
     def _free(self, choices: Sequence[Choice]) -> list[float]:
         change = [0.0] * (len(self.step.seconds) + 1)
-        for item, first, choice in zip(self.step.items, self.firsts, choices, strict=True):
+        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, choices, strict=True)):
             change[item.produced] += item.nbytes
             change[item.last_bwd_use + 1] -= item.nbytes
-            if choice is not Choice.KEEP:
+            if choice is not Choice.KEEP and i not in self.lingering:
                 change[item.last_use + 1] -= item.nbytes
                 change[first] += item.nbytes
         return [self.limit - b - u for b, u in zip(self.step.base, itertools.accumulate(change), strict=False)]
@@ -115,18 +117,19 @@ class _Placing:
     def _lane_order(self, tier: Tier, offloaded: list[int]) -> list[int]:
         """The order of the writes of one lane: of those that are there, the soonest free to go.
 
-        A tensor that the forward still reads for long need not hurry.
+        A tensor that the forward still reads for long need not hurry, and what lingers comes last.
         """
         items, lane, lanes = self.step.items, 0.0, self.machine.lanes(tier)
         coming = sorted(offloaded, key=lambda i: (items[i].produced, items[i].last_use, i))
         order: list[int] = []
-        waiting: list[tuple[int, int, int]] = []
+        waiting: list[tuple[bool, int, int, int]] = []
         at = position = 0
         while at < len(coming) or waiting:
             if not waiting:
-                lane = max(lane, self.starts[items[coming[at]].produced + 1])
-            while at < len(coming) and self.starts[items[coming[at]].produced + 1] <= lane:
-                heapq.heappush(waiting, (items[coming[at]].last_use, items[coming[at]].produced, coming[at]))
+                lane = max(lane, self.ends[items[coming[at]].produced])
+            while at < len(coming) and self.ends[items[coming[at]].produced] <= lane:
+                i = coming[at]
+                heapq.heappush(waiting, (i in self.lingering, items[i].last_use, items[i].produced, i))
                 at += 1
             best = heapq.heappop(waiting)[-1]
             order.append(best)
@@ -142,6 +145,8 @@ class _Placing:
         idle: dict[int, int] = {}  # bytes that the forward reads no more, by the operator that read them last
         ready: dict[int, list[tuple[int, int]]] = {}
         for rank, i in enumerate(order):
+            if i in self.lingering:
+                continue
             idle[items[i].last_use] = idle.get(items[i].last_use, 0) + items[i].nbytes
             ready.setdefault(max(items[i].last_use, self.store_after[i]), []).append((rank, i))
         held = 0
@@ -169,7 +174,7 @@ class _Placing:
                 self.released[i] = (min(max(items[i].last_use, self.store_after[i], done), last), False)
         for i in order:
             at, block = self.released[i]
-            if block or at < last:
+            if block or at < last or i in self.lingering:
                 continue
             until = min(bisect_left(self.starts, self.written[i]), self.firsts[i])
             span = range(self.step.forward, until)
@@ -189,6 +194,9 @@ class _Placing:
         ahead = earliest = 0
         for i in by_deadline:
             item = items[i]
+            if i in self.lingering:
+                loads[i] = (self.step.forward if self.written[i] > self.starts[self.step.forward] else wanted[i], False)
+                continue
             ahead += item.nbytes
             window.append(i)
             while ahead > self.prefetch and len(window) > 1:

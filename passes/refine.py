@@ -3,7 +3,6 @@
     release    as late as the limit allows  ->  earlier, later, or handed over
     load       as late as the lane allows   ->  1, 2, 4, 8 ... operators before its use
     store      at once                      ->  later, behind writes that the limit waits for
-    rest       stored last and loaded first: the write is cancelled, the bytes never leave
 
 The placement decides all items by rules; here the simulator decides single ones by what they really cost.
 """
@@ -42,14 +41,13 @@ def refine(
     limit: float,
     share_bytes: float,
     effort: int,
-    may_rest: bool,
 ) -> Solution:
     """The best solution reached by changing one item at a time; `effort`: operators and items simulated at most."""
-    best, cost = start, len(step.seconds) + 4 * len(step.items)
+    best, cost = start, size(step)
     items, unchanged, i = step.items, 0, 0
     while unchanged < len(items) and effort > 0:
         before = best
-        for plan in itertools.chain(_places(step, best, i, may_rest), _earlier(step, best, i, limit)):
+        for plan in itertools.chain(_places(step, best, i), _earlier(step, best, i, limit)):
             effort -= cost
             changed = _played(step, machine, plan, limit, share_bytes)
             if changed is not None and better(changed.outcome, best.outcome):
@@ -57,6 +55,11 @@ def refine(
         unchanged = unchanged + 1 if best is before else 0
         i = (i + 1) % len(items)
     return best
+
+
+def size(step: Step) -> int:
+    """What simulating the step costs, counted in operators."""
+    return len(step.seconds) + 4 * len(step.items)
 
 
 def better(a: Outcome, b: Outcome) -> bool:
@@ -75,13 +78,17 @@ def _played(step: Step, machine: Machine, plan: Draft, limit: float, share_bytes
     if any(t.load_before > firsts[i] for i, t in transfers.items()):
         return None  # something else that is recomputed needs it earlier
     outcome = simulate(step, choices, transfers, machine)
-    fits = outcome.peak <= limit and outcome.host_peak <= step.host_budget
-    return Solution(choices, transfers, outcome) if fits else None
+    return Solution(choices, transfers, outcome) if fits(step, outcome, limit) else None
 
 
-def _places(step: Step, now: Solution, i: int, may_rest: bool) -> Iterator[Draft]:
+def fits(step: Step, outcome: Outcome, limit: float) -> bool:
+    """Whether a plan is one: within limits, and whatever is to be written is written as soon as its lane can."""
+    return outcome.peak <= limit and outcome.host_peak <= step.host_budget and not outcome.held_back
+
+
+def _places(step: Step, now: Solution, i: int) -> Iterator[Draft]:
     """Item i with each of its moves."""
-    for choice, transfer in moves(step, step.items[i], (now.choices[i], now.transfers.get(i)), may_rest):
+    for choice, transfer in moves(step, step.items[i], (now.choices[i], now.transfers.get(i))):
         yield _with(now.choices, now.transfers, i, choice, transfer)
 
 
@@ -142,18 +149,14 @@ def kept_bytes(step: Step, choices: tuple[Choice, ...]) -> int:
     return sum(item.nbytes for item, c in pairs if c is Choice.KEEP and len(item.choices) > 1)
 
 
-def rest(step: Step) -> Transfer:
-    """Stored behind the last operator of the forward, taken back before the first of the backward: never written."""
-    return Transfer(step.forward - 1, step.forward - 1, False, step.forward)
-
-
-def moves(step: Step, item: Item, now: Move, may_rest: bool) -> Iterator[Move]:
+def moves(step: Step, item: Item, now: Move) -> Iterator[Move]:
     """Other choices for one item, and other places for what it moves."""
     yield from ((choice, None) for choice in Choice if choice in item.choices - {Choice.OFFLOAD, now[0]})
     if Choice.OFFLOAD not in item.choices:
         return
-    if may_rest:
-        yield Choice.OFFLOAD, rest(step)
+    for store in dict.fromkeys((item.produced, item.last_use, step.forward - 1)):  # handed back, if the lane is busy
+        transfer = Transfer(store, step.forward - 1, False, step.forward, tier=_tier(item, now[1]))
+        yield Choice.OFFLOAD, transfer
     loads = list(dict.fromkeys(max(step.forward, item.first_use - d) for d in _distances(item.first_use)))
     releases = list(dict.fromkeys(min(step.forward - 1, item.last_use + d) for d in _distances(step.forward)))
     stores = [p for p in dict.fromkeys((item.produced, item.last_use, step.forward - 1)) if p >= item.produced]

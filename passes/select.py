@@ -51,12 +51,12 @@ def select(
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
     modelled = _with_host(model(partition, plan, allowed), plan, host_budget)
     step = modelled.step
-    solution, limits = _solve(step, budget, machine, prefetch)
+    solution, at = _solve(step, budget, machine, prefetch)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     tiers = {modelled.slots[i]: t.tier for i, t in solution.transfers.items()} if host_budget else {}
     gone = {g.slot: Offload(tiers.get(g.slot, "")) for g in plan.groups}
     decisions = {g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups}
-    prediction = Prediction(modelled, solution, limits, floor(step), everything(step), resting)
+    prediction = Prediction(modelled, solution, at, floor(step), everything(step), resting)
     return plan.with_(decisions=decisions, prediction=prediction)
 
 
@@ -123,14 +123,15 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
 def _solve(step: Step, budget: Budget, machine: Machine, prefetch: int) -> tuple[Solution, Limits]:
     if budget == AUTO:
         return _auto(step, machine, prefetch)
-    limits = budget if isinstance(budget, Limits) else _limits(step, budget)
-    return solve(step, machine, limit=limits.memory, share_bytes=limits.kept, prefetch=prefetch), limits
+    at = budget if isinstance(budget, Limits) else limits(step, budget)
+    return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch), at
 
 
-def _limits(step: Step, budget: int | float | str) -> Limits:
+def limits(step: Step, budget: int | float | str) -> Limits:
+    """What a share of the step's own range or a number of bytes beyond its floor allows."""
     least = floor(step)
     if isinstance(budget, float):
-        movable = sum(item.nbytes for item in step.items)
+        movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
         return Limits(least + budget * (everything(step) - least), budget * movable)
     return Limits(least + int(budget), 0)
 

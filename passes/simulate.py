@@ -100,9 +100,11 @@ class Outcome:
     memory: tuple[int, ...]
     written: int
     starts: tuple[float, ...] = field(repr=False, default=())
+    ends: tuple[float, ...] = field(repr=False, default=())
     write_ends: Mapping[int, float] = field(repr=False, default_factory=dict)
     host: tuple[int, ...] = ()
     waits: Mapping[int, float] = field(repr=False, default_factory=dict)
+    held_back: bool = False  # something was handed back that could have been written while its lane was idle
 
     @property
     def peak(self) -> int:
@@ -137,9 +139,8 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
             loads.setdefault(transfer.load_before, []).append(i)
             waits.setdefault(firsts[i], []).append(i)
             written += item.moved_nbytes if transfer.tier == "ssd" else 0
-            drag = machine.lanes(transfer.tier).drag_s_per_byte * item.moved_nbytes
-            extra[transfer.store_after] += 2 * machine.node_s + drag
-            extra[firsts[i]] += 2 * machine.node_s + drag
+            extra[transfer.store_after] += machine.own_s(item.moved_nbytes, transfer.tier)
+            extra[firsts[i]] += machine.own_s(item.moved_nbytes, transfer.tier)
     for together in stores.values():
         together.sort(key=lambda i: (not transfers[i].block, step.items[i].last_use))  # what is waited for first
     for together in loads.values():
@@ -149,11 +150,14 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     write_end: dict[int, float] = {}
     read_end: dict[int, float] = {}
     waited: dict[int, float] = {}
-    starts = []
+    starts, ends = [], []
+    late: set[int] = set()  # stored while its write lane had been idle before
+    idle_until, held_back = {"ssd": 0.0, "host": 0.0}, False  # of the write lanes
     for p in range(count):
         for i in loads.get(p, ()):
             if write_end[i] > now and not transfers[i].block:
-                read_end[i] = now  # still in memory: forwarded
+                read_end[i] = now  # still in memory: handed back
+                held_back |= i in late
                 continue
             tier, lanes = transfers[i].tier, machine.lanes(transfers[i].tier)
             read_lane[tier] = max(read_lane[tier], now) + step.items[i].moved_nbytes / lanes.read_bw
@@ -165,8 +169,12 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
                 now = read_end[i]
         starts.append(now)
         now += step.seconds[p] + extra[p]
+        ends.append(now)
         for i in stores.get(p, ()):
             tier, lanes = transfers[i].tier, machine.lanes(transfers[i].tier)
+            idle_until[tier] = now if write_lane[tier] < now else idle_until[tier]
+            if ends[step.items[i].produced] < idle_until[tier]:
+                late.add(i)
             write_lane[tier] = max(write_lane[tier], now) + step.items[i].moved_nbytes / lanes.write_bw
             write_end[i] = write_lane[tier] + lanes.latency_s
         for i in releases.get(p, ()):
@@ -177,7 +185,9 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     starts.append(now)
     memory = _memory(step, choices, transfers, starts, write_end, firsts)
     host = _host_memory(step, transfers, firsts)
-    return Outcome(now, write_stall, read_stall, memory, written, tuple(starts), write_end, host, waited)
+    return Outcome(
+        now, write_stall, read_stall, memory, written, tuple(starts), tuple(ends), write_end, host, waited, held_back
+    )
 
 
 def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:

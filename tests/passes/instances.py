@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.select import limits as limits  # what a share is in bytes
 from ssd_fx.passes.simulate import Choice, Item, Step
 
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -23,37 +24,6 @@ class Instance:
     name: str
     step: Step
     machine: Machine
-
-
-@dataclass(frozen=True)
-class Limits:
-    """A share as two numbers of bytes: the curve's limit, and what may be kept of what can leave."""
-
-    limit: int
-    share_bytes: float
-
-
-def limits(step: Step, share: float) -> Limits:
-    """`floor + share * (everything - floor)`, and `share` of the bytes that can leave."""
-    least, most = floor(step), max(memory(step, gone=False))
-    can_leave = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
-    return Limits(int(least + share * (most - least)), share * can_leave)
-
-
-def floor(step: Step) -> int:
-    """The peak with all gone that can leave, and infinitely fast I/O."""
-    return max(memory(step, gone=True))
-
-
-def memory(step: Step, *, gone: bool) -> list[int]:
-    """Bytes during every operator with all items kept, or all that can leave gone between their uses."""
-    total = list(step.base)
-    for item in step.items:
-        leaves = gone and item.choices != {Choice.KEEP}
-        for p in range(item.produced, item.last_bwd_use + 1):
-            if not leaves or not item.last_use < p < item.first_use:
-                total[p] += item.nbytes
-    return total
 
 
 def random_instance(seed: int, items: tuple[int, int] = (4, 9), operators: tuple[int, int] = (8, 16)) -> Instance:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,39 +39,40 @@ class Bound:
 def optimum(
     step: Step,
     machine: Machine,
-    limit: int,
+    limit: float,
     share_bytes: float | None,
     *,
     gap: float = 1e-3,
     time_limit: float = 60.0,
     rows: int | None = None,
+    program: type[Program] | None = None,
 ) -> Bound:
     """Fewest seconds under `limit` bytes at every operator and `share_bytes` kept of what can leave (None: any).
 
     `rows`: at most so many operators have a memory row, those of the highest base between two events; fewer rows make
-    the program smaller and its optimum lower, so `lower_bound` stays one.
+    the program smaller and its optimum lower, so `lower_bound` stays one. `program`: `Sequenced` is tighter and slower.
 
     Raises:
         ValueError: an item needs others to be recomputed; the program does not know that.
     """
     if any(item.needs for item in step.items):
         raise ValueError("items that need others to be recomputed are not in the program")
-    program = Program(step, machine, limit, share_bytes, rows)
-    result = program.solve(gap, time_limit)
+    built = (program or Program)(step, machine, limit, share_bytes, rows)
+    result = built.solve(gap, time_limit)
     if result.status == 2:
         return Bound(math.inf, math.inf, (), False, result.message)
     bound = result.mip_dual_bound
-    lower = 0.0 if bound is None else bound * program.unit_s
+    lower = max(bound or 0.0, 1.0 if sum(step.seconds) else 0.0) * built.unit_s  # in vain, the operators' own seconds
     if result.x is None:
         return Bound(math.inf, lower, (), True, result.message)
-    return Bound(result.fun * program.unit_s, lower, program.choices(result.x), True, result.message)
+    return Bound(result.fun * built.unit_s, lower, built.choices(result.x), True, result.message)
 
 
 class Program:
     """The columns and rows of one instance; seconds are counted in `unit_s`, bytes in `limit`."""
 
     def __init__(
-        self, step: Step, machine: Machine, limit: int, share_bytes: float | None, rows: int | None = None
+        self, step: Step, machine: Machine, limit: float, share_bytes: float | None, rows: int | None = None
     ) -> None:
         self.step, self.machine, self.limit, self.share_bytes = step, machine, limit, share_bytes
         self.unit_s = sum(step.seconds) or 1.0
@@ -91,6 +92,7 @@ class Program:
         self._memory_rows()
         self._compute_rows()
         self._write_rows()
+        self._hand_back_rows()
         self._read_rows()
 
     # Columns
@@ -110,21 +112,28 @@ class Program:
             gap = [m for m in self.tight if items[i].last_use < m < items[i].first_use]
             self.gone[i] = {m: self._new() for m in gap}
             self.back[i] = {m: self._new() for m in gap[1:] if m >= step.forward}
+        # left[i]: written before its load. An offloaded item that is not was handed back; under_way[i]: it is the one
+        # that is being written when the forward ends.
+        self.left = {i: self._new() for i in self.moved}
+        self.under_way = {i: self._new(integral=False) for i in self.moved}
+        self.write_s = {i: items[i].moved_nbytes / self.machine.write_bw / self.unit_s for i in self.moved}
+        self.read_s = {i: items[i].moved_nbytes / self.machine.read_bw / self.unit_s for i in self.moved}
+        self.latency_s = self.machine.latency_s / self.unit_s
         uses = {item.first_use for item in items}
         self.waits = {items[i].first_use for i in self.moved}
         points = {0, step.forward - 1, step.forward, self.count, *self.tight, *uses, *(m + 1 for m in self.tight)}
-        self.points = sorted(points | {item.produced for item in items})
+        self.points = sorted(points | {item.produced for item in items} | self.more_points())
         self.start = {p: self._new(math.inf, integral=False) for p in self.points}
         # paid[i][p]: the part of the store's own seconds that the operators from point p to the next one have.
-        self.store_s = {i: self._node_s(items[i].nbytes) for i in self.moved}
+        self.own_s = {i: self.machine.own_s(items[i].moved_nbytes) / self.unit_s for i in self.moved}
         self.paid = {
             i: {p: self._new(integral=False) for p in self.points if items[i].produced <= p < step.forward}
             for i in self.moved
-            if self.store_s[i] > 0
+            if self.own_s[i] > 0
         }
 
-    def _node_s(self, nbytes: int) -> float:
-        return (2 * self.machine.node_s + self.machine.drag_s_per_byte * nbytes) / self.unit_s
+    def more_points(self) -> set[int]:
+        return set()
 
     # Rows
 
@@ -147,15 +156,16 @@ class Program:
             self._add(terms, -math.inf, self.share_bytes * scale)
 
     def _order_rows(self) -> None:
-        """Gone only if offloaded, back only if gone at an earlier row, and both for good."""
+        """Gone only if it leaves, back only if gone at an earlier row, and both for good."""
         for i in self.moved:
             gone = list(self.gone[i].items())
             for (_, earlier), (m, later) in itertools.pairwise(gone):
                 self._add([(later, 1.0), (earlier, -1.0)], 0.0, math.inf)
                 if m in self.back[i]:
                     self._add([(earlier, 1.0), (self.back[i][m], -1.0)], 0.0, math.inf)
+            self._add([(self.chosen[i][Choice.OFFLOAD], 1.0), (self.left[i], -1.0)], 0.0, math.inf)
             if gone:
-                self._add([(self.chosen[i][Choice.OFFLOAD], 1.0), (gone[-1][1], -1.0)], 0.0, math.inf)
+                self._add([(self.left[i], 1.0), (gone[-1][1], -1.0)], 0.0, math.inf)
             back = list(self.back[i].values())
             for a, b in itertools.pairwise(back):
                 self._add([(b, 1.0), (a, -1.0)], 0.0, math.inf)
@@ -185,9 +195,9 @@ class Program:
                 if Choice.RECOMPUTE in self.chosen[i]:
                     terms.append((self.chosen[i][Choice.RECOMPUTE], item.recompute_s / self.unit_s))
                 if Choice.OFFLOAD in self.chosen[i]:
-                    terms.append((self.chosen[i][Choice.OFFLOAD], self.store_s[i]))
+                    terms.append((self.chosen[i][Choice.OFFLOAD], self.own_s[i]))
         for i, paid in self.paid.items():
-            terms += [(column, self.store_s[i]) for p, column in paid.items() if first <= p < last]
+            terms += [(column, self.own_s[i]) for p, column in paid.items() if first <= p < last]
         return sum(self.step.seconds[first:last]) / self.unit_s, terms
 
     def _compute_rows(self) -> None:
@@ -206,41 +216,74 @@ class Program:
     def _write_rows(self) -> None:
         """What is produced at s or later and gone at row m was written between the end of s and the start of m."""
         items = self.step.items
-        lane_s = {i: items[i].nbytes / self.machine.write_bw / self.unit_s for i in self.moved if self.gone[i]}
-        for j in lane_s:
+        for j in self.moved:
             s = items[j].produced
-            later = [i for i in lane_s if items[i].produced >= s]
+            later = [i for i in self.moved if items[i].produced >= s]
             for m in self.gone[j]:
-                written = {i: column for i in later if (column := self._gone_by(i, m)) is not None}
-                own_s = self.machine.latency_s / self.unit_s + min(self.store_s[i] for i in written)
-                terms = [(column, lane_s[i] + (own_s if i == j else 0.0)) for i, column in written.items()]
-                fixed = self.step.seconds[s] / self.unit_s
-                self._add([(self.start[m], 1.0), (self.start[s], -1.0), *_minus(terms)], fixed, math.inf)
+                written = {i: column for i in later if (column := self._written_by(i, m)) is not None}
+                own_s = self.latency_s + min(self.own_s[i] for i in written)
+                terms = [(column, self.write_s[i] + (own_s if i == j else 0.0)) for i, column in written.items()]
+                self._add([(self.start[m], 1.0), (self.start[s], -1.0), *_minus(terms)], self._seconds(s), math.inf)
+            self._leaving_row(s, j, [i for i in later if items[i].first_use <= items[j].first_use])
 
-    def _gone_by(self, i: int, m: int) -> int | None:
+    def _leaving_row(self, s: int, j: int, written: list[int]) -> None:
+        """What leaves is written before it is used, and at least the one that is written last is read after that."""
+        own_s = 2 * self.latency_s + min(self.read_s[i] for i in written) + min(self.own_s[i] for i in written)
+        terms = [(self.left[i], self.write_s[i] + (own_s if i == j else 0.0)) for i in written]
+        ends = [(self.start[self.step.items[j].first_use], 1.0), (self.start[s], -1.0)]
+        self._add([*ends, *_minus(terms)], self._seconds(s), math.inf)
+
+    def _written_by(self, i: int, m: int) -> int | None:
         """The column that says whether item i was written before row m."""
-        if m >= self.step.items[i].first_use:
-            return self.gone[i][max(self.gone[i])]
-        return self.gone[i].get(m)
+        return self.left[i] if m >= self.step.items[i].first_use else self.gone[i].get(m)
+
+    def _seconds(self, p: int) -> float:
+        return self.step.seconds[p] / self.unit_s
+
+    def _hand_back_rows(self) -> None:
+        """While what is handed back waited, the lane wrote other things that leave, and began one that need not.
+
+        Once with the operators' own seconds, once with the stalls too; a sum of all there is switches that row off.
+        """
+        last, under_way = self.step.forward - 1, [(column, self.write_s[i]) for i, column in self.under_way.items()]
+        self._add([(column, 1.0) for column in self.under_way.values()], 0.0, 1.0)
+        most = sum(self.own_s.values()) + sum(self.write_s.values()) + len(self.moved) * self.latency_s
+        for j in self.moved:
+            handed_back = [(self.chosen[j][Choice.OFFLOAD], 1.0), (self.left[j], -1.0)]
+            self._add([*handed_back, (self.under_way[j], -1.0)], 0.0, math.inf)
+            s = self.step.items[j].produced
+            waited = sum(self.step.seconds[s + 1 : last + 1]) / self.unit_s - self.latency_s
+            if s == last or waited <= 0:
+                continue
+            written = [*((self.left[i], self.write_s[i]) for i in self.moved if i != j), *under_way]
+            self._add([*written, *((column, -waited * sign) for column, sign in handed_back)], 0.0, math.inf)
+            window = [(self.start[last], -1.0), (self.start[s], 1.0)]
+            window += [(paid[s], self.own_s[i]) for i, paid in self.paid.items() if s in paid]
+            off = most + waited
+            fixed = self._seconds(last) - self._seconds(s) - self.latency_s
+            terms = [*window, *written, *((column, -off * sign) for column, sign in handed_back)]
+            self._add(terms, fixed - off, math.inf)
 
     def _read_rows(self) -> None:
         """What is loaded at q or later and used at u or before is read between the end of q - 1 and the start of u."""
-        items = self.step.items
-        lane_s = {i: items[i].nbytes / self.machine.read_bw / self.unit_s for i in self.moved if self.gone[i]}
-        latency = self.machine.latency_s / self.unit_s
         issues = [self.step.forward, *(m + 1 for m in self.tight if m >= self.step.forward)]
-        for j in lane_s:
-            u = items[j].first_use
-            sooner = [i for i in lane_s if items[i].first_use <= u]
-            for q in (q for q in issues if q <= u):
-                terms: Terms = []
-                for i in (i for i in sooner if items[i].first_use >= q):
-                    seconds = lane_s[i] + (latency if i == j else 0.0)
-                    terms.append((self.gone[i][max(self.gone[i])], seconds))
-                    if q - 1 in self.back[i]:
-                        terms.append((self.back[i][q - 1], -seconds))
-                fixed, issued = self._issued(q)
-                self._add([(self.start[u], 1.0), *_minus(issued), *_minus(terms)], fixed, math.inf)
+        for j in self.moved:
+            for q in (q for q in issues if q <= self.step.items[j].first_use):
+                self._reads(j, q, {})
+
+    def _reads(self, j: int, q: int, in_the_way: Mapping[int, int]) -> None:
+        """`in_the_way`: a column for each of those that are used later and yet may be read before item j."""
+        items, u = self.step.items, self.step.items[j].first_use
+        terms: Terms = []
+        sooner = {i for i in self.moved if q <= items[i].first_use <= u and (q == self.step.forward or self.gone[i])}
+        for i in sorted(sooner | in_the_way.keys()):
+            seconds = self.read_s[i] + (self.latency_s if i == j else 0.0)
+            leaves = self.left[i] if q == self.step.forward else self.gone[i][max(self.gone[i])]
+            terms.append((in_the_way.get(i, leaves), seconds))
+            if q - 1 in self.back[i]:
+                terms.append((self.back[i][q - 1], -seconds))
+        fixed, issued = self._issued(q)
+        self._add([(self.start[u], 1.0), *_minus(issued), *_minus(terms)], fixed, math.inf)
 
     def _issued(self, q: int) -> tuple[float, Terms]:
         """When a load at q starts, at the earliest: before the waits of q, so where q has some, at the end of q - 1."""
@@ -272,7 +315,7 @@ def _minus(terms: Terms) -> Terms:
     return [(column, -value) for column, value in terms]
 
 
-def memory_rows(step: Step, limit: int, most: int | None) -> list[int]:
+def memory_rows(step: Step, limit: float, most: int | None) -> list[int]:
     """The operators whose memory must be looked at: where not everything fits, and no earlier row says as much.
 
     In the forward bytes come only where an item is produced: until then a row with no higher base than an earlier one

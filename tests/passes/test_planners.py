@@ -21,10 +21,10 @@ shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
 @given(instances, shares)
 def test_a_plan_stays_within_the_budget(instance: Instance, share: float) -> None:
     step, at = instance.step, limits(instance.step, share)
-    found = solve(step, instance.machine, limit=at.limit, share_bytes=at.share_bytes)
+    found = solve(step, instance.machine, limit=at.memory, share_bytes=at.kept)
     pairs = list(zip(step.items, found.choices, strict=True))
-    assert found.outcome.peak <= at.limit
-    assert sum(i.nbytes for i, c in pairs if c is Choice.KEEP and len(i.choices) > 1) <= at.share_bytes
+    assert found.outcome.peak <= at.memory
+    assert sum(i.nbytes for i, c in pairs if c is Choice.KEEP and len(i.choices) > 1) <= at.kept
     assert all(c in i.choices for i, c in pairs)
 
 
@@ -32,7 +32,7 @@ def test_a_plan_stays_within_the_budget(instance: Instance, share: float) -> Non
 @given(instances, shares)
 def test_the_nodes_of_an_item_are_in_order(instance: Instance, share: float) -> None:
     step, at = instance.step, limits(instance.step, share)
-    found = solve(step, instance.machine, limit=at.limit, share_bytes=at.share_bytes)
+    found = solve(step, instance.machine, limit=at.memory, share_bytes=at.kept)
     assert set(found.transfers) == {i for i, c in enumerate(found.choices) if c is Choice.OFFLOAD}
     for i, transfer in found.transfers.items():
         item = step.items[i]
@@ -48,12 +48,12 @@ def test_a_slower_drive_costs_time_and_no_memory_that_is_waited_for(
 ) -> None:
     """Where every release waits for its write, the memory curve is what was planned, however slow the drive is."""
     step, at, machine = instance.step, limits(instance.step, share), instance.machine
-    found = solve(step, machine, limit=at.limit, share_bytes=at.share_bytes)
+    found = solve(step, machine, limit=at.memory, share_bytes=at.kept)
     blocking = {i: replace(transfer, block=True) for i, transfer in found.transfers.items()}
     slow = replace(machine, write_bw=machine.write_bw / slower, read_bw=machine.read_bw / slower)
     planned, late = (simulate(step, found.choices, blocking, m) for m in (machine, slow))
     assert late.memory == planned.memory
-    assert late.peak <= at.limit
+    assert late.peak <= at.memory
     assert late.seconds >= planned.seconds
 
 

@@ -24,8 +24,8 @@ def test_views_only_store_their_base() -> None:
     check(
         toys.views_only,
         """\
-cat   768 B  offload  store>cat release>t_7 load<mm_5 wait<mm_8     [t_7]
-mm    768 B  offload  store>mm release>t_7 load<mm_4 wait<mm_4      [t_2, t_3, t_4]
+cat   768 B  offload  store>cat release>t_7 load<expand wait<mm_8   [t_7]
+mm    768 B  offload  store>mm release>t_7 load<expand wait<mm_4    [t_2, t_3, t_4]
 mm_1  256 B  offload  store>mm_1 release>t_7 load<expand wait<mm_3  [t_1]""",
     )
 
@@ -74,9 +74,9 @@ def test_expanded_stores_the_row() -> None:
     check(
         toys.expanded,
         """\
-mm       256 B  offload  store>mm release>bmm load<view wait<cos           [mm]
-sigmoid   32 B  offload  store>t_1 release>t_1 load<expand_2 wait<bmm_1    [sigmoid]
-sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2  [sin]""",
+mm       256 B  offload  store>mm release>bmm load<view wait<cos             [mm]
+sigmoid   32 B  offload  store>sigmoid release>bmm load<expand_2 wait<bmm_1  [sigmoid]
+sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2    [sin]""",
     )
 
 
@@ -101,7 +101,7 @@ def test_dropout() -> None:
     check(
         toys.dropout,
         """\
-relu       256 B  offload  store>relu release>t_2 load<mm_2 wait<threshold_backward              [detach_1]
+relu       256 B  offload  store>relu release>t_2 load<expand wait<threshold_backward            [detach_1]
 getitem    256 B  offload  store>getitem_1 release>t_2 load<expand wait<mm_2                     [t]
 getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward  [getitem_1]""",
     )
@@ -149,8 +149,8 @@ def test_float8() -> None:
     check(
         toys.float8,
         """\
-_to_copy   64 B  offload  store>mm_1 release>sum_1 load<expand wait<_to_copy_1  [_to_copy]
-mm_1      256 B  offload  store>mm_1 release>sum_1 load<expand wait<mul_2       [mm_1]""",
+_to_copy   64 B  offload  store>_to_copy release>sum_1 load<expand wait<_to_copy_1  [_to_copy]
+mm_1      256 B  offload  store>mm_1 release>sum_1 load<expand wait<mul_2           [mm_1]""",
     )
 
 
@@ -180,8 +180,8 @@ def test_items_of_a_tuple_of_views_are_members() -> None:
     check(
         toys.unbound,
         """\
-cat  768 B  offload  store>cat release>t_1 load<view_11 wait<mm_2    [t_1]
-mm   768 B  offload  store>mm release>t_1 load<bmm_3 wait<bmm_3      [transpose_3, transpose_5, transpose_6]
+cat  768 B  offload  store>cat release>t_1 load<expand_4 wait<mm_2   [t_1]
+mm   768 B  offload  store>mm release>t_1 load<expand_4 wait<bmm_3   [transpose_3, transpose_5, transpose_6]
 bmm  128 B  offload  store>bmm release>t_1 load<expand_4 wait<bmm_2  [transpose_2]""",
     )
 
@@ -223,8 +223,8 @@ def test_columns_are_copied(toy: toys.Toy) -> None:
     check(
         toy,
         """\
-cat         2048 B  offload  store>cat release>t_3 load<mm_4 wait<mm_5   [t_3]
-mm   256 of 2048 B  offload  store>mm release>t_3 load<expand wait<mm_2  [t]""",
+cat         2048 B  offload  store>cat release>t_3 load<expand wait<mm_5  [t_3]
+mm   256 of 2048 B  offload  store>mm release>t_3 load<expand wait<mm_2   [t]""",
     )
 
 
@@ -232,7 +232,7 @@ def test_neighbours_are_copied_together() -> None:
     check(
         toys.neighbouring_slices,
         """\
-cat          2048 B  offload  store>cat release>t_7 load<mm_7 wait<mm_8     [t_7]
+cat          2048 B  offload  store>cat release>t_7 load<expand wait<mm_8   [t_7]
 mm    768 of 2048 B  offload  store>mm release>t_7 load<expand wait<mm_5    [t_3, t_4]
 mm_1          256 B  offload  store>mm_1 release>t_7 load<expand wait<mm_3  [t_1]""",
     )
@@ -242,7 +242,7 @@ def test_distant_ones_are_not() -> None:
     check(
         toys.scattered_slices,
         """\
-cat   2048 B  offload  store>cat release>t_5 load<mm_7 wait<mm_8     [t_5]
+cat   2048 B  offload  store>cat release>t_5 load<expand wait<mm_8   [t_5]
 mm    2048 B  offload  store>mm release>t_5 load<expand wait<mm_5    [t_2, t_3]
 mm_1   256 B  offload  store>mm_1 release>t_5 load<expand wait<mm_3  [t]""",
     )
@@ -259,7 +259,7 @@ def test_a_copied_slice_is_released_before_its_base() -> None:
     check(
         toys.slice_and_living_base,
         """\
-cat          2048 B  offload  store>cat release>t_3 load<mm_4 wait<mm_5                   [t_3]
+cat          2048 B  offload  store>cat release>t_3 load<expand wait<mm_5                 [t_3]
 mm    256 of 2048 B  offload  store>mm release>t_3 load<expand wait<mm_2                  [t]
 relu          256 B  offload  store>relu release>t_3 load<expand wait<threshold_backward  [detach_1]""",
     )

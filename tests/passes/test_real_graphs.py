@@ -17,9 +17,9 @@ def near_the_optimum(name: str, speed: str, share: float, most: float) -> None:
         pytest.skip(reason)
     instance = real_graphs.instance(name, speed)
     at = limits(instance.step, share)
-    found = solve(instance.step, instance.machine, limit=at.limit, share_bytes=at.share_bytes, may_rest=True)
-    bound = optimum(instance.step, instance.machine, at.limit, at.share_bytes, rows=ROWS, time_limit=SECONDS)
-    assert found.outcome.peak <= at.limit
+    found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
+    bound = optimum(instance.step, instance.machine, at.memory, at.kept, rows=ROWS, time_limit=SECONDS)
+    assert found.outcome.peak <= at.memory
     assert 1 - 2e-3 <= found.outcome.seconds / bound.lower_bound <= most
 
 

@@ -154,9 +154,10 @@ def device_inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def planned(toy: toys.Toy, *args: torch.Tensor, **changes: object) -> tuple[str, Plan, Partition]:
     """The dump without its first line and the times, the plan and the graphs."""
     partition = toys.partitioned(toy, *(args or device_inputs()))
-    names = [[n.name for n in m.graph.nodes] for m in (partition.forward, partition.backward)]
-    plan = pipeline.run(partition, toys.options(**changes), consume=True)
-    lines = dump.table(plan, *names).splitlines()[1:]
+    names = dump.node_names(partition)
+    plan = pipeline.decide(partition, toys.options(**changes))
+    pipeline.rewrite(partition, plan, toys.options(**changes), consume=True)
+    lines = dump.table(plan, names).splitlines()[1:]
     told = ("predicted step", "predicted peak")
     return "\n".join(line for line in lines if not line.startswith(told)), plan, partition
 
