@@ -183,6 +183,7 @@ class _Search:
     def solution(self, wishes: Wishes) -> Solution | None:
         """The wishes placed and simulated, None where the budget is not met. Remembers the best."""
         if wishes in self.seen:
+            self.left -= 1  # `better` is not transitive, so there are circles of ever better ones
             return self.seen[wishes]
         found = None
         self.left -= len(wishes)  # what is not placed takes its time too

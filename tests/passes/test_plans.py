@@ -101,7 +101,7 @@ def test_dropout() -> None:
     check(
         toys.dropout,
         """\
-relu       256 B  offload  store>relu release>t_2 load<expand wait<threshold_backward            [detach_1]
+relu       256 B  offload  store>relu release>t_2 load<mm_2 wait<threshold_backward              [detach_1]
 getitem    256 B  offload  store>getitem_1 release>t_2 load<expand wait<mm_2                     [t]
 getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward  [getitem_1]""",
     )
