@@ -104,7 +104,7 @@ def test_a_view_marks_what_is_stored() -> None:
     check(
         view_marked,
         """\
-cat   768 B  offload  store>cat release>t_7 load<mm_5 wait<mm_8     [t_7]
+cat   768 B  offload  store>cat release>t_7 load<expand wait<mm_8   [t_7]
 mm    768 B  keep     marked by ssd_fx.keep                         [t_2, t_3, t_4]
 mm_1  256 B  offload  store>mm_1 release>t_7 load<expand wait<mm_3  [t_1]""",
     )
@@ -232,9 +232,9 @@ def test_prefer_cpu_offload_goes_first() -> None:
     check(
         toy,
         """\
-sigmoid  256 B  keep     within the budget                                                        [sigmoid]
-mm_1     256 B  offload  store>mm_1 release>mm_3 load<expand wait<sigmoid_1 (PREFER_CPU_OFFLOAD)  [mm_1]
-mm_2     256 B  offload  store>mm_2 release>t_6 load<expand wait<sigmoid_2 (PREFER_CPU_OFFLOAD)   [mm_2]""",
+sigmoid  256 B  offload  store>sigmoid release>mm_2 load<mm_7 wait<mm_8                          [sigmoid]
+mm_1     256 B  offload  store>mm_1 release>t_6 load<expand wait<sigmoid_1 (PREFER_CPU_OFFLOAD)  [mm_1]
+mm_2     256 B  offload  store>mm_2 release>t_6 load<expand wait<sigmoid_2 (PREFER_CPU_OFFLOAD)  [mm_2]""",
         budget=0.5,
     )
 
@@ -301,10 +301,10 @@ def test_patterns_and_names() -> None:
 sigmoid blocks.0.attn keep keep=['blocks.0'] (keep=['blocks.0'])
 tanh blocks.0.mlp.1 offload (offload=['*.mlp'])
 exp blocks.0 keep keep=['blocks.0'] (keep=['blocks.0'])
-sigmoid_1 blocks.1.attn keep within the budget ()
+sigmoid_1 blocks.1.attn offload ()
 tanh_1 blocks.1.mlp.1 offload (offload=['*.mlp'])
 exp_1 blocks.1 keep within the budget ()
-mm_4 head offload ()""",
+mm_4 head keep within the budget ()""",
         keep=("blocks.0",),
         offload=("*.mlp",),
         budget=0.5,

@@ -23,6 +23,11 @@ TINY = ((2, 3), (5, 6))  # items and operators, few enough to try every plan
 MOVABLE = frozenset({Choice.KEEP, Choice.OFFLOAD})
 
 
+@pytest.fixture(autouse=True)
+def short_search() -> None:
+    """Here the search is the whole one."""
+
+
 def transfers_of(step: Step, item: Item) -> Iterator[Transfer]:
     """Every placement: the store in the forward, the load in the backward, the release anywhere between."""
     for store in range(item.produced, step.forward):
@@ -46,7 +51,7 @@ def best_of_all(step: Step, machine: Machine, limit: float, share_bytes: float |
             continue
         moved = {i: t for i, (_, t) in enumerate(plan) if t is not None}
         outcome = simulate(step, [c for c, _ in plan], moved, machine)
-        if fits(outcome, limit):
+        if fits(step, outcome, limit):
             best = min(best, outcome.seconds)
     return best
 
