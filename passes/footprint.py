@@ -78,12 +78,13 @@ def _is_getitem(node: fx.Node) -> bool:
 class Buffers:
     """The storages of one graph that will be memory, by storage key.
 
-    `first`, `last`: indices of the nodes in whose kernels a buffer is written and read last (the output is no reader);
-    `nbytes`: its size; `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there.
+    `first`, `last`: indices of the nodes in whose kernels a buffer is written and read last (the output is no reader),
+    as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `nbytes`: its size; `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there.
     """
 
     first: Mapping[int, int]
     last: Mapping[int, int]
+    read_last: Mapping[int, int]
     nbytes: Mapping[int, int]
     held: frozenset[int]
     in_place: frozenset[int]
@@ -117,6 +118,7 @@ class _Predictor:
     def run(self) -> Buffers:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
+        read_last: dict[int, int] = {}
         nbytes: dict[int, int] = {}
         makers: dict[int, int] = {}
         held = set()
@@ -124,14 +126,17 @@ class _Predictor:
             for key, size in self.keys[i].items():
                 if self.runs[i] == i and not self.view[i] and key not in first:
                     first[key], last[key], nbytes[key], makers[key] = self.at[i], self.at[i], size, i
+                    read_last[key] = i
                 if key not in first:
                     continue
                 for user in node.users:
                     if user.op == "output":
                         held.add(key)
                     elif not self.view[self.index[user]]:
-                        last[key] = max(last[key], self.at[self.runs[self.index[user]]])
-        return Buffers(first, last, nbytes, frozenset(held), self._in_place(makers, last, held))
+                        kernel = self.runs[self.index[user]]
+                        last[key] = max(last[key], self.at[kernel])
+                        read_last[key] = max(read_last[key], kernel)
+        return Buffers(first, last, read_last, nbytes, frozenset(held), self._in_place(makers, last, held))
 
     def _is_view(self, i: int) -> bool:
         inputs = set().union(*(self.keys[self.index[n]] for n in self.nodes[i].all_input_nodes), ())

@@ -31,7 +31,8 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         base = fwd_by_name[group.base]
         key = storage_key(base.meta["val"])
         assert key is not None
-        last = max(fwd_position[base], fwd_buffers.last[key])
+        # Whatever is fused, no node of the graph may read behind the release.
+        last = max(fwd_position[base], fwd_buffers.last[key], fwd_buffers.read_last[key])
         if group.pack is not None and group.pack.copy:  # nobody but the store reads the copy
             last = fwd_position[base]
         first = min(first_read(placeholders[m.name], bwd_position) for m in group.members)
