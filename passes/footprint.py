@@ -79,7 +79,8 @@ class Buffers:
     """The storages of one graph that will be memory, by storage key.
 
     `first`, `last`: indices of the nodes in whose kernels a buffer is written and read last (the output is no reader),
-    as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `nbytes`: its size; `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there.
+    as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `nbytes`: its size;
+    `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there.
     """
 
     first: Mapping[int, int]
