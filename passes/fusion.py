@@ -7,9 +7,12 @@ dx = g(x, dy)                     much earlier than in the graph
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+NEAR = (
+    8  # of the readers of a buffer so many behind each are looked at: what all layers read would be a square of pairs
+)
 
 
 @dataclass
@@ -43,10 +46,12 @@ def _candidates(kernels: Mapping[int, Kernel]) -> list[tuple[int, int]]:
                 users.setdefault(key, []).append(k)
     shared: dict[tuple[int, int], int] = {}
     for key, together in users.items():
-        for a, b in itertools.combinations(sorted(together), 2):
-            if kernels[a].space == kernels[b].space:
-                nbytes = kernels[a].reads.get(key) or kernels[a].writes[key]
-                shared[a, b] = shared.get((a, b), 0) + nbytes
+        together.sort()
+        for i, a in enumerate(together):
+            for b in together[i + 1 : i + 1 + NEAR]:
+                if kernels[a].space == kernels[b].space:
+                    nbytes = kernels[a].reads.get(key) or kernels[a].writes[key]
+                    shared[a, b] = shared.get((a, b), 0) + nbytes
     return sorted(shared, key=lambda pair: (-shared[pair], pair[1] - pair[0], pair))
 
 

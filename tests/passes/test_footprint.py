@@ -114,3 +114,19 @@ def test_a_matmul_moves_to_the_addition_that_it_does() -> None:
     found = alive(late, torch.randn(8, 8), torch.randn(8, 8))
     assert "mm" not in found
     assert found["sin"][1] == "add"
+
+
+def test_a_release_is_behind_every_reader_of_the_graph() -> None:
+    """`cos` is fused with `sin` and runs before mm_1, but the graph has it last, and no release may stand before it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        product = x @ w
+        used = (product.sin() @ w).exp() @ w
+        return used, product.cos() @ w
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 8)).graph
+    nodes = list(graph.nodes)
+    found = buffers(graph)
+    key = storage_of(next(n for n in nodes if n.name == "mm"))
+    assert key is not None
+    assert (nodes[found.last[key]].name, nodes[found.read_last[key]].name) == ("mm_1", "cos")
