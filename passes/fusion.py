@@ -50,8 +50,8 @@ def _candidates(kernels: Mapping[int, Kernel]) -> list[tuple[int, int]]:
         for i, a in enumerate(together):
             for b in together[i + 1 : i + 1 + NEAR]:
                 if kernels[a].space == kernels[b].space:
-                    nbytes = kernels[a].reads.get(key) or kernels[a].writes[key]
-                    shared[a, b] = shared.get((a, b), 0) + nbytes
+                    used = kernels[a].reads if key in kernels[a].reads else kernels[a].writes
+                    shared[a, b] = shared.get((a, b), 0) + used[key]
     return sorted(shared, key=lambda pair: (-shared[pair], pair[1] - pair[0], pair))
 
 

@@ -57,6 +57,11 @@ def test_loops_with_something_between_them_stay_apart() -> None:
     assert places(kernels) == {10: 10, 20: 20, 30: 30}
 
 
+def test_loops_that_read_an_empty_tensor() -> None:
+    kernels = {10: kernel(10, {1: 0}, {2: 64}, set()), 30: kernel(30, {1: 0}, {4: 64}, set())}
+    assert places(kernels) == {10: 30, 30: 30}
+
+
 def test_loops_over_other_elements_stay_apart() -> None:
     kernels = {10: kernel(10, {1: 64}, {2: 64}, set()), 30: kernel(30, {1: 64}, {4: 64}, set(), space="columns")}
     assert places(kernels) == {10: 10, 30: 30}
