@@ -133,8 +133,8 @@ class _Predictor:
                 for user in node.users:
                     if user.op == "output":
                         held.add(key)
-                    elif not self.view[self.index[user]]:
-                        kernel = self.runs[self.index[user]]
+                    elif not self.view[self.index[user]] or key not in self.keys[self.index[user]]:
+                        kernel = self.runs[self.index[user]]  # copy_ is a view of its target, and reads its source
                         last[key] = max(last[key], self.at[kernel])
                         read_last[key] = max(read_last[key], kernel)
         return Buffers(first, last, read_last, nbytes, frozenset(held), self._in_place(makers, last, held))
@@ -207,6 +207,8 @@ class _Predictor:
         for i, node in enumerate(self.nodes):
             if node.op != "call_function" or self.view[i] or not self.keys[i]:
                 continue
+            if self.runs[i] != i and not node.all_input_nodes:
+                continue  # a constant is part of whatever reads it
             kernel = kernels.setdefault(self.runs[i], Kernel(self.runs[i], None))
             for source in node.all_input_nodes:
                 for key, size in self.keys[self.index[source]].items():
@@ -228,7 +230,7 @@ class _Predictor:
             return None
         sizes = [t.numel() for n in (node, *node.all_input_nodes) if (t := tensor_of(n)) is not None]
         columns = False
-        if _is_reduction(node) and (source := tensor_of(node.all_input_nodes[0])) is not None:
+        if _is_reduction(node) and (source := tensor_of(node.all_input_nodes[0])) is not None and source.dim():
             dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else []
             columns = bool(dims) and source.dim() - 1 not in {d % source.dim() for d in dims if isinstance(d, int)}
         return (max(map(hint, sizes), default=0), columns)

@@ -7,12 +7,12 @@ dx = g(x, dy)                     much earlier than in the graph
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-NEAR = (
-    8  # of the readers of a buffer so many behind each are looked at: what all layers read would be a square of pairs
-)
+# Of the readers of a buffer so many behind each are looked at: what all layers read would be a square of pairs.
+NEAR = 8
 
 
 @dataclass
@@ -62,6 +62,7 @@ class _Groups:
         self._group = {k: k for k in kernels}
         self._at = {k: kernel.at for k, kernel in kernels.items()}  # by group: the last of its members
         self._first = dict(self._at)
+        self._spans: list[tuple[int, int]] = []  # first and last member of every group that was made, by the first
         self._next: dict[int, set[int]] = {k: set() for k in kernels}
         for k, kernel in kernels.items():
             for source in kernel.behind:
@@ -76,6 +77,7 @@ class _Groups:
         self._at[a] = max(self._at[a], self._at[b])
         self._first[a] = min(self._first[a], self._first[b])
         self._next[a] |= self._next.pop(b)
+        bisect.insort(self._spans, (self._first[a], self._at[a]))
 
     def places(self) -> dict[int, int]:
         at = dict(self._at)
@@ -91,7 +93,7 @@ class _Groups:
 
     def _path(self, start: int, end: int) -> bool:
         """Whether there is a way from one to the other that is no single step."""
-        latest = self._at[end]
+        latest = self._latest(end)
         work = [g for n in self._next[start] if (g := self._of(n)) not in (start, end)]
         seen = set(work)
         while work:
@@ -103,6 +105,16 @@ class _Groups:
                     seen.add(group)
                     work.append(group)
         return False
+
+    def _latest(self, end: int) -> int:
+        """No way to `end` goes through a group that begins later: ways go forward, but back from the last member of a
+        group to its first."""
+        latest = self._at[end]
+        for first, last in self._spans:
+            if first > latest:
+                break
+            latest = max(latest, last)
+        return latest
 
     def _readers_first(self) -> Sequence[int]:
         """Groups, each behind all that read it."""

@@ -84,10 +84,14 @@ def _behind_their_wait(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, in
     A wait changes its buffer, so a reader of it depends on the wait; but Inductor on the CPU forgets that of a kernel
     whose loops it splits to fuse it with another (torch 2.13, `SchedulerNode.recompute_size_and_body`).
     """
-    waits = {m: i for i, n in enumerate(nodes) if is_ours(n) for b in n.get_outputs() for m in b.get_mutations()}
+    waits = {m: i for i, n in enumerate(nodes) if _is_wait(n) for b in n.get_outputs() for m in b.get_mutations()}
     for i, node in enumerate(nodes):
         if not is_ours(node):
             yield from ((waits[d.name], i) for d in node.read_writes.reads if d.name in waits)
+
+
+def _is_wait(node: BaseSchedulerNode) -> bool:
+    return is_ours(node) and getattr(node.node, "op_overload", None) is torch.ops.ssd_fx.wait_load_.default
 
 
 def _position(node: BaseSchedulerNode, position: dict[torch.fx.Node, int]) -> int:

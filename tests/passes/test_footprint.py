@@ -62,6 +62,24 @@ def test_loops_that_read_an_empty_tensor() -> None:
     assert places(kernels) == {10: 30, 30: 30}
 
 
+def test_a_way_may_go_back_from_the_last_loop_of_a_kernel_to_its_first() -> None:
+    """10 and 100 are fused first; so 5 -> 80 -> 90 -> 100 comes before 50, which reads 10, and 5 cannot join 50."""
+    kernels = {
+        5: kernel(5, {8: 64}, {2: 64}, set()),
+        10: kernel(10, {7: 64, 9: 64}, {3: 64}, set()),
+        50: kernel(50, {3: 64, 8: 64}, {4: 64}, {10}, space="rows"),
+        80: kernel(80, {2: 64}, {5: 64}, {5}, space=None),
+        90: kernel(90, {5: 64}, {6: 64}, {80}, space=None),
+        100: kernel(100, {6: 64, 7: 64, 9: 64}, {11: 64}, {90}),
+    }
+    found = places(kernels)
+    assert found[5] < found[80] < found[90] <= found[100]
+
+
+def test_a_sum_over_a_number_has_no_dimensions() -> None:
+    assert "sum_1" in alive(lambda x, w: (x @ w).sum().sum(0) * x, torch.randn(8, 8), torch.randn(8, 8))
+
+
 def test_loops_over_other_elements_stay_apart() -> None:
     kernels = {10: kernel(10, {1: 64}, {2: 64}, set()), 30: kernel(30, {1: 64}, {4: 64}, set(), space="columns")}
     assert places(kernels) == {10: 10, 30: 30}

@@ -135,25 +135,25 @@ nop empty_memory_format
 begin_
 store (0, 0)
 loops repeat
+store (2, 1)
 extern mm
-store (3, 1)
+store (3, 2)
 loops sigmoid, sum_1
 extern mm_1
-store (1, 2)
-store (4, 3)
+store (1, 3)
 store (5, 4)
 loops sin
-store (6, 5)
-wait_store_ (True, True)
+store (4, 5)
+store (6, 6)
 extern mm_2
 store (7, 7)
 loops add, exp, sum_2
-store (2, 8)
 wait_store_ (True, False)
 wait_store_ (True, False)
 wait_store_ (True, False)
 wait_store_ (True, False)
-wait_store_ (True, True)
+wait_store_ (True, False)
+wait_store_ (True, False)
 wait_store_ (True, False)
 wait_store_ (True, False)""",
     )
