@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import ssd_fx
 from ssd_fx import Config, patterns
 
-INNERS = ["aot_eager", "inductor"]
+INNERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @pytest.fixture
