@@ -180,7 +180,7 @@ def test_the_dump_and_the_ops_name_the_tier() -> None:
     assert_expected_inline(
         text,
         """\
-sigmoid    256 B  offload host  store>sigmoid release>t_4 load<detach_1 wait<mm_5              [sigmoid]
+sigmoid    256 B  offload host  store>sigmoid release>t_4 load<expand wait<mm_5                [sigmoid]
 sigmoid_1  256 B  offload host  store>sigmoid_1 release>t_4 load<expand wait<mm_3              [sigmoid_1]
 sigmoid_2  256 B  offload ssd   store>sigmoid_2 release>t_4 load<expand wait<sigmoid_backward  [detach_3]
 predicted host memory 512 B of 600 B allowed""",
