@@ -66,7 +66,7 @@ def _addmm(node: fx.Node) -> fx.Node | None:
     return user if same else None
 
 
-def _is_reduction(node: fx.Node) -> bool:
+def _reduces_in_a_loop(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in _REDUCTIONS
 
 
@@ -230,7 +230,7 @@ class _Predictor:
             return None
         sizes = [t.numel() for n in (node, *node.all_input_nodes) if (t := tensor_of(n)) is not None]
         columns = False
-        if _is_reduction(node) and (source := tensor_of(node.all_input_nodes[0])) is not None and source.dim():
+        if _reduces_in_a_loop(node) and (source := tensor_of(node.all_input_nodes[0])) is not None and source.dim():
             dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else []
             columns = bool(dims) and source.dim() - 1 not in {d % source.dim() for d in dims if isinstance(d, int)}
         return (max(map(hint, sizes), default=0), columns)

@@ -119,32 +119,44 @@ class Outcome:
         return self.write_stall_s + self.read_stall_s
 
 
-def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine) -> Outcome:
-    """Play one step. `transfers` has an entry for every item that is offloaded."""
-    count, firsts = len(step.seconds), first_uses(step, choices)
-    extra = [0.0] * count  # seconds that choices add to operators
-    stores: dict[int, list[int]] = {}
-    releases: dict[int, list[int]] = {}
-    loads: dict[int, list[int]] = {}
-    waits: dict[int, list[int]] = {}
-    written = 0
+@dataclass(frozen=True)
+class _Nodes:
+    """The items whose nodes stand at each operator, in their order; `extra`: seconds that choices add to it."""
+
+    extra: list[float]
+    stores: dict[int, list[int]] = field(default_factory=dict)
+    releases: dict[int, list[int]] = field(default_factory=dict)
+    loads: dict[int, list[int]] = field(default_factory=dict)
+    waits: dict[int, list[int]] = field(default_factory=dict)
+
+
+def _nodes(
+    step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine, firsts: Sequence[int]
+) -> _Nodes:
+    nodes = _Nodes([0.0] * len(step.seconds))
     for i, choice in enumerate(choices):
         item = step.items[i]
         if choice is Choice.RECOMPUTE:
-            extra[firsts[i]] += item.recompute_s
+            nodes.extra[firsts[i]] += item.recompute_s
         elif choice is Choice.OFFLOAD:
             transfer = transfers[i]
-            stores.setdefault(transfer.store_after, []).append(i)
-            releases.setdefault(transfer.release_after, []).append(i)
-            loads.setdefault(transfer.load_before, []).append(i)
-            waits.setdefault(firsts[i], []).append(i)
-            written += item.moved_nbytes if transfer.tier == "ssd" else 0
-            extra[transfer.store_after] += machine.own_s(item.moved_nbytes, transfer.tier)
-            extra[firsts[i]] += machine.own_s(item.moved_nbytes, transfer.tier)
-    for together in stores.values():
+            nodes.stores.setdefault(transfer.store_after, []).append(i)
+            nodes.releases.setdefault(transfer.release_after, []).append(i)
+            nodes.loads.setdefault(transfer.load_before, []).append(i)
+            nodes.waits.setdefault(firsts[i], []).append(i)
+            nodes.extra[transfer.store_after] += machine.own_s(item.moved_nbytes, transfer.tier)
+            nodes.extra[firsts[i]] += machine.own_s(item.moved_nbytes, transfer.tier)
+    for together in nodes.stores.values():
         together.sort(key=lambda i: (not transfers[i].block, step.items[i].last_use))  # what is waited for first
-    for together in loads.values():
+    for together in nodes.loads.values():
         together.sort(key=lambda i: firsts[i])  # soonest needed
+    return nodes
+
+
+def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine) -> Outcome:
+    """Play one step. `transfers` has an entry for every item that is offloaded."""
+    firsts = first_uses(step, choices)
+    nodes = _nodes(step, choices, transfers, machine, firsts)
     now = write_stall = read_stall = 0.0
     write_lane, read_lane = {"ssd": 0.0, "host": 0.0}, {"ssd": 0.0, "host": 0.0}  # when each is free again
     write_end: dict[int, float] = {}
@@ -153,8 +165,8 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     starts, ends = [], []
     late: set[int] = set()  # stored while its write lane had been idle before
     idle_until, held_back = {"ssd": 0.0, "host": 0.0}, False  # of the write lanes
-    for p in range(count):
-        for i in loads.get(p, ()):
+    for p, seconds in enumerate(step.seconds):
+        for i in nodes.loads.get(p, ()):
             if write_end[i] > now and not transfers[i].block:
                 read_end[i] = now  # still in memory: handed back
                 held_back |= i in late
@@ -162,22 +174,22 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
             tier, lanes = transfers[i].tier, machine.lanes(transfers[i].tier)
             read_lane[tier] = max(read_lane[tier], now) + step.items[i].moved_nbytes / lanes.read_bw
             read_end[i] = read_lane[tier] + lanes.latency_s
-        for i in waits.get(p, ()):
+        for i in nodes.waits.get(p, ()):
             if read_end[i] > now:
                 read_stall += read_end[i] - now
                 waited[i] = waited.get(i, 0.0) + read_end[i] - now
                 now = read_end[i]
         starts.append(now)
-        now += step.seconds[p] + extra[p]
+        now += seconds + nodes.extra[p]
         ends.append(now)
-        for i in stores.get(p, ()):
+        for i in nodes.stores.get(p, ()):
             tier, lanes = transfers[i].tier, machine.lanes(transfers[i].tier)
             idle_until[tier] = now if write_lane[tier] < now else idle_until[tier]
             if ends[step.items[i].produced] < idle_until[tier]:
                 late.add(i)
             write_lane[tier] = max(write_lane[tier], now) + step.items[i].moved_nbytes / lanes.write_bw
             write_end[i] = write_lane[tier] + lanes.latency_s
-        for i in releases.get(p, ()):
+        for i in nodes.releases.get(p, ()):
             if transfers[i].block and write_end[i] > now:
                 write_stall += write_end[i] - now
                 waited[i] = write_end[i] - now
@@ -185,6 +197,7 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     starts.append(now)
     memory = _memory(step, choices, transfers, starts, write_end, firsts)
     host = _host_memory(step, transfers, firsts)
+    written = sum(step.items[i].moved_nbytes for i, t in transfers.items() if t.tier == "ssd")
     return Outcome(
         now, write_stall, read_stall, memory, written, tuple(starts), tuple(ends), write_end, host, waited, held_back
     )
