@@ -6,6 +6,9 @@ python benchmarks/predicted.py --dir /mnt/nvme --models demo --budgets 0.5 0
 How it is measured:
 - One process of plain Inductor and one of ssd_fx for every budget take turns (workers.py). Predictions are those that
   ssd_fx dumps beside its plan: `<graph>.plan.json`, the key "predicted".
+- After a few rounds every ssd_fx process that offloads saves the times of its steps (`ssd_fx.save_profile`), and one
+  more process compiles with these: "profiled". Without them the times are those of calibration, which the machine had
+  for some tenths of a second at some other time.
 - Times are of forward and backward, without the optimizer, as the plan has no optimizer: medians over the rounds.
   Compute is plain Inductor's; what ssd_fx adds besides waiting is in its step time.
 - The stall is what the runtime counts: waits for loads, and waits in stores and releases.
@@ -37,6 +40,7 @@ SHAPES = {
 BUDGETS = (1.0, 0.5, 0.0)
 TOLERANCE = 0.15  # of a relative error
 RESOLUTION = 0.01  # a time that differs by less than this share of the step is no error that matters
+WARM = 2  # rounds that all make before the measured ones
 FLOOR_TOLERANCE = 0.10  # of the peak at budget 0, above the floor
 
 
@@ -165,21 +169,29 @@ def floor_line(plan: Predicted, peak_bytes: int) -> str:
 def measure(
     model: Model, flags: argparse.Namespace, scratch: Path
 ) -> tuple[list[dict[str, Step]], dict[str, Predicted | str]]:
-    """The rounds, and for every budget its prediction, or why there is none."""
-    dumps = {f"budget {budget:g}": scratch / f"{budget:g}" for budget in flags.budgets}
-    tasks = {"keep": Task(model, "inductor")}
-    for budget, (name, dump) in zip(flags.budgets, dumps.items(), strict=True):
-        options: dict[str, Any] = {"budget": budget, "dump": str(dump)} | ({"dirs": [flags.dir]} if flags.dir else {})
-        tasks[name] = Task(model, "ssd_fx", options=options)
-    with Workers(tasks) as workers:
+    """The rounds, and for every budget with and without measured times its prediction, or why there is none."""
+
+    def task(budget: float, name: str, **more: str) -> Task:
+        where = {"dirs": [flags.dir]} if flags.dir else {}
+        return Task(model, "ssd_fx", options={"budget": budget, "dump": str(scratch / name)} | where | more)
+
+    names = {f"budget {budget:g}": budget for budget in flags.budgets}
+    ours = {name: task(budget, name) for name, budget in names.items()}
+    with Workers({"keep": Task(model, "inductor")} | ours) as workers:
         workers.compile()
+        list(workers.rounds(flags.warmup))
+        for name, budget in names.items():
+            path = scratch / f"{name}.json"
+            if workers.workers[name].save_profile(path):
+                workers.add(f"{name}, profiled", task(budget, f"{name}, profiled", profile=str(path)))
+        list(workers.rounds(WARM))
         plans: dict[str, Predicted | str] = {}
-        for name, dump in dumps.items():
+        for name in list(workers.tasks)[1:]:
             try:
-                plans[name] = read(dump)
+                plans[name] = read(scratch / name)
             except MissingPrediction as missing:
                 plans[name] = str(missing)
-        return list(workers.rounds(flags.warmup + flags.rounds))[flags.warmup :], plans
+        return list(workers.rounds(flags.rounds)), plans
 
 
 def report(rounds: Sequence[Mapping[str, Step]], plans: Mapping[str, Predicted | str]) -> dict[str, list[Row]]:
@@ -203,7 +215,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     add("--models", nargs="+", choices=[*SHAPES, "flags"], default=list(SHAPES), help="flags: as the flags say")
     add("--budgets", nargs="+", type=float, default=BUDGETS, help="shares from 1 to 0, default %(default)s")
     add("--rounds", type=int, default=9, help="measured rounds, default %(default)s")
-    add("--warmup", type=int, default=3, help="rounds before them, default %(default)s")
+    add("--warmup", type=int, default=5, help="rounds whose times are profiled, default %(default)s")
     return parser.parse_args(arguments)
 
 

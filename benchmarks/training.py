@@ -152,37 +152,47 @@ def train(task: Task) -> Iterator[Step]:
         figures |= {"io_cpu_s": None if io_end is None else io_end - (io_cpu or 0.0)}
         figures |= {"peak_bytes": memory.peak_bytes, "loss": loss.item()}
         del loss
-        yield Step(**figures, **_offloading(task))
+        yield Step(**figures, **_offloading(task, start))
 
 
 def _reset(task: Task) -> None:
     if task.way == "ssd_fx":
         import ssd_fx
-        from ssd_fx.runtime import trace
 
         ssd_fx.reset_stats()
-        trace.clear()
 
 
-def _offloading(task: Task) -> dict[str, Any]:
-    """What ssd_fx did since `_reset`, under the names of `Step`."""
+def _offloading(task: Task, since: float) -> dict[str, Any]:
+    """What ssd_fx did since `_reset`, which was at `since`, under the names of `Step`."""
     if task.way != "ssd_fx":
         return {}
     from ssd_fx.runtime import trace
 
     found = Step.figures(train_gpt.stats())
-    waited = sum(event[5] - event[4] for event in trace.events() if event[0] == "wait")
+    waited = sum(event[5] - event[4] for event in trace.events() if event[0] == "wait" and event[4] >= since)
     read = min(waited, found["stall_s"])
     return found | {"read_stall_s": read, "write_stall_s": found["stall_s"] - read}
 
 
 def work(task: Task) -> None:
-    """Make one step for every line on stdin, and answer it with one line of JSON on stdout."""
+    """Answer every line on stdin with one line of JSON on stdout: "step" with a step, "profile PATH" with the number of
+    graphs whose times, as measured in the steps until then, are in that file."""
     os.environ.pop("LD_PRELOAD", None)  # compilers that are started from here need no tracker
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what others print must not mix with the answers
-    for _, step in zip(sys.stdin, train(task), strict=False):
-        print(json.dumps(asdict(step)), file=answers)
+    steps = train(task)
+    for line in sys.stdin:
+        request, _, path = line.rstrip("\n").partition(" ")
+        print(json.dumps(_profile(path) if request == "profile" else asdict(next(steps))), file=answers)
+
+
+def _profile(path: str) -> int:
+    import ssd_fx
+
+    try:
+        return ssd_fx.save_profile(path)
+    except ValueError:  # nothing was offloaded
+        return 0
 
 
 if __name__ == "__main__":

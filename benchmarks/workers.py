@@ -23,8 +23,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 import peak  # neighbours of this file
 import training
@@ -48,15 +49,22 @@ class Worker:
         )
 
     def step(self) -> Step:
+        return Step(**self._ask("step"))
+
+    def save_profile(self, path: Path) -> bool:
+        """Whether there was anything to save: measured times of the steps until now, in ssd_fx's format."""
+        return bool(self._ask(f"profile {path}"))
+
+    def _ask(self, request: str) -> Any:
         requests, answers = self._pipes()
         try:
-            print("step", file=requests)
+            print(request, file=requests)
             answer = answers.readline()
         except BrokenPipeError:
             answer = ""
         if not answer:
             raise SystemExit(f"the {self.name} worker ended with {self._process.wait()}; its message is above")
-        return Step(**json.loads(answer))
+        return json.loads(answer)
 
     def stop(self) -> None:
         for pipe in self._pipes():
@@ -91,12 +99,18 @@ class Workers:
 
     def compile(self) -> dict[str, float]:
         """Start all, each when the one before has made its first step; seconds of the first steps."""
-        first = {}
-        for name, task in self.tasks.items():
-            self.workers[name] = Worker(name, task)
-            first[name] = self.workers[name].step().time_s
-            print(f"{name}: first step (compiles) {first[name]:.1f} s", file=sys.stderr, flush=True)
-        return first
+        return {name: self._start(name, task) for name, task in self.tasks.items()}
+
+    def add(self, name: str, task: Task) -> None:
+        """One more, beside those that run."""
+        self.tasks[name] = task
+        self._start(name, task)
+
+    def _start(self, name: str, task: Task) -> float:
+        self.workers[name] = Worker(name, task)
+        first_s = self.workers[name].step().time_s
+        print(f"{name}: first step (compiles) {first_s:.1f} s", file=sys.stderr, flush=True)
+        return first_s
 
     def rounds(self, count: int) -> Iterator[dict[str, Step]]:
         """`count` rounds of one step of every worker."""

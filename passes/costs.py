@@ -53,21 +53,22 @@ _RANDOM = (prims.inductor_random, aten.native_dropout, aten.rand, aten.randn, at
 
 
 def time(partition: Partition, plan: Plan, *, machine: Machine, profile: Profile | None = None) -> Plan:
-    """Fill `plan.timeline`: the roofline, and where `profile` knows this graph, what was measured of it."""
+    """Fill `plan.timeline`: the roofline in the scale of `profile`, and its measured times where it knows the graph."""
     forward, backward = partition.forward.graph, partition.backward.graph
     begin = next(i for i, n in enumerate(backward.nodes) if n.op != "placeholder")
-    starts = _starts(forward, machine), _starts(backward, machine)
+    scale = 1.0 if profile is None else profile.scale
+    starts = _starts(forward, machine, scale), _starts(backward, machine, scale)
     if profile is not None:
         starts = profile.rescale(plan.graph, *starts)
-    return plan.with_(timeline=Timeline(*starts, begin))
+    return plan.with_(timeline=Timeline(*starts, begin, scale))
 
 
-def _starts(graph: fx.Graph, machine: Machine) -> tuple[float, ...]:
+def _starts(graph: fx.Graph, machine: Machine, scale: float) -> tuple[float, ...]:
     kernels = Kernels(graph)
     starts = [0.0]
     for node in graph.nodes:
         traffic = kernels.traffic.get(node)
-        starts.append(starts[-1] + (1e3 * seconds(node, traffic, machine) if traffic else 0.0))
+        starts.append(starts[-1] + (1e3 * scale * seconds(node, traffic, machine) if traffic else 0.0))
     return tuple(starts)
 
 

@@ -84,7 +84,8 @@ class _ForwardWriter:
             begin.meta["val"] = None
 
     def _positions(self) -> str:
-        """Where begin_ and, in planned order, our nodes stand in both graphs: with it a trace becomes a profile."""
+        """Where begin_ and, in planned order, our nodes stand in both graphs, and the roofline's ms between the first and
+        the last of them: with it a trace becomes a profile."""
         points = [(group.slot, self.plan.points[group.slot]) for group in self.plan.offloaded]
         forward = [(p.store_after + 1, 0, slot) for slot, p in points]
         forward += [(p.release_after + 1, 1, slot) for slot, p in points]
@@ -92,7 +93,11 @@ class _ForwardWriter:
         backward += [(p.wait_before, 1, slot) for slot, p in points]
         first = self.nodes.index(_first_compute(self.nodes))
         halves = [first, *(at for at, _, _ in sorted(forward))], [at for at, _, _ in sorted(backward)]
-        return "|".join(",".join(map(str, half)) for half in halves)
+        timeline = self.plan.timeline
+        assert timeline is not None
+        spans = zip(halves, (timeline.forward, timeline.backward), strict=True)
+        roofline_ms = sum(starts[half[-1]] - starts[half[0]] for half, starts in spans if half) / timeline.scale
+        return "|".join([*(",".join(map(str, half)) for half in halves), f"{roofline_ms:.4g}"])
 
     def _store(self, group: AliasGroup, seq: int) -> None:
         stored = rebuild.packed(self.graph, self.base[group.base], group)

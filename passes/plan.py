@@ -220,12 +220,14 @@ class Points:
 class Timeline:
     """Predicted start of every node of a graph in ms, one entry more than nodes: the last one is the end.
 
-    `backward_begin` is the index of the first node of the backward that is no input.
+    `backward_begin` is the index of the first node of the backward that is no input. `scale`: how much longer than the
+    roofline compute was found to take, 1 where nothing was measured.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     backward_begin: int = 0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

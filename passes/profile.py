@@ -3,6 +3,7 @@
 roofline   |--a--|----b----|--c--|        starts of the nodes
 anchors          5         9              ms of compute until a node, as measured
 rescaled   |-----a-----|--b--|---c---|    proportions between two anchors stay the roofline's
+other graph    in the mean scale of those that were measured
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ class GraphProfile:
 class Profile:
     """What a run measured: plain values, because the repr is part of compile caches.
 
-    `write_bw`, `read_bw`: bytes per second while a transfer was under way; 0 where there was none.
+    `write_bw`, `read_bw`: bytes per second while a transfer was under way; 0 where there was none. `scale`: how much
+    longer than the roofline the compute of the graphs took. It holds for graphs that did not run too: another choice of
+    what to recompute is another graph, and must not look faster only because nobody has measured it.
     """
 
     graphs: tuple[GraphProfile, ...] = ()
     write_bw: float = 0.0
     read_bw: float = 0.0
+    scale: float = 1.0
 
     def of(self, graph: str) -> GraphProfile | None:
         return next((g for g in self.graphs if g.graph == graph), None)
@@ -42,7 +46,7 @@ class Profile:
         """`machine` with the measured bandwidths; times measured beside transfers have their drag in them."""
         rates = {"write_bw": self.write_bw, "read_bw": self.read_bw}
         measured = machine.with_rates({name: rate for name, rate in rates.items() if rate})
-        return replace(measured, drag_s_per_byte=0.0) if self.of(graph) else measured
+        return replace(measured, drag_s_per_byte=0.0) if self.of(graph) or self.scale != 1.0 else measured
 
     def rescale(
         self, graph: str, forward: tuple[float, ...], backward: tuple[float, ...]

@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
 from ssd_fx.passes.profile import Anchors, GraphProfile, Profile
 from ssd_fx.runtime import trace
 
-_VERSION = 1
+_VERSION = 2
 Run = dict[int, float]  # seq of a node of ours -> ms of compute before it; -1 is begin_
 
 
@@ -32,13 +32,13 @@ def save_profile(path: str | os.PathLike[str]) -> int:
         OSError: `path` cannot be written.
     """
     events = trace.events()
-    graphs = [g for name, text in sorted(trace.positions.items()) if (g := _profile(name, text, events))]
-    if not graphs:
+    measured = {name: p for name, text in sorted(trace.positions.items()) if (p := _profile(name, text, events))}
+    if not measured:
         raise ValueError("no graph with offloaded tensors has run since the trace was cleared; train some steps first")
-    found = {g.graph: {"forward": g.forward, "backward": g.backward} for g in graphs}
-    rates = {f"{kind}_bw": _bandwidth(kind, events) for kind in ("write", "read")}
+    found = {name: {"forward": g.forward, "backward": g.backward} for name, g in measured.items()}
+    rates = {f"{kind}_bw": _bandwidth(kind, events) for kind in ("write", "read")} | {"scale": _scale(measured)}
     Path(path).write_text(json.dumps({"version": _VERSION, "graphs": found} | rates) + "\n")
-    return len(graphs)
+    return len(found)
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
@@ -56,7 +56,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
             GraphProfile(name, _pairs(times["forward"]), _pairs(times["backward"]))
             for name, times in sorted(found["graphs"].items())
         )
-        return Profile(tuple(graphs), float(found["write_bw"]), float(found["read_bw"]))
+        return Profile(tuple(graphs), float(found["write_bw"]), float(found["read_bw"]), float(found["scale"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{wrong} ({type(error).__name__}: {error})") from error
 
@@ -69,7 +69,7 @@ def _pairs(given: Iterable[Iterable[float]]) -> Anchors:
 
 
 def _profile(graph: str, positions: str, events: list[trace.Event]) -> GraphProfile | None:
-    forward, backward = ([int(p) for p in half.split(",") if p] for half in positions.split("|"))
+    forward, backward = ([int(p) for p in half.split(",") if p] for half in positions.split("|")[:2])
     ours = [e for e in events if e[1] == graph]
     runs = _runs([e for e in ours if e[0] in ("begin", "store", "release")])
     forwards = _medians([r for r in runs if len(r) == len(forward)])
@@ -107,6 +107,13 @@ def _anchors(times: Run, positions: dict[int, int]) -> Anchors:
         if not anchors or positions[seq] > anchors[-1][0]:
             anchors.append((positions[seq], round(max(ms, anchors[-1][1] if anchors else 0.0), 4)))
     return tuple(anchors)
+
+
+def _scale(measured: Mapping[str, GraphProfile]) -> float:
+    """Measured compute of all graphs over what the roofline says of it; 1 where that is nothing."""
+    measured_ms = sum(half[-1][1] - half[0][1] for g in measured.values() for half in (g.forward, g.backward))
+    roofline_ms = sum(float(trace.positions[name].split("|")[2]) for name in measured)
+    return float(f"{measured_ms / roofline_ms:.3g}") if measured_ms and roofline_ms else 1.0
 
 
 def _bandwidth(kind: str, events: list[trace.Event]) -> float:

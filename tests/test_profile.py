@@ -33,7 +33,7 @@ def run(at: float, forward_s: float, backward_s: float) -> None:
 
 
 def test_blocked_time_is_left_out_and_the_first_run_is_cold(tmp_path: Path) -> None:
-    trace.positions["g"] = "4,7,9|2,5"
+    trace.positions["g"] = "4,7,9|2,5|6000"
     run(0, 50.0, 50.0)
     for number, (forward_s, backward_s) in enumerate([(2.0, 5.0), (3.0, 6.0), (9.0, 7.0)], start=1):
         run(1000 * number, forward_s, backward_s)
@@ -42,6 +42,7 @@ def test_blocked_time_is_left_out_and_the_first_run_is_cold(tmp_path: Path) -> N
     profile = read_profile(tmp_path / "p.json")
     assert profile.graphs[0].forward == ((4, 0.0), (7, 3000.0), (9, 6000.0))
     assert profile.graphs[0].backward == ((2, 0.0), (5, 6000.0))
+    assert profile.scale == 2.0  # 12 s in both directions where the roofline says 6
     assert (profile.write_bw, profile.read_bw) == (500.0, 0.0)  # 8,000 bytes while a write was under way, 4 s each
 
 
@@ -51,7 +52,7 @@ def test_nothing_ran(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-NO_TIMES = '{"version": 1, "graphs": {"g": %s}, "write_bw": 0, "read_bw": 0}'
+NO_TIMES = '{"version": 2, "graphs": {"g": %s}, "write_bw": 0, "read_bw": 0, "scale": 1}'
 NO_PROFILES = {
     "empty": "",
     "a list": "[]",

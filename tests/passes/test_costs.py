@@ -14,6 +14,7 @@ from ssd_fx.passes import costs
 from ssd_fx.passes.kernels import Kernels, Traffic
 from ssd_fx.passes.machine import Machine
 from ssd_fx.passes.profile import GraphProfile, Profile
+from tests.passes.toys import planned, relu_chain
 
 aten = torch.ops.aten
 # 1 byte is 1 ns, 1 flop is 1 ps.
@@ -147,6 +148,17 @@ def test_a_profile_moves_the_starts_through_its_anchors() -> None:
 def test_a_profile_of_another_graph_changes_nothing() -> None:
     profile = Profile((GraphProfile("other", ((1, 0.0), (2, 10.0)), ()),))
     assert profile.rescale("g", FORWARD, BACKWARD) == (FORWARD, BACKWARD)
+
+
+def test_compute_of_another_graph_is_in_the_scale_that_was_measured() -> None:
+    profile = Profile((GraphProfile("other", ((1, 0.0), (2, 10.0)), ()),), scale=3.0)
+    alone, scaled = (planned(relu_chain, profile=p).plan.timeline for p in (None, profile))
+    assert alone is not None
+    assert scaled is not None
+    assert (alone.scale, scaled.scale) == (1.0, 3.0)
+    assert scaled.forward == pytest.approx([3 * start for start in alone.forward])
+    assert scaled.backward == pytest.approx([3 * start for start in alone.backward])
+    assert profile.machine(MACHINE.with_rates({"drag_s_per_byte": 1e-10}), "g").drag_s_per_byte == 0.0
 
 
 def test_an_anchor_that_the_graph_does_not_have() -> None:
