@@ -84,8 +84,8 @@ class _ForwardWriter:
             begin.meta["val"] = None
 
     def _positions(self) -> str:
-        """Where begin_ and, in planned order, our nodes stand in both graphs, and the roofline's ms between the first and
-        the last of them: with it a trace becomes a profile."""
+        """Where begin_ and, in planned order, our nodes stand in both graphs, and the roofline's ms between the
+        first and the last of them: with it a trace becomes a profile."""
         points = [(group.slot, self.plan.points[group.slot]) for group in self.plan.offloaded]
         forward = [(p.store_after + 1, 0, slot) for slot, p in points]
         forward += [(p.release_after + 1, 1, slot) for slot, p in points]
