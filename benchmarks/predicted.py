@@ -14,6 +14,7 @@ How it is measured:
 - The stall is what the runtime counts: waits for loads, and waits in stores and releases.
 - The peak is the highest of all steps, live tensors above the level before the step and load buffers together:
   activations, what is alive for a moment only, and the gradients that the backward makes, as in the plan.
+- Of what is computed again compute has none; a profile's compute has what transfers beside it take from the cores.
 - The error is (predicted - measured) / measured. The floor is what the plan says no offload can remove.
 """
 
@@ -56,6 +57,7 @@ class Predicted:
     floor_bytes: int
     kept_peak_bytes: int
     limit_bytes: int | None
+    recomputed: int = 0  # tensors that another partition than PyTorch's computes again
 
     @property
     def stall_s(self) -> float:
@@ -110,14 +112,15 @@ def read(directory: Path) -> Predicted:
     if len(files) > 1:
         names = ", ".join(path.name for path in files)
         raise ValueError(f"{directory} holds the plans of {len(files)} graphs, {names}, and a step should be one graph")
-    found = json.loads(files[0].read_text()).get("predicted")
+    plan = json.loads(files[0].read_text())
+    found = plan.get("predicted")
     if not isinstance(found, dict):
         raise MissingPrediction(f'{files[0]} has no "predicted"')
-    wanted = list(Predicted.__dataclass_fields__)
+    wanted = [name for name in Predicted.__dataclass_fields__ if name != "recomputed"]
     lacking = [name for name in wanted if name not in found]
     if lacking:
         raise MissingPrediction(f'"predicted" of {files[0]} lacks {", ".join(lacking)}')
-    return Predicted(**{name: found[name] for name in wanted})
+    return Predicted(**{name: found[name] for name in wanted}, recomputed=len(plan.get("recomputed", ())))
 
 
 def rows(plan: Predicted | None, keep: Sequence[Step], ours: Sequence[Step]) -> list[Row]:
@@ -127,15 +130,17 @@ def rows(plan: Predicted | None, keep: Sequence[Step], ours: Sequence[Step]) -> 
     def row(name: str, predicted: Callable[[Predicted], float], measured: float, is_memory: bool = False) -> Row:
         return Row(name, None if plan is None else predicted(plan), measured, step_s, is_memory)
 
-    return [
+    figures = [
         row("compute", lambda p: p.compute_s, middle(keep, lambda s: s.graph_s)),
         row("stall of writes", lambda p: p.write_stall_s, middle(ours, lambda s: s.write_stall_s)),
         row("stall of reads", lambda p: p.read_stall_s, middle(ours, lambda s: s.read_stall_s)),
         row("stall", lambda p: p.stall_s, middle(ours, lambda s: s.stall_s)),
         row("forward and backward", lambda p: p.step_s, step_s),
         row("peak", lambda p: p.peak_bytes, highest(ours), True),
-        row("peak with all kept", lambda p: p.kept_peak_bytes, highest(keep), True),
     ]
+    if plan is None or not plan.recomputed:  # what keeps all is that partition, not plain Inductor's
+        figures.append(row("peak with all kept", lambda p: p.kept_peak_bytes, highest(keep), True))
+    return figures
 
 
 def middle(steps: Sequence[Step], figure: Callable[[Step], float]) -> float:
@@ -163,7 +168,10 @@ def floor_line(plan: Predicted, peak_bytes: int) -> str:
     above = peak_bytes / plan.floor_bytes - 1 if plan.floor_bytes else float("inf")
     limit = "none" if plan.limit_bytes is None else f"{plan.limit_bytes / MIB:.1f} MiB"
     text = f"floor {plan.floor_bytes / MIB:.1f} MiB, limit {limit}; the measured peak is {above:+.1%} from the floor"
-    return text + (f", beyond {FLOOR_TOLERANCE:.0%}" if above > FLOOR_TOLERANCE else "")
+    at_floor = plan.limit_bytes is not None and plan.limit_bytes <= (1 + FLOOR_TOLERANCE) * plan.floor_bytes
+    if at_floor and above > FLOOR_TOLERANCE:
+        text += f", beyond {FLOOR_TOLERANCE:.0%}"
+    return text + (f"; {plan.recomputed} tensors are computed again" if plan.recomputed else "")
 
 
 def measure(
