@@ -17,9 +17,9 @@ from torch import fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ssd_fx.passes.kernels import Kernels, Traffic, elements, has_flops, hint, is_attention, tensors
+from ssd_fx.passes.kernels import Kernels, Traffic, elements, has_flops, hint, is_attention
 from ssd_fx.passes.machine import Machine as Machine
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.partition import Partition, tensors_of
 from ssd_fx.passes.plan import Plan, Timeline
 from ssd_fx.passes.profile import Profile
 
@@ -113,7 +113,7 @@ def _is_backward(node: fx.Node) -> bool:
 
 
 def _rate(node: fx.Node, machine: Machine) -> float:
-    dtype = next((t.dtype for t in tensors(node) if t.dtype.is_floating_point), torch.float32)
+    dtype = next((t.dtype for t in tensors_of(node) if t.dtype.is_floating_point), torch.float32)
     if is_attention(node):
         return machine.fused_attention_flops(dtype, backward=_is_backward(node))
     return machine.product_flops(dtype)
@@ -121,7 +121,7 @@ def _rate(node: fx.Node, machine: Machine) -> float:
 
 def _bias_s(node: fx.Node, machine: Machine) -> float:
     """On the CPU `addmm` fills its output with the bias before the product adds to it."""
-    outputs = tensors(node)
+    outputs = tensors_of(node)
     if node.target is not aten.addmm.default or outputs[0].device.type != "cpu":
         return 0.0
     return elements(node) * outputs[0].itemsize / machine.memory_bw

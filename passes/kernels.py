@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ssd_fx.passes.partition import storage_key
+from ssd_fx.passes.partition import storage_key, tensors_of
 
 aten = torch.ops.aten
 
@@ -128,19 +127,15 @@ def _read(node: fx.Node, nbytes: float, outputs: dict[int, float]) -> float:
     return min(nbytes, max(outputs.values(), default=0.0)) if lookup else nbytes
 
 
-def tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
-
-
 def elements(node: fx.Node) -> float:
     """Elements of the largest output."""
-    return max((hint(t.numel()) for t in tensors(node)), default=0.0)
+    return max((hint(t.numel()) for t in tensors_of(node)), default=0.0)
 
 
 def _storages(node: fx.Node) -> dict[int, float]:
     """Bytes that a reader of the node reads, by storage: an expanded tensor is no more than what lies under it."""
     found: dict[int, float] = {}
-    for tensor in tensors(node):
+    for tensor in tensors_of(node):
         key = storage_key(tensor)
         if key is not None:
             nbytes = min(hint(tensor.numel()) * tensor.itemsize, hint(tensor.untyped_storage().nbytes()))

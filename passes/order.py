@@ -29,6 +29,7 @@ from torch._inductor.scheduler import (
 )
 from torch._inductor.virtualized import V
 
+from ssd_fx.passes.fault import require
 from ssd_fx.passes.partitioner import source_digest
 
 # Before torch 2.13 a scheduler pass is any callable, and Inductor compiles without its cache when there is one.
@@ -62,6 +63,9 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """A topological order that follows the FX graph, as far as fusion allows.
 
     Every node is wanted at the last FX node that it computes, or earlier if a node that needs it is wanted earlier.
+
+    Raises:
+        VerifyError: no such order has our nodes in the planned one.
     """
     position = {n: i for i, n in enumerate(V.graph.graph.nodes)}
     index = {b.get_name(): i for i, n in enumerate(nodes) for b in n.get_outputs()}
@@ -72,6 +76,9 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     graph.add_edges_from(_behind_their_wait(nodes))
     ours = sorted((i for i, n in enumerate(nodes) if is_ours(n)), key=lambda i: _position(nodes[i], position))
     graph.add_edges_from(itertools.pairwise(ours))  # one that a fused kernel needs early takes those before it along
+    if not nx.is_directed_acyclic_graph(graph):
+        circle = " -> ".join(nodes[before].get_name() for before, _ in nx.find_cycle(graph))
+        require(False, f"the planned order is a circle: {circle}; a kernel would run before and behind a node of ours", "lifetime")
     wanted = [_position(n, position) for n in nodes]
     for i in reversed(list(nx.topological_sort(graph))):
         wanted[i] = min([wanted[i], *(wanted[k] for k in graph.successors(i))])
