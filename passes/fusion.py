@@ -79,7 +79,7 @@ class _Groups:
                 self._next[source].add(k)
 
     def fuse(self, a: int, b: int, nbytes: int) -> None:
-        """Makes two that share `nbytes` one kernel unless something in between reads the one and is read by the other."""
+        """Makes two that share `nbytes` one kernel, unless something between them reads one and is read by the other."""
         a, b = self._of(a), self._of(b)
         if a == b or self._is_refused(a, b, nbytes) or self._path(a, b) or self._path(b, a):
             return
