@@ -12,65 +12,12 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from ssd_fx.passes.fusion import Kernel, places
-from ssd_fx.passes.kernels import has_flops, hint
+from ssd_fx.passes.kernels import hint
+from ssd_fx.passes.operators import HEAVY, REUSED_READS, addmm, is_extern, is_inlined, reduces_in_a_loop
 from ssd_fx.passes.partition import Partition, storage_key, tensor_of, tensors_of
-
-aten, prims = torch.ops.aten, torch.ops.prims
-
-# What Inductor computes inside whatever kernel reads it, besides what is tagged pointwise.
-_INLINED = frozenset(
-    {
-        aten.full, aten.scalar_tensor, aten.arange, aten.embedding, aten.index, aten.gather, aten.constant_pad_nd,
-        aten.slice_scatter, aten.select_scatter, aten.clone, aten._to_copy, aten.copy, aten.cat, aten.where, prims.iota,
-        prims.convert_element_type, aten.full_like, aten.zeros_like, aten.ones_like, aten.fill,
-    }
-)  # fmt: skip
-_REDUCTIONS = frozenset(
-    {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
-)
-
-# Inductor's rules of what is written to memory instead of computed again (`should_realize_on_reuse`, and thresholds in
-# its configuration, torch 2.13). It counts operations, of which a node has about two.
-_HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})  # on the CPU
-_REUSED_READS = 4
-
-
-def is_inlined(node: fx.Node) -> bool:
-    """Whether Inductor can compute the node inside a kernel that reads it."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _INLINED
-
-
-def is_extern(node: fx.Node) -> bool:
-    """Whether the node is a kernel of its own, which reads and writes buffers."""
-    if node.op != "call_function":
-        return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return not _is_getitem(node) and tensor_of(node) is not None
-    return has_flops(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
-
-
-def _addmm(node: fx.Node) -> fx.Node | None:
-    """The addition with which Inductor makes an `mm` an `addmm`; the matmul moves there, and its operands live on."""
-    user = next(iter(node.users), None)
-    if node.target is not aten.mm.default or user is None or len(node.users) > 1 or user.kwargs:
-        return None
-    shapes = [t.shape for n in user.all_input_nodes if (t := tensor_of(n)) is not None]
-    same = user.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]
-    return user if same else None
-
-
-def _reduces_in_a_loop(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in _REDUCTIONS
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
 
 
 @dataclass(frozen=True)
@@ -78,9 +25,9 @@ class Buffers:
     """The storages of one graph that will be memory, by storage key.
 
     `first`, `last`: indices of the nodes in whose kernels a buffer is written and read last (the output is no reader),
-    as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `read_first`: the first
-    node that reads it, or the one in whose kernel it is read first where that runs earlier. `nbytes`: its size; `held`:
-    what the output returns; `in_place`: what a kernel writes over an input that dies there.
+    as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `read_first`: the
+    first node that reads it, or where the kernel runs that reads it first, if that is earlier. `nbytes`: its size;
+    `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there.
     """
 
     first: Mapping[int, int]
@@ -183,7 +130,7 @@ class _Predictor:
 
     def _find_addmms(self) -> None:
         for node in self.nodes:
-            if (add := _addmm(node)) is not None and add not in self.additions:
+            if (add := addmm(node)) is not None and add not in self.additions:
                 self.addmms[node] = add
                 self.additions.add(add)
 
@@ -197,7 +144,7 @@ class _Predictor:
                 continue
             tensor = tensor_of(node)
             on_cpu = tensor is not None and tensor.device.type == "cpu"
-            sizes[i], heavy[i] = 1, on_cpu and getattr(node.target, "overloadpacket", None) in _HEAVY
+            sizes[i], heavy[i] = 1, on_cpu and getattr(node.target, "overloadpacket", None) in HEAVY
             for source in self._sources(i):
                 if realized[source]:
                     reads[i].add(source)
@@ -207,7 +154,7 @@ class _Predictor:
                     heavy[i] |= heavy[source]
             readers = self.readers[i]
             asked = any(r.op == "output" or self._is_extern(r) for r in readers)
-            costly = len(reads[i]) > _REUSED_READS or sizes[i] > (25 if on_cpu else 15) or heavy[i]
+            costly = len(reads[i]) > REUSED_READS or sizes[i] > (25 if on_cpu else 15) or heavy[i]
             realized[i] = asked or len(reads[i]) > (12 if on_cpu else 8) or (len(readers) > 1 and costly)
         return realized
 
@@ -255,7 +202,7 @@ class _Predictor:
             return None
         sizes = [t.numel() for n in (node, *node.all_input_nodes) if (t := tensor_of(n)) is not None]
         columns = False
-        if _reduces_in_a_loop(node) and (source := tensor_of(node.all_input_nodes[0])) is not None and source.dim():
+        if reduces_in_a_loop(node) and (source := tensor_of(node.all_input_nodes[0])) is not None and source.dim():
             dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else []
             columns = bool(dims) and source.dim() - 1 not in {d % source.dim() for d in dims if isinstance(d, int)}
         return (max(map(hint, sizes), default=0), columns)

@@ -4,8 +4,8 @@
     ...                               the mm needs `norm`; what else it computes is there, and takes memory, that
     dx = g(x, dy)                     much earlier than in the graph
 
-Inductor refuses some (`can_fuse` and `can_fuse_horizontal` in its choices.py, torch 2.13): kernels of too many loops, and
-where the one does not read the other, those that share next to nothing or are too far apart.
+Inductor refuses some (`can_fuse` and `can_fuse_horizontal` in its choices.py, torch 2.13): kernels of too many loops,
+and where the one does not read the other, those that share next to nothing or are too far apart.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def places(kernels: Mapping[int, Kernel]) -> dict[int, int]:
 
 
 def _candidates(kernels: Mapping[int, Kernel]) -> dict[tuple[int, int], int]:
-    """Pairs that iterate alike, with the bytes that they share: most first, then the nearest, as Inductor scores them."""
+    """Pairs that iterate alike, with the bytes that they share: most first, then the nearest, as Inductor scores."""
     users: dict[int, list[int]] = {}
     for k, kernel in kernels.items():
         if kernel.space is not None:
@@ -79,7 +79,7 @@ class _Groups:
                 self._next[source].add(k)
 
     def fuse(self, a: int, b: int, nbytes: int) -> None:
-        """Makes two that share `nbytes` one kernel, unless something between them reads one and is read by the other."""
+        """Makes two that share `nbytes` one kernel, unless refused, or something between reads one for the other."""
         a, b = self._of(a), self._of(b)
         if a == b or self._is_refused(a, b, nbytes) or self._path(a, b) or self._path(b, a):
             return

@@ -22,9 +22,10 @@ from torch._subclasses import FakeTensorMode
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes import rebuild
+from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.lifetime import first_read, view_closure
 from ssd_fx.passes.partition import Partition, storage_key
-from ssd_fx.passes.plan import AliasGroup, Layout, Member, Offload, Plan
+from ssd_fx.passes.plan import Offload, Plan
 
 ops = torch.ops.ssd_fx
 aten = torch.ops.aten

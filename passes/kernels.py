@@ -105,7 +105,7 @@ class Kernels:
 def has_flops(node: fx.Node) -> bool:
     """Whether the node is a matrix product, convolution or attention: a library call that is priced by its flops.
 
-    Calls of other operators (`footprint.is_extern` has them all) are priced by memory traffic, as fused kernels are.
+    Calls of other operators (`operators.is_extern` has them all) are priced by memory traffic, as fused kernels are.
     """
     known = isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
     return known or is_attention(node)

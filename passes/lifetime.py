@@ -9,8 +9,9 @@ from __future__ import annotations
 from torch import fx
 
 from ssd_fx.passes.footprint import both_buffers
+from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition, storage_key, tensors_of
-from ssd_fx.passes.plan import AliasGroup, Lifetime, Plan
+from ssd_fx.passes.plan import Lifetime, Plan
 
 
 def lifetime(partition: Partition, plan: Plan) -> Plan:

@@ -18,9 +18,9 @@ from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from ssd_fx.passes.groups import AliasGroup, Layout
 from ssd_fx.passes.packing import statically_equal
 from ssd_fx.passes.partition import storage_key, tensor_of, tensors_of
-from ssd_fx.passes.plan import AliasGroup, Layout
 
 aten = torch.ops.aten
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ssd_fx.passes.footprint import both_buffers
+from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition, storage_of
-from ssd_fx.passes.plan import AliasGroup, Plan
+from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.simulate import Choice, Item, Step
 
 
