@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ssd_fx.passes.kernels import Kernels, Traffic, elements, has_flops, hint, is_attention
+from ssd_fx.passes.kernels import Kernels, Traffic, both_kernels, elements, has_flops, hint, is_attention
 from ssd_fx.passes.machine import Machine as Machine
 from ssd_fx.passes.partition import Partition, tensors_of
 from ssd_fx.passes.plan import Plan, Timeline
@@ -56,14 +56,14 @@ def time(partition: Partition, plan: Plan, *, machine: Machine, profile: Profile
     """Fill `plan.timeline`: the roofline, and where `profile` knows this graph, what was measured of it."""
     forward, backward = partition.forward.graph, partition.backward.graph
     begin = next(i for i, n in enumerate(backward.nodes) if n.op != "placeholder")
-    starts = _starts(forward, machine), _starts(backward, machine)
+    fwd_kernels, bwd_kernels = partition.once(both_kernels)
+    starts = _starts(forward, fwd_kernels, machine), _starts(backward, bwd_kernels, machine)
     if profile is not None:
         starts = profile.rescale(plan.graph, *starts)
     return plan.with_(timeline=Timeline(*starts, begin))
 
 
-def _starts(graph: fx.Graph, machine: Machine) -> tuple[float, ...]:
-    kernels = Kernels(graph)
+def _starts(graph: fx.Graph, kernels: Kernels, machine: Machine) -> tuple[float, ...]:
     starts = [0.0]
     for node in graph.nodes:
         traffic = kernels.traffic.get(node)

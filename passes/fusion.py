@@ -91,12 +91,13 @@ class _Groups:
         bisect.insort(self._spans, (self._first[a], self._at[a]))
 
     def _is_refused(self, a: int, b: int, nbytes: int) -> bool:
+        """By what holds for all kernels, or by what holds for those that do not read each other."""
         if self._loops[a] + self._loops[b] > config.max_fusion_size:
             return True
-        if self._reads(b, a) or self._reads(a, b):
-            return False
         span = self._rank[max(self._at[a], self._at[b])] - self._rank[min(self._first[a], self._first[b])]
-        return span > FARTHEST or nbytes < config.score_fusion_memory_threshold
+        if span <= FARTHEST and nbytes >= config.score_fusion_memory_threshold:
+            return False
+        return not (self._reads(b, a) or self._reads(a, b))
 
     def _reads(self, reader: int, group: int) -> bool:
         return any(self._of(n) == reader for n in self._next[group])

@@ -9,13 +9,14 @@ kernel; it reads each storage once, and writes what another kernel or the caller
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ssd_fx.passes.partition import storage_key, tensors_of
+from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 
 aten = torch.ops.aten
 
@@ -102,6 +103,11 @@ class Kernels:
             self.traffic[node].written += self._storages[node][key]
 
 
+def both_kernels(partition: Partition) -> tuple[Kernels, Kernels]:
+    """Those of the forward and of the backward; for `Partition.once`."""
+    return Kernels(partition.forward.graph), Kernels(partition.backward.graph)
+
+
 def has_flops(node: fx.Node) -> bool:
     """Whether the node is a matrix product, convolution or attention: a library call that is priced by its flops.
 
@@ -113,7 +119,12 @@ def has_flops(node: fx.Node) -> bool:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is one of the fused attention operators, whatever the device."""
-    return any(name in str(node.target) for name in _ATTENTION)
+    return _is_attention(node.target)
+
+
+@functools.cache  # a graph has few operators and many nodes
+def _is_attention(target: object) -> bool:
+    return any(name in str(target) for name in _ATTENTION)
 
 
 def _is_reduction(node: fx.Node) -> bool:
