@@ -22,10 +22,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 
 from ssd_fx.passes.copies import merge_copies
+from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.kernels import hint
 from ssd_fx.passes.packing import Stored, is_dense, may_restride, pack
 from ssd_fx.passes.partition import Partition, known_symbols, nodes_by_storage, storage_key, tensor_of
-from ssd_fx.passes.plan import AliasGroup, Layout, Member, Plan
+from ssd_fx.passes.plan import Plan
 
 DYNAMIC = "dynamic shape"
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from ssd_fx.passes.groups import AliasGroup, Copy, Layout
 from ssd_fx.passes.packing import span
 from ssd_fx.passes.partition import Partition, storage_key, tensor_of
-from ssd_fx.passes.plan import AliasGroup, Copy, Layout
 
 aten = torch.ops.aten
 _COPIES = (aten.clone.default, aten._to_copy.default)

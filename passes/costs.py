@@ -17,9 +17,9 @@ from torch import fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ssd_fx.passes.kernels import Kernels, Traffic, elements, has_flops, hint, is_attention, tensors
+from ssd_fx.passes.kernels import Kernels, Traffic, both_kernels, elements, has_flops, hint, is_attention
 from ssd_fx.passes.machine import Machine as Machine
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.partition import Partition, tensors_of
 from ssd_fx.passes.plan import Plan, Timeline
 from ssd_fx.passes.profile import Profile
 
@@ -56,15 +56,15 @@ def time(partition: Partition, plan: Plan, *, machine: Machine, profile: Profile
     """Fill `plan.timeline`: the roofline in the scale of `profile`, and its measured times where it knows the graph."""
     forward, backward = partition.forward.graph, partition.backward.graph
     begin = next(i for i, n in enumerate(backward.nodes) if n.op != "placeholder")
+    fwd_kernels, bwd_kernels = partition.once(both_kernels)
     scale = 1.0 if profile is None else profile.scale
-    starts = _starts(forward, machine, scale), _starts(backward, machine, scale)
+    starts = _starts(forward, fwd_kernels, machine, scale), _starts(backward, bwd_kernels, machine, scale)
     if profile is not None:
         starts = profile.rescale(plan.graph, *starts)
     return plan.with_(timeline=Timeline(*starts, begin, scale))
 
 
-def _starts(graph: fx.Graph, machine: Machine, scale: float) -> tuple[float, ...]:
-    kernels = Kernels(graph)
+def _starts(graph: fx.Graph, kernels: Kernels, machine: Machine, scale: float) -> tuple[float, ...]:
     starts = [0.0]
     for node in graph.nodes:
         traffic = kernels.traffic.get(node)
@@ -114,7 +114,7 @@ def _is_backward(node: fx.Node) -> bool:
 
 
 def _rate(node: fx.Node, machine: Machine) -> float:
-    dtype = next((t.dtype for t in tensors(node) if t.dtype.is_floating_point), torch.float32)
+    dtype = next((t.dtype for t in tensors_of(node) if t.dtype.is_floating_point), torch.float32)
     if is_attention(node):
         return machine.fused_attention_flops(dtype, backward=_is_backward(node))
     return machine.product_flops(dtype)
@@ -122,7 +122,7 @@ def _rate(node: fx.Node, machine: Machine) -> float:
 
 def _bias_s(node: fx.Node, machine: Machine) -> float:
     """On the CPU `addmm` fills its output with the bias before the product adds to it."""
-    outputs = tensors(node)
+    outputs = tensors_of(node)
     if node.target is not aten.addmm.default or outputs[0].device.type != "cpu":
         return 0.0
     return elements(node) * outputs[0].itemsize / machine.memory_bw

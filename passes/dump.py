@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
+from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.layers import Row, fold
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import AliasGroup, Keep, Plan, Prediction, Recompute
+from ssd_fx.passes.plan import Keep, Plan, Prediction, Recompute
 
 Names = tuple[list[str], list[str]]  # of the nodes of the forward, and of the backward
 

@@ -12,66 +12,12 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from ssd_fx.passes.fusion import Kernel, places
-from ssd_fx.passes.kernels import has_flops, hint
-from ssd_fx.passes.partition import storage_key, tensor_of
-
-aten, prims = torch.ops.aten, torch.ops.prims
-
-# What Inductor computes inside whatever kernel reads it, besides what is tagged pointwise.
-_INLINED = frozenset(
-    {
-        aten.full, aten.scalar_tensor, aten.arange, aten.embedding, aten.index, aten.gather, aten.constant_pad_nd,
-        aten.slice_scatter, aten.select_scatter, aten.clone, aten._to_copy, aten.copy, aten.cat, aten.where, prims.iota,
-        prims.convert_element_type, aten.full_like, aten.zeros_like, aten.ones_like, aten.fill,
-    }
-)  # fmt: skip
-_REDUCTIONS = frozenset(
-    {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
-)
-
-# Inductor's rules of what is written to memory instead of computed again (`should_realize_on_reuse`, and thresholds in
-# its configuration, torch 2.13). It counts operations, of which a node has about two.
-_HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})  # on the CPU
-_REUSED_READS = 4
-
-
-def is_inlined(node: fx.Node) -> bool:
-    """Whether Inductor can compute the node inside a kernel that reads it."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _INLINED
-
-
-def is_extern(node: fx.Node) -> bool:
-    """Whether the node is a kernel of its own, which reads and writes buffers."""
-    if node.op != "call_function":
-        return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return not _is_getitem(node) and tensor_of(node) is not None
-    return has_flops(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
-
-
-def _addmm(node: fx.Node) -> fx.Node | None:
-    """The addition with which Inductor makes an `mm` an `addmm`; the matmul moves there, and its operands live on."""
-    user = next(iter(node.users), None)
-    if node.target is not aten.mm.default or user is None or len(node.users) > 1 or user.kwargs:
-        return None
-    shapes = [t.shape for n in user.all_input_nodes if (t := tensor_of(n)) is not None]
-    same = user.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]
-    return user if same else None
-
-
-def _reduces_in_a_loop(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in _REDUCTIONS
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
+from ssd_fx.passes.kernels import hint
+from ssd_fx.passes.operators import HEAVY, REUSED_READS, addmm, is_extern, is_inlined, reduces_in_a_loop
+from ssd_fx.passes.partition import Partition, storage_key, tensor_of, tensors_of
 
 
 @dataclass(frozen=True)
@@ -79,12 +25,14 @@ class Buffers:
     """The storages of one graph that will be memory, by storage key.
 
     `first`, `last`: indices of the nodes in whose kernels a buffer is written and read last (the output is no reader),
-    as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `nbytes`: its size;
+    as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `read_first`: the
+    first node that reads it, or where the kernel runs that reads it first, if that is earlier. `nbytes`: its size;
     `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there.
     """
 
     first: Mapping[int, int]
     last: Mapping[int, int]
+    read_first: Mapping[int, int]
     read_last: Mapping[int, int]
     nbytes: Mapping[int, int]
     held: frozenset[int]
@@ -105,6 +53,12 @@ def buffers(graph: fx.Graph, donated: Collection[str] = ()) -> Buffers:
     return _Predictor(graph, donated).run()
 
 
+def both_buffers(partition: Partition) -> tuple[Buffers, Buffers]:
+    """Those of the forward and of the backward, which is given the saved tensors; for `Partition.once`."""
+    donated = {n.name for n in partition.saved}
+    return buffers(partition.forward.graph), buffers(partition.backward.graph, donated)
+
+
 class _Predictor:
     def __init__(self, graph: fx.Graph, donated: Collection[str]) -> None:
         self.donated = donated
@@ -112,17 +66,21 @@ class _Predictor:
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.keys = [_keys(n) for n in self.nodes]
         self.view = [self._is_view(i) for i in range(len(self.nodes))]
+        self.readers = [[] if v else list(self._readers(i)) for i, v in enumerate(self.view)]
         self.addmms: dict[fx.Node, fx.Node] = {}  # matmuls, and the additions that they do as well
+        self.additions: set[fx.Node] = set()
         self.runs = self._runs()
         self.at = self._places()
 
     def run(self) -> Buffers:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
+        read_first: dict[int, int] = {}
         read_last: dict[int, int] = {}
         nbytes: dict[int, int] = {}
         makers: dict[int, int] = {}
         held = set()
+        earliest = self._earliest()
         for i, node in enumerate(self.nodes):
             for key, size in self.keys[i].items():
                 if self.runs[i] == i and not self.view[i] and key not in first:
@@ -134,10 +92,23 @@ class _Predictor:
                     if user.op == "output":
                         held.add(key)
                     elif not self.view[self.index[user]] or key not in self.keys[self.index[user]]:
-                        kernel = self.runs[self.index[user]]  # copy_ is a view of its target, and reads its source
+                        reader = self.index[user]
+                        kernel = self.runs[reader]  # copy_ is a view of its target, and reads its source
+                        read_first[key] = min(read_first.get(key, reader), reader, earliest[reader])
                         last[key] = max(last[key], self.at[kernel])
                         read_last[key] = max(read_last[key], kernel)
-        return Buffers(first, last, read_last, nbytes, frozenset(held), self._in_place(makers, last, held))
+        in_place = self._in_place(makers, last, held)
+        return Buffers(first, last, read_first, read_last, nbytes, frozenset(held), in_place)
+
+    def _earliest(self) -> list[int]:
+        """Where each node is computed first: what is no buffer, in every kernel that reads it."""
+        earliest = list(range(len(self.nodes)))
+        for i in reversed(range(len(self.nodes))):
+            if self.runs[i] == i or self.nodes[i] in self.addmms:
+                earliest[i] = self.at[self.runs[i]]
+            else:
+                earliest[i] = min((earliest[self.index[r]] for r in self.readers[i]), default=i)
+        return earliest
 
     def _is_view(self, i: int) -> bool:
         inputs = set().union(*(self.keys[self.index[n]] for n in self.nodes[i].all_input_nodes), ())
@@ -152,15 +123,16 @@ class _Predictor:
             if self.nodes[i] in self.addmms:
                 runs[i] = self.index[self.addmms[self.nodes[i]]]
             elif not realized[i] and not self.view[i]:
-                inside = [runs[self.index[r]] for r in self._readers(i)]
+                inside = [runs[self.index[r]] for r in self.readers[i]]
                 # A constant runs nowhere: every kernel that wants one makes its own.
                 runs[i] = max(inside, default=i + 1) if self.nodes[i].all_input_nodes else i + 1
         return runs
 
     def _find_addmms(self) -> None:
         for node in self.nodes:
-            if (add := _addmm(node)) is not None and add not in self.addmms.values():
+            if (add := addmm(node)) is not None and add not in self.additions:
                 self.addmms[node] = add
+                self.additions.add(add)
 
     def _realized(self) -> list[bool]:
         """Which nodes Inductor writes to memory, by its own rules: what a library call or the caller reads, and what
@@ -172,7 +144,7 @@ class _Predictor:
                 continue
             tensor = tensor_of(node)
             on_cpu = tensor is not None and tensor.device.type == "cpu"
-            sizes[i], heavy[i] = 1, on_cpu and getattr(node.target, "overloadpacket", None) in _HEAVY
+            sizes[i], heavy[i] = 1, on_cpu and getattr(node.target, "overloadpacket", None) in HEAVY
             for source in self._sources(i):
                 if realized[source]:
                     reads[i].add(source)
@@ -180,9 +152,9 @@ class _Predictor:
                     reads[i] |= reads[source]
                     sizes[i] += sizes[source]
                     heavy[i] |= heavy[source]
-            readers = list(self._readers(i))
+            readers = self.readers[i]
             asked = any(r.op == "output" or self._is_extern(r) for r in readers)
-            costly = len(reads[i]) > _REUSED_READS or sizes[i] > (25 if on_cpu else 15) or heavy[i]
+            costly = len(reads[i]) > REUSED_READS or sizes[i] > (25 if on_cpu else 15) or heavy[i]
             realized[i] = asked or len(reads[i]) > (12 if on_cpu else 8) or (len(readers) > 1 and costly)
         return realized
 
@@ -198,7 +170,7 @@ class _Predictor:
         return list(found)
 
     def _is_extern(self, node: fx.Node) -> bool:
-        return is_extern(node) or node in self.addmms.values()
+        return is_extern(node) or node in self.additions
 
     def _places(self) -> list[int]:
         """The index of the node at which each kernel runs, by the node that it is named by."""
@@ -230,7 +202,7 @@ class _Predictor:
             return None
         sizes = [t.numel() for n in (node, *node.all_input_nodes) if (t := tensor_of(n)) is not None]
         columns = False
-        if _reduces_in_a_loop(node) and (source := tensor_of(node.all_input_nodes[0])) is not None and source.dim():
+        if reduces_in_a_loop(node) and (source := tensor_of(node.all_input_nodes[0])) is not None and source.dim():
             dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else []
             columns = bool(dims) and source.dim() - 1 not in {d % source.dim() for d in dims if isinstance(d, int)}
         return (max(map(hint, sizes), default=0), columns)
@@ -279,6 +251,5 @@ class _Predictor:
 
 def _keys(node: fx.Node) -> dict[int, int]:
     """Storages of the node's outputs, with their bytes."""
-    tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
-    found = {storage_key(t): int(hint(t.untyped_storage().nbytes())) for t in tensors if storage_key(t) is not None}
+    found = {storage_key(t): int(hint(t.untyped_storage().nbytes())) for t in tensors_of(node)}
     return {k: size for k, size in found.items() if k is not None}

@@ -1,8 +1,11 @@
 """Which kernels of a graph Inductor will fuse because they read the same buffers, and when the fused ones run.
 
-norm = f(x)      mm(norm)         both loops read x and go over the same elements: one kernel, which runs when
-...                               the mm needs `norm`; what else it computes is there, and takes memory, that
-dx = g(x, dy)                     much earlier than in the graph
+    norm = f(x)      mm(norm)         both loops read x and go over the same elements: one kernel, which runs when
+    ...                               the mm needs `norm`; what else it computes is there, and takes memory, that
+    dx = g(x, dy)                     much earlier than in the graph
+
+Inductor refuses some (`can_fuse` and `can_fuse_horizontal` in its choices.py, torch 2.13): kernels of too many loops,
+and where the one does not read the other, those that share next to nothing or are too far apart.
 """
 
 from __future__ import annotations
@@ -11,8 +14,13 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch._inductor import config
+
 # Of the readers of a buffer so many behind each are looked at: what all layers read would be a square of pairs.
 NEAR = 8
+# Kernels from the first to the last of one that is fused of loops that do not read each other: a number in the code of
+# `Scheduler.are_long_distant_nodes`. Our own nodes count there too, but are not known yet when this is asked.
+FARTHEST = 64
 
 
 @dataclass
@@ -32,13 +40,13 @@ class Kernel:
 def places(kernels: Mapping[int, Kernel]) -> dict[int, int]:
     """When each kernel runs: at its place, or, fused, at the last one of its group, or earlier where a reader does."""
     groups = _Groups(kernels)
-    for a, b in _candidates(kernels):
-        groups.fuse(a, b)
+    for (a, b), nbytes in _candidates(kernels).items():
+        groups.fuse(a, b, nbytes)
     return groups.places()
 
 
-def _candidates(kernels: Mapping[int, Kernel]) -> list[tuple[int, int]]:
-    """Pairs that share bytes and iterate alike: most bytes first, then the nearest, as Inductor scores them."""
+def _candidates(kernels: Mapping[int, Kernel]) -> dict[tuple[int, int], int]:
+    """Pairs that iterate alike, with the bytes that they share: most first, then the nearest, as Inductor scores."""
     users: dict[int, list[int]] = {}
     for k, kernel in kernels.items():
         if kernel.space is not None:
@@ -52,7 +60,7 @@ def _candidates(kernels: Mapping[int, Kernel]) -> list[tuple[int, int]]:
                 if kernels[a].space == kernels[b].space:
                     used = kernels[a].reads if key in kernels[a].reads else kernels[a].writes
                     shared[a, b] = shared.get((a, b), 0) + used[key]
-    return sorted(shared, key=lambda pair: (-shared[pair], pair[1] - pair[0], pair))
+    return {pair: shared[pair] for pair in sorted(shared, key=lambda p: (-shared[p], p[1] - p[0], p)) if shared[pair]}
 
 
 class _Groups:
@@ -62,22 +70,37 @@ class _Groups:
         self._group = {k: k for k in kernels}
         self._at = {k: kernel.at for k, kernel in kernels.items()}  # by group: the last of its members
         self._first = dict(self._at)
+        self._rank = {at: rank for rank, at in enumerate(sorted(self._at.values()))}
+        self._loops = dict.fromkeys(kernels, 1)
         self._spans: list[tuple[int, int]] = []  # first and last member of every group that was made, by the first
         self._next: dict[int, set[int]] = {k: set() for k in kernels}
         for k, kernel in kernels.items():
             for source in kernel.behind:
                 self._next[source].add(k)
 
-    def fuse(self, a: int, b: int) -> None:
-        """Makes the two one kernel unless something in between reads the one and is read by the other."""
+    def fuse(self, a: int, b: int, nbytes: int) -> None:
+        """Makes two that share `nbytes` one kernel, unless refused, or something between reads one for the other."""
         a, b = self._of(a), self._of(b)
-        if a == b or self._path(a, b) or self._path(b, a):
+        if a == b or self._is_refused(a, b, nbytes) or self._path(a, b) or self._path(b, a):
             return
         self._group[b] = a
+        self._loops[a] += self._loops[b]
         self._at[a] = max(self._at[a], self._at[b])
         self._first[a] = min(self._first[a], self._first[b])
         self._next[a] |= self._next.pop(b)
         bisect.insort(self._spans, (self._first[a], self._at[a]))
+
+    def _is_refused(self, a: int, b: int, nbytes: int) -> bool:
+        """By what holds for all kernels, or by what holds for those that do not read each other."""
+        if self._loops[a] + self._loops[b] > config.max_fusion_size:
+            return True
+        span = self._rank[max(self._at[a], self._at[b])] - self._rank[min(self._first[a], self._first[b])]
+        if span <= FARTHEST and nbytes >= config.score_fusion_memory_threshold:
+            return False
+        return not (self._reads(b, a) or self._reads(a, b))
+
+    def _reads(self, reader: int, group: int) -> bool:
+        return any(self._of(n) == reader for n in self._next[group])
 
     def places(self) -> dict[int, int]:
         at = dict(self._at)

@@ -22,9 +22,10 @@ from torch._subclasses import FakeTensorMode
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes import rebuild
+from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.lifetime import first_read, view_closure
 from ssd_fx.passes.partition import Partition, storage_key
-from ssd_fx.passes.plan import AliasGroup, Layout, Member, Offload, Plan
+from ssd_fx.passes.plan import Offload, Plan
 
 ops = torch.ops.ssd_fx
 aten = torch.ops.aten
@@ -192,7 +193,9 @@ class _BackwardWriter:
         where = (self.sizes.of(layout.size), self.sizes.of(layout.stride), layout.dtype, layout.device)
         strict = self.plan.points[group.slot].strict
         args = (self.handles[group.slot], *where, seq, self.consume, strict)
-        self.loads[group.slot] = rebuild.call(self.graph, ops.load.default, *args)
+        self.loads[group.slot] = load = self.graph.call_function(ops.load.default, args)
+        with self.fake_mode:  # what the operator would make: to call it takes three times as long
+            load.meta["val"] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
     def _wait(self, group: AliasGroup, seq: int) -> None:
         loaded, layout = self.loads[group.slot], group.layout

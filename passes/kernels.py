@@ -9,14 +9,14 @@ kernel; it reads each storage once, and writes what another kernel or the caller
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ssd_fx.passes.partition import storage_key
+from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 
 aten = torch.ops.aten
 
@@ -103,10 +103,15 @@ class Kernels:
             self.traffic[node].written += self._storages[node][key]
 
 
+def both_kernels(partition: Partition) -> tuple[Kernels, Kernels]:
+    """Those of the forward and of the backward; for `Partition.once`."""
+    return Kernels(partition.forward.graph), Kernels(partition.backward.graph)
+
+
 def has_flops(node: fx.Node) -> bool:
     """Whether the node is a matrix product, convolution or attention: a library call that is priced by its flops.
 
-    Calls of other operators (`footprint.is_extern` has them all) are priced by memory traffic, as fused kernels are.
+    Calls of other operators (`operators.is_extern` has them all) are priced by memory traffic, as fused kernels are.
     """
     known = isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
     return known or is_attention(node)
@@ -114,7 +119,12 @@ def has_flops(node: fx.Node) -> bool:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is one of the fused attention operators, whatever the device."""
-    return any(name in str(node.target) for name in _ATTENTION)
+    return _is_attention(node.target)
+
+
+@functools.cache  # a graph has few operators and many nodes
+def _is_attention(target: object) -> bool:
+    return any(name in str(target) for name in _ATTENTION)
 
 
 def _is_reduction(node: fx.Node) -> bool:
@@ -128,19 +138,15 @@ def _read(node: fx.Node, nbytes: float, outputs: dict[int, float]) -> float:
     return min(nbytes, max(outputs.values(), default=0.0)) if lookup else nbytes
 
 
-def tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
-
-
 def elements(node: fx.Node) -> float:
     """Elements of the largest output."""
-    return max((hint(t.numel()) for t in tensors(node)), default=0.0)
+    return max((hint(t.numel()) for t in tensors_of(node)), default=0.0)
 
 
 def _storages(node: fx.Node) -> dict[int, float]:
     """Bytes that a reader of the node reads, by storage: an expanded tensor is no more than what lies under it."""
     found: dict[int, float] = {}
-    for tensor in tensors(node):
+    for tensor in tensors_of(node):
         key = storage_key(tensor)
         if key is not None:
             nbytes = min(hint(tensor.numel()) * tensor.itemsize, hint(tensor.untyped_storage().nbytes()))

@@ -6,13 +6,12 @@ kernel runs that it is fused into.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from ssd_fx.passes.footprint import buffers
-from ssd_fx.passes.partition import Partition, storage_key
-from ssd_fx.passes.plan import AliasGroup, Lifetime, Plan
+from ssd_fx.passes.footprint import both_buffers
+from ssd_fx.passes.groups import AliasGroup
+from ssd_fx.passes.partition import Partition, storage_key, tensors_of
+from ssd_fx.passes.plan import Lifetime, Plan
 
 
 def lifetime(partition: Partition, plan: Plan) -> Plan:
@@ -22,7 +21,7 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
     fwd_position = {n: i for i, n in enumerate(forward)}
     bwd_position = {n: i for i, n in enumerate(backward)}
     fwd_by_name = {n.name: n for n in forward}
-    fwd_buffers, bwd_buffers = buffers(partition.forward.graph), buffers(partition.backward.graph)
+    fwd_buffers, bwd_buffers = partition.once(both_buffers)
     placeholders = partition.bwd_placeholders
 
     last_input = max((i for i, n in enumerate(forward) if n.op == "placeholder"), default=0)
@@ -35,11 +34,14 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         last = max(fwd_position[base], fwd_buffers.last[key], fwd_buffers.read_last[key])
         if group.pack is not None and group.pack.copy:  # nobody but the store reads the copy
             last = fwd_position[base]
-        first = min(first_read(placeholders[m.name], bwd_position) for m in group.members)
+        keys = {storage_key(placeholders[m.name].meta["val"]) for m in group.members}
+        # A reader that is fused into an earlier kernel would take the wait along, and with it the load; and whatever is
+        # fused, no node of the graph may read before the wait.
+        reads = [bwd_buffers.read_first[k] for k in keys if k is not None and k in bwd_buffers.read_first]
+        first = min([first_read(placeholders[m.name], bwd_position) for m in group.members] + reads)
         assert plan.timeline is not None
         # Nothing stands between the inputs of a graph: one of them is produced where the last one is.
         idle = plan.timeline.forward[-1] - plan.timeline.forward[last + 1] + plan.timeline.backward[first]
-        keys = {storage_key(placeholders[m.name].meta["val"]) for m in group.members}
         last_bwd = max(first, *(bwd_buffers.last[k] for k in keys if k is not None))
         return Lifetime(max(fwd_position[base], last_input), max(last, last_input), first, last_bwd, idle)
 
@@ -60,8 +62,10 @@ def view_closure(placeholder: fx.Node) -> dict[fx.Node, None]:
     work = [placeholder]
     while work:
         for user in work.pop().users:
-            tensors = [v for v in tree_leaves(user.meta.get("val")) if isinstance(v, torch.Tensor)]
-            if user not in closure and tensors and all(storage_key(v) == key for v in tensors):
+            if user in closure:
+                continue
+            tensors = tensors_of(user)
+            if tensors and all(storage_key(v) == key for v in tensors):
                 closure[user] = None
                 work.append(user)
     return closure

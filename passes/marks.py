@@ -23,8 +23,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes import modules
+from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of, tensor_of
-from ssd_fx.passes.plan import AliasGroup, Keep, Mark, Offload, Plan
+from ssd_fx.passes.plan import Keep, Mark, Offload, Plan
 
 log = logging.getLogger("ssd_fx")
 

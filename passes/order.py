@@ -29,6 +29,7 @@ from torch._inductor.scheduler import (
 )
 from torch._inductor.virtualized import V
 
+from ssd_fx.passes.fault import require
 from ssd_fx.passes.partitioner import source_digest
 
 # Before torch 2.13 a scheduler pass is any callable, and Inductor compiles without its cache when there is one.
@@ -62,6 +63,9 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """A topological order that follows the FX graph, as far as fusion allows.
 
     Every node is wanted at the last FX node that it computes, or earlier if a node that needs it is wanted earlier.
+
+    Raises:
+        VerifyError: no such order has our nodes in the planned one.
     """
     position = {n: i for i, n in enumerate(V.graph.graph.nodes)}
     index = {b.get_name(): i for i, n in enumerate(nodes) for b in n.get_outputs()}
@@ -72,10 +76,25 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     graph.add_edges_from(_behind_their_wait(nodes))
     ours = sorted((i for i, n in enumerate(nodes) if is_ours(n)), key=lambda i: _position(nodes[i], position))
     graph.add_edges_from(itertools.pairwise(ours))  # one that a fused kernel needs early takes those before it along
+    if not nx.is_directed_acyclic_graph(graph):
+        circle = " -> ".join(_named(nodes[before]) for before, _ in nx.find_cycle(graph))
+        text = (
+            "no order has the nodes of ours as they are planned: each of these would run before the next, in a circle"
+        )
+        require(False, f"{text}: {circle}", "order")
     wanted = [_position(n, position) for n in nodes]
     for i in reversed(list(nx.topological_sort(graph))):
         wanted[i] = min([wanted[i], *(wanted[k] for k in graph.successors(i))])
     return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
+
+
+def _named(node: BaseSchedulerNode) -> str:
+    """The FX nodes that it computes; of a library call, the call alone."""
+    origin = getattr(node.node, "origin_node", None)
+    if isinstance(origin, torch.fx.Node):
+        return origin.name
+    origins = {o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
+    return " + ".join(sorted(origins)) or node.get_name()
 
 
 def _behind_their_wait(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int]]:

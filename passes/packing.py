@@ -19,8 +19,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ssd_fx.passes.groups import Box, Layout, Pack
 from ssd_fx.passes.partition import tensor_of
-from ssd_fx.passes.plan import Box, Layout, Pack
 
 aten = torch.ops.aten
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -24,6 +28,7 @@ class Partition:
     backward: fx.GraphModule
     num_fwd_outputs: int
     activations: frozenset[str] = frozenset()
+    _found: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def fwd_output(self) -> fx.Node:
@@ -47,7 +52,14 @@ class Partition:
     def bwd_placeholders(self) -> dict[str, fx.Node]:
         return {n.name: n for n in self.backward.graph.nodes if n.op == "placeholder"}
 
+    def once(self, analysis: Callable[[Partition], T]) -> T:
+        """What `analysis` says of both graphs: asked once, however many passes want it, until they are rewritten."""
+        if analysis not in self._found:
+            self._found[analysis] = analysis(self)
+        return cast(T, self._found[analysis])
+
     def recompile(self) -> None:
+        self._found.clear()
         for module in (self.forward, self.backward):
             module.graph.lint()
             module.recompile()
@@ -71,6 +83,14 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
     """The FakeTensor of a node, or None where it yields something else."""
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """All FakeTensors of a node, also those in tuples."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):  # nearly always: walking a tree of one leaf takes ten times as long
+        return [val]
+    return [t for t in tree_leaves(val) if isinstance(t, torch.Tensor)] if isinstance(val, (tuple, list, dict)) else []
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

@@ -117,7 +117,10 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
         try:
             plan = decide(partition, options, budget=limits)
         except BudgetError as error:  # the chains need memory that their prices do not tell of
-            tight = Limits(tight.memory - (error.least - limits.memory), tight.kept)
+            missing = error.least - limits.memory
+            if missing <= 0:  # it is not the floor that is above the limit: a tighter one need not help, a looser never
+                break
+            tight = Limits(tight.memory - missing, tight.kept)
             continue
         if _seconds(plan) < (1 - GAIN) * _seconds(best[1]):
             best = (partition, plan.with_(recomputed=recomputed(priced)))

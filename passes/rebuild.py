@@ -16,17 +16,18 @@ import torch
 from torch import fx
 from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from ssd_fx.passes.groups import AliasGroup, Layout
 from ssd_fx.passes.packing import statically_equal
-from ssd_fx.passes.partition import storage_key
-from ssd_fx.passes.plan import AliasGroup, Layout
+from ssd_fx.passes.partition import storage_key, tensor_of, tensors_of
 
 aten = torch.ops.aten
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+    """The mode of the graph's FakeTensors: all have the same, so that of the first is asked for."""
+    mode = detect_fake_mode(next((n.meta["val"] for n in graph.nodes if tensor_of(n) is not None), None))
     assert mode is not None, "a partitioned graph has FakeTensors"
     return mode
 
@@ -111,7 +112,6 @@ def refresh(replaced: fx.Node, old: int, mode: FakeTensorMode) -> None:
     work = [replaced]
     while work:
         for user in work.pop(0).users:
-            values = [v for v in tree_leaves(user.meta.get("val")) if isinstance(v, torch.Tensor)]
-            if any(storage_key(v) == old for v in values):
+            if any(storage_key(v) == old for v in tensors_of(user)):
                 infer(user, mode)
                 work.append(user)

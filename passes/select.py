@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing_extensions import assert_never
 
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.marks import forced, prefers_offload
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.place import everything, floor
-from ssd_fx.passes.plan import AliasGroup, Decision, Keep, Limits, Offload, Plan, Prediction, Recompute
+from ssd_fx.passes.plan import Decision, Keep, Limits, Offload, Plan, Prediction, Recompute
 from ssd_fx.passes.refine import Solution
 from ssd_fx.passes.simulate import Choice, Step
 from ssd_fx.passes.solve import BudgetError, solve

@@ -12,9 +12,10 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ssd_fx.passes.footprint import buffers
+from ssd_fx.passes.footprint import both_buffers
+from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition, storage_of
-from ssd_fx.passes.plan import AliasGroup, Plan
+from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.simulate import Choice, Item, Step
 
 
@@ -120,7 +121,7 @@ class _Modelling:
         stuck = {m.name for g in self.plan.groups if g.slot not in self.lifetimes for m in g.members}
         for group in self.groups:
             ours |= {storage_of(saved[m.name]) for m in group.members if m.name in saved}
-        fwd, bwd = buffers(forward), buffers(backward, donated=saved)
+        fwd, bwd = self.partition.once(both_buffers)
         inputs = [{storage_of(n) for n in g.nodes if n.op == "placeholder"} for g in (forward, backward)]
         kept = {storage_of(n) for n in backward.nodes if n.op == "placeholder" and n.name in stuck}
         loaded = {storage_of(n) for n in backward.nodes if n.op == "placeholder" and n.name in saved} - kept

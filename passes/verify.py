@@ -17,9 +17,10 @@ from torch import fx
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes.before import Before
 from ssd_fx.passes.fault import VerifyError, require
+from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.packing import is_dense, span
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
-from ssd_fx.passes.plan import AliasGroup, Offload, Plan, Prediction
+from ssd_fx.passes.plan import Offload, Plan, Prediction
 from ssd_fx.passes.refine import kept_bytes
 
 __all__ = ["Before", "PlanRule", "VerifyError", "seq_of", "verify_graphs", "verify_plan"]

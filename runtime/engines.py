@@ -73,8 +73,8 @@ class Engine(Protocol):
     name: str
     devices: frozenset[str]
 
-    def alloc(self, nbytes: int) -> Extent:
-        """Room for `nbytes` > 0.
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
+        """Room for `nbytes` > 0; `tier`: where the plan wants it, which only an engine of several tiers looks at.
 
         Raises: OSError if there is none.
         """
@@ -163,7 +163,7 @@ class MemoryEngine:
     def __init__(self) -> None:
         self._sides = streams.SideStreams()
 
-    def alloc(self, nbytes: int) -> Extent:
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
         return _HostExtent(nbytes)  # the memory comes with the write, which knows the device
 
     def free(self, extent: Extent) -> None:

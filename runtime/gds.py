@@ -88,7 +88,7 @@ class GdsEngine:
     def disk_bytes(self) -> int:
         return sum(file.slab.nbytes for file in self._files)  # the engine beside counts its own
 
-    def alloc(self, nbytes: int) -> Extent:
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
         error = OSError(errno.ENOSPC, "no directory takes writes any more", self._files[0].slab.directory)
         for _ in self._files:
             file = self._files[self._turn % len(self._files)]

@@ -151,7 +151,7 @@ class PosixEngine:
     def disk_bytes(self) -> int:
         return self._file.nbytes
 
-    def alloc(self, nbytes: int) -> Extent:
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
         if not self._file.writable:
             raise OSError(errno.ENOSPC, "an earlier write here failed, so there are no new ones", self._file.directory)
         try:

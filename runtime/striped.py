@@ -119,7 +119,7 @@ class StripedEngine:
     def disk_bytes(self) -> int:
         return sum(drive.engine.disk_bytes for drive in self._drives)
 
-    def alloc(self, nbytes: int) -> Extent:
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
         drives = sorted(self._drives, key=_Drive.busy)
         while True:
             used = drives[: max(1, nbytes // self._stripe)]

@@ -34,8 +34,8 @@ class TieredEngine:
     """Up to `room` bytes in `host`, the rest in `drive`; `locate` gives the memory behind an extent of `host`.
 
     Which those are is the plan's choice; where it says nothing, the latest.
-    What moves on still takes its room until it is written. While more than `in_flight` bytes do, new tensors go to
-    the drive at once.
+    What moves on still takes its room until it is written, beside the `room` bytes that stay: host memory holds up to
+    `room + in_flight` bytes. While more than `in_flight` would move, new tensors go to the drive at once.
     """
 
     def __init__(self, host: Engine, drive: Engine, locate: Locate, room: int, in_flight: int) -> None:

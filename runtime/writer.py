@@ -17,12 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines import Engine, Extent, Memory, outcome
+from ssd_fx.runtime.engines import Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import let_go, versioned_alias
 from ssd_fx.runtime.stats import counters
-from ssd_fx.runtime.tiered import TieredEngine
 
 OVERTAKERS = 8  # writes end about in the order in which they began: so many unfinished ones are looked past
 
@@ -133,13 +132,14 @@ class Writer:
 
     def _start(self, entry: Entry) -> None:
         self._leave_rest(entry)
+        # The plan's tier, wherever there is room: what a lossy codec leaves of a tensor must not depend on timing.
         encoding = self._host_codec if entry.tier == "host" else self._codec
         if encoding and not entry.encoded:
             self._encode(entry, encoding)
         held = entry.held
         assert held is not None, "what rests is held"
         try:
-            extent = self._alloc(entry)
+            extent = self._engine.alloc(entry.moved_bytes, entry.tier)
         except OSError:  # the engine warned; the tensor stays in memory
             counters(entry.graph).kept_bytes += entry.nbytes
             return
@@ -154,11 +154,6 @@ class Writer:
         except BaseException:  # Ctrl-C, no memory: nothing may stay among the writes that nobody will ever end
             self.cancel(entry)
             raise
-
-    def _alloc(self, entry: Entry) -> Extent:
-        if isinstance(self._engine, TieredEngine):
-            return self._engine.alloc(entry.moved_bytes, entry.tier)
-        return self._engine.alloc(entry.moved_bytes)
 
     def _leave_rest(self, entry: Entry) -> None:
         del self._resting[entry]

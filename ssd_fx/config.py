@@ -49,7 +49,8 @@ class Config:
     allow_tmpfs: accept a directory in memory, which frees no memory.
     checksums: sum up every block when it is written and compare when it is read. Default: on.
     disk_limit: the most bytes that the file in one directory may have; 0, the default: what the file system has.
-    host_budget: bytes of offloaded tensors that may rest in host memory before they move on to disk. Default: 0.
+    host_budget: bytes of offloaded tensors that may rest in host memory before they move on to disk; on their way there
+        they take up to `inflight` bytes more. Default: 0.
     compression: none (the default), or a codec for what goes to disk: `"bitpack"` (lossless, for what is small by
         nature), `"fp8"` or `"int8"` (lossy); or one per tier, `{"host": "bitpack", "ssd": "fp8"}` or
         `"host=bitpack,ssd=fp8"`.

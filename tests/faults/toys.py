@@ -70,8 +70,8 @@ class Counting(Wrapped):
         super().__init__(inner)
         self.out: set[Extent] = set()
 
-    def alloc(self, nbytes: int) -> Extent:
-        extent = super().alloc(nbytes)
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
+        extent = super().alloc(nbytes, tier)
         self.out.add(extent)
         return extent
 

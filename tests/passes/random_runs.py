@@ -24,9 +24,10 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 import ssd_fx
 from ssd_fx.passes import pipeline, recompute
 from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.partitioner import Partitioner
-from ssd_fx.passes.plan import AliasGroup, Plan
+from ssd_fx.passes.plan import Plan
 from tests.passes.random_graphs import Program, arguments, cotangents
 
 # Compute that is slow or fast against the I/O: releases and loads at their uses, or as far away as the graphs allow.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -11,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ssd_fx.passes.footprint import buffers
 from ssd_fx.passes.fusion import Kernel, places
 from ssd_fx.passes.partition import storage_of
+from tests.passes.lowered import lower_alone
 
 
 def test_views_that_meet_again_are_followed_once() -> None:
@@ -57,9 +60,38 @@ def test_loops_with_something_between_them_stay_apart() -> None:
     assert places(kernels) == {10: 10, 20: 20, 30: 30}
 
 
-def test_loops_that_read_an_empty_tensor() -> None:
-    kernels = {10: kernel(10, {1: 0}, {2: 64}, set()), 30: kernel(30, {1: 0}, {4: 64}, set())}
+def test_loops_that_share_next_to_nothing_stay_apart() -> None:
+    """Inductor asks for 10 bytes, unless the one reads the other: then it saves a kernel."""
+    for shared, fused in ((0, False), (9, False), (10, True)):
+        kernels = {10: kernel(10, {1: shared}, {2: 64}, set()), 30: kernel(30, {1: shared}, {4: 64}, set())}
+        assert (places(kernels) == {10: 30, 30: 30}) == fused
+    kernels = {10: kernel(10, {1: 4}, {2: 4}, set()), 30: kernel(30, {2: 4}, {4: 4}, {10})}
     assert places(kernels) == {10: 30, 30: 30}
+
+
+def chain(x: torch.Tensor, w: torch.Tensor, calls: int) -> object:
+    """sin -> mm -> mm -> ... -> mm; cos: two loops over x with library calls between them."""
+    y = x.sin()
+    for _ in range(calls):
+        y = y @ w
+    return y, x.cos() @ w
+
+
+@pytest.mark.parametrize(("calls", "fused"), [(63, True), (64, False)])
+def test_loops_too_far_apart_are_not_fused(calls: int, fused: bool) -> None:
+    """The second is the 65th kernel from the first, which Inductor refuses, and is predicted to."""
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    found = lower_alone(functools.partial(chain, calls=calls), x, w)
+    assert len([n for n in found.kernels if not n.is_extern()]) == (1 if fused else 2)
+    predicted = alive(functools.partial(chain, calls=calls), x, w)
+    assert predicted["cos"][0] == ("mm" if fused else "cos")
+
+
+@pytest.mark.parametrize(("loops", "kernels"), [(64, 1), (65, 2)])
+def test_a_kernel_has_so_many_loops(loops: int, kernels: int) -> None:
+    """All read storage 0, and storage 1 of the call in the middle nobody: only their number keeps them apart."""
+    found = places({k: kernel(k, {0: 64, k: 8}, {100 + k: 64}, set()) for k in range(1, loops + 1)})
+    assert len(set(found.values())) == kernels
 
 
 def test_a_way_may_go_back_from_the_last_loop_of_a_kernel_to_its_first() -> None:
@@ -153,3 +185,37 @@ def test_a_release_is_behind_every_reader_of_the_graph() -> None:
     key = storage_of(next(n for n in nodes if n.name == "mm"))
     assert key is not None
     assert (nodes[found.last[key]].name, nodes[found.read_last[key]].name) == ("mm_1", "cos")
+
+
+def fused_reader(saved: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
+    """mm -> sin -> mm -> exp -> mm; cos, which the graph reads last, is computed with sin, and reads `saved` there."""
+    product = x @ w
+    used = (product.sin() @ w).exp() @ w
+    return used, (product.cos() * saved) @ w
+
+
+def test_a_tensor_is_read_where_its_reader_is_fused_into() -> None:
+    graph = make_fx(fused_reader, tracing_mode="fake")(*(torch.randn(8, 8) for _ in range(3))).graph
+    nodes = list(graph.nodes)
+    found = buffers(graph)
+    key = storage_of(nodes[0])
+    assert key is not None
+    assert nodes[found.read_first[key]].name == "mm_1"
+
+
+def test_what_several_kernels_compute_again_is_read_by_the_first() -> None:
+    """`add` is in the kernels of both sin and cos, and its operand is read by the one that runs first."""
+
+    def function(saved: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
+        product = x @ w
+        early = product.tanh() @ w
+        stream = saved - 1
+        late = (stream * early).sum() * (early @ w @ w)
+        return late, (product * stream) @ w
+
+    graph = make_fx(function, tracing_mode="fake")(*(torch.randn(8, 8) for _ in range(3))).graph
+    nodes = list(graph.nodes)
+    found = buffers(graph)
+    key = storage_of(nodes[0])
+    assert key is not None
+    assert nodes[found.read_first[key]].name == "mm_1"

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 
 from examples.train_gpt import GPT, Shape
@@ -108,6 +109,24 @@ wait_load_ (3,)
 loops sum_1
 extern mm_2""",
     )
+
+
+def circle(x: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> object:
+    """What is stored second is fused with a write into the first behind its release, as both read `x`."""
+    product = x @ w
+    first = ops.store(product, toys.CONFIG, "g", 0, 0)
+    doubled = x * 2
+    second = ops.store(doubled, toys.CONFIG, "g", 1, 1)
+    ops.wait_store_(first, product, 2)
+    torch.ops.aten.index_put_(product, [rows], x)
+    ops.wait_store_(second, doubled, 3)
+    return first, second, product @ w
+
+
+def test_an_order_that_cannot_be_is_an_error() -> None:
+    text = r"VerifyError: no order .* circle: wait_store_ -> index_put_ \+ mul -> store_1 -> store_1; see pass 'order'"
+    with pytest.raises(InductorError, match=text):
+        lower_alone(circle, torch.randn(8, 8), torch.randn(8, 8), torch.arange(8))
 
 
 @pytest.mark.parametrize("toy", toys.ALL[:4], ids=lambda t: t.__name__)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_fx.passes.groups import Layout, Pack
 from ssd_fx.passes.packing import COPY_BELOW, is_dense, memory_order, pack, span
-from ssd_fx.passes.plan import Layout, Pack
 
 CPU = torch.device("cpu")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
 from tests.passes import toys
@@ -341,3 +342,22 @@ def test_a_share_is_a_share_of_the_saved_bytes(budget: float) -> None:
     assert plan.saved_bytes - plan.offloaded_bytes <= budget * plan.saved_bytes
     largest = max((g.nbytes for g in plan.offloaded), default=0)
     assert plan.saved_bytes - plan.offloaded_bytes + largest >= budget * plan.saved_bytes
+
+
+def fused_reader(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The gradient of sin is the last to read mm_1, and is computed with the first, that of sigmoid: both read `g`."""
+    y = x @ w
+    return (y @ w).sin() + (((y @ w.t()).cos() @ w).tanh() @ w).sigmoid()
+
+
+def test_a_load_is_due_where_its_reader_is_fused_into() -> None:
+    check(
+        fused_reader,
+        """\
+mm       256 B  offload  store>mm release>mm_4 load<sin_1 wait<mm_9                              [mm]
+mm_1     256 B  offload  store>mm_1 release>add load<sigmoid_backward wait<mm_6                  [mm_1]
+mm_2     256 B  offload  store>mm_2 release>sigmoid load<sin_1 wait<sin_1                        [mm_2]
+cos      256 B  offload  store>cos release>t_11 load<sigmoid_backward wait<mm_7                  [t_3]
+tanh     256 B  offload  store>tanh release>t_11 load<sigmoid_backward wait<mm_5                 [tanh]
+sigmoid  256 B  offload  store>sigmoid release>t_11 load<sigmoid_backward wait<sigmoid_backward  [detach_2]""",
+    )

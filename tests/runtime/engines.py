@@ -43,8 +43,8 @@ class Wrapped:
     def disk_bytes(self) -> int:
         return self.inner.disk_bytes
 
-    def alloc(self, nbytes: int) -> Extent:
-        return self.inner.alloc(nbytes)
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
+        return self.inner.alloc(nbytes, tier)
 
     def free(self, extent: Extent) -> None:
         self.inner.free(extent)
@@ -157,10 +157,10 @@ class FailingEngine(Wrapped):
         self.counts[operation] += 1
         return self._fails(operation, self.counts[operation] - 1)
 
-    def alloc(self, nbytes: int) -> Extent:
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
         if self._planted("alloc"):
             raise OSError(self._code, "a planted failure", "/planted")
-        return super().alloc(nbytes)
+        return super().alloc(nbytes, tier)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         if self._planted("submit"):

@@ -306,7 +306,7 @@ def test_no_room_for_a_cpu_tensor_is_not_held_against_the_gpus_file(gpu, stub, t
 
 
 class _Full:
-    def alloc(self, nbytes):
+    def alloc(self, nbytes, tier=""):
         raise OSError(28, "full", "/full")
 
 

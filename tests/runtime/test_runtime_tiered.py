@@ -183,6 +183,20 @@ def test_each_tier_has_its_codec(gpu_config, tier, encoded):
     assert torch.equal(load(handle, x, consume=False), x)
 
 
+def test_what_finds_no_room_has_the_codec_of_its_tier(gpu_config):
+    """A lossy codec gives the same values however full host memory is: the plan says which codec, not the place."""
+    x, values = torch.randn(N), []
+    for room, fits in ((10 * N, True), (N // 2, False)):
+        changes = {"host_budget": room, "compression": {"host": "fp8", "ssd": "bitpack"}}
+        handle = op.store(x, json.dumps(json.loads(gpu_config) | changes), "g", 0, 0, "host")
+        entry = settle(handle)
+        assert (entry.extent.host is not None) == fits
+        release(handle, x)
+        values.append(load(handle, x, consume=False))
+    assert torch.equal(*values)
+    assert not torch.equal(values[0], x)
+
+
 def test_a_tier_that_is_none(gpu_config):
     with pytest.raises(ValueError, match=r"store of slot 3 of graph 'g' names tier 'disk'; right would be one of"):
         op.store(torch.randn(N), gpu_config, "g", 3, 0, "disk")

@@ -1,0 +1,50 @@
+"""How often a joint graph is partitioned, and under which limits each time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.plan import Limits
+from ssd_fx.passes.solve import BudgetError
+from tests.passes import toys
+
+
+class Decisions:
+    """Stands in for `pipeline.decide`: a second partition fails with `least`; `asked` has the limits of the others."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self.asked: list[Limits] = []
+
+    def __call__(self, partition: object, options: object, *, budget: Any = None, priced: bool = False) -> object:
+        if budget is not None and not priced:
+            raise BudgetError(budget.memory, self.least)
+        if priced:
+            self.asked.append(budget)
+        outcome = SimpleNamespace(seconds=2.0)
+        step = SimpleNamespace(seconds=(1.0,))
+        prediction = SimpleNamespace(
+            limits=Limits(100, 50), solution=SimpleNamespace(outcome=outcome), modelled=SimpleNamespace(step=step)
+        )
+        nodes = frozenset({f"relu_{len(self.asked)}"})
+        return SimpleNamespace(prediction=prediction, recomputed_nodes=nodes, saved_nodes=frozenset())
+
+
+@pytest.mark.parametrize(
+    ("least", "memory"),
+    [(110, [100, 90, 80]), (100, [100]), (60, [100])],
+    ids=["above the limit", "at the limit", "below the limit"],
+)
+def test_a_limit_is_only_ever_tightened(least: int, memory: list[int]) -> None:
+    """By what the second partition lacks; where it fails although its floor is within the limit, nothing is to gain."""
+    decisions, joint = Decisions(least), mock.Mock()
+    with mock.patch.object(pipeline, "decide", decisions):
+        partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
+    assert [limits.memory for limits in decisions.asked] == memory
+    assert {limits.kept for limits in decisions.asked} == {50}
+    assert partition is joint.partition.return_value
