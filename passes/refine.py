@@ -145,8 +145,7 @@ def _cleared(step: Step, draft: Draft, but: int, over: dict[int, float], late: b
 
 def kept_bytes(step: Step, choices: tuple[Choice, ...]) -> int:
     """Bytes that are kept of what may leave."""
-    pairs = zip(step.items, choices, strict=True)
-    return sum(item.nbytes for item, c in pairs if c is Choice.KEEP and len(item.choices) > 1)
+    return sum([nbytes for nbytes, c in zip(step.columns.free_to_leave, choices, strict=True) if c is Choice.KEEP])
 
 
 def moves(step: Step, item: Item, now: Move) -> Iterator[Move]:

@@ -99,6 +99,7 @@ def _better(a: Solution, b: Solution) -> Solution:
 
 Wish = tuple[Choice, bool]  # what becomes of an item, and whether it lingers (see `place`)
 Wishes = tuple[Wish, ...]
+Order = Callable[[int], tuple[float, ...]]  # of items, as a key to sort by
 Moves = Callable[[Wishes], Iterator[Wishes]]
 
 
@@ -115,19 +116,34 @@ class _Search:
         self.allowed = [_allowed(item) for item in step.items]
 
     def families(self) -> None:
-        """Recompute the first k by price per byte; of the rest offload as few as the budget allows, in every order."""
+        """Recompute the first k by price per byte; of the rest offload as few as the budget allows, in every order.
+
+        One order for every k, which tells for which of them the other orders are worth their time.
+        """
         items = self.step.items
         cheap = sorted(
             (i for i, item in enumerate(items) if Choice.RECOMPUTE in item.choices),
             key=lambda i: items[i].recompute_s / items[i].nbytes,
         )
-        for recomputed in _steps(len(cheap)):
-            chosen = set(cheap[:recomputed])
-            for key, linger in itertools.product(self._orders(), (False, True)):
-                if self.is_cheapest():
-                    return
-                movable = [i for i, item in enumerate(items) if Choice.OFFLOAD in item.choices and i not in chosen]
-                self._shortest(chosen, sorted(movable, key=key), linger)
+        first, *others = itertools.product(self._orders(), (False, True))
+        found: list[tuple[float, int]] = []
+        for count in _steps(len(cheap)):
+            if self.is_cheapest() or not self._may_gain(cheap[:count]):
+                break
+            shortest = self._shortest(set(cheap[:count]), *first)
+            found.append((shortest.outcome.seconds if shortest else math.inf, count))
+        least = self.left // 2
+        for (_, count), (key, linger) in itertools.product(sorted(found), others):
+            if self.is_cheapest() or (self.best is not None and self.left < least):
+                return
+            if self._may_gain(cheap[:count]):
+                self._shortest(set(cheap[:count]), key, linger)
+
+    def _may_gain(self, recomputed: Sequence[int]) -> bool:
+        """Whether the step can be faster than the best even with nothing to wait for."""
+        items = self.step.items
+        seconds = sum(self.step.seconds) + sum(items[i].recompute_s for i in recomputed)
+        return self.best is None or seconds <= (1 + TOLERANCE) * self.best.outcome.seconds
 
     def wait_for_writes(self) -> None:
         """Look again with releases that wait for their writes: so memory is what was placed, however late they are."""
@@ -145,22 +161,24 @@ class _Search:
         stalled = outcome.stall_s > TOLERANCE * outcome.seconds or Choice.RECOMPUTE in self.best.choices
         return not stalled and outcome.written <= 1.01 * max(must - self.step.host_budget, 0)
 
-    def _orders(self) -> Iterator[Callable[[int], tuple[float, ...]]]:
+    def _orders(self) -> Iterator[Order]:
         items = self.step.items
         yield lambda i: (items[i].produced - items[i].first_use, -items[i].nbytes, i)  # longest idle first
         yield lambda i: ((items[i].produced - items[i].first_use) * items[i].nbytes, i)  # most idle bytes first
         yield lambda i: (items[i].last_use, i)  # soonest free to go
 
-    def _shortest(self, recomputed: set[int], order: list[int], linger: bool) -> None:
-        """Offload the shortest head of `order` that meets the budget, by bisection: more offloaded is less memory."""
+    def _shortest(self, recomputed: set[int], key: Order, linger: bool) -> Solution | None:
+        """Offload the shortest head of an order that meets the budget, by bisection: more offloaded is less memory."""
+        movable = [i for i, item in enumerate(self.step.items) if Choice.OFFLOAD in item.choices]
+        order = sorted((i for i in movable if i not in recomputed), key=key)
         low, high = 0, len(order)
         while low < high:
             middle = (low + high) // 2
-            if self.try_(self._with(recomputed, order, middle, linger)):
+            if self.solution(self._with(recomputed, order, middle, linger)) is not None:
                 high = middle
             else:
                 low = middle + 1
-        self.try_(self._with(recomputed, order, low, linger))
+        return self.solution(self._with(recomputed, order, low, linger))
 
     def _with(self, recomputed: set[int], order: list[int], count: int, linger: bool) -> Wishes:
         """The first `count` of `order` offloaded; of the others the next ones linger until the share is met."""
@@ -176,10 +194,6 @@ class _Search:
                 wishes[i] = (Choice.OFFLOAD, True)
         return tuple(wishes)
 
-    def try_(self, wishes: Wishes) -> bool:
-        """Whether the budget is met. Remembers the best."""
-        return self.solution(wishes) is not None
-
     def solution(self, wishes: Wishes) -> Solution | None:
         """The wishes placed and simulated, None where the budget is not met. Remembers the best."""
         if wishes in self.seen:
@@ -190,7 +204,7 @@ class _Search:
         if kept_bytes(self.step, _choices(wishes)) <= self.share_bytes:
             found = self._placed(wishes)
         self.seen[wishes] = found
-        if found is not None:
+        if found is not None and all(_plan(found) != _plan(other) for other in self.pool):
             self.pool = sorted([*self.pool, found], key=lambda s: s.outcome.seconds)[:POOL]
         if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
             self.best, self.asked = found, wishes
@@ -294,6 +308,10 @@ class _Search:
         for i, k in itertools.combinations(range(len(wishes)), 2):
             for a, b in itertools.product(self._others(i, wishes[i]), self._others(k, wishes[k])):
                 yield (*wishes[:i], a, *wishes[i + 1 : k], b, *wishes[k + 1 :])
+
+
+def _plan(found: Solution) -> tuple[object, ...]:
+    return found.outcome.seconds, found.choices, found.transfers
 
 
 def _allowed(item: Item) -> list[Wish]:
