@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.refine import Draft, Solution, better, fits, kept_bytes
+from ssd_fx.passes.refine import Draft, Solution, Window, better, fits, kept_bytes, with_strict
 from ssd_fx.passes.simulate import Choice, Item, Step, Transfer, first_uses, simulate
 
 WARM = 0.05  # share of the step's time that a change may cost at first, about
@@ -23,10 +23,20 @@ MOVED = 0.4  # probability of every node of a changed transfer to move
 
 
 def anneal(
-    step: Step, machine: Machine, start: Solution, *, limit: float, share_bytes: float, trials: int, seed: int
+    step: Step,
+    machine: Machine,
+    start: Solution,
+    *,
+    limit: float,
+    share_bytes: float,
+    trials: int,
+    seed: int,
+    prefetch: float = math.inf,
 ) -> Solution:
     """The best solution met on a random walk of `trials` changes from `start`; the same on every machine."""
-    return _Walk(step, machine, start, limit, share_bytes, Random(seed)).run(trials)
+    window = Window.of(step, start, prefetch)
+    best = _Walk(step, machine, start, limit, share_bytes, Random(seed), window).run(trials)
+    return with_strict(step, start, best, limit)
 
 
 @dataclass
@@ -37,6 +47,7 @@ class _Walk:
     limit: float
     share_bytes: float
     random: Random
+    window: Window
 
     def run(self, trials: int) -> Solution:
         choices, transfers = self.best.choices, self.best.transfers
@@ -83,8 +94,11 @@ class _Walk:
         if outcome.host_peak > self.step.host_budget:
             return math.inf
         if fits(self.step, outcome, self.limit) and kept <= self.share_bytes:
+            found = Solution(choices, transfers, outcome)
+            if not self.window.holds(self.step, found):
+                return math.inf
             if better(outcome, self.best.outcome):
-                self.best = Solution(choices, transfers, outcome)
+                self.best = found
             return outcome.seconds
         over = max(0.0, outcome.peak / self.limit - 1) if self.limit else math.inf
         over += max(0.0, kept - self.share_bytes) / sum(item.nbytes for item in self.step.items)

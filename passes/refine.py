@@ -10,11 +10,11 @@ The placement decides all items by rules; here the simulator decides single ones
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.machine import Tier
+from ssd_fx.passes.machine import Machine, Tier
 from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, first_uses, simulate
 
 TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
@@ -41,20 +41,65 @@ def refine(
     limit: float,
     share_bytes: float,
     effort: int,
+    prefetch: float = math.inf,
 ) -> Solution:
     """The best solution reached by changing one item at a time; `effort`: operators and items simulated at most."""
-    best, cost = start, size(step)
+    best, cost, window = start, size(step), Window.of(step, start, prefetch)
     items, unchanged, i = step.items, 0, 0
     while unchanged < len(items) and effort > 0:
         before = best
         for plan in itertools.chain(_places(step, best, i), _earlier(step, best, i, limit)):
             effort -= cost
             changed = _played(step, machine, plan, limit, share_bytes)
-            if changed is not None and better(changed.outcome, best.outcome):
+            if changed is not None and window.holds(step, changed) and better(changed.outcome, best.outcome):
                 best = changed
         unchanged = unchanged + 1 if best is before else 0
         i = (i + 1) % len(items)
-    return best
+    return with_strict(step, start, best, limit)
+
+
+@dataclass(frozen=True)
+class Window:
+    """`prefetch`: bytes that may be read before their use, or one item; more where the search began with more."""
+
+    prefetch: float
+
+    @staticmethod
+    def of(step: Step, start: Solution, prefetch: float) -> Window:
+        return Window(max(prefetch, read_ahead(step, start)))
+
+    def holds(self, step: Step, found: Solution) -> bool:
+        return self.prefetch == math.inf or read_ahead(step, found) <= self.prefetch
+
+
+def read_ahead(step: Step, found: Solution) -> int:
+    """The most bytes that are read before their use at a time, where these are several items."""
+    firsts, nbytes = first_uses(step, found.choices), step.columns.nbytes
+    count, change = [0] * (len(step.seconds) + 1), [0] * (len(step.seconds) + 1)
+    for i, transfer in found.transfers.items():
+        if i not in found.outcome.handed_back:
+            for at, sign in ((transfer.load_before, 1), (firsts[i], -1)):
+                count[at] += sign
+                change[at] += sign * nbytes[i]
+    ahead = zip(itertools.accumulate(count), itertools.accumulate(change), strict=True)
+    return max(total for items, total in [(2, 0), *ahead] if items > 1)
+
+
+def with_strict(step: Step, start: Solution, found: Solution, limit: float) -> Solution:
+    """Loads that are not those of `start` are strict where memory has no room for them one operator earlier."""
+
+    def strict(i: int, transfer: Transfer) -> bool:
+        at = transfer.load_before - 1
+        return at >= step.forward and found.outcome.memory[at] + step.items[i].nbytes > limit
+
+    same = {i for i, t in found.transfers.items() if i in start.transfers and _load(start, i) == _load(found, i)}
+    kept = {i: replace(found.transfers[i], strict=start.transfers[i].strict) for i in same}
+    moved = {i: replace(t, strict=strict(i, t)) for i, t in found.transfers.items() if i not in same}
+    return replace(found, transfers={i: kept.get(i) or moved[i] for i in found.transfers})
+
+
+def _load(found: Solution, i: int) -> tuple[int, bool]:
+    return found.transfers[i].load_before, i in found.outcome.handed_back
 
 
 def size(step: Step) -> int:
@@ -145,8 +190,7 @@ def _cleared(step: Step, draft: Draft, but: int, over: dict[int, float], late: b
 
 def kept_bytes(step: Step, choices: tuple[Choice, ...]) -> int:
     """Bytes that are kept of what may leave."""
-    pairs = zip(step.items, choices, strict=True)
-    return sum(item.nbytes for item, c in pairs if c is Choice.KEEP and len(item.choices) > 1)
+    return sum([nbytes for nbytes, c in zip(step.columns.free_to_leave, choices, strict=True) if c is Choice.KEEP])
 
 
 def moves(step: Step, item: Item, now: Move) -> Iterator[Move]:

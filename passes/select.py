@@ -138,17 +138,25 @@ def limits(step: Step, budget: int | float | str) -> Limits:
 
 
 def _auto(step: Step, machine: Machine, prefetch: int) -> tuple[Solution, Limits]:
-    """By bisection: less memory never makes for less stall."""
-    low, high = 0.0, 1.0
-    best = _solve(step, high, machine, prefetch)
-    for _ in range(AUTO_TRIALS):
-        middle = (low + high) / 2
-        found = _solve(step, middle, machine, prefetch)
-        if found[0].outcome.stall_s <= AUTO_STALL * found[0].outcome.seconds:
-            best, high = found, middle
-        else:
-            low = middle
-    return best
+    """By bisection with the quick search: less memory never makes for less stall. The share found is searched fully.
+
+    That is usually no slower; where it stalls, the next shares are.
+    """
+    low, high = 0, 2**AUTO_TRIALS
+    while high - low > 1:
+        middle = (low + high) // 2
+        at = limits(step, middle / 2**AUTO_TRIALS)
+        quick = solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=True)
+        low, high = (low, middle) if _flows(quick) else (middle, high)
+    found = _solve(step, high / 2**AUTO_TRIALS, machine, prefetch)
+    while high < 2**AUTO_TRIALS and not _flows(found[0]):
+        high += 1
+        found = _solve(step, high / 2**AUTO_TRIALS, machine, prefetch)
+    return found
+
+
+def _flows(found: Solution) -> bool:
+    return found.outcome.stall_s <= AUTO_STALL * found.outcome.seconds
 
 
 def _reason(group: AliasGroup, min_bytes: int) -> str:

@@ -12,78 +12,17 @@ thousands of groups in milliseconds.
 
 from __future__ import annotations
 
-import enum
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.machine import Tier
+from ssd_fx.passes.items import Choice as Choice
+from ssd_fx.passes.items import Item as Item
+from ssd_fx.passes.items import Step as Step
+from ssd_fx.passes.items import Transfer as Transfer
+from ssd_fx.passes.machine import Machine, Tier
 
-
-class Choice(enum.Enum):
-    """What becomes of an alias group between forward and backward."""
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    OFFLOAD = "offload"
-
-    __hash__ = object.__hash__  # Enum's own is a Python function, and the search looks up tuples of thousands of these
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """An alias group: `nbytes`, and the operators that produce it, read it last in the forward, first and last in the
-    backward.
-
-    `choices`: what is allowed. `recompute_s`: seconds to compute it again, for which the items `needs` must be there.
-    `tier`: where it goes if it is offloaded, host memory only as far as it fits; None: wherever it is better.
-    """
-
-    nbytes: int
-    produced: int
-    last_use: int
-    first_use: int
-    last_bwd_use: int
-    recompute_s: float = math.inf
-    choices: frozenset[Choice] = frozenset({Choice.KEEP, Choice.OFFLOAD})
-    needs: tuple[int, ...] = ()
-    stored_nbytes: int | None = None
-    tier: Tier | None = None
-
-    @property
-    def moved_nbytes(self) -> int:
-        """Bytes that are written and read back; fewer than `nbytes` where a part of the storage is enough."""
-        return self.nbytes if self.stored_nbytes is None else self.stored_nbytes
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step: seconds of every operator, forward then backward; `base`: bytes alive during each that no
-    choice touches; `forward`: the number of forward operators; `host_budget`: bytes that may be in host memory."""
-
-    seconds: tuple[float, ...]
-    base: tuple[int, ...]
-    forward: int
-    items: tuple[Item, ...]
-    host_budget: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Where the four nodes of an offloaded item stand: store and release behind an operator, load and wait before one.
-
-    `block`: the release returns when the write is done. Without it the memory is gone when the write is. `strict`: the
-    load would stand earlier if there was memory for it. `tier`: where the bytes are in between.
-    """
-
-    store_after: int
-    release_after: int
-    block: bool
-    load_before: int
-    strict: bool = False
-    tier: Tier = "ssd"
+_TIERS: tuple[Tier, Tier] = ("ssd", "host")
 
 
 @dataclass(frozen=True)
@@ -104,6 +43,7 @@ class Outcome:
     write_ends: Mapping[int, float] = field(repr=False, default_factory=dict)
     host: tuple[int, ...] = ()
     waits: Mapping[int, float] = field(repr=False, default_factory=dict)
+    handed_back: Set[int] = frozenset()  # still in memory when their loads come, which read nothing
     held_back: bool = False  # something was handed back that could have been written while its lane was idle
 
     @property
@@ -119,76 +59,101 @@ class Outcome:
         return self.write_stall_s + self.read_stall_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Nodes:
-    """The items whose nodes stand at each operator, in their order; `extra`: seconds that choices add to it."""
+    """The items whose nodes stand at an operator, in their order, for the operators that have any.
 
-    extra: list[float]
+    `extra`: seconds that choices add to it.
+    """
+
+    extra: dict[int, float] = field(default_factory=dict)
     stores: dict[int, list[int]] = field(default_factory=dict)
     releases: dict[int, list[int]] = field(default_factory=dict)
     loads: dict[int, list[int]] = field(default_factory=dict)
     waits: dict[int, list[int]] = field(default_factory=dict)
 
+    def operators(self) -> set[int]:
+        return {*self.stores, *self.releases, *self.loads, *self.waits}
+
 
 def _nodes(
     step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine, firsts: Sequence[int]
 ) -> _Nodes:
-    nodes = _Nodes([0.0] * len(step.seconds))
+    nodes, columns = _Nodes(), step.columns
+    extra, own = nodes.extra, {tier: step.seconds_of(machine, tier).own for tier in _TIERS}
     for i, choice in enumerate(choices):
-        item = step.items[i]
+        if choice is Choice.KEEP:
+            continue
+        first = firsts[i]
         if choice is Choice.RECOMPUTE:
-            nodes.extra[firsts[i]] += item.recompute_s
-        elif choice is Choice.OFFLOAD:
-            transfer = transfers[i]
-            nodes.stores.setdefault(transfer.store_after, []).append(i)
-            nodes.releases.setdefault(transfer.release_after, []).append(i)
-            nodes.loads.setdefault(transfer.load_before, []).append(i)
-            nodes.waits.setdefault(firsts[i], []).append(i)
-            nodes.extra[transfer.store_after] += machine.own_s(item.moved_nbytes, transfer.tier)
-            nodes.extra[firsts[i]] += machine.own_s(item.moved_nbytes, transfer.tier)
+            extra[first] = extra.get(first, 0.0) + step.items[i].recompute_s
+            continue
+        transfer = transfers[i]
+        store, seconds = transfer.store_after, own[transfer.tier][i]
+        nodes.stores.setdefault(store, []).append(i)
+        nodes.releases.setdefault(transfer.release_after, []).append(i)
+        nodes.loads.setdefault(transfer.load_before, []).append(i)
+        nodes.waits.setdefault(first, []).append(i)
+        extra[store] = extra.get(store, 0.0) + seconds
+        extra[first] = extra.get(first, 0.0) + seconds
     for together in nodes.stores.values():
-        together.sort(key=lambda i: (not transfers[i].block, step.items[i].last_use))  # what is waited for first
+        if len(together) > 1:  # what is waited for first
+            together.sort(key=lambda i: (not transfers[i].block, columns.last_use[i]))
     for together in nodes.loads.values():
-        together.sort(key=lambda i: firsts[i])  # soonest needed
+        if len(together) > 1:  # soonest needed
+            together.sort(key=firsts.__getitem__)
     return nodes
 
 
 def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine) -> Outcome:
     """Play one step. `transfers` has an entry for every item that is offloaded."""
-    firsts = first_uses(step, choices)
+    firsts, columns = first_uses(step, choices), step.columns
     nodes = _nodes(step, choices, transfers, machine, firsts)
+    costs = list(step.seconds)
+    for p, extra in nodes.extra.items():
+        costs[p] += extra
+    lanes = {tier: step.seconds_of(machine, tier) for tier in _TIERS}
     now = write_stall = read_stall = 0.0
-    write_lane, read_lane = {"ssd": 0.0, "host": 0.0}, {"ssd": 0.0, "host": 0.0}  # when each is free again
+    write_lane, read_lane = dict.fromkeys(_TIERS, 0.0), dict.fromkeys(_TIERS, 0.0)  # when each is free again
     write_end: dict[int, float] = {}
     read_end: dict[int, float] = {}
     waited: dict[int, float] = {}
-    starts, ends = [], []
+    starts: list[float] = []
+    ends: list[float] = []
+    handed_back: set[int] = set()
     late: set[int] = set()  # stored while its write lane had been idle before
-    idle_until, held_back = {"ssd": 0.0, "host": 0.0}, False  # of the write lanes
-    for p, seconds in enumerate(step.seconds):
+    idle_until, held_back = dict.fromkeys(_TIERS, 0.0), False  # of the write lanes
+    busy = nodes.operators()
+    for p, seconds in enumerate(costs):
+        if p not in busy:
+            starts.append(now)
+            now += seconds
+            ends.append(now)
+            continue
         for i in nodes.loads.get(p, ()):
             if write_end[i] > now and not transfers[i].block:
-                read_end[i] = now  # still in memory: handed back
+                read_end[i] = now
+                handed_back.add(i)
                 held_back |= i in late
                 continue
-            tier, lanes = transfers[i].tier, machine.lanes(transfers[i].tier)
-            read_lane[tier] = max(read_lane[tier], now) + step.items[i].moved_nbytes / lanes.read_bw
-            read_end[i] = read_lane[tier] + lanes.latency_s
+            tier = transfers[i].tier
+            read_lane[tier] = max(read_lane[tier], now) + lanes[tier].read[i]
+            read_end[i] = read_lane[tier] + lanes[tier].latency
         for i in nodes.waits.get(p, ()):
             if read_end[i] > now:
                 read_stall += read_end[i] - now
                 waited[i] = waited.get(i, 0.0) + read_end[i] - now
                 now = read_end[i]
         starts.append(now)
-        now += seconds + nodes.extra[p]
+        now += seconds
         ends.append(now)
         for i in nodes.stores.get(p, ()):
-            tier, lanes = transfers[i].tier, machine.lanes(transfers[i].tier)
+            tier = transfers[i].tier
             idle_until[tier] = now if write_lane[tier] < now else idle_until[tier]
-            if ends[step.items[i].produced] < idle_until[tier]:
+            if ends[columns.produced[i]] < idle_until[tier]:
                 late.add(i)
-            write_lane[tier] = max(write_lane[tier], now) + step.items[i].moved_nbytes / lanes.write_bw
-            write_end[i] = write_lane[tier] + lanes.latency_s
+            write_lane[tier] = max(write_lane[tier], now) + lanes[tier].write[i]
+            write_end[i] = write_lane[tier] + lanes[tier].latency
         for i in nodes.releases.get(p, ()):
             if transfers[i].block and write_end[i] > now:
                 write_stall += write_end[i] - now
@@ -197,17 +162,28 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     starts.append(now)
     memory = _memory(step, choices, transfers, starts, write_end, firsts)
     host = _host_memory(step, transfers, firsts)
-    written = sum(step.items[i].moved_nbytes for i, t in transfers.items() if t.tier == "ssd")
+    written = sum(columns.moved[i] for i, t in transfers.items() if t.tier == "ssd")
     return Outcome(
-        now, write_stall, read_stall, memory, written, tuple(starts), tuple(ends), write_end, host, waited, held_back
+        now,
+        write_stall,
+        read_stall,
+        memory,
+        written,
+        tuple(starts),
+        tuple(ends),
+        write_end,
+        host,
+        waited,
+        handed_back,
+        held_back,
     )
 
 
 def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:
     """The operator before which every item must be there in the backward: recomputing one needs others earlier."""
-    firsts = [item.first_use for item in step.items]
+    firsts = step.columns.first_use.copy()
     recomputed = [i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
-    for i in sorted(recomputed, key=lambda i: -step.items[i].produced):  # what needs an item is produced later
+    for i in sorted(recomputed, key=step.columns.produced.__getitem__, reverse=True):  # what needs an item comes later
         for needed in step.items[i].needs:
             firsts[needed] = min(firsts[needed], firsts[i])
     return firsts
@@ -221,32 +197,24 @@ def _memory(
     write_end: Mapping[int, float],
     firsts: Sequence[int],
 ) -> tuple[int, ...]:
-    change = [0] * (len(step.seconds) + 1)
-
-    def alive(first: int, last: int, nbytes: int) -> None:
-        change[first] += nbytes
-        change[last + 1] -= nbytes
-
+    """Where something is not kept, it is missing from the curve with everything kept."""
+    columns = step.columns
+    change, nbytes = columns.change.copy(), columns.nbytes
     for i, choice in enumerate(choices):
-        item = step.items[i]
         if choice is Choice.KEEP:
-            alive(item.produced, item.last_bwd_use, item.nbytes)
-        elif choice is Choice.RECOMPUTE:
-            alive(item.produced, item.last_use, item.nbytes)
-            alive(firsts[i], item.last_bwd_use, item.nbytes)
+            continue
+        if choice is Choice.RECOMPUTE:
+            gone, back = columns.last_use[i], firsts[i]
         else:
             transfer = transfers[i]
-            gone = transfer.release_after
+            gone, back = transfer.release_after, transfer.load_before
             if not transfer.block:  # the runtime holds it until it is written
-                while gone + 1 < transfer.load_before and starts[gone + 1] < write_end[i]:
+                while gone + 1 < back and starts[gone + 1] < write_end[i]:
                     gone += 1
-            alive(item.produced, gone, item.nbytes)
-            alive(max(transfer.load_before, gone + 1), item.last_bwd_use, item.nbytes)
-    total, memory = 0, []
-    for p in range(len(step.seconds)):
-        total += change[p]
-        memory.append(total + step.base[p])
-    return tuple(memory)
+            back = max(back, gone + 1)
+        change[gone + 1] -= nbytes[i]
+        change[back] += nbytes[i]
+    return tuple(itertools.accumulate(change[:-1]))
 
 
 def _host_memory(step: Step, transfers: Mapping[int, Transfer], firsts: Sequence[int]) -> tuple[int, ...]:
@@ -254,8 +222,8 @@ def _host_memory(step: Step, transfers: Mapping[int, Transfer], firsts: Sequence
     hosted = [(i, t) for i, t in transfers.items() if t.tier == "host"]
     if not hosted:
         return ()
-    change = [0] * (len(step.seconds) + 1)
+    change, moved = [0] * (len(step.seconds) + 1), step.columns.moved
     for i, transfer in hosted:
-        change[transfer.store_after] += step.items[i].moved_nbytes
-        change[firsts[i] + 1] -= step.items[i].moved_nbytes
+        change[transfer.store_after] += moved[i]
+        change[firsts[i] + 1] -= moved[i]
     return tuple(itertools.accumulate(change[:-1]))

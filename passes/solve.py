@@ -8,35 +8,22 @@ many offloaded, in some order, as the budget asks. Then it tries other choices f
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from random import Random
 
-from ssd_fx.passes import tiers
 from ssd_fx.passes.anneal import anneal
-from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.place import LOAD_MARGIN, everything, floor, place
-from ssd_fx.passes.refine import TOLERANCE, Solution, better, fits, kept_bytes, refine, size
-from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, simulate
+from ssd_fx.passes.machine import Machine
+from ssd_fx.passes.place import floor
+from ssd_fx.passes.refine import TOLERANCE, Solution, better, refine, size
+from ssd_fx.passes.search import POOL, Search, effort_of
+from ssd_fx.passes.simulate import Step
 
-# Operators and items visited over all trials of the search; a million takes one to two seconds of Python. In proportion
-# to the size of the step, as the time to compile its graphs is; small steps, which cost nothing, get more.
-TRIALS = 150
-LEAST_EFFORT = 30_000
-POOL = 4  # so many of the best choices get their transfers moved
-EXHAUSTIVE = 1024  # up to so many choices are all tried
 # Small steps are walked randomly at the end: so often, each walk over so many operators and items, as many changes at
 # most and at least; half a second for a dozen items.
 WALKS = 4
 WALKED = 150_000
 MOST_WALK = 1_500
 LEAST_WALK = 1_000
-KICKS = 40  # random choices that lead nowhere before the search ends
-# Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
-MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 
 
 class BudgetError(ValueError):
@@ -57,8 +44,11 @@ def solve(
     limit: float,
     share_bytes: float,
     prefetch: float = float("inf"),
+    quick: bool = False,
 ) -> Solution:
     """The best choices found with memory never above `limit` bytes and at most `share_bytes` kept of what may leave.
+
+    `quick`: only the families are looked at, unless none of them fits; what is found is no faster than without.
 
     Raises:
         BudgetError: no choices meet `limit`; the message says the least that can be met.
@@ -66,257 +56,36 @@ def solve(
     least = floor(step)
     if limit < least:
         raise BudgetError(limit, least)
-    search = _Search(step, machine, limit, share_bytes, prefetch)
+    search = Search(step, machine, limit, share_bytes, prefetch)
     plain = None
     if step.host_budget and all(item.tier != "host" for item in step.items):  # never slower than without
-        plain = solve(replace(step, host_budget=0), machine, limit=limit, share_bytes=share_bytes, prefetch=prefetch)
+        plain = solve(
+            replace(step, host_budget=0), machine, limit=limit, share_bytes=share_bytes, prefetch=prefetch, quick=quick
+        )
         search.solution(tuple((choice, False) for choice in plain.choices))
     search.families()
     if search.best is None:  # what is handed over was held for longer than the placement reckoned with
         search.wait_for_writes()
-    if not search.is_cheapest():
+    if search.best is None or not (quick or search.is_cheapest()):
         search.improve()
     if search.best is None:
         raise BudgetError(limit, least)
-    if search.is_cheapest():
+    if quick or search.is_cheapest():
         return search.best
     search.vary()
-    effort = _effort(step) // max(POOL, len(search.pool))
-    refined = partial(refine, step, machine, limit=limit, share_bytes=share_bytes, effort=effort)
+    effort = effort_of(step) // max(POOL, len(search.pool))
+    refined = partial(refine, step, machine, limit=limit, share_bytes=share_bytes, effort=effort, prefetch=prefetch)
     best = search.best
     for start in search.pool:
         best = _better(refined(start), best)
     trials = min(WALKED // size(step), MOST_WALK)
     if trials >= LEAST_WALK and best.outcome.stall_s > TOLERANCE * best.outcome.seconds:
-        walk = partial(anneal, step, machine, best, limit=limit, share_bytes=share_bytes, trials=trials)
+        walk = partial(
+            anneal, step, machine, best, limit=limit, share_bytes=share_bytes, trials=trials, prefetch=prefetch
+        )
         best = functools.reduce(_better, (refined(walk(seed=seed)) for seed in range(WALKS)), best)
     return best if plain is None else _better(plain, best)
 
 
 def _better(a: Solution, b: Solution) -> Solution:
     return a if better(a.outcome, b.outcome) else b
-
-
-Wish = tuple[Choice, bool]  # what becomes of an item, and whether it lingers (see `place`)
-Wishes = tuple[Wish, ...]
-Moves = Callable[[Wishes], Iterator[Wishes]]
-
-
-class _Search:
-    def __init__(self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float) -> None:
-        self.step, self.machine, self.limit = step, machine, limit
-        self.share_bytes, self.prefetch = share_bytes, prefetch
-        self.best: Solution | None = None
-        self.asked: Wishes = ()  # what led to the best
-        self.pool: list[Solution] = []  # the best so far, fastest first
-        self.left = _effort(step) // (2 if step.host_budget else 1)
-        self.waits = False  # whether every release waits for its write
-        self.seen: dict[Wishes, Solution | None] = {}
-        self.allowed = [_allowed(item) for item in step.items]
-
-    def families(self) -> None:
-        """Recompute the first k by price per byte; of the rest offload as few as the budget allows, in every order."""
-        items = self.step.items
-        cheap = sorted(
-            (i for i, item in enumerate(items) if Choice.RECOMPUTE in item.choices),
-            key=lambda i: items[i].recompute_s / items[i].nbytes,
-        )
-        for recomputed in _steps(len(cheap)):
-            chosen = set(cheap[:recomputed])
-            for key, linger in itertools.product(self._orders(), (False, True)):
-                if self.is_cheapest():
-                    return
-                movable = [i for i, item in enumerate(items) if Choice.OFFLOAD in item.choices and i not in chosen]
-                self._shortest(chosen, sorted(movable, key=key), linger)
-
-    def wait_for_writes(self) -> None:
-        """Look again with releases that wait for their writes: so memory is what was placed, however late they are."""
-        self.waits = True
-        self.seen.clear()
-        self.families()
-
-    def is_cheapest(self) -> bool:
-        """Whether the best found costs no stall and nothing recomputed, and moves hardly more bytes than must be."""
-        if self.best is None:
-            return False
-        items, outcome = self.step.items, self.best.outcome
-        free = sum(item.nbytes for item in items if len(item.choices) > 1)
-        must = max(everything(self.step) - self.limit, free - self.share_bytes, 0)
-        stalled = outcome.stall_s > TOLERANCE * outcome.seconds or Choice.RECOMPUTE in self.best.choices
-        return not stalled and outcome.written <= 1.01 * max(must - self.step.host_budget, 0)
-
-    def _orders(self) -> Iterator[Callable[[int], tuple[float, ...]]]:
-        items = self.step.items
-        yield lambda i: (items[i].produced - items[i].first_use, -items[i].nbytes, i)  # longest idle first
-        yield lambda i: ((items[i].produced - items[i].first_use) * items[i].nbytes, i)  # most idle bytes first
-        yield lambda i: (items[i].last_use, i)  # soonest free to go
-
-    def _shortest(self, recomputed: set[int], order: list[int], linger: bool) -> None:
-        """Offload the shortest head of `order` that meets the budget, by bisection: more offloaded is less memory."""
-        low, high = 0, len(order)
-        while low < high:
-            middle = (low + high) // 2
-            if self.try_(self._with(recomputed, order, middle, linger)):
-                high = middle
-            else:
-                low = middle + 1
-        self.try_(self._with(recomputed, order, low, linger))
-
-    def _with(self, recomputed: set[int], order: list[int], count: int, linger: bool) -> Wishes:
-        """The first `count` of `order` offloaded; of the others the next ones linger until the share is met."""
-        wishes = [_preferred(item) for item in self.step.items]
-        for i in recomputed:
-            wishes[i] = (Choice.RECOMPUTE, False)
-        for i in order[:count]:
-            wishes[i] = (Choice.OFFLOAD, False)
-        over = kept_bytes(self.step, _choices(wishes)) - self.share_bytes
-        for i in order[count:] if linger else ():
-            if over > 0 or wishes[i][0] is Choice.OFFLOAD:
-                over -= self.step.items[i].nbytes if wishes[i][0] is Choice.KEEP else 0
-                wishes[i] = (Choice.OFFLOAD, True)
-        return tuple(wishes)
-
-    def try_(self, wishes: Wishes) -> bool:
-        """Whether the budget is met. Remembers the best."""
-        return self.solution(wishes) is not None
-
-    def solution(self, wishes: Wishes) -> Solution | None:
-        """The wishes placed and simulated, None where the budget is not met. Remembers the best."""
-        if wishes in self.seen:
-            self.left -= 1  # `better` is not transitive, so there are circles of ever better ones
-            return self.seen[wishes]
-        found = None
-        self.left -= len(wishes)  # what is not placed takes its time too
-        if kept_bytes(self.step, _choices(wishes)) <= self.share_bytes:
-            found = self._placed(wishes)
-        self.seen[wishes] = found
-        if found is not None:
-            self.pool = sorted([*self.pool, found], key=lambda s: s.outcome.seconds)[:POOL]
-        if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
-            self.best, self.asked = found, wishes
-        return found
-
-    def _placed(self, wishes: Wishes) -> Solution | None:
-        return tiers.filled(self.step, self.machine, _choices(wishes), partial(self._placed_with, wishes))
-
-    def vary(self) -> None:
-        """Adds to the pool the best choices with other items in host memory."""
-        if self.best is not None and self.step.host_budget:
-            self.left = _effort(self.step) // 2
-            play = partial(self._placed_with, self.asked)
-            self.pool += tiers.varied(self.step, self.machine, self.best.choices, play, lambda: self.left > 0)
-
-    def _placed_with(self, wishes: Wishes, hosted: tiers.Hosted) -> Solution | None:
-        """Placed as if nothing stalled, then again with the times that the simulation gave; the best of them."""
-        choices, lingering = _choices(wishes), {i for i, (_, lingers) in enumerate(wishes) if lingers}
-        best: Solution | None = None
-        played: Outcome | None = None
-        for margin in MARGINS:
-            transfers = place(
-                self.step,
-                choices,
-                self.machine,
-                limit=self.limit,
-                prefetch=self.prefetch,
-                played=played,
-                margin=margin,
-                lingering=lingering,
-                hosted=hosted,
-            )
-            if transfers is None:
-                break
-            if self.waits:
-                transfers = {i: replace(t, block=True) for i, t in transfers.items()}
-            played = self._played(choices, transfers)
-            if played.held_back:  # the times that this order was made for were others
-                transfers = {i: replace(t, store_after=self.step.items[i].produced) for i, t in transfers.items()}
-                played = self._played(choices, transfers)
-            if fits(self.step, played, self.limit) and (best is None or better(played, best.outcome)):
-                best = Solution(choices, transfers, played)
-            if played.stall_s <= TOLERANCE * played.seconds:
-                break
-        return best
-
-    def _played(self, choices: tuple[Choice, ...], transfers: Mapping[int, Transfer]) -> Outcome:
-        self.left -= size(self.step)
-        return simulate(self.step, choices, transfers, self.machine)
-
-    def improve(self) -> None:
-        """Other wishes for one item, then for two at a time; then the same from a few random ones nearby.
-
-        The random ones are those of a fixed seed: the same step gets the same plan on every machine.
-        """
-        if self.best is None:
-            return
-        if math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE:
-            for wishes in itertools.product(*self.allowed):
-                if self.left > 0:
-                    self.solution(wishes)
-            return
-        self._descend(self.asked, (self._singles, self._pairs))
-        random, failed = Random(0), 0
-        while failed < KICKS and self.left > 0 and not self.is_cheapest():
-            before = self.best
-            self._descend(self._kicked(random), (self._singles,))
-            failed = failed + 1 if self.best is before else 0
-
-    def _descend(self, wishes: Wishes, families: tuple[Moves, ...]) -> None:
-        """Change to the first better neighbour while there is one."""
-        now = self.solution(wishes)
-        moved = True
-        while moved and self.left > 0:
-            moved = False
-            for neighbour in itertools.chain.from_iterable(moves(wishes) for moves in families):
-                found = self.solution(neighbour)
-                if found is not None and (now is None or better(found.outcome, now.outcome)):
-                    wishes, now, moved = neighbour, found, True
-                    break
-                if self.left <= 0:
-                    break
-
-    def _kicked(self, random: Random) -> Wishes:
-        """What led to the best, with two to four items changed."""
-        wishes = list(self.asked)
-        free = [i for i, allowed in enumerate(self.allowed) if len(allowed) > 1]
-        for i in random.sample(free, min(len(free), random.randint(2, 4))):
-            wishes[i] = random.choice(self._others(i, wishes[i]))
-        return tuple(wishes)
-
-    def _others(self, i: int, wish: Wish) -> list[Wish]:
-        return [other for other in self.allowed[i] if other != wish]
-
-    def _singles(self, wishes: Wishes) -> Iterator[Wishes]:
-        for i in range(len(wishes)):
-            for other in self._others(i, wishes[i]):
-                yield (*wishes[:i], other, *wishes[i + 1 :])
-
-    def _pairs(self, wishes: Wishes) -> Iterator[Wishes]:
-        for i, k in itertools.combinations(range(len(wishes)), 2):
-            for a, b in itertools.product(self._others(i, wishes[i]), self._others(k, wishes[k])):
-                yield (*wishes[:i], a, *wishes[i + 1 : k], b, *wishes[k + 1 :])
-
-
-def _allowed(item: Item) -> list[Wish]:
-    wishes = [(choice, False) for choice in sorted(item.choices, key=lambda c: c.value)]
-    return [*wishes, (Choice.OFFLOAD, True)] if Choice.OFFLOAD in item.choices else wishes
-
-
-def _preferred(item: Item) -> Wish:
-    return next(c for c in (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE) if c in item.choices), False
-
-
-def _choices(wishes: Sequence[Wish]) -> tuple[Choice, ...]:
-    return tuple(choice for choice, _ in wishes)
-
-
-def _effort(step: Step) -> int:
-    return max(LEAST_EFFORT, TRIALS * size(step))
-
-
-def _steps(count: int) -> list[int]:
-    """0, 1, 2, 3, 4, 6, 8, 12, ... and `count`: about even ratios."""
-    steps, at = {0, count}, 1.0
-    while at < count:
-        steps.add(int(at))
-        at = at + 1 if at < 4 else at * 1.3
-    return sorted(steps)
