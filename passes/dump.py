@@ -138,10 +138,20 @@ def _price(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
+LEGEND = """
+# One row per alias group, a storage that is saved: its base, its module, its bytes, what becomes of it, where or why,
+# [the saved tensors that are views of it]. "{0..3} x 4": rows of four layers that are alike.
+# store>, release>: the forward node behind which the write starts, and the memory is given up; load<, wait<: the
+# backward node before which the read starts, and ends at the latest.
+# floor: the peak if everything that can leave left at once. allowed: the floor, and for a share its part of what is
+# between floor and everything kept, for a number of bytes so many more. Predictions use the options machine, profile.
+"""
+
+
 def files(partition: Partition, plan: Plan, names: Names) -> dict[str, str]:
     """The dump of a graph behind insertion: `<graph>.plan.txt`, `.plan.json`, `.forward.py` and `.backward.py`."""
     return {
-        f"{plan.graph}.plan.txt": table(plan, names),
+        f"{plan.graph}.plan.txt": table(plan, names) + LEGEND,
         f"{plan.graph}.plan.json": json.dumps(_details(plan, names), indent=1) + "\n",
         f"{plan.graph}.forward.py": partition.forward.print_readable(print_output=False),
         f"{plan.graph}.backward.py": partition.backward.print_readable(print_output=False),

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
@@ -77,6 +77,31 @@ def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> fr
     lasting = set(static)
     names = {n.name for i, n in enumerate(inputs) if i not in lasting}
     return frozenset(names - {n.name for n in inputs if isinstance(n.meta["desc"], TangentAOTInput)})
+
+
+def changed_inputs(graph: fx.Graph) -> frozenset[int]:
+    """Storages of the inputs that a forward or joint graph writes into, or that are written behind it with its outputs.
+
+    Where they are saved for the backward it reads what they have become, without a word where autograd does not see
+    the write, as under `no_grad`.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    by_desc = {n.meta["desc"]: n for n in inputs if "desc" in n.meta}
+    descs = graph.output_node().meta.get("desc", ())
+    behind = [by_desc.get(d.mutated_input) for d in descs if isinstance(d, InputMutationAOTOutput)]
+    inside = [arg for n in graph.nodes for arg in written(n)]
+    keys = {storage_of(n) for n in (*behind, *inside) if n is not None}
+    return frozenset(keys & {storage_of(n) for n in inputs} - {None})  # type: ignore[arg-type]
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the node's operator writes into, by its schema."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    arguments = node.target._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    targets = (given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [n for n in tree_leaves(tuple(targets)) if isinstance(n, fx.Node)]
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:

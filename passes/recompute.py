@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ssd_fx.passes.partition import Partition, activation_inputs, storage_of
+from ssd_fx.passes.partition import Partition, activation_inputs, changed_inputs, storage_of
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
 LONGEST = 200  # nodes of a chain: what depends on more is not worth it
@@ -33,6 +34,7 @@ class Joint:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any]) -> None:
         self._module, self._inputs, self._arguments = module, inputs, arguments
+        _save_what_reads(module.graph, changed_inputs(module.graph))
         self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
         self._pristine: fx.GraphModule | None = None
 
@@ -63,9 +65,20 @@ class Joint:
         return Partition(forward, backward, self._arguments["num_fwd_outputs"], self._activations)
 
 
+def _save_what_reads(graph: fx.Graph, changed: Collection[int]) -> None:
+    """Tags all that is computed from inputs which the step changes, for PyTorch's min-cut would read them again in the
+    backward (tests/test_recompute.py; plain Inductor of torch 2.13 has wrong gradients there)."""
+    for node in graph.nodes if changed else ():
+        reads = any(storage_of(source) in changed for source in node.all_input_nodes)
+        if reads and node.op == "call_function" and storage_of(node) not in changed:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 def _clone(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of the graph over the same attributes and FakeTensors."""
-    clone = fx.GraphModule(module, copy.deepcopy(module.graph))
+    with warnings.catch_warnings():  # torch's own treespecs, copied by torch
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+        clone = fx.GraphModule(module, copy.deepcopy(module.graph))
     clone.meta.update(module.meta)
     return clone
 
@@ -83,9 +96,9 @@ def price(partition: Partition, plan: Plan) -> Plan:
     there = {storage_of(n): -1 for n in (*partition.saved, *partition.kept_outputs)}
     there |= {storage_of(by_name[g.base]): g.slot for g in plan.groups}
     there.pop(None, None)
-    found = {}
+    found, changed = {}, changed_inputs(partition.forward.graph)
     for group in plan.groups:
-        cost = None if group.obstacle else _price(by_name[group.base], there, seconds)
+        cost = None if group.obstacle else _price(by_name[group.base], there, seconds, changed)
         if cost is not None:
             found[group.slot] = cost
     return plan.with_(prices=found)
@@ -97,10 +110,12 @@ def recomputed(plan: Plan) -> tuple[Recomputed, ...]:
     return tuple(Recomputed(g.base, plan.modules[g.slot], g.nbytes, plan.prices[g.slot].seconds) for g in groups)
 
 
-def _price(base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.Node, float]) -> Price | None:
+def _price(
+    base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.Node, float], changed: Collection[int]
+) -> Price | None:
     """The chain from `base` up to what is there anyway; None if it cannot or should not run twice.
 
-    `there`: storages, with the slot of their group or -1.
+    `there`: storages, with the slot of their group or -1. `changed`: those that have other values in the backward.
     """
     chain: dict[fx.Node, None] = {}
     needs = set()
@@ -114,6 +129,8 @@ def _price(base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.N
         chain[node] = None
         for source in node.all_input_nodes:
             key = storage_of(source)
+            if key in changed:
+                return None
             if key in there and key != storage_of(base):
                 needs.add(there[key])
             elif source.op not in ("placeholder", "get_attr"):

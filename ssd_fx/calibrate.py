@@ -14,6 +14,7 @@ import os
 import platform
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ _DIGITS = 3
 # A kernel with nothing to do takes 5 to 20 us. With more threads than cores to run them it waits for a time slice of
 # the scheduler, and products were measured at a hundredth of their rate.
 _BUSY_S = 5e-4
+_OTHERS = 0.15  # share of the cores that other processes may use while they are measured
 T = TypeVar("T")
 Rates = dict[str, object]
 Cached = dict[str, dict[str, Rates]]  # section -> key -> rates
@@ -82,6 +84,12 @@ def _nothing() -> Cached:
     return {section: {} for section in _SECTIONS}
 
 
+def unmeasured(config: RuntimeConfig, device: torch.device) -> list[str]:
+    """The sections that this process could not measure, and has typical rates for."""
+    keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
+    return [section for section in _SECTIONS if _known[section].get(keys[section]) == {}]
+
+
 def forget() -> None:
     """What this process knows; the file stays."""
     with _lock:
@@ -114,17 +122,34 @@ def disk_key(config: RuntimeConfig, device: torch.device) -> str:
 
 
 def _compute(device: torch.device) -> Rates:
+    started, others_s = time.perf_counter(), _others_s()
     found = rates.Compute(device).rates() | host_copies(device)
-    if float(str(found["kernel_s"])) < _BUSY_S:
+    cores_s = max(time.perf_counter() - started, 1.0) * len(os.sched_getaffinity(0))  # the kernel counts in 10 ms
+    others = (_others_s() - others_s) / cores_s
+    if float(str(found["kernel_s"])) < _BUSY_S and others < _OTHERS:
         return found
     took = f"a small kernel took {found['kernel_s']:.3g} s"
     warnings.warn(
-        f"ssd_fx plans with typical rates: other processes use the cores, and {took}; "
+        f"ssd_fx plans with typical rates: other processes use {others:.0%} of the cores, and {took}; "
         "`ssd-fx calibrate DIRECTORY` measures when they are idle",
         RuntimeWarning,
         stacklevel=2,
     )
     return {}
+
+
+def _others_s() -> float:
+    """CPU seconds that others have had of the cores that this process may use; 0 where the kernel does not tell."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return 0.0
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    used = 0
+    for ticks in (line.split()[1:] for line in lines if line.split()[0] in ours):
+        user, nice, system, _, _, irq, softirq, *_ = map(int, ticks)
+        used += user + nice + system + irq + softirq
+    return used / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def _disk(config: RuntimeConfig, device: torch.device) -> Rates:

@@ -28,7 +28,7 @@ _TENSORS, _TENSOR_BYTES = 16, 16 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0 fine, 1 the directory is unfit."""
+    """Run the command; returns its exit status: 0 fine, 1 the directory is unfit, or the cores are busy."""
     parser = argparse.ArgumentParser(prog="ssd-fx", description="Activations on NVMe: what this machine offers.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="write and read activations in a directory and print the rates")
@@ -69,10 +69,16 @@ def _calibrate(directory: str) -> int:
         return 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()
-    machine = calibrate.calibrated(parse(Config.make({"dirs": [directory]}).runtime_json()), device, anew=True)
+    config = parse(Config.make({"dirs": [directory]}).runtime_json())
+    machine = calibrate.calibrated(config, device, anew=True)
     for name, value in machine.rates().items():
         print(f"{name:24} {value if isinstance(value, dict) else f'{value:.3g}'}")
-    print(f"measured in {time.perf_counter() - started:.1f} s; kept in {calibrate.cache_path()}")
+    took = f"measured in {time.perf_counter() - started:.1f} s"
+    missed = calibrate.unmeasured(config, device)
+    if missed:
+        print(f"{took}; {' and '.join(missed)} above are typical rates, and {calibrate.cache_path()} has what it had")
+        return 1
+    print(f"{took}; kept in {calibrate.cache_path()}")
     return 0
 
 

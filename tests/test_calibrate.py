@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -145,10 +149,36 @@ def test_a_drive_that_cannot_be_measured_has_typical_rates_and_is_not_kept(calls
 
 def test_busy_cores_are_not_kept(calls: Calls, tmp_path: Path) -> None:
     calls.rates["kernel_s"] = 0.0144
-    with pytest.warns(RuntimeWarning, match=r"other processes use the cores, and a small kernel took 0\.0144 s"):
+    with pytest.warns(RuntimeWarning, match=r"other processes use .*% of the cores, and a small kernel took 0\.0144 s"):
         machine = calibrate.calibrated(config_for(tmp_path), CPU)
     assert machine.flops == Machine.default(CPU, torch.get_num_threads()).flops
     assert calibrate.cached()["compute"] == {}
+
+
+@pytest.mark.parametrize(("others", "kept"), [(0.1, True), (0.6, False)])
+def test_what_others_use_of_the_cores(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: float, kept: bool
+) -> None:
+    """Rates that were measured beside other work are worse than what was known before."""
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    calls.rates["flops"] = 1e9
+    used_s = iter((0.0, others * len(os.sched_getaffinity(0))))  # of one second, the shortest that is looked at
+    monkeypatch.setattr(calibrate, "_others_s", lambda: next(used_s))
+    with contextlib.nullcontext() if kept else pytest.warns(RuntimeWarning, match="processes use 60% of the cores"):
+        calibrate.calibrated(config_for(tmp_path), CPU, anew=True)
+    (rates_kept,) = calibrate.cached()["compute"].values()
+    assert rates_kept["flops"] == (1e9 if kept else 2e11)
+    assert calibrate.unmeasured(config_for(tmp_path), CPU) == ([] if kept else ["compute"])
+
+
+def test_a_neighbour_is_seen() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as neighbour:
+        time.sleep(0.3)
+        before = calibrate._others_s()
+        time.sleep(1.0)
+        used = calibrate._others_s() - before
+        neighbour.kill()
+    assert used > 0.3
 
 
 def test_the_option(calls: Calls, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
 
 def plan_text(directory: Path) -> str:
     (path,) = directory.glob("*.plan.txt")
-    return path.read_text()
+    return path.read_text().partition("\n#")[0]  # without the legend
 
 
 Mark = Callable[[torch.Tensor], torch.Tensor]

@@ -1,0 +1,87 @@
+"""One model trained for three steps in one way: what it computed, saved and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ssd_fx
+from tests.zoo.models import Builder
+
+STEPS, RATE = 3, 1e-3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`values`: the loss and all gradients of every step, by name; bytes of one step; graph breaks while compiling."""
+
+    values: Mapping[str, Tensor]
+    saved_bytes: int
+    offloaded_bytes: int
+    written_bytes: int
+    graph_breaks: int
+
+    def difference(self, other: Trial) -> float:
+        """The largest of any value; infinite if one is there in one trial only."""
+        if set(self.values) != set(other.values):
+            return float("inf")
+        pairs = ((self.values[name], other.values[name]) for name in self.values)
+        return max(0.0 if _same_bits(a, b) else _apart(a, b) for a, b in pairs)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
+
+
+def train(build: Builder, dropout: float, options: Mapping[str, Any] | None) -> Trial:
+    """`options`: of ssd_fx; None for plain Inductor."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ssd_fx.reset_stats()
+    torch.manual_seed(0)
+    case = build(dropout)
+    model = case.model.train()
+    compiled = torch.compile(model, backend="inductor") if options is None else _ours(model, options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    values = {}
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = case.loss(compiled(**case.inputs))
+        loss.backward()
+        values[f"{step} loss"] = loss.detach().reshape(1).clone()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                values[f"{step} {name}"] = parameter.grad.detach().clone().contiguous()
+        optimizer.step()
+        optimizer.zero_grad()
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    found = ssd_fx.stats()  # of plain Inductor all 0
+    sizes = (found.saved_bytes, found.offloaded_bytes, found.written_bytes)
+    return Trial(values, *(nbytes // STEPS for nbytes in sizes), breaks)
+
+
+def _ours(model: torch.nn.Module, options: Mapping[str, Any]) -> Any:
+    return torch.compile(model, backend=ssd_fx.backend, options=dict(options))
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Gradients that two runs of the same code agree on, where the operators have such a mode."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
