@@ -25,6 +25,7 @@ from ssd_fx.passes.select import Budget, select
 from ssd_fx.passes.solve import BudgetError
 
 RECOMPUTE_ROUNDS = 3  # partitions that are tried beside PyTorch's own
+ANALYSES = 4  # of the plan passes: what they find is the same whatever is decided
 GAIN = 5e-3  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
 
 log = logging.getLogger("ssd_fx")
@@ -57,9 +58,15 @@ class PlanOptions:
 
 
 def plan_passes(
-    options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool, host_tier: bool = False
+    options: PlanOptions,
+    machine: Machine,
+    budget: Budget,
+    *,
+    priced: bool,
+    host_tier: bool = False,
+    quick: bool = False,
 ) -> tuple[PlanPass, ...]:
-    """`host_tier`: the graph computes on a device with memory of its own."""
+    """`host_tier`: the graph computes on a device with memory of its own. The first `ANALYSES` decide nothing."""
     tiered, resting = (options.host_budget, 0) if host_tier else (0, options.host_budget)
     return (
         alias,  # first: the alias group is the unit of everything that follows
@@ -75,39 +82,66 @@ def plan_passes(
             prefetch=options.prefetch,
             host_budget=tiered,
             resting=resting,
+            quick=quick,
         ),
         schedule,  # from operators of the simulated step to nodes of the graphs
     )
 
 
-def decide(partition: Partition, options: PlanOptions, *, budget: Budget | None = None, priced: bool = False) -> Plan:
-    """Plan `partition` without changing it. `priced`: groups may be recomputed, which takes another partition."""
+def decide(
+    partition: Partition,
+    options: PlanOptions,
+    *,
+    budget: Budget | None = None,
+    priced: bool = False,
+    quick: bool = False,
+    analysed: Plan | None = None,
+) -> Plan:
+    """Plan `partition` without changing it. `priced`: groups may be recomputed, which takes another partition.
+
+    `quick`: with a short search. `analysed`: an earlier plan of the partition, unpriced, which is decided once more.
+    """
     device = _device(partition)
     machine = options.machine or Machine.default(device, torch.get_num_threads())
-    plan = Plan(graph=fingerprint(partition))
+    plan = analysed.undecided() if analysed else Plan(graph=fingerprint(partition))
     if options.profile is not None:
         machine = options.profile.machine(machine, plan.graph)
         if options.profile.of(plan.graph) is None:
             log.info("the profile does not know graph %s, whose times are predicted", plan.graph)
     budget, host_tier = options.budget if budget is None else budget, device.type != "cpu"
-    for pass_ in plan_passes(options, machine, budget, priced=priced, host_tier=host_tier):
+    passes = plan_passes(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
+    for pass_ in passes[ANALYSES if analysed else 0 :]:
         plan = pass_(partition, plan)
         verify.verify_plan(partition, plan)
     return plan
 
 
 def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
-    """The partition that is predicted to be fastest within the budget, and its plan."""
-    recompute = options.recompute and functorch_config.activation_memory_budget == 1  # else the user recomputes
-    partition = joint.partition(keep_pristine=recompute)
-    plan = decide(partition, options)
-    if not recompute or plan.prediction is None or not _could_gain(plan.prediction):
+    """The partition that is predicted to be fastest within the budget, and its plan.
+
+    Partitions are compared by plans of the short search, and the plan of the best one is searched for with all effort.
+    """
+    if not options.recompute or functorch_config.activation_memory_budget != 1:  # then the user recomputes
+        partition = joint.partition()
+        return partition, decide(partition, options)
+    partition, plan = _quick_joint(joint, options)
+    assert plan.prediction is not None
+    settled = decide(partition, options, budget=plan.prediction.limits, analysed=plan)
+    return partition, settled
+
+
+def _quick_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
+    partition = joint.partition(keep_pristine=True)
+    plan = decide(partition, options, quick=True)
+    assert plan.prediction is not None
+    if not _could_gain(plan.prediction):
         return partition, plan
     first, best, limits = partition, (partition, plan), plan.prediction.limits
+    analysed = plan
     tight, tried = limits, {frozenset[str]()}
     for _ in range(RECOMPUTE_ROUNDS):
         try:
-            priced = decide(first, options, budget=tight, priced=True)
+            priced = decide(first, options, budget=tight, priced=True, quick=True, analysed=analysed)
         except BudgetError:
             break
         if priced.recomputed_nodes in tried:
@@ -115,7 +149,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
         tried.add(priced.recomputed_nodes)
         partition = joint.partition_again(priced.recomputed_nodes, priced.saved_nodes)
         try:
-            plan = decide(partition, options, budget=limits)
+            plan = decide(partition, options, budget=limits, quick=True)
         except BudgetError as error:  # the chains need memory that their prices do not tell of
             missing = error.least - limits.memory
             if missing <= 0:  # it is not the floor that is above the limit: a tighter one need not help, a looser never

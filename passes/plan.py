@@ -202,6 +202,10 @@ class Plan:
         """Bytes that are written and read back for it."""
         return sum(g.stored_nbytes for g in self.offloaded)
 
+    def undecided(self) -> Plan:
+        """What the analyses found, with nothing decided."""
+        return self.with_(decisions={}, points={}, prices={}, prediction=None)
+
     def with_(self, **changes: object) -> Plan:
         """A copy with some fields replaced; dictionaries are frozen on the way."""
         frozen = {k: MappingProxyType(v) if isinstance(v, dict) else v for k, v in changes.items()}

@@ -21,8 +21,8 @@ from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, simula
 
 # Operators and items visited over all trials of the search; a million takes one to two seconds of Python. In proportion
 # to the size of the step, as the time to compile its graphs is; small steps, which cost nothing, get more.
-TRIALS = 150
-LEAST_EFFORT = 30_000
+TRIALS = 40
+LEAST_EFFORT = 60_000
 POOL = 4  # so many of the best choices get their transfers moved
 EXHAUSTIVE = 1024  # up to so many choices are all tried
 KICKS = 40  # random choices that lead nowhere before the search ends

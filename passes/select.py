@@ -34,6 +34,7 @@ def select(
     prefetch: int,
     host_budget: int = 0,
     resting: int = 0,
+    quick: bool = False,
 ) -> Plan:
     """Fill `plan.decisions` and `plan.prediction`.
 
@@ -43,6 +44,7 @@ def select(
     Groups under `min_bytes` and those with an obstacle always stay; those with a price may be recomputed. Marks are
     obeyed before all that; what only prefers to go goes unless everything may stay. `host_budget`: bytes that may go to
     host memory instead of the drive; `resting`: bytes that the runtime lets rest where they are, which is only told.
+    `quick`: `solve` has it.
 
     Raises:
         BudgetError: a budget in bytes, other than 0, is less than what always stays.
@@ -52,7 +54,7 @@ def select(
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
     modelled = _with_host(model(partition, plan, allowed), plan, host_budget)
     step = modelled.step
-    solution, at = _solve(step, budget, machine, prefetch)
+    solution, at = _solve(step, budget, machine, prefetch, quick)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     tiers = {modelled.slots[i]: t.tier for i, t in solution.transfers.items()} if host_budget else {}
     gone = {g.slot: Offload(tiers.get(g.slot, "")) for g in plan.groups}
@@ -121,11 +123,11 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
     assert_never(chosen)
 
 
-def _solve(step: Step, budget: Budget, machine: Machine, prefetch: int) -> tuple[Solution, Limits]:
+def _solve(step: Step, budget: Budget, machine: Machine, prefetch: int, quick: bool) -> tuple[Solution, Limits]:
     if budget == AUTO:
-        return _auto(step, machine, prefetch)
+        return _auto(step, machine, prefetch, quick)
     at = budget if isinstance(budget, Limits) else limits(step, budget)
-    return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch), at
+    return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=quick), at
 
 
 def limits(step: Step, budget: int | float | str) -> Limits:
@@ -137,21 +139,20 @@ def limits(step: Step, budget: int | float | str) -> Limits:
     return Limits(least + int(budget), 0)
 
 
-def _auto(step: Step, machine: Machine, prefetch: int) -> tuple[Solution, Limits]:
-    """By bisection with the quick search: less memory never makes for less stall. The share found is searched fully.
-
-    That is usually no slower; where it stalls, the next shares are.
+def _auto(step: Step, machine: Machine, prefetch: int, quick: bool) -> tuple[Solution, Limits]:
+    """By bisection with the quick search: less memory never makes for less stall. The share found is then searched as
+    `quick` says: that is usually no slower, and where it stalls, the next shares are searched.
     """
     low, high = 0, 2**AUTO_TRIALS
     while high - low > 1:
         middle = (low + high) // 2
         at = limits(step, middle / 2**AUTO_TRIALS)
-        quick = solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=True)
-        low, high = (low, middle) if _flows(quick) else (middle, high)
-    found = _solve(step, high / 2**AUTO_TRIALS, machine, prefetch)
+        short = solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=True)
+        low, high = (low, middle) if _flows(short) else (middle, high)
+    found = _solve(step, high / 2**AUTO_TRIALS, machine, prefetch, quick)
     while high < 2**AUTO_TRIALS and not _flows(found[0]):
         high += 1
-        found = _solve(step, high / 2**AUTO_TRIALS, machine, prefetch)
+        found = _solve(step, high / 2**AUTO_TRIALS, machine, prefetch, quick)
     return found
 
 

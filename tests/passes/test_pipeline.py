@@ -21,8 +21,10 @@ class Decisions:
         self.least = least
         self.asked: list[Limits] = []
 
-    def __call__(self, partition: object, options: object, *, budget: Any = None, priced: bool = False) -> object:
-        if budget is not None and not priced:
+    def __call__(
+        self, partition: object, options: object, *, budget: Any = None, priced: bool = False, **more: Any
+    ) -> object:
+        if budget is not None and not priced and "analysed" not in more:
             raise BudgetError(budget.memory, self.least)
         if priced:
             self.asked.append(budget)

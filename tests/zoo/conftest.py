@@ -1,5 +1,7 @@
-"""timm imports torchvision, whose wheels on PyPI are built for CUDA: beside the CPU build of torch their operators do not
-load, and importing the Python part fails for want of their schemas, which is all that it needs."""
+"""timm imports torchvision, whose wheels on PyPI are built for CUDA: their operators do not load beside a CPU torch.
+
+Importing the Python part, which is all that timm needs, fails for want of their schemas.
+"""
 
 from __future__ import annotations
 
