@@ -16,11 +16,12 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format check gpu bench clean
+.PHONY: help setup demo test test-all zoo lint format check gpu bench clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
 	@echo "make test      tests without the slow ones;  make test-all: every test"
+	@echo "make zoo       other people's models, and docs/compatibility.md of the results (an hour)"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
 	@echo "make gpu       on a GPU: its tests, then bandwidth and steps into benchmarks/results;  make bench;  make clean"
 
@@ -47,6 +48,13 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PY) -m pytest $(PYTEST_FLAGS)
+
+zoo: $(STAMP)
+	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,zoo]'
+	@mkdir -p demo-out
+	rm -f demo-out/zoo.jsonl
+	ZOO_RESULTS=demo-out/zoo.jsonl $(PY) -m pytest -m zoo tests/zoo $(PYTEST_FLAGS)
+	$(PY) -m tests.zoo.results demo-out/zoo.jsonl > docs/compatibility.md
 
 # Runs in .venv if there is one, else with $(PYTHON) as it is: a GPU machine often has its torch already, and no network.
 gpu:

@@ -56,6 +56,20 @@ class Stats(GraphStats):
     disk_bytes: int = 0
     graphs: dict[str, GraphStats] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """A table of what is not 0, per step; `repr` has every field, and those of every graph."""
+        steps = max(self.steps, 1)
+        moved = {name: getattr(self, name) / steps for name in _SUMMED if name.endswith("_bytes")}
+        rows = [f"{name.removesuffix('_bytes'):14}{_mib(nbytes)}" for name, nbytes in moved.items() if nbytes]
+        space = {name: getattr(self, f"{name}_bytes") for name in ("staging", "staging_peak", "disk")}
+        held = ", ".join(f"{name.replace('_', ' ')} {_mib(nbytes).strip()}" for name, nbytes in space.items())
+        head = f"{self.steps} steps of {len(self.graphs)} graphs, {1e3 * self.stall_s / steps:.1f} ms of stall per step"
+        return "\n".join([f"{head}; bytes per step:", *rows, f"at the moment: {held}"])
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:10.2f} MiB"
+
 
 @dataclass(slots=True)
 class Counters:
