@@ -25,7 +25,7 @@ from ssd_fx.passes.copies import merge_copies
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.kernels import hint
 from ssd_fx.passes.packing import Stored, is_dense, may_restride, pack
-from ssd_fx.passes.partition import Partition, known_symbols, nodes_by_storage, storage_key, tensor_of
+from ssd_fx.passes.partition import Partition, known_symbols, nodes_by_storage, storage_key, tensor_of, written
 from ssd_fx.passes.plan import Plan
 
 DYNAMIC = "dynamic shape"
@@ -147,18 +147,8 @@ def _from_first(owner: Layout, member: Layout) -> Layout | None:
 def _live_anyway(forward: list[fx.Node], partition: Partition) -> set[int]:
     held = [n for n in forward if n.op == "placeholder" and n.name not in partition.activations]
     held += [n for n in forward if n.op == "get_attr"] + partition.kept_outputs
-    return set(nodes_by_storage([*held, *_written(forward)]))
-
-
-def _written(forward: list[fx.Node]) -> list[fx.Node]:
-    """What an operator of the forward writes into."""
-    written = []
-    for node in forward:
-        if isinstance(node.target, torch._ops.OpOverload):
-            for arg, info in zip(node.args, node.target._schema.arguments, strict=False):
-                if isinstance(arg, fx.Node) and info.alias_info is not None and info.alias_info.is_write:
-                    written.append(arg)
-    return written
+    held += [target for node in forward for target in written(node)]
+    return set(nodes_by_storage(held))
 
 
 def _disputed(forward: list[fx.Node]) -> set[int]:

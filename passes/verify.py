@@ -19,7 +19,7 @@ from ssd_fx.passes.before import Before
 from ssd_fx.passes.fault import VerifyError, require
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.packing import is_dense, span
-from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of
+from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of, written
 from ssd_fx.passes.plan import Offload, Plan, Prediction
 from ssd_fx.passes.refine import kept_bytes
 
@@ -214,15 +214,8 @@ def _same(sizes: Iterable[object], given: object) -> bool:
 
 def _writes(user: fx.Node, alias: fx.Node) -> bool:
     """Whether a node other than ours writes into `alias` in place."""
-    if not isinstance(user.target, torch._ops.OpOverload) or user.target.namespace == "ssd_fx":
-        return False
-    schema = user.target._schema.arguments
-    given = [*zip(user.args, schema, strict=False), *((user.kwargs.get(a.name), a) for a in schema)]
-    for value, info in given:
-        values = value if isinstance(value, (list, tuple)) else (value,)
-        if info.alias_info is not None and info.alias_info.is_write and any(v is alias for v in values):
-            return True
-    return False
+    ours = isinstance(user.target, torch._ops.OpOverload) and user.target.namespace == "ssd_fx"
+    return not ours and alias in written(user)
 
 
 def _verify_sequence(nodes: list[fx.Node], targets: tuple[object, object], name: str) -> None:

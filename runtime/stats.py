@@ -63,7 +63,7 @@ class Stats(GraphStats):
         rows = [f"{name.removesuffix('_bytes'):14}{_mib(nbytes)}" for name, nbytes in moved.items() if nbytes]
         space = {name: getattr(self, f"{name}_bytes") for name in ("staging", "staging_peak", "disk")}
         held = ", ".join(f"{name.replace('_', ' ')} {_mib(nbytes).strip()}" for name, nbytes in space.items())
-        head = f"{self.steps} steps of {len(self.graphs)} graphs, {1e3 * self.stall_s / steps:.1f} ms of stall per step"
+        head = f"{self.steps} steps, {len(self.graphs)} graphs, {1e3 * self.stall_s / steps:.1f} ms of stall per step"
         return "\n".join([f"{head}; bytes per step:", *rows, f"at the moment: {held}"])
 
 

@@ -18,7 +18,7 @@ def test_what_happened_in_a_step() -> None:
         graphs={"ab12": GraphStats(steps=2)},
     )
     assert str(found).splitlines() == [
-        "2 steps of 1 graphs, 1.5 ms of stall per step; bytes per step:",
+        "2 steps, 1 graphs, 1.5 ms of stall per step; bytes per step:",
         "saved               1.50 MiB",
         "offloaded           1.00 MiB",
         "written             0.50 MiB",
@@ -28,5 +28,5 @@ def test_what_happened_in_a_step() -> None:
 
 def test_nothing_happened() -> None:
     head, foot = str(Stats()).splitlines()
-    assert head == "0 steps of 0 graphs, 0.0 ms of stall per step; bytes per step:"
+    assert head == "0 steps, 0 graphs, 0.0 ms of stall per step; bytes per step:"
     assert foot.startswith("at the moment: staging 0.00 MiB")
