@@ -206,7 +206,7 @@ LEAST = {
     "int64": 250,
     "in place and offload": 110,
     "several members": 80,
-    "scalar": 80,
+    "kept: scalar": 80,
     "bool": 25,
     "offset": 20,
     "complex64": 7,
