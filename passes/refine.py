@@ -164,6 +164,7 @@ def _cleared(step: Step, draft: Draft, but: int, over: dict[int, float], late: b
     """Others offloaded until no operator is `over` its limit: the smallest that is enough, else the largest.
 
     `late`: they are stored behind their last use instead of at once; `block`: the forward ends when they are written.
+    With neither, what is offloaded already is only loaded later: the limit may need it gone where it goes.
     """
     while (worst := max(over, key=lambda p: over[p])) and over[worst] > 0:
         choices, transfers = draft
@@ -179,7 +180,10 @@ def _cleared(step: Step, draft: Draft, but: int, over: dict[int, float], late: b
         k = min(free, key=lambda k: (step.items[k].nbytes < lack, abs(step.items[k].nbytes - lack)))
         item = step.items[k]
         store, release = item.last_use if late else item.produced, step.forward - 1 if block else item.last_use
-        moved = Transfer(store, release, block, item.first_use, tier=_tier(item, transfers.get(k)))
+        if k in transfers and not late and not block:
+            moved = replace(transfers[k], load_before=item.first_use)
+        else:
+            moved = Transfer(store, release, block, item.first_use, tier=_tier(item, transfers.get(k)))
         draft = _with(choices, transfers, k, Choice.OFFLOAD, moved)
         begin = transfers[k].load_before if k in transfers else 0
         for p in over:

@@ -18,12 +18,12 @@ from ssd_fx.passes.refine import TOLERANCE, Solution, better, refine, size
 from ssd_fx.passes.search import POOL, Search, effort_of
 from ssd_fx.passes.simulate import Step
 
-# Small steps are walked randomly at the end: so often, each walk over so many operators and items, as many changes at
-# most and at least; half a second for a dozen items.
-WALKS = 4
-WALKED = 150_000
-MOST_WALK = 1_500
-LEAST_WALK = 1_000
+# Small steps that stall are walked randomly at the end: so often, each walk over so many operators and items, as many
+# changes at most and at least; a second for a dozen items. Few long walks find what many short ones miss.
+WALKS = 3
+WALKED = 600_000
+MOST_WALK = 10_000
+LEAST_WALK = 4_000
 
 
 class BudgetError(ValueError):

@@ -64,6 +64,13 @@ class Variant:
 KEPT = Variant(1.0)
 
 
+class UnlikeTraced(Exception):
+    """A saved tensor has other strides than the trace says, which eager kernels do along dimensions of size 1.
+
+    A product may then take another way through BLAS, whose last bit differs, for views are replayed as traced.
+    """
+
+
 @dataclass
 class Compiled:
     """Both graphs of one variant, and the saved tensors between them."""
@@ -87,21 +94,24 @@ class Trial:
     saved: int = 0
 
     def run(self, program: Program) -> bool:
-        """Forward and backward, compared; False where no graph has a backward.
+        """Forward and backward, compared; False where no graph has a backward, or one with other strides than traced.
 
         Raises: AssertionError where a variant differs from the first one.
         """
         leaves, values = arguments(program.inputs)
         compiled = aot_function(
             program.function(),
-            fw_compiler=lambda gm, _: _boxed(self._forward),
+            fw_compiler=lambda gm, _: _boxed(self._forward) if self.compiled else boxed_nop(gm, []),
             bw_compiler=lambda gm, _: _boxed(self._backward),
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
         torch.manual_seed(0)
         with recorded(self.plans), _use_lazy_graph_module(True):
-            outputs = compiled(*values.values())
+            try:
+                outputs = compiled(*values.values())
+            except UnlikeTraced:
+                return False
         roots, starts = cotangents(list(outputs))
         if not self.compiled or not roots:
             return False
@@ -127,6 +137,7 @@ class Trial:
         copies = [clones(args) for _ in self.compiled[1:]]
         results = self.compiled[0].run(args)
         self.saved = len(results) - self.num_outputs
+        _check_strides(self.compiled[0].forward, results)
         changed = [i for i, t in enumerate(given) if t._version != versions[i]]
         for number, one in enumerate(self.compiled[1:], 1):
             own = copies.pop(0)
@@ -147,6 +158,12 @@ class Trial:
             own, one.saved = one.saved + copies.pop(0), []
             assert_bitwise(results, one.run_backward(own), f"gradients of variant {number}")
         return results
+
+
+def _check_strides(forward: fx.GraphModule, results: Sequence[Any]) -> None:
+    for node, result in zip(forward.graph.output_node().args[0], results, strict=True):  # type: ignore[arg-type]
+        if isinstance(result, Tensor) and node.meta["val"].stride() != result.stride():
+            raise UnlikeTraced(f"{node.name!r} has strides {result.stride()}, traced {node.meta['val'].stride()}")
 
 
 def _boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -56,11 +56,12 @@ class Sequenced(Program):
         self.ahead_of[b][a] = counted
 
     def _lane_rows(self) -> None:
-        """A write begins behind its store; what is gone was written, and what leaves is read after that."""
+        """A write begins behind its store and what that costs; what is gone was written, what leaves is read after."""
         for i in self.moved:
             item, done = self.step.items[i], (self.written[i], -1.0)
             begin = [(self.written[i], 1.0), (self.start[item.produced], -1.0)]
-            self._add([*begin, (self._offloaded(i), -self.write_s[i])], self._seconds(item.produced), math.inf)
+            takes_s = self.own_s[i] + self.write_s[i]
+            self._add([*begin, (self._offloaded(i), -takes_s)], self._seconds(item.produced), math.inf)
             for m, gone in self.gone[i].items():
                 terms = [(self.start[m], 1.0), done, (gone, -self.all_s)]
                 self._add(terms, self.latency_s - self.all_s, math.inf)

@@ -77,6 +77,7 @@ class Tally:
         counts = count(trial.plans)
         self.found.update(counts)
         self.found["programs that offload"] += trained and bool(counts["all"])
+        self.found["programs without a backward, or unlike their trace"] += not trained
         self.found["in place and offload"] += program.changes_in_place and bool(counts["all"])
 
 
