@@ -25,7 +25,7 @@ from ssd_fx.passes.copies import merge_copies
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.kernels import hint
 from ssd_fx.passes.packing import Stored, is_dense, may_restride, pack
-from ssd_fx.passes.partition import Partition, known_symbols, nodes_by_storage, storage_key, tensor_of, written
+from ssd_fx.passes.partition import Partition, known_symbols, nodes_by_storage, storage_of, tensor_of, written
 from ssd_fx.passes.plan import Plan
 
 DYNAMIC = "dynamic shape"
@@ -51,6 +51,7 @@ class _Facts:
     symbols: frozenset[object]
     live: set[int]
     disputed: set[int]
+    absolute: set[int]  # storages of the backward of which it makes views that count from their start
 
     @staticmethod
     def of(partition: Partition) -> _Facts:
@@ -62,6 +63,7 @@ class _Facts:
             known_symbols(partition.backward.graph),
             _live_anyway(forward, partition),
             _disputed(forward),
+            _absolute(partition.backward.graph),
         )
 
     def owner(self, key: int) -> fx.Node:
@@ -111,13 +113,35 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
     if owner.numel == 1:
         return "scalar"
     absolute = any(n.target is torch.ops.aten.as_strided.default for n in facts.nodes[key])
+    placed = any(storage_of(facts.placeholders[n.name]) in facts.absolute for n in saved)
     relative = [_from_first(owner, m) for m in members]
     if any(m is None for m in relative) or (absolute and owner.offset):
         return "no node covers the storage"
     restride = may_restride([facts.placeholders[n.name] for n in saved])
     # Whether the caller lets go of an input is seen at run time, by its storage; a copy of a part would hide it.
-    found = pack(owner, [m for m in relative if m is not None], part=not facts.inputs(key), restride=restride)
+    part = not facts.inputs(key) and not placed
+    found = pack(owner, [m for m in relative if m is not None], part=part, restride=restride)
+    if placed and (found is None or found.pack is not None or owner.offset or not _covers(facts.owner(key))):
+        return "read by its place in the storage"
     return found or "no dense tensor holds the bytes needed"
+
+
+def _covers(node: fx.Node) -> bool:
+    """Whether a tensor with plain sizes is all of its storage."""
+    val = node.meta["val"]
+    return bool(val.numel() * val.itemsize == val.untyped_storage().nbytes())
+
+
+_ABSOLUTE = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
+
+
+def _absolute(graph: fx.Graph) -> set[int]:
+    """Storages of a graph that an operator reads by positions in them."""
+    readers = (
+        n for n in graph.nodes if getattr(getattr(n.target, "overloadpacket", None), "__name__", "") in _ABSOLUTE
+    )
+    keys = (storage_of(source) for n in readers if isinstance(source := n.args[0], fx.Node))
+    return {key for key in keys if key is not None}
 
 
 def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layout]) -> Stored | str:
@@ -164,8 +188,7 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
         for arg, info in zip(node.args, node.target._schema.arguments, strict=False):
             if out is None or info.alias_info is None or not isinstance(arg, fx.Node):
                 continue
-            source = tensor_of(arg)
-            keys = {storage_key(out), storage_key(source) if source is not None else None}
+            keys = {storage_of(node), storage_of(arg)}
             if len(keys) > 1 and any(r.alias_info is not None for r in node.target._schema.returns):
                 disputed |= {k for k in keys if k is not None}
     return disputed

@@ -21,7 +21,7 @@ from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
 from ssd_fx.runtime.store import close_stores
 from tests.passes.lazy_engines import engines
-from tests.passes.random_graphs import Program, programs
+from tests.passes.random_graphs import Input, Program, programs
 from tests.passes.random_runs import FAST_IO, KEPT, SLOW_IO, Trial, Variant, assert_bitwise, count, through_compile
 
 ops = torch.ops.ssd_fx
@@ -214,6 +214,25 @@ LEAST = {
     "base not contiguous": 5,
     "bfloat16": 5,
 }
+
+
+def test_a_view_by_absolute_positions_is_computed_again_in_the_backward() -> None:
+    """`as_strided` counts from the start of the storage: it is there whole, or stays, however little of it is saved."""
+    leaves = (Input("leaf0", "leaf", (6, 4), 1, ""), Input("leaf1", "leaf", (4, 8), 1, ""))
+    lines = (
+        "v3 = F.layer_norm(leaf0, (4,), hidden2, hidden2)",
+        "v3[..., :1].copy_(leaf0[..., :1])",
+        "v4 = v3.clone()",
+        "v5 = v4.select(-2, 2)",
+        "v6 = hidden2.bfloat16() + v5",
+        "v7 = v5.as_strided((1, 4), (1, 2), 2).squeeze()",
+        "v8 = total(leaf0 @ leaf1, leaf0.swapaxes(-1, -2), v6, v7.tanh(), v7.unsqueeze(1))",
+    )
+    program = Program((*leaves, Input("hidden2", "hidden", (4,), 1, "")), lines, ("v8",), 0)
+    trial = Trial([KEPT, Variant(0.0)])
+    assert trial.run(program)
+    offloaded = {g.base: (g.nbytes, g.stored_nbytes) for g in trial.plans[1][1].offloaded}
+    assert offloaded["clone"] == (96, 96)  # of which the select that is saved needs 16
 
 
 @pytest.mark.slow
