@@ -151,15 +151,16 @@ def _contiguous(like: Layout, size: tuple[int, ...]) -> Layout:
 def may_restride(placeholders: Iterable[fx.Node]) -> bool:
     """Whether what the backward computes from these tensors is bitwise the same if their strides are others.
 
-    A matmul is, and pointwise arithmetic. Not: a reduction, also one that something pointwise is fused with, which may
-    add up in another order; and a transcendental function read from them, whose vector and scalar forms differ.
+    A product of matrices is, and pointwise arithmetic. Not: a product with one row or column, which BLAS adds up in
+    another order if the strides are others; a reduction, also one that something pointwise is fused with, likewise; and
+    a transcendental function read from them, whose vector and scalar forms differ.
     """
     work = [(p, True) for p in placeholders]
     seen = {p for p, _ in work}
     while work:
         node, is_view = work.pop()
         for user in node.users:
-            if user in seen or user.op == "output" or user.target in _MATMULS:
+            if user in seen or user.op == "output" or _multiplies_matrices(user):
                 continue
             viewed = _is_view(user)
             if not viewed and not (user.target in _EXACT if is_view else _is_pointwise(user)):
@@ -169,7 +170,13 @@ def may_restride(placeholders: Iterable[fx.Node]) -> bool:
     return True
 
 
-_MATMULS = (aten.mm.default, aten.bmm.default)
+def _multiplies_matrices(node: fx.Node) -> bool:
+    if node.target not in (aten.mm.default, aten.bmm.default):
+        return False
+    sizes = [n for source in node.all_input_nodes for n in source.meta["val"].shape[-2:]]
+    return all(statically_known_true(n > 1) for n in sizes)
+
+
 _EXACT = (
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.neg.default,
     aten.relu.default, aten.threshold_backward.default, aten.where.self, aten.clone.default, aten._to_copy.default,

@@ -216,6 +216,18 @@ LEAST = {
 }
 
 
+def test_a_matrix_vector_product_sees_the_strides_that_it_saw() -> None:
+    """Every other column is read by a product with one column, whose last bit depends on how they lie."""
+    sources = (Input("index0", "index", (2, 3), 5, ""), Input("hidden1", "hidden", (5, 6), 1, ""))
+    lines = (
+        "v3 = F.embedding(index0, hidden1)[..., 1::2]",
+        "v4 = (v3 @ hidden2).unbind(-1)[0]",
+        "v5 = total(hidden1.sum(dim=-2), v4)",
+    )
+    program = Program((*sources, Input("hidden2", "hidden", (3, 1), 1, "")), lines, ("v5",), 0)
+    assert Trial([KEPT, Variant(0.0)]).run(program)
+
+
 def test_a_view_by_absolute_positions_is_computed_again_in_the_backward() -> None:
     """`as_strided` counts from the start of the storage: it is there whole, or stays, however little of it is saved."""
     leaves = (Input("leaf0", "leaf", (6, 4), 1, ""), Input("leaf1", "leaf", (4, 8), 1, ""))
