@@ -166,7 +166,8 @@ def test_reads_go_before_writes(pool, scratch):
     buffer = memory_of(100)
     read = submit(pool, False, scratch, ctypes.addressof(buffer), 100, 0)
     assert read.wait(60_000) == native.OK
-    assert writes[-1].cancel() == native.CANCELLED
+    last = writes[-1].cancel()  # on a busy machine all may be done before this thread is back
+    assert last == native.CANCELLED or writes[-1].span()[0] >= read.span()[0]
     for write in writes:
         write.cancel()
 
