@@ -73,10 +73,10 @@ class Clock:
 @contextmanager
 def installed(clock: Clock) -> Iterator[None]:
     """Every function of the pipeline under the clock."""
-    passes, partition, decide = pipeline.plan_passes, partitioner.Partitioner.__call__, pipeline.decide
+    partition, decide = partitioner.Partitioner.__call__, pipeline.decide
 
-    def plan_passes(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return tuple(clock.timed(module_name(each), each) for each in passes(*args, **kwargs))
+    def timed_passes(passes: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        return lambda *args, **kwargs: tuple(clock.timed(module_name(each), each) for each in passes(*args, **kwargs))
 
     def counting(self: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         clock.nodes = max(clock.nodes, len(gm.graph.nodes))
@@ -90,7 +90,8 @@ def installed(clock: Clock) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         (partitioner.Partitioner, "__call__", clock.whole(growth.PLANNING, counting)),
         (order.PinOrder, "__call__", clock.whole(growth.ORDER, order.PinOrder.__call__)),
-        (pipeline, "plan_passes", plan_passes),
+        (pipeline, "analyses", timed_passes(pipeline.analyses)),
+        (pipeline, "decisions", timed_passes(pipeline.decisions)),
         (pipeline, "decide", planning),
     ]
     found = [(recompute, "min_cut_rematerialization_partition", growth.PARTITION), (pipeline, "fingerprint", "name")]

@@ -25,7 +25,6 @@ from ssd_fx.passes.select import Budget, select
 from ssd_fx.passes.solve import BudgetError
 
 RECOMPUTE_ROUNDS = 3  # partitions that are tried beside PyTorch's own
-ANALYSES = 4  # of the plan passes: what they find is the same whatever is decided
 GAIN = 5e-3  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
 
 log = logging.getLogger("ssd_fx")
@@ -57,22 +56,22 @@ class PlanOptions:
     host_budget: int = 0
 
 
-def plan_passes(
-    options: PlanOptions,
-    machine: Machine,
-    budget: Budget,
-    *,
-    priced: bool,
-    host_tier: bool = False,
-    quick: bool = False,
-) -> tuple[PlanPass, ...]:
-    """`host_tier`: the graph computes on a device with memory of its own. The first `ANALYSES` decide nothing."""
-    tiered, resting = (options.host_budget, 0) if host_tier else (0, options.host_budget)
+def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
+    """What is found of a partition, whatever is decided."""
     return (
         alias,  # first: the alias group is the unit of everything that follows
         partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # binds select, reads groups
         partial(time, machine=machine, profile=options.profile),  # before lifetimes, whose idle time is predicted time
         lifetime,
+    )
+
+
+def decisions(
+    options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool, host_tier: bool, quick: bool
+) -> tuple[PlanPass, ...]:
+    """`host_tier`: the graph computes on a device with memory of its own. `priced`, `quick`: as in `decide`."""
+    tiered, resting = (options.host_budget, 0) if host_tier else (0, options.host_budget)
+    return (
         *([price] if priced else []),  # needs the groups and the times
         partial(  # decides and places together, since what a choice costs depends on where its nodes can stand
             select,
@@ -109,8 +108,9 @@ def decide(
         if options.profile.of(plan.graph) is None:
             log.info("the profile does not know graph %s, whose times are predicted", plan.graph)
     budget, host_tier = options.budget if budget is None else budget, device.type != "cpu"
-    passes = plan_passes(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
-    for pass_ in passes[ANALYSES if analysed else 0 :]:
+    passes = () if analysed else analyses(options, machine)
+    passes += decisions(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
+    for pass_ in passes:
         plan = pass_(partition, plan)
         verify.verify_plan(partition, plan)
     return plan
@@ -131,13 +131,14 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
 
 def _quick_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
+    """PyTorch's partition, or one that recomputes and is predicted to be faster, with a plan of the short search."""
     partition = joint.partition(keep_pristine=True)
     plan = decide(partition, options, quick=True)
     assert plan.prediction is not None
     if not _could_gain(plan.prediction):
         return partition, plan
-    first, best, limits = partition, (partition, plan), plan.prediction.limits
-    analysed = plan
+    first, analysed, limits = partition, plan, plan.prediction.limits
+    best = first, analysed
     tight, tried = limits, {frozenset[str]()}
     for _ in range(RECOMPUTE_ROUNDS):
         try:

@@ -106,7 +106,10 @@ def _nodes(
 
 
 def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine) -> Outcome:
-    """Play one step. `transfers` has an entry for every item that is offloaded."""
+    """Play one step. `transfers` has an entry for every item that is offloaded.
+
+    One loop over local names, long as it is: the search spends most of its time in it.
+    """
     firsts, columns = first_uses(step, choices), step.columns
     nodes = _nodes(step, choices, transfers, machine, firsts)
     costs = list(step.seconds)

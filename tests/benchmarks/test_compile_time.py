@@ -18,7 +18,7 @@ from ssd_fx.passes import costs, order, partitioner, pipeline, recompute, verify
 
 def functions() -> list[object]:
     from_partitioner = (partitioner.Partitioner.__call__, recompute.min_cut_rematerialization_partition)
-    from_pipeline = (pipeline.plan_passes, pipeline.decide, pipeline.insert, pipeline.fingerprint)
+    from_pipeline = (pipeline.analyses, pipeline.decisions, pipeline.decide, pipeline.insert, pipeline.fingerprint)
     return [*from_partitioner, *from_pipeline, verify.verify_plan, verify.verify_graphs, order.PinOrder.__call__]
 
 
@@ -41,7 +41,8 @@ def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert functions() == before
     machine = costs.Machine.default(torch.device("cpu"), 1)
     plan = plan_options(Config.make(options), torch.device("cpu"))
-    passes = [module_name(each) for each in pipeline.plan_passes(plan, machine, 0, priced=False)]
+    decisions = pipeline.decisions(plan, machine, 0, priced=False, host_tier=False, quick=False)
+    passes = [module_name(each) for each in pipeline.analyses(plan, machine) + decisions]
     timed = [growth.PARTITION, "name", passes[0], "verify", *passes[1:], "insert", growth.PLANNING]
     assert list(clock.seconds) == list(clock.cpu) == timed
     parts = [seconds for name, seconds in clock.seconds.items() if name != growth.PLANNING]

@@ -194,13 +194,17 @@ def fused_reader(saved: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> objec
     return used, (product.cos() * saved) @ w
 
 
-def test_a_tensor_is_read_where_its_reader_is_fused_into() -> None:
-    graph = make_fx(fused_reader, tracing_mode="fake")(*(torch.randn(8, 8) for _ in range(3))).graph
+def first_reader(function: Callable[..., object]) -> str:
+    """The name of the node at which the first argument is read first."""
+    graph = make_fx(function, tracing_mode="fake")(*(torch.randn(8, 8) for _ in range(3))).graph
     nodes = list(graph.nodes)
-    found = buffers(graph)
     key = storage_of(nodes[0])
     assert key is not None
-    assert nodes[found.read_first[key]].name == "mm_1"
+    return str(nodes[buffers(graph).read_first[key]].name)
+
+
+def test_a_tensor_is_read_where_its_reader_is_fused_into() -> None:
+    assert first_reader(fused_reader) == "mm_1"
 
 
 def test_what_several_kernels_compute_again_is_read_by_the_first() -> None:
@@ -213,9 +217,4 @@ def test_what_several_kernels_compute_again_is_read_by_the_first() -> None:
         late = (stream * early).sum() * (early @ w @ w)
         return late, (product * stream) @ w
 
-    graph = make_fx(function, tracing_mode="fake")(*(torch.randn(8, 8) for _ in range(3))).graph
-    nodes = list(graph.nodes)
-    found = buffers(graph)
-    key = storage_of(nodes[0])
-    assert key is not None
-    assert nodes[found.read_first[key]].name == "mm_1"
+    assert first_reader(function) == "mm_1"

@@ -45,24 +45,29 @@ def pixels(size: int = IMAGE) -> Tensor:
     return torch.rand(BATCH, 3, size, size)
 
 
+def configured(name: str, head: str, **more: Any) -> nn.Module:
+    """A model of transformers with the names that nearly all configurations of language models share."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        **more,
+    )
+    model: nn.Module = getattr(transformers, f"{name}For{head}")(config)
+    return model
+
+
 def decoder(name: str, **more: Any) -> Builder:
-    """A causal language model of transformers, with one or two names that configurations of its kind share."""
+    """A causal language model of transformers."""
 
     def build(dropout: float) -> Case:
-        import transformers
-
-        config = getattr(transformers, f"{name}Config")(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=INNER,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            max_position_embeddings=LENGTH,
-            attention_dropout=dropout,
-            use_cache=False,
-            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | more,
-        )
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        own = {"max_position_embeddings": LENGTH, "attention_dropout": dropout, "use_cache": False}
+        own |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        model = configured(name, "CausalLM", **(own | more))
         ids = tokens()
         return Case(model, {"input_ids": ids, "labels": ids}, said)
 
@@ -83,24 +88,12 @@ def encoder(name: str, **more: Any) -> Builder:
     """A masked language model of transformers."""
 
     def build(dropout: float) -> Case:
-        import transformers
-
-        config = getattr(transformers, f"{name}Config")(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=INNER,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            max_position_embeddings=2 * LENGTH,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-            pad_token_id=0,
-            **more,
-        )
+        own = {"max_position_embeddings": 2 * LENGTH, "pad_token_id": 0}
+        rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        model = configured(name, "MaskedLM", **own, **rates, **more)
         ids = tokens()
         mask = torch.ones_like(ids)
         mask[0, LENGTH // 2 :] = 0
-        model = getattr(transformers, f"{name}ForMaskedLM")(config)
         return Case(model, {"input_ids": ids, "attention_mask": mask, "labels": ids}, said)
 
     return build
