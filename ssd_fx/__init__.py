@@ -1,5 +1,9 @@
 """Train with the saved activations on NVMe: `torch.compile(model, backend=ssd_fx.backend)`."""
 
+# First: with another torch the imports below may fail, with a message that says nothing.
+from ssd_fx import versions  # noqa: F401
+
+# isort: split
 from ssd_fx.backend import backend
 from ssd_fx.config import Config
 from ssd_fx.marks import keep, offload

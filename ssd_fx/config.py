@@ -1,7 +1,7 @@
 """The options: what may be said, what it means, and what is wrong with what was said.
 
 Options come from `torch.compile(..., options={...})`, else from `SSD_FX_<NAME>` in the environment, else from the
-defaults. This is the only module that reads the environment.
+defaults. This is the only module that reads the environment, but for `SSD_FX_ANY_TORCH` of versions.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ssd_fx import versions
 from ssd_fx.passes.machine import Machine
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS
@@ -94,7 +95,8 @@ class Config:
             ValueError: an unknown option, or a value that is none; the message says what would be right.
         """
         names = [f.name for f in fields(Config)]
-        unknown = [n for n in os.environ if n.startswith("SSD_FX_") and n[7:].lower() not in names]
+        own = [n for n in os.environ if n.startswith("SSD_FX_") and n != versions.ANYWAY]
+        unknown = [n for n in own if n[7:].lower() not in names]
         if unknown:
             raise ValueError(
                 f"the environment has {unknown[0]}, and ssd_fx has no such option{_known(unknown[0][7:], names)}"

@@ -105,6 +105,11 @@ def test_bytes_are_the_budget_of_the_process() -> None:
     assert json.loads(Config.make({"budget": 0.5}).runtime_json())["resident"] == 0
 
 
+def test_the_variable_that_lets_any_torch_through_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_FX_ANY_TORCH", "1")
+    Config.make({})
+
+
 def test_an_unknown_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_FX_BUGDET", "1GiB")
     with pytest.raises(ValueError, match=r"has SSD_FX_BUGDET, and ssd_fx has no such option; did you mean 'budget'\?"):

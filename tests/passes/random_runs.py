@@ -90,11 +90,15 @@ class Trial:
     variants: Sequence[Variant]
     plans: list[tuple[Partition, Plan]] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
+    traced: bool = False
     num_outputs: int = 0
     saved: int = 0
 
     def run(self, program: Program) -> bool:
-        """Forward and backward, compared; False where no graph has a backward, or one with other strides than traced.
+        """Forward and backward, compared; False where there is nothing to compare.
+
+        That is a program without a backward, one with other strides than traced, and one that torch cannot trace:
+        functionalized, `x.t().sin_()` of one column has other strides too, which a view of another dtype may not take.
 
         Raises: AssertionError where a variant differs from the first one.
         """
@@ -112,6 +116,10 @@ class Trial:
                 outputs = compiled(*values.values())
             except UnlikeTraced:
                 return False
+            except RuntimeError:
+                if self.traced:
+                    raise
+                return False
         roots, starts = cotangents(list(outputs))
         if not self.compiled or not roots:
             return False
@@ -120,7 +128,7 @@ class Trial:
 
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, ...]:
         """The min-cut runs once; every variant gets copies of what it returns."""
-        self.num_outputs = kwargs["num_fwd_outputs"]
+        self.traced, self.num_outputs = True, kwargs["num_fwd_outputs"]
         halves = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
         def min_cut(*args: object, **kwargs: object) -> tuple[fx.GraphModule, ...]:

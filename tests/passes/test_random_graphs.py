@@ -77,7 +77,7 @@ class Tally:
         counts = count(trial.plans)
         self.found.update(counts)
         self.found["programs that offload"] += trained and bool(counts["all"])
-        self.found["programs without a backward, or unlike their trace"] += not trained
+        self.found["programs without a backward, or unlike their trace, or without one"] += not trained
         self.found["in place and offload"] += program.changes_in_place and bool(counts["all"])
 
 
@@ -245,6 +245,14 @@ def test_a_view_by_absolute_positions_is_computed_again_in_the_backward() -> Non
     assert trial.run(program)
     offloaded = {g.base: (g.nbytes, g.stored_nbytes) for g in trial.plans[1][1].offloaded}
     assert offloaded["clone"] == (96, 96)  # of which the select that is saved needs 16
+
+
+def test_what_torch_cannot_trace_is_left_out() -> None:
+    lines = ("v1 = leaf0.clone()", "v1.t().sin_()", "v2 = v1.detach().view(torch.uint8)", "v3 = total(v1, leaf0)")
+    program = Program((Input("leaf0", "leaf", (9, 1), 1, ""),), lines, ("v3",), 0)
+    trial = Trial([KEPT, Variant(0.0)])
+    assert not trial.run(program)
+    assert not trial.traced
 
 
 @pytest.mark.slow
