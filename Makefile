@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Extra flags for pip, e.g. PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small CPU build.
 PIP_FLAGS ?=
+# Of torch, for "make matrix".
+VERSIONS ?= 2.11.0 2.13.0 2.15.0
 # Extra flags for pytest, e.g. PYTEST_FLAGS="-x -k store".
 PYTEST_FLAGS ?=
 
@@ -16,12 +18,14 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all zoo lint format check gpu bench clean
+.PHONY: help setup demo test test-all zoo matrix lint format check gpu bench bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
 	@echo "make test      tests without the slow ones;  make test-all: every test"
 	@echo "make zoo       other people's models, and docs/compatibility.md of the results (an hour)"
+	@echo "make matrix    the tests under torch $(VERSIONS), an environment for each (VERSIONS=...)"
+	@echo "make bigger-than-memory  train what saves three times the memory that the process may have (ten minutes)"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
 	@echo "make gpu       on a GPU: its tests, then bandwidth and steps into benchmarks/results;  make bench;  make clean"
 
@@ -55,6 +59,14 @@ zoo: $(STAMP)
 	rm -f demo-out/zoo.jsonl
 	ZOO_RESULTS=demo-out/zoo.jsonl $(PY) -m pytest -m zoo tests/zoo $(PYTEST_FLAGS)
 	$(PY) -m tests.zoo.results demo-out/zoo.jsonl > docs/compatibility.md
+
+matrix:
+	@mkdir -p demo-out
+	$(PYTHON) -m tests.matrix $(VERSIONS) --results demo-out/matrix.jsonl --pip "$(PIP_FLAGS)" --pytest "$(PYTEST_FLAGS)"
+
+bigger-than-memory: $(STAMP)
+	@mkdir -p demo-out
+	$(PY) benchmarks/bigger_than_memory.py --dir demo-out --json demo-out/bigger.json
 
 # Runs in .venv if there is one, else with $(PYTHON) as it is: a GPU machine often has its torch already, and no network.
 gpu:
