@@ -6,7 +6,7 @@ after    load -> wait_load_ -> as_strided -> ...   mm(as_strided, ...)      the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Before:
             require(old.results == new.results, text, "insert")
             moved = [(o, n) for o, n in zip(old.outputs, new.outputs, strict=True) if o != n and o in new.values]
             require(not moved, f"outputs of the {name} were exchanged: {moved}", "insert")
-            pairs = sorted(new.aliases - old.aliases)
+            pairs = [(b, a) for a, b in new.aliases.items() if old.aliases.get(a, a) != old.aliases.get(b, b)]
             require(not pairs, f"in the {name} {pairs} share memory and did not before", "insert")
 
 
@@ -98,14 +98,14 @@ def _same(a: Layout, b: Layout, strides: bool) -> bool:
 @dataclass(frozen=True)
 class Facts:
     """One graph. `values` and `arguments`: layouts, by name of the node; `outputs`, `results`: names and layouts of the
-    outputs that are no saved tensors; `aliases`: pairs of inputs and outputs that share a storage."""
+    outputs that are no saved tensors; `aliases`: for inputs and outputs, the first one of the same storage."""
 
     inputs: tuple[str, ...]
     values: dict[str, Layout]
     arguments: dict[str, tuple[Layout, ...]]
     outputs: tuple[str, ...]
     results: tuple[Layout, ...]
-    aliases: frozenset[tuple[str, str]]
+    aliases: Mapping[str, str]
 
     @staticmethod
     def of(module: fx.GraphModule, results: int | None) -> Facts:
@@ -124,7 +124,7 @@ class Facts:
             {n.name: tuple(layout(a) for a in arguments(n)) for n in nodes},
             tuple(str(n) for n in outputs[:results]),
             tuple(layout(n) for n in outputs[:results]),
-            frozenset(_aliases(ends)),
+            _aliases(ends),
         )
 
 
@@ -151,10 +151,7 @@ def _tangents(partition: Partition) -> tuple[str, ...]:
     return tuple(n for n in partition.bwd_placeholders if n not in saved)
 
 
-def _aliases(ends: Iterable[tuple[str, fx.Node]]) -> set[tuple[str, str]]:
-    by_storage: dict[int, list[str]] = {}
-    for name, node in ends:
-        key = storage_of(node)
-        if key is not None:
-            by_storage.setdefault(key, []).append(name)
-    return {(a, b) for names in by_storage.values() for i, a in enumerate(names) for b in names[i + 1 :]}
+def _aliases(ends: Iterable[tuple[str, fx.Node]]) -> dict[str, str]:
+    firsts: dict[int, str] = {}
+    keys = ((name, storage_of(node)) for name, node in ends)
+    return {name: firsts.setdefault(key, name) for name, key in keys if key is not None}

@@ -132,7 +132,8 @@ class _ForwardWriter:
             self._erase_dead_views(group)
 
     def _erase_dead_views(self, group: AliasGroup) -> None:
-        """Views that were made to be saved are read by nobody now, and stand behind the release at times."""
+        """What was made of one tensor only to be saved, views mostly, is read by nobody now, and stands behind the
+        release at times. Never the base, which its store reads."""
         for member in group.members:
             node = self.base[member.name]
             while not node.users and len(node.all_input_nodes) == 1:

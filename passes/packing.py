@@ -156,17 +156,19 @@ def may_restride(placeholders: Iterable[fx.Node]) -> bool:
     a transcendental function read from them, whose vector and scalar forms differ.
     """
     work = [(p, True) for p in placeholders]
-    seen = {p for p, _ in work}
+    seen = set(work)  # with what led there: a function may be fed with a view and with something computed of it
     while work:
         node, is_view = work.pop()
         for user in node.users:
-            if user in seen or user.op == "output" or _multiplies_matrices(user):
+            if user.op == "output" or _multiplies_matrices(user):
                 continue
             viewed = _is_view(user)
             if not viewed and not (user.target in _EXACT if is_view else _is_pointwise(user)):
                 return False
-            seen.add(user)
-            work.append((user, is_view and viewed))
+            reached = (user, is_view and viewed)
+            if reached not in seen:
+                seen.add(reached)
+                work.append(reached)
     return True
 
 

@@ -19,6 +19,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+import ssd_fx
 import ssd_fx.passes
 import ssd_fx.runtime
 from ssd_fx.errors import user_errors
@@ -66,7 +67,7 @@ _PROCESS = uuid.uuid4().hex
 def source_digest() -> str:
     """Digest of every module of the package, so that a new version never meets an old cache."""
     digest = hashlib.sha256()
-    for package in (ssd_fx.passes, ssd_fx.runtime):
+    for package in (ssd_fx, ssd_fx.passes, ssd_fx.runtime):
         for file in sorted(Path(package.__path__[0]).glob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()

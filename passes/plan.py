@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ssd_fx.passes.step import Modelled
 
 PlanPass = Callable[["Partition", "Plan"], "Plan"]  # decides, never edits FX
-RewritePass = Callable[["Partition", "Plan"], None]  # edits FX, never decides
 
 
 @dataclass(frozen=True, slots=True)

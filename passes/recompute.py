@@ -47,7 +47,7 @@ class Joint:
     def partition_again(self, recomputed: Collection[str], saved: Collection[str]) -> Partition:
         """With the nodes of these names computed again in the backward, and those other ones saved if it needs them.
 
-        The tags are those of selective checkpointing; what the user tagged stays.
+        The tags are those of selective checkpointing; what is tagged already stays as it is.
         """
         assert self._pristine is not None, "partition(keep_pristine=True) comes first"
         module = _clone(self._pristine)
@@ -140,9 +140,11 @@ def _price(
 
 
 def _may_run_twice(node: fx.Node) -> bool:
+    """PyTorch's own functional operators without random numbers. What others do besides is nobody's promise: few custom
+    operators that draw random numbers, count or print carry a tag."""
     target = node.target
     if getattr(target, "__name__", "") == "getitem":
         return True
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("_c10d_functional", "c10d"):
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable

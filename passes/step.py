@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -63,10 +64,11 @@ class _Modelling:
         """Bytes alive during every operator that no choice touches, with those of the items `kept`."""
         pairs = zip((forward, backward), self._base(), strict=True)
         base = [max(alive[b:e]) for cuts, alive in pairs for b, e in itertools.pairwise(cuts)]
+        change = [0] * (len(base) + 1)
         for item in kept:
-            for p in range(item.produced, item.last_bwd_use + 1):
-                base[p] += item.nbytes
-        return tuple(base)
+            change[item.produced] += item.nbytes
+            change[item.last_bwd_use + 1] -= item.nbytes
+        return tuple(map(operator.add, base, itertools.accumulate(change)))
 
     def _linked(self, items: Mapping[int, Item]) -> tuple[Item, ...]:
         """The items, by slot, with the indices of those that they need to be computed again."""
@@ -94,15 +96,15 @@ class _Modelling:
     def _item(self, group: AliasGroup, forward: list[int], backward: list[int]) -> Item:
         life, count = self.lifetimes[group.slot], len(forward) - 1
 
-        def operator(cuts: list[int], node: int) -> int:
+        def at(cuts: list[int], node: int) -> int:
             return max(bisect_right(cuts, node) - 1, 0)
 
         return Item(
             group.nbytes,
-            operator(forward, life.produced),
-            operator(forward, life.last_fwd_use),
-            count + operator(backward, life.first_bwd_use),
-            count + operator(backward, life.last_bwd_use),
+            at(forward, life.produced),
+            at(forward, life.last_fwd_use),
+            count + at(backward, life.first_bwd_use),
+            count + at(backward, life.last_bwd_use),
             self.plan.prices[group.slot].seconds if group.slot in self.plan.prices else math.inf,
             self.choices[group.slot],
             stored_nbytes=group.stored_nbytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,47 @@ def test_what_depends_on_a_buffer_that_changes_is_not_recomputed(module: type[to
         torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)
     for budget in (0.5, 0.0):
         assert_same_bits(gradients(budget=budget, recompute=True), kept)
+
+
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand_like(x)
+
+
+@pytest.fixture
+def noise() -> Iterator[Any]:
+    """A custom operator that draws random numbers, saves its output, and carries no tag that says so: few do."""
+    library = torch.library.Library("ssd_fx_test", "DEF")
+    library.define("noise(Tensor x) -> Tensor")
+    library.impl("noise", noisy, "CompositeExplicitAutograd")
+    torch.library.register_fake("ssd_fx_test::noise", torch.empty_like, lib=library)
+    torch.library.register_autograd(
+        "ssd_fx_test::noise",
+        lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+        lib=library,
+    )
+    yield torch.ops.ssd_fx_test.noise
+    library._destroy()
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_a_custom_operator_does_not_run_twice(noise: Any, budget: float) -> None:
+    """Its second run would draw other numbers; PyTorch's own cut recomputes nothing that it does not know, either."""
+    weight, x = torch.nn.Parameter(torch.randn(64, 64) / 8), torch.randn(256, 64)
+
+    def loss() -> torch.Tensor:
+        y = x
+        for _ in range(4):
+            y = noise((y @ weight).sin())
+        return y.square().sum()
+
+    def gradient(**more: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        common = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "machine": SLOW | {"flops": 1e14}}
+        (grad,) = torch.autograd.grad(torch.compile(loss, backend=ssd_fx.backend, options=common | more)(), [weight])
+        return grad
+
+    kept = gradient(budget=1.0, recompute=False)
+    assert_same_bits([gradient(budget=budget, recompute=True)], [kept])
+    assert ssd_fx.stats().offloaded_bytes >= 2 * x.nbytes

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.passes.groups import Layout, Pack
-from ssd_fx.passes.packing import COPY_BELOW, is_dense, memory_order, pack, span
+from ssd_fx.passes.packing import COPY_BELOW, is_dense, may_restride, memory_order, pack, span
 
 CPU = torch.device("cpu")
 
@@ -109,6 +113,22 @@ def test_q_k_v_that_cover_the_base_are_the_base() -> None:
     found = pack(owner, [layout((8, 8), (24, 1), offset) for offset in (0, 8, 16)], part=True, restride=True)
     assert found is not None
     assert (found.layout, found.pack) == (owner, None)
+
+
+def reads(function: Callable[[torch.Tensor], object]) -> list[fx.Node]:
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 8)).graph
+    return [n for n in graph.nodes if n.op == "placeholder"]
+
+
+@pytest.mark.parametrize("view_first", [True, False])
+def test_a_function_fed_with_a_view_and_with_what_is_computed_of_it(view_first: bool) -> None:
+    """`atan2` may not see other strides; met from the side of `relu` alone it could."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.atan2(x.t(), x.relu()) if view_first else torch.atan2(x.relu(), x.t())
+
+    assert may_restride(reads(lambda x: torch.atan2(x.relu(), x.neg())))
+    assert not may_restride(reads(function))
 
 
 def test_memory_order() -> None:
