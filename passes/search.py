@@ -14,8 +14,9 @@ from functools import partial
 from random import Random
 
 from ssd_fx.passes import tiers
+from ssd_fx.passes.bound import least_bytes, lower_bound
 from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.place import LOAD_MARGIN, everything, place
+from ssd_fx.passes.place import LOAD_MARGIN, place
 from ssd_fx.passes.refine import TOLERANCE, Solution, better, fits, kept_bytes, size
 from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, simulate
 
@@ -23,6 +24,7 @@ from ssd_fx.passes.simulate import Choice, Item, Outcome, Step, Transfer, simula
 # to the size of the step, as the time to compile its graphs is; small steps, which cost nothing, get more.
 TRIALS = 40
 LEAST_EFFORT = 60_000
+ENOUGH = 2e-3  # the share of a step that is not searched for: the bound on all plans is as near
 POOL = 4  # so many of the best choices get their transfers moved
 EXHAUSTIVE = 1024  # up to so many choices are all tried
 KICKS = 40  # random choices that lead nowhere before the search ends
@@ -47,6 +49,8 @@ class Search:
         self.waits = False  # whether every release waits for its write
         self.seen: dict[Wishes, Solution | None] = {}
         self.allowed = [_allowed(item) for item in step.items]
+        self.must = least_bytes(step, limit, share_bytes)
+        self.enough_s = (1 + ENOUGH) * lower_bound(step, machine, limit, share_bytes)
 
     def families(self) -> None:
         """Recompute the first k by price per byte; of the rest offload as few as the budget allows, in every order.
@@ -85,14 +89,14 @@ class Search:
         self.families()
 
     def is_cheapest(self) -> bool:
-        """Whether the best found costs no stall and nothing recomputed, and moves hardly more bytes than must be."""
+        """Whether the best found moves hardly more bytes than must be, and costs no stall and nothing recomputed, or
+        hardly more than any plan must."""
         if self.best is None:
             return False
-        items, outcome = self.step.items, self.best.outcome
-        free = sum(item.nbytes for item in items if len(item.choices) > 1)
-        must = max(everything(self.step) - self.limit, free - self.share_bytes, 0)
+        outcome = self.best.outcome
         stalled = outcome.stall_s > TOLERANCE * outcome.seconds or Choice.RECOMPUTE in self.best.choices
-        return not stalled and outcome.written <= 1.01 * max(must - self.step.host_budget, 0)
+        fast = not stalled or outcome.seconds <= self.enough_s
+        return fast and outcome.written <= 1.01 * max(self.must - self.step.host_budget, 0)
 
     def _orders(self) -> Iterator[Order]:
         items = self.step.items

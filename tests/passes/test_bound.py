@@ -1,0 +1,49 @@
+"""The bound that ends a search: by hand, and never above what the planner finds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ssd_fx.passes.bound import least_bytes, lower_bound
+from ssd_fx.passes.costs import Machine
+from ssd_fx.passes.simulate import Choice, Item, Step
+from ssd_fx.passes.solve import solve
+from tests.passes.instances import BUDGETS, limits, random_instance
+
+NODES = Machine(1, 1, write_bw=1e9, read_bw=1e9, latency_s=0.0, node_s=0.5)  # an offload costs twice as much
+ALL = frozenset(Choice)
+
+
+def step(*items: Item) -> Step:
+    """f0 f1 b0 b1, a second each; nothing but the items is alive."""
+    return Step((1.0, 1.0, 1.0, 1.0), (0, 0, 0, 0), 2, items)
+
+
+def test_the_cheapest_bytes_go_first_and_the_last_item_in_part() -> None:
+    """15 of 30 B must go: 10 B are computed again in 0.2 s, and of 20 B a quarter costs a quarter of two nodes."""
+    made = step(Item(10, 0, 0, 3, 3, recompute_s=0.2, choices=ALL), Item(20, 0, 0, 3, 3, choices=ALL))
+    own_s = 2 * made.seconds_of(NODES, "ssd").own[1]
+    assert least_bytes(made, 15, math.inf) == 15
+    assert lower_bound(made, NODES, 15, math.inf) == pytest.approx(4 + 0.2 + own_s / 4)
+
+
+def test_what_is_bound_to_go_costs_in_any_case() -> None:
+    made = step(Item(10, 0, 0, 3, 3, choices=frozenset({Choice.OFFLOAD})))
+    own_s = 2 * made.seconds_of(NODES, "ssd").own[0]
+    assert own_s > 0
+    assert lower_bound(made, NODES, 1000, math.inf) == pytest.approx(4 + own_s)
+
+
+def test_a_share_is_a_bound_as_well() -> None:
+    assert least_bytes(step(Item(10, 0, 0, 3, 3, choices=ALL), Item(20, 3, 3, 3, 3, choices=ALL)), 1000, 12) == 18
+
+
+@pytest.mark.parametrize("share", BUDGETS)
+def test_no_plan_is_below(share: float) -> None:
+    for seed in range(3000, 3012):
+        made = random_instance(seed)
+        at = limits(made.step, share)
+        found = solve(made.step, made.machine, limit=at.memory, share_bytes=at.kept)
+        assert lower_bound(made.step, made.machine, at.memory, at.kept) <= found.outcome.seconds * (1 + 1e-12)
