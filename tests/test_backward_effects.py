@@ -1,0 +1,58 @@
+"""What a backward does beside computing dense gradients: it writes into an input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import ssd_fx
+
+
+@torch.library.custom_op("ssd_fx_tests::tallied_sin", mutates_args=())
+def tallied_sin(x: Tensor, tally: Tensor) -> Tensor:
+    return x.sin()
+
+
+@tallied_sin.register_fake
+def _(x: Tensor, tally: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    x, tally = ctx.saved_tensors  # type: ignore[attr-defined]
+    with torch.no_grad():
+        tally.add_(grad.square())
+    return grad * x.cos(), None
+
+
+tallied_sin.register_autograd(_backward, setup_context=_setup)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_backward_writes_an_input(inner: str, tmp_path: Path) -> None:
+    """x -> tallied_sin -> mul: the backward adds to `tally`, an input that it is given as a saved tensor."""
+
+    def step(x: Tensor, tally: Tensor) -> Tensor:
+        return tallied_sin(x.exp(), tally) * 3
+
+    def train(function: object) -> tuple[Tensor, Tensor]:
+        x = torch.linspace(-1, 1, 1024).requires_grad_()
+        tally = torch.ones(1024)
+        for _ in range(2):
+            function(x.clone(), tally).sum().backward()  # type: ignore[operator]
+        assert x.grad is not None
+        return x.grad, tally
+
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0, "budget": 0, "inner": inner}
+    expected, expected_tally = train(step)
+    gradient, tally = train(torch.compile(step, backend=ssd_fx.backend, options=options))
+    assert torch.equal(tally, expected_tally)
+    torch.testing.assert_close(gradient, expected)
+    assert ssd_fx.stats().loads == ssd_fx.stats().stores == 2  # exp alone, or x, in both steps
