@@ -1,4 +1,4 @@
-"""What a backward does beside computing dense gradients: it writes into an input."""
+"""What a backward does beside computing dense gradients: it writes into an input, it yields a sparse tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ssd_fx
 
@@ -56,3 +56,28 @@ def test_backward_writes_an_input(inner: str, tmp_path: Path) -> None:
     assert torch.equal(tally, expected_tally)
     torch.testing.assert_close(gradient, expected)
     assert ssd_fx.stats().loads == ssd_fx.stats().stores == 2  # exp alone, or x, in both steps
+
+
+@pytest.mark.parametrize(("bag", "groups"), [(False, 4), (True, 7)])
+def test_sparse_gradient(bag: bool, groups: int, tmp_path: Path) -> None:
+    """embedding -> mm -> sin: the weight's gradient has no storage."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(64, 16, mode="sum", sparse=True) if bag else nn.Embedding(64, 16, sparse=True)
+    rows, weight = torch.randint(64, (32, 4)), torch.randn(16, 16, requires_grad=True)
+
+    def step() -> Tensor:
+        return (table(rows) @ weight).sin().sum()
+
+    def gradients(function: object) -> tuple[Tensor, Tensor]:
+        table.weight.grad = weight.grad = None
+        function().backward()  # type: ignore[operator]
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+        assert weight.grad is not None
+        return table.weight.grad.to_dense(), weight.grad
+
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0, "budget": 0, "inner": "aot_eager"}
+    expected = gradients(step)
+    found = gradients(torch.compile(step, backend=ssd_fx.backend, options=options))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert ssd_fx.stats().loads == ssd_fx.stats().stores == groups
