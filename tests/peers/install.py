@@ -133,6 +133,7 @@ def _prepare_inductor() -> None:
     inductor.register()
     config._post_fusion_custom_pass = order.PinOrder()
     config.allow_buffer_reuse = False
+    config.reorder_for_locality = False  # moves loads, in backward graphs that compiled autograd traced
 
 
 def flip_loads(backward: fx.GraphModule) -> None:
