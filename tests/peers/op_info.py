@@ -28,14 +28,13 @@ from ssd_fx.config import Config
 from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.runtime.entries import living
 
-SAMPLES = 2  # of each operator and type: the first and the last
 Call = Callable[..., tuple[Tensor, ...]]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operator of the database, as a function or in its in-place form, with the samples of one type."""
+    """One operator of the database, as a function or in its in-place form, with the largest sample of one type."""
 
     op: OpInfo
     dtype: torch.dtype
@@ -47,12 +46,13 @@ class Case:
         variant = f".{self.op.variant_test_name}" if self.op.variant_test_name else ""
         return f"{self.op.name}{variant}{'_' if self.in_place else ''}-{short}"
 
-    def samples(self) -> list[SampleInput]:
+    def sample(self) -> SampleInput | None:
+        """None where no sample wants a gradient."""
         torch.manual_seed(0)
-        found = list(self.op.sample_inputs("cpu", self.dtype, requires_grad=True))
+        found = self.op.sample_inputs("cpu", self.dtype, requires_grad=True)
         fit = [s for s in found if not (self.in_place and s.broadcasts_input)]
         fit = [s for s in fit if any(t.requires_grad and t.numel() for t in _tensors(s))]
-        return fit if len(fit) <= SAMPLES else [fit[0], fit[-1]]
+        return max(fit, key=lambda s: sum(t.numel() for t in _tensors(s)), default=None)
 
 
 def cases() -> Iterator[Case]:
@@ -111,15 +111,17 @@ class Program:
 @dataclass(frozen=True)
 class Verdict:
     """`stock`: "" where PyTorch's partition computes what eager mode does, else why not; `ours`: "" where ours computes
-    bit by bit what stock does, or refuses what it refuses; `groups`: stored by ours."""
+    bit by bit what stock does, or refuses what it refuses; `groups`: stored by ours; `seen`: whether the planted fault
+    changes what is computed."""
 
     stock: str
     ours: str
     groups: int
+    seen: bool = False
 
 
-def judge(program: Program, partitioner: Partition) -> Verdict:
-    """`partitioner`: the one under test."""
+def judge(program: Program, partitioner: Partition, faulty: Partition | None = None) -> Verdict:
+    """`partitioner`: the one under test; `faulty`: one with a planted fault."""
     eager = _attempt(program, program.run)
     stock = _attempt(program, compiled(program.run, min_cut_rematerialization_partition))
     ssd_fx.reset_stats()
@@ -131,7 +133,9 @@ def judge(program: Program, partitioner: Partition) -> Verdict:
     if isinstance(ours, Exception):
         return Verdict("", f"refuses: {_first_line(ours)}", groups)
     apart = "" if isinstance(eager, Exception) or _close(stock, eager) else "is not near eager mode"
-    return Verdict(apart, "" if _same_bits(ours, stock) else "has other bits than stock", groups)
+    other = _attempt(program, compiled(program.run, faulty)) if faulty is not None and groups else stock
+    seen = isinstance(other, Exception) or not _same_bits(other, stock)
+    return Verdict(apart, "" if _same_bits(ours, stock) else "has other bits than stock", groups, seen)
 
 
 def compiled(run: Call, partitioner: Partition) -> Call:
