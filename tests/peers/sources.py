@@ -63,7 +63,8 @@ def prepare(suite: Suite, roots: Sequence[Path], work: Path) -> Path | None:
         return found
     copy = work / "sources" / found.name  # its tests look for their own file's name in stack traces
     copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_text(found.read_text().replace('"xpu"', '"cpu"').replace('["cpu", "cpu"]', '["cpu"]'))
+    text = found.read_text().replace('"xpu"', '"cpu"').replace('"xpu:0"', '"cpu"')
+    copy.write_text(text.replace('["cpu", "cpu"]', '["cpu"]'))
     return copy
 
 
