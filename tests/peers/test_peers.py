@@ -36,9 +36,6 @@ class Toys(unittest.TestCase):
     def test_registered_backend(self):
         torch.testing.assert_close(gradient(torch.compile(chain, backend="aot_eager"), X), gradient(chain, X))
 
-    def test_inductor(self):
-        torch.testing.assert_close(gradient(torch.compile(chain), X), gradient(chain, X))
-
     def test_form(self):
         graphs = []
         gradient(aot_function(chain, lambda gm, _: graphs.append(gm.code) or gm), X)
@@ -54,7 +51,7 @@ class Toys(unittest.TestCase):
     def test_ends_the_process(self):
         os._exit(7)
 """
-TRAIN = ("test_min_cut", "test_default", "test_registered_backend", "test_inductor")
+TRAIN = ("test_min_cut", "test_default", "test_registered_backend")
 
 
 @pytest.fixture
@@ -72,8 +69,8 @@ def test_run(checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     common = ["--tests", str(checkout), "--out", str(out), "--results", str(results)]
     assert run.main(common) == 1  # test_form differs, and nobody explained it
     (row,) = map(json.loads, results.read_text().splitlines())
-    assert row["stock"] == {"passed": 6, "failed": 0, "skipped": 1, "xfailed": 0, "crashed": 1}
-    assert row["ours"] == {"passed": 5, "failed": 1, "skipped": 1, "xfailed": 0, "crashed": 1}
+    assert row["stock"] == {"passed": 5, "failed": 0, "skipped": 1, "xfailed": 0, "crashed": 1}
+    assert row["ours"] == {"passed": 4, "failed": 1, "skipped": 1, "xfailed": 0, "crashed": 1}
     (difference,) = row["differences"]
     assert difference == {"test": "Toys::test_form", "stock": "passed", "ours": "failed", "reason": ""}
     assert row["calls"] == len(TRAIN) + 1
@@ -82,7 +79,7 @@ def test_run(checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert run.main([*common, "--partitioner", "flipped", "-k", " or ".join(TRAIN)]) == 0
     flipped = Run.read(out / "test_aotdispatch.flipped.jsonl")
     assert flipped.outcomes == {f"Toys::{name}": "failed" for name in TRAIN}
-    assert flipped.groups == row["groups"] - 1 == 5  # all but that of test_form
+    assert flipped.groups == row["groups"] - 2 == 4  # all but those of test_form
 
 
 def test_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
