@@ -18,7 +18,7 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all zoo matrix lint format check gpu bench bigger-than-memory clean
+.PHONY: help setup demo test test-all zoo peers matrix lint format check gpu bench bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make zoo       other people's models, and docs/compatibility.md of the results (an hour)"
 	@echo "make matrix    the tests under torch $(VERSIONS), an environment for each (VERSIONS=...)"
 	@echo "make bigger-than-memory  train what saves three times the memory that the process may have (ten minutes)"
+	@echo "make peers     PyTorch's own test suites, stock and ours: TESTS=DIR, a checkout of pytorch (an hour)"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
 	@echo "make gpu       on a GPU: its tests, then bandwidth and steps into benchmarks/results;  make bench;  make clean"
 
@@ -48,7 +49,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/gpt_step.py --dir demo-out --json demo-out/bench.json
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not slow and not zoo" $(PYTEST_FLAGS)
+	$(PY) -m pytest -m "not slow and not zoo and not peers" $(PYTEST_FLAGS)
 
 test-all: $(STAMP)
 	$(PY) -m pytest $(PYTEST_FLAGS)
@@ -67,6 +68,14 @@ matrix:
 bigger-than-memory: $(STAMP)
 	@mkdir -p demo-out
 	$(PY) benchmarks/bigger_than_memory.py --dir demo-out --json demo-out/bigger.json
+
+# Without TESTS it says how to get PyTorch's tests.
+peers: $(STAMP)
+	@mkdir -p demo-out
+	rm -rf demo-out/peers demo-out/peers.jsonl
+	PEERS_RESULTS=demo-out/peers.jsonl $(PY) -m pytest -m peers tests/peers $(PYTEST_FLAGS)
+	$(PY) -m tests.peers.run $(addprefix --tests ,$(TESTS)) --results demo-out/peers.jsonl
+	$(PY) -m tests.peers.results demo-out/peers.jsonl
 
 # Runs in .venv if there is one, else with $(PYTHON) as it is: a GPU machine often has its torch already, and no network.
 gpu:

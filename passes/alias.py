@@ -10,7 +10,7 @@
 
 Never offloaded, because they live anyway: parameters, buffers, constants, outputs, and views of any of them. Other
 inputs (the hidden state that one compiled block hands to the next) are: whether their owner lets go of them is
-seen at run time. One that the graph writes into stays.
+seen at run time. One that the forward or the backward writes into stays.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class _Facts:
     live: set[int]
     disputed: set[int]
     absolute: set[int]  # storages of the backward of which it makes views that count from their start
+    changed: set[int]  # storages of the backward that it writes into
 
     @staticmethod
     def of(partition: Partition) -> _Facts:
@@ -64,6 +65,7 @@ class _Facts:
             _live_anyway(forward, partition),
             _disputed(forward),
             _absolute(partition.backward.graph),
+            set(nodes_by_storage(target for node in partition.backward.graph.nodes for target in written(node))),
         )
 
     def owner(self, key: int) -> fx.Node:
@@ -100,6 +102,8 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
         return "not an input of the backward"
     if key in facts.disputed:
         return "aliases disagree"
+    if any(storage_of(facts.placeholders[n.name]) in facts.changed for n in saved):
+        return "the backward writes into it"  # an input, mostly, whose owner wants to see that
     obstacle = _input_obstacle(facts.inputs(key), saved)
     if obstacle:
         return obstacle

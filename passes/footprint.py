@@ -251,5 +251,5 @@ class _Predictor:
 
 def _keys(node: fx.Node) -> dict[int, int]:
     """Storages of the node's outputs, with their bytes."""
-    found = {storage_key(t): int(hint(t.untyped_storage().nbytes())) for t in tensors_of(node)}
-    return {k: size for k, size in found.items() if k is not None}
+    keyed = ((storage_key(t), t) for t in tensors_of(node))
+    return {key: int(hint(t.untyped_storage().nbytes())) for key, t in keyed if key is not None}
