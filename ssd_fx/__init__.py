@@ -1,6 +1,6 @@
 """Train with the saved activations on NVMe: `torch.compile(model, backend=ssd_fx.backend)`."""
 
-from ssd_fx.backend import backend
+from ssd_fx.backend import backend, check_options
 from ssd_fx.config import Config
 from ssd_fx.marks import keep, offload
 from ssd_fx.profile import save_profile
@@ -12,6 +12,7 @@ __all__ = [
     "GraphStats",
     "Stats",
     "backend",
+    "check_options",
     "export_trace",
     "keep",
     "offload",
