@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_map_only
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes import audit
+from ssd_fx.passes.order import PinOrder
 
 ops = torch.ops.ssd_fx
 
@@ -74,6 +75,11 @@ def _lower_store(x: Any, *args: Any) -> Any:
 
 
 def _lower_load(handle: Any, *args: Any) -> Any:
+    if not isinstance(config._post_fusion_custom_pass, PinOrder):
+        raise RuntimeError(
+            "the backward of a model compiled with ssd_fx was traced into a graph that another backend compiles; "
+            "name ssd_fx as the backend of compiled autograd too, or turn torch._dynamo.config.compiled_autograd off"
+        )
     return tree_map_only(ir.IRNode, ir.TensorBox.create, AuditedKernel.create(ops.load.default, handle, *args))
 
 

@@ -4,7 +4,7 @@
 from ssd_fx import versions  # noqa: F401
 
 # isort: split
-from ssd_fx.backend import backend
+from ssd_fx.backend import backend, check_options
 from ssd_fx.config import Config
 from ssd_fx.marks import keep, offload
 from ssd_fx.profile import save_profile
@@ -16,6 +16,7 @@ __all__ = [
     "GraphStats",
     "Stats",
     "backend",
+    "check_options",
     "export_trace",
     "keep",
     "offload",

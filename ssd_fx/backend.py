@@ -16,6 +16,7 @@ from torch import fx
 from ssd_fx import calibrate, patterns
 from ssd_fx.config import Config
 from ssd_fx.errors import user_errors
+from ssd_fx.passes import traced_backward
 from ssd_fx.passes.machine import Machine
 from ssd_fx.passes.marks import LiftMarks
 from ssd_fx.passes.partitioner import Partitioner, source_digest
@@ -44,12 +45,7 @@ def backend(
         OSError: a directory that is missing, not writable, or in memory (tmpfs); the message names it.
     """
     with user_errors():
-        config = Config.make(options)
-        if config.inner == "aot_eager" and mode not in (None, "default"):
-            raise ValueError(f"mode={mode!r} is Inductor's; inner='aot_eager' takes none")
-        if config.engine != "memory":
-            for directory in config.dirs:
-                check_directory(directory, allow_tmpfs=config.allow_tmpfs)
+        config = _checked(options, mode)
         if config.dump:
             os.makedirs(config.dump, exist_ok=True)
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
@@ -58,6 +54,32 @@ def backend(
     if config.inner == "aot_eager":
         return _aot_eager(gm, inputs, partitioner)
     return _inductor(gm, inputs, partitioner, mode)
+
+
+def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None = None) -> Config:
+    """Complain of `options`, and of those in the environment, at once, as `backend` does when a model first runs.
+
+    Returns all options as they would be in force. What only a graph can tell is not looked at: patterns of `keep` and
+    `offload` that name no module, a budget in bytes that is too small.
+
+    Raises:
+        ValueError: an option that is unknown or whose value is none, a profile that cannot be read.
+        OSError: a directory that is missing, not writable, or in memory (tmpfs); the message names it.
+    """
+    config = _checked(options, mode)
+    if config.profile:
+        read_profile(config.profile)
+    return config
+
+
+def _checked(options: Mapping[str, Any] | None, mode: str | None) -> Config:
+    config = Config.make(options)
+    if config.inner == "aot_eager" and mode not in (None, "default"):
+        raise ValueError(f"mode={mode!r} is Inductor's; inner='aot_eager' takes none")
+    if config.engine != "memory":
+        for directory in config.dirs:
+            check_directory(directory, allow_tmpfs=config.allow_tmpfs)
+    return config
 
 
 def _write(directory: str, files: Mapping[str, str]) -> None:
@@ -131,6 +153,8 @@ def _inductor(
     # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on the
     # example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to reuse.
     patches["allow_buffer_reuse"] = False
+    if traced_backward.loads(gm.graph):
+        patches["reorder_for_locality"] = False  # of inference only: it moves every load to the first use of its tensor
     return compile_fx(gm, list(inputs), config_patches=patches)
 
 
@@ -145,5 +169,10 @@ def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: 
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner)
+    def inference(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
+        traced_backward.wait_in_place(gm.graph)
+        gm.recompile()
+        return boxed_nop(gm, list(inputs))
+
+    compiler = aot_autograd(fw_compiler=boxed_nop, inference_compiler=inference, partition_fn=partitioner)
     return compiler(gm, list(inputs))

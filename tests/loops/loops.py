@@ -1,0 +1,94 @@
+"""What the tests of training loops share: a loop run twice, with everything in memory and with everything on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ssd_fx
+from ssd_fx.runtime.entries import living
+from tests.faults.toys import settle
+from tests.models import assert_same_bits, deterministic
+
+Compile = Callable[..., Any]  # `torch.compile` with its backend and options given
+Loop = Callable[[Compile], list[Tensor]]  # trains a model of its own; whatever has to be the same in both runs
+
+WIDTH, WIDE, BATCH = 32, 64, 64
+ACTIVATION_BYTES = BATCH * WIDTH * 4
+
+# With inner="aot_eager" nothing is stored. Inductor makes other kernels of such a graph, so there the same graph runs,
+# whose tensors stay in memory.
+_KEPT: dict[str, dict[str, Any]] = {
+    "aot_eager": {"budget": 1.0, "recompute": False},
+    "inductor": {"engine": "memory"},
+}
+
+
+class Net(nn.Module):
+    """norm -> up -> gelu -> dropout -> down, with a way around, `blocks` times; then the mean square."""
+
+    def __init__(self, blocks: int = 2, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDE, WIDTH)
+            )
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def batch(seed: int, size: int = BATCH) -> Tensor:
+    """The inputs of one micro-batch, float32 [size, WIDTH]."""
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(loss: Tensor) -> None:
+    """Once all that was stored is on disk, so that the backward reads it from there."""
+    settle()
+    loss.backward()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def run(loop: Loop, directory: Path, inner: str = "aot_eager", **more: Any) -> list[Tensor]:
+    """What `loop` returns, with everything that can leave on disk; `more` are options that say otherwise."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ssd_fx.reset_stats()
+    options = {"dirs": [str(directory)], "inner": inner, "budget": 0, "min_bytes": 0} | more
+    with deterministic():
+        return loop(partial(torch.compile, backend="ssd_fx", options=options))
+
+
+def assert_no_bit_changes(loop: Loop, directory: Path, inner: str = "aot_eager", **more: Any) -> ssd_fx.Stats:
+    """What `loop` returns is the same with everything kept; the counters are those of the run with all on disk."""
+    kept = run(loop, directory, inner, **more, **_KEPT[inner])
+    assert_same_bits(run(loop, directory, inner, **more), kept)
+    assert living() == []
+    stats = ssd_fx.stats()
+    assert stats.offloaded_bytes >= 0.9 * stats.saved_bytes > 0
+    assert stats.written_bytes + stats.held_bytes + stats.cancelled_bytes == stats.offloaded_bytes
+    return stats
+
+
+def assert_all_read_back(stats: ssd_fx.Stats) -> None:
+    """Of a loop that settles before every backward: what leaves is written and read, but for leaves, which stay."""
+    assert stats.written_bytes == stats.read_bytes == stats.offloaded_bytes - stats.held_bytes
+    assert stats.loads == stats.stores
+    assert stats.in_planned_order == 1.0

@@ -1,0 +1,74 @@
+"""Compiled autograd traces all backward graphs into one and compiles that: our loads and waits are traced with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.compiled_autograd import _enable
+
+import ssd_fx
+from ssd_fx.runtime import trace
+from tests.faults.toys import settle
+from tests.loops.loops import Compile, Net, assert_all_read_back, assert_no_bit_changes, backward, batch, gradients, run
+
+INNERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+settle_eagerly = torch._dynamo.disable(settle)
+
+
+def whole_step(compile: Compile) -> list[Tensor]:
+    """Forward and backward in one compiled function, as the documentation of compiled autograd has it."""
+    model = Net(blocks=1)
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        settle_eagerly()
+        loss.backward()
+        return loss
+
+    compiled = compile(step)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        losses = [compiled(batch(i)).detach() for i in range(2)]
+    return [*losses, *gradients(model)]
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_step_with_its_backward(tmp_path: Path, inner: str) -> None:
+    assert_all_read_back(assert_no_bit_changes(whole_step, tmp_path, inner))
+
+
+def test_gradients_are_those_without_compiled_autograd(tmp_path: Path) -> None:
+    def plain(compile: Compile) -> list[Tensor]:
+        model = Net(blocks=1)
+        compiled = compile(model)
+        losses = []
+        for i in range(2):
+            loss = compiled(batch(i))
+            backward(loss)
+            losses.append(loss.detach())
+        return [*losses, *gradients(model)]
+
+    for ours, theirs in zip(run(whole_step, tmp_path), run(plain, tmp_path), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_loads_are_not_moved_to_their_uses(tmp_path: Path) -> None:
+    """Inductor sorts inference graphs for locality, which would put every load right before its wait."""
+    run(whole_step, tmp_path)
+    planned = [e[3] for e in trace.events() if e[0] in ("load", "wait")]
+    half = len(planned) // 2
+    assert planned == 2 * list(range(half))
+
+
+@pytest.mark.slow
+def test_another_backend_behind_it_is_refused(tmp_path: Path) -> None:
+    """Nothing pins the order of the loads there."""
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0}
+    loss = torch.compile(lambda x: x.sin().exp().sum(), backend="ssd_fx", options=options)(batch(0).requires_grad_())
+    assert ssd_fx.stats().stores == 2
+    with _enable(torch.compile(backend="inductor")), pytest.raises(Exception, match="name ssd_fx as the backend of"):
+        loss.backward()

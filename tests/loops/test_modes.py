@@ -1,0 +1,151 @@
+"""The other arguments of `torch.compile`, and graphs that break.
+
+`dynamic=True` over several lengths: tests/passes/test_dynamic.py. A graph per block, and reading ahead into the next
+block: tests/test_blocks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ssd_fx
+from tests.loops.loops import (
+    BATCH,
+    Compile,
+    Loop,
+    Net,
+    assert_all_read_back,
+    assert_no_bit_changes,
+    backward,
+    batch,
+    gradients,
+    run,
+)
+from tests.models import assert_same_bits, deterministic
+
+
+def trained(make: Callable[[], nn.Module], *batches: Tensor, **arguments: Any) -> Loop:
+    """A step for each of `batches`; `arguments` are those of torch.compile."""
+
+    def loop(compile: Compile) -> list[Tensor]:
+        model = make()
+        compiled = compile(model, **arguments)
+        seen = []
+        for x in batches:
+            loss = compiled(x.clone())
+            backward(loss)
+            seen += [loss.detach(), *gradients(model)]
+            model.zero_grad()
+        return seen
+
+    return loop
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_fullgraph(tmp_path: Path, inner: str) -> None:
+    stats = assert_no_bit_changes(trained(Net, batch(0), batch(1), fullgraph=True), tmp_path, inner)
+    assert_all_read_back(stats)
+    assert len(stats.graphs) == 1
+
+
+class Branching(nn.Module):
+    """Breaks twice, and goes one way or the other as the data says; hidden states cross from graph to graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.positive, self.negative, self.after = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x).tanh()
+        torch._dynamo.graph_break()
+        h = h + h.sin()
+        side = self.positive if h.sum().item() > 0 else self.negative
+        return (self.after(side(h).exp()) * h).square().mean()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_graph_breaks(tmp_path: Path, inner: str) -> None:
+    """Each part is a graph of its own, compiled when it first runs."""
+    x = batch(0)
+    loop = trained(Branching, x, -x, x, -x)
+    stats = assert_no_bit_changes(loop, tmp_path, inner)
+    assert_all_read_back(stats)
+    assert stats.steps >= 4
+    eager = loop_uncompiled(Branching, x, -x, x, -x)
+    for ours, theirs in zip(run(loop, tmp_path, inner), eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def loop_uncompiled(make: Callable[[], nn.Module], *batches: Tensor) -> list[Tensor]:
+    torch.manual_seed(0)
+    return trained(make, *batches)(lambda model: model)
+
+
+def test_fullgraph_refuses_a_break_as_stock_does(tmp_path: Path) -> None:
+    def complaint(**chosen: Any) -> str:
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+            torch.compile(Branching(), fullgraph=True, **chosen)(batch(0))
+        return str(caught.value).split("\n", 1)[0]
+
+    assert complaint(backend="ssd_fx", options={"dirs": [str(tmp_path)]}) == complaint(backend="inductor")
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_the_last_batch_is_smaller(tmp_path: Path, dynamic: bool | None) -> None:
+    """With `dynamic=None` torch compiles for the second size with a symbol in its place."""
+    batches = [batch(0), batch(1), batch(2, size=BATCH // 2 + 5), batch(3)]
+    stats = assert_no_bit_changes(trained(Net, *batches, dynamic=dynamic), tmp_path)
+    assert_all_read_back(stats)
+    assert len(stats.graphs) == (1 if dynamic else 2)
+    assert sum(graph.steps for graph in stats.graphs.values()) == len(batches)
+
+
+def by_mode(mode: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> list[Tensor]:
+    """torch.compile takes a mode or options; with a mode the options come from the environment."""
+    for name, value in {"dirs": str(directory), "min_bytes": "0", **options}.items():
+        monkeypatch.setenv(f"SSD_FX_{name.upper()}", value)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ssd_fx.reset_stats()
+    loop = trained(lambda: Net(blocks=1), batch(0), batch(1))
+    with deterministic():
+        return loop(lambda model: torch.compile(model, backend="ssd_fx", mode=mode))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """They are Inductor's: on a CPU `reduce-overhead`, which is CUDA graphs, changes nothing."""
+    kept = by_mode(mode, tmp_path, monkeypatch, engine="memory")
+    assert_same_bits(by_mode(mode, tmp_path, monkeypatch, engine="posix"), kept)
+    assert_all_read_back(ssd_fx.stats())
+    assert ssd_fx.stats().written_bytes > 0.9 * ssd_fx.stats().saved_bytes
+
+
+def test_a_mode_reaches_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings are in force when Inductor compiles, beside ours."""
+    from torch._inductor import compile_fx, list_mode_options
+
+    from ssd_fx.passes.order import PinOrder
+
+    seen: list[dict[str, Any]] = []
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Any, config_patches: dict[str, Any]) -> Any:
+        seen.append(config_patches)
+        return gm
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compiler)
+    monkeypatch.setenv("SSD_FX_DIRS", str(tmp_path))
+    for mode in ("reduce-overhead", "max-autotune"):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x.sin(), backend="ssd_fx", mode=mode)(batch(0))
+        assert seen[-1].items() >= list_mode_options(mode).items()
+        assert isinstance(seen[-1]["_post_fusion_custom_pass"], PinOrder)
+    assert list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}

@@ -1,0 +1,51 @@
+"""`check_options` says before training what the backend would say when the model first runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssd_fx
+
+
+def complaint_of_the_backend(options: dict[str, object]) -> Exception:
+    torch._dynamo.reset()
+    with pytest.raises((ValueError, OSError)) as caught:
+        torch.compile(lambda t: t.sin().sum(), backend="ssd_fx", options=options)(torch.ones(4, requires_grad=True))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bugdet": 0},
+        {"budget": "lots"},
+        {"dirs": ["/nowhere/at/all"]},
+        {"dirs": ["/proc"]},
+        {"profile": "/nowhere/at/all"},
+        {"machine": {"flops": "many"}},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_same_complaint(options: dict[str, object]) -> None:
+    later = complaint_of_the_backend(options)
+    with pytest.raises((ValueError, OSError)) as caught:
+        ssd_fx.check_options(options)
+    assert isinstance(later, type(caught.value))
+    assert str(later).startswith(str(caught.value))  # Dynamo adds how to see its own stack
+
+
+def test_a_mode_that_is_none_of_ours() -> None:
+    with pytest.raises(ValueError, match="mode='max-autotune' is Inductor's; inner='aot_eager' takes none"):
+        ssd_fx.check_options({"inner": "aot_eager"}, mode="max-autotune")
+
+
+def test_good_options_come_back_with_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_FX_DIRS", str(tmp_path))
+    found = ssd_fx.check_options({"budget": "25%"})
+    assert (found.dirs, found.budget) == ((str(tmp_path),), 0.25)
+    monkeypatch.setenv("SSD_FX_DIRS", str(tmp_path / "gone"))
+    with pytest.raises(FileNotFoundError, match="does not exist; create it"):
+        ssd_fx.check_options()

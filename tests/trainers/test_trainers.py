@@ -1,0 +1,89 @@
+"""The examples for other people's trainers: what they compute with everything on disk, they compute with all kept.
+
+They need `pip install -e '.[trainers]'` and are skipped without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssd_fx
+from tests.models import assert_same_bits, deterministic
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS = {
+    "hf_trainer": ("transformers", "accelerate"),
+    "with_accelerate": ("accelerate",),
+    "with_lightning": ("lightning",),
+}
+FORWARDS = {"hf_trainer": 2, "with_accelerate": 2, "with_lightning": 1}  # in a step
+STEPS = 2
+KEPT = {"aot_eager": {"budget": "1.0"}, "inductor": {"engine": "memory"}}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    """What an Accelerator was told holds for the process, until it is forgotten."""
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def trained(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> list[torch.Tensor]:
+    """Losses and parameters; the example names the directory, all else comes from the environment."""
+    example = importlib.import_module(f"examples.trainers.{name}")
+    torch._dynamo.reset()
+    ssd_fx.reset_stats()
+    with monkeypatch.context() as patched, deterministic():
+        for option, value in {"min_bytes": "0", **options}.items():
+            patched.setenv(f"SSD_FX_{option.upper()}", value)
+        losses, model = example.train(str(directory), STEPS)
+    return [torch.tensor(losses), *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NEEDS)
+def test_no_bit_changes(name: str, inner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in NEEDS[name]:
+        pytest.importorskip(library, reason="needs pip install -e '.[trainers]'")
+    kept = trained(name, tmp_path, monkeypatch, inner=inner, **KEPT[inner])
+    # Few bytes may wait to be written, so that most are written and not handed back.
+    assert_same_bits(trained(name, tmp_path, monkeypatch, inner=inner, inflight="64KiB"), kept)
+    stats = ssd_fx.stats()
+    assert stats.steps == STEPS * FORWARDS[name]
+    assert stats.offloaded_bytes >= 0.9 * stats.saved_bytes
+    assert stats.written_bytes >= 0.5 * stats.offloaded_bytes
+    assert stats.loads == stats.stores
+    assert stats.in_planned_order == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_as_a_script(name: str, tmp_path: Path) -> None:
+    for library in NEEDS[name]:
+        pytest.importorskip(library, reason="needs pip install -e '.[trainers]'")
+    script = ROOT / "examples" / "trainers" / f"{name}.py"
+    command = [sys.executable, str(script), "--dir", str(tmp_path), "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert f"{2 * FORWARDS[name]} steps, 1 graphs" in done.stdout
+
+
+def test_why_the_name_alone_is_not_enough(tmp_path: Path) -> None:
+    """When this fails their options take any backend, and docs/trainers.md and the examples can say so."""
+    accelerate = pytest.importorskip("accelerate", reason="needs pip install -e '.[trainers]'")
+    with pytest.raises(ValueError, match="not a valid DynamoBackend"):
+        accelerate.Accelerator(cpu=True, dynamo_backend="ssd_fx")
+    transformers = pytest.importorskip("transformers", reason="needs pip install -e '.[trainers]'")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), torch_compile_backend="ssd_fx", use_cpu=True, report_to=[]
+    )
+    with pytest.raises(ValueError, match="not a valid DynamoBackend"):
+        transformers.Trainer(torch.nn.Linear(1, 1), arguments)
