@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from ssd_fx.runtime import heap
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.extents import check_directory
 
+log = logging.getLogger("ssd_fx")
 Compiled = Any  # what a backend returns: a callable; Inductor types it as whatever any of its modes yields
 
 
@@ -51,19 +53,22 @@ def backend(
             for directory in config.dirs:
                 check_directory(directory, allow_tmpfs=config.allow_tmpfs)
         if config.dump:
-            os.makedirs(config.dump, exist_ok=True)
+            os.makedirs(config.own_dump, exist_ok=True)
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
-        partitioner = Partitioner(plan, partial(_write, config.dump) if config.dump else None)
+        partitioner = Partitioner(plan, partial(_write, config.own_dump, config.share()) if config.dump else None)
+    if config.share():
+        log.info("%s", config.share())
     heap.keep_freed_memory()
     if config.inner == "aot_eager":
         return _aot_eager(gm, inputs, partitioner)
     return _inductor(gm, inputs, partitioner, mode)
 
 
-def _write(directory: str, files: Mapping[str, str]) -> None:
-    """Put the dump of a graph into `directory`."""
+def _write(directory: str, share: str, files: Mapping[str, str]) -> None:
+    """Put the dump of a graph into `directory`; a plan begins with what it was made for, if it is one rank's of some."""
     for name, text in files.items():
-        (Path(directory) / name).write_text(text)
+        head = f"{share}\n" if share and name.endswith(".plan.txt") else ""
+        (Path(directory) / name).write_text(head + text)
 
 
 def plan_options(config: Config, device: torch.device, *, hand_over: bool = True) -> PlanOptions:
@@ -80,7 +85,7 @@ def plan_options(config: Config, device: torch.device, *, hand_over: bool = True
         machine=machine_of(config, device),
         runtime_config=config.runtime_json(),
         hand_over=hand_over,
-        host_budget=config.host_budget,
+        host_budget=config.own_host_budget,
         profile=read_profile(config.profile) if config.profile else None,
         keep=config.keep,
         offload=config.offload,
@@ -101,11 +106,15 @@ def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:
 
 
 def machine_of(config: Config, device: torch.device) -> Machine:
-    """The rates to plan for, as the option `machine` says; the first call on a machine may measure for some seconds."""
+    """The rates to plan for, as the option `machine` says; the first call on a machine may measure for some seconds.
+
+    Whoever says them, those of the drives are what one process has alone: a rank plans with its share.
+    """
     if config.machine == "auto":
-        return calibrate.calibrated(parse(config.runtime_json()), device)
+        return calibrate.calibrated(parse(config.runtime_json()), device).shared(config.sharing())
     typical = Machine.default(device, torch.get_num_threads())
-    return typical if config.machine == "default" else typical.with_rates(json.loads(config.machine))
+    said = typical if config.machine == "default" else typical.with_rates(json.loads(config.machine))
+    return said.shared(config.sharing())
 
 
 def _device(inputs: Sequence[object]) -> torch.device:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ssd_fx.passes.machine import Machine
+from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS
 
@@ -30,6 +31,9 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 @dataclass(frozen=True)
 class Config:
     """The options of one `torch.compile` call.
+
+    `dirs`, `disk_limit`, `host_budget` and the bandwidths of `machine` are of the node, whose ranks share them; all
+    else is of each process.
 
     dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
         temporary directory.
@@ -64,6 +68,8 @@ class Config:
         user's cache directory; `"default"`: typical ones, nothing is measured; or a dictionary (in the environment
         JSON) of `ssd_fx.passes.machine.Machine`'s fields, e.g. `{"flops": 3e14, "write_bw": 6e9}`, to plan for another.
     profile: a file that `ssd_fx.save_profile` wrote: the plan is made with its measured times. Default: none.
+    ranks: how many processes of this node share it. `"auto"`, the default: `LOCAL_WORLD_SIZE`, which torchrun sets, or
+        1. With a number above 1 `LOCAL_RANK` says which of them this one is. 1: all that is named is this process's.
     """
 
     dirs: tuple[str, ...] = ()
@@ -85,6 +91,7 @@ class Config:
     offload: tuple[str, ...] = ()
     machine: str = "auto"
     profile: str = ""
+    ranks: Ranks = Ranks()
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
@@ -108,13 +115,51 @@ class Config:
             given[name] = value
         values = {name: _PARSERS[name](name, value) for name, value in given.items()}
         values.setdefault("dirs", (os.path.abspath(tempfile.gettempdir()),))
+        values.setdefault("ranks", _parse_ranks("ranks", "auto"))
         return Config(**values)
+
+    @property
+    def own_dirs(self) -> tuple[str, ...]:
+        """Those of `dirs` that this rank writes to."""
+        return dealt(self.dirs, self.ranks)
+
+    @property
+    def own_host_budget(self) -> int:
+        """This rank's share of `host_budget`, in bytes."""
+        return self.host_budget // self.ranks.count
+
+    @property
+    def own_disk_limit(self) -> int:
+        """The most bytes of this rank's file in a directory; 0 for no limit."""
+        return max(1, self.disk_limit // in_a_directory(self.dirs, self.ranks)) if self.disk_limit else 0
+
+    @property
+    def own_dump(self) -> str:
+        """Where this rank's dump goes: the graphs of all ranks have one name."""
+        return self.dump if self.ranks.number is None or not self.dump else f"{self.dump}/rank{self.ranks.number}"
+
+    def sharing(self) -> int:
+        """How many ranks share the bandwidth of this one's drives, told by the file systems of the directories.
+
+        Raises:
+            OSError: a directory that is missing.
+        """
+        if self.engine == "memory":
+            return self.ranks.count
+        return on_a_drive(self.dirs, self.ranks, lambda path: os.stat(path).st_dev)
+
+    def share(self) -> str:
+        """What this rank has of its node, in a line; empty where it has all of it."""
+        if self.ranks.count == 1:
+            return ""
+        own = f"writes to {', '.join(self.own_dirs)}, whose bandwidth {self.sharing()} ranks share"
+        return f"{self.ranks}: {own}; host_budget {self.own_host_budget} B, disk_limit {self.own_disk_limit} B"
 
     def runtime_json(self) -> str:
         """The half that the runtime needs, as canonical JSON: it travels in the compiled graphs."""
-        half = {"allow_tmpfs": self.allow_tmpfs, "dirs": list(self.dirs), "engine": self.engine}
+        half = {"allow_tmpfs": self.allow_tmpfs, "dirs": list(self.own_dirs), "engine": self.engine}
         half |= {"inflight": self.inflight, "prefetch": self.prefetch, "checksums": self.checksums}
-        half |= {"disk_limit": self.disk_limit, "host_budget": self.host_budget, "adapt": self.adapt}
+        half |= {"disk_limit": self.own_disk_limit, "host_budget": self.own_host_budget, "adapt": self.adapt}
         half |= {"compression": dict(self.compression)}
         half |= {"resident": self.budget if isinstance(self.budget, int) else 0}
         return json.dumps(half, sort_keys=True, separators=(",", ":"))
@@ -274,6 +319,22 @@ def _parse_machine(name: str, value: object) -> str:
     return json.dumps(dict(given), sort_keys=True)
 
 
+def _parse_ranks(name: str, value: object) -> Ranks:
+    """`"auto"`, or how many processes share the node; which of them this one is stands in the environment."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1") if value == "auto" else str(value)
+    if not count.isdecimal() or not int(count):
+        raise ValueError(f"option {name}={value!r}: {count!r} is no number of processes; right would be 'auto' or 8")
+    rank = os.environ.get("LOCAL_RANK", "unset") if int(count) > 1 else "0"
+    if not rank.isdecimal() or int(rank) >= int(count):
+        raise ValueError(
+            f"option {name}={value!r}: LOCAL_RANK is {rank} in the environment, and right among {count} processes "
+            f"would be 0 to {int(count) - 1}, as torchrun sets it; ranks=1 shares nothing"
+        )
+    number = os.environ.get("RANK", rank)
+    alone = os.environ.get("WORLD_SIZE", count) == "1" or not number.isdecimal()
+    return Ranks(int(rank), int(count), None if alone else int(number))
+
+
 _PARSERS: dict[str, Any] = {
     "dirs": _parse_dirs,
     "budget": parse_budget,
@@ -294,4 +355,5 @@ _PARSERS: dict[str, Any] = {
     "offload": _parse_patterns,
     "machine": _parse_machine,
     "profile": _parse_path,
+    "ranks": _parse_ranks,
 }

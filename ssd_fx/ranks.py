@@ -1,0 +1,45 @@
+"""What the processes of one node share: its drives, what may be on them, and its host memory.
+
+    2 directories, 4 ranks      ranks 0 and 2 write to the first, 1 and 3 to the second
+    4 directories, 2 ranks      two each: 0 and 2, 1 and 3
+    3 directories, 2 ranks      both ranks stripe over all three
+
+Every rank has the same share: where the numbers have a common divisor the directories are dealt out in as many hands,
+so that few ranks meet on a drive, and within a hand its ranks stripe over all it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process is number `rank` of `count` on its node; `number` is that among all nodes, None where it is alone."""
+
+    rank: int = 0
+    count: int = 1
+    number: int | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.count} on this node"
+
+
+def dealt(dirs: Sequence[str], ranks: Ranks) -> tuple[str, ...]:
+    """The directories that a rank stripes over."""
+    hands = math.gcd(len(dirs), ranks.count)
+    return tuple(dirs[ranks.rank % hands :: hands])
+
+
+def in_a_directory(dirs: Sequence[str], ranks: Ranks) -> int:
+    """How many ranks have a file in each directory."""
+    return ranks.count // math.gcd(len(dirs), ranks.count)
+
+
+def on_a_drive(dirs: Sequence[str], ranks: Ranks, drive_of: Callable[[str], object]) -> int:
+    """How many ranks, this one included, write to drives that this one writes to; `drive_of` a directory."""
+    mine = {drive_of(path) for path in dealt(dirs, ranks)}
+    others = (dealt(dirs, Ranks(rank, ranks.count)) for rank in range(ranks.count))
+    return sum(not mine.isdisjoint(map(drive_of, theirs)) for theirs in others)
