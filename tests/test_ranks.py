@@ -40,7 +40,7 @@ def test_directories_are_dealt_out(dirs: str, count: int, hands: list[str]) -> N
     assert ["".join(dealt(tuple(dirs), Ranks(rank, count))) for rank in range(count)] == hands
 
 
-@pytest.mark.parametrize(("number", "count"), itertools.product(range(1, 9), range(1, 9)))
+@pytest.mark.parametrize(("number", "count"), [*itertools.product(range(1, 9), range(1, 9))])
 def test_every_rank_has_the_same_share(number: int, count: int) -> None:
     dirs = tuple(map(str, range(number)))
     hands = [dealt(dirs, Ranks(rank, count)) for rank in range(count)]
