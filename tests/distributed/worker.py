@@ -25,7 +25,11 @@ from ssd_fx.passes import solve
 from tests.distributed.modes import MODES
 from tests.zoo.trial import Trial
 
-STEPS, RATE = 3, 0.1
+STEPS, RATE = 2, 0.1
+UNLIKE = ", ranks with unlike plans"  # behind the name of a mode
+AGREED = ", ranks that agree on what is saved"
+SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
+FAST = SLOW | {"write_bw": 1e12, "read_bw": 1e12, "latency_s": 0.0}
 PATIENCE = timedelta(seconds=60)  # for the other ranks: one that fails must not keep them
 
 
@@ -41,6 +45,7 @@ class Found:
     offloaded_bytes: int
     written_bytes: int
     stores: int
+    recomputed: int
     graphs: int
     graph_breaks: int
     values: int
@@ -51,8 +56,8 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def train(mode: str, options: Mapping[str, Any]) -> tuple[Trial, Any, int]:
-    """The trial, with bytes of all steps; the counters; the number of graphs."""
+def train(mode: str, options: Mapping[str, Any]) -> tuple[Trial, ssd_fx.Stats]:
+    """The trial, with bytes of all steps, and the counters."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._dynamo.config.optimize_ddp = True
@@ -69,22 +74,34 @@ def train(mode: str, options: Mapping[str, Any]) -> tuple[Trial, Any, int]:
             values[f"{number} {name}"] = local(parameter.grad).detach().clone().contiguous()
         optimizer.step()
         optimizer.zero_grad()
-    found, seen = ssd_fx.stats(), torch._dynamo.utils.counters
-    breaks = sum(seen["graph_break"].values())
+    found = ssd_fx.stats()
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     trial = Trial(values, found.saved_bytes, found.offloaded_bytes, found.written_bytes, breaks)
-    return trial, found, seen["stats"]["unique_graphs"]
+    return trial, found
 
 
-def compare(mode: str, inner: str, directory: str) -> Found:
+def compare(name: str, inner: str, directory: str) -> Found:
     """The reference keeps everything; under Inductor it is the same code on the engine "memory"."""
     started = time.perf_counter()
-    ours = {"dirs": [directory], "min_bytes": 0, "budget": 0.0, "recompute": False, "inner": inner}
-    reference = ours | ({"budget": 1.0} if inner == "aot_eager" else {"engine": "memory"})
-    kept, _, _ = train(mode, reference)
-    trial, stats, graphs = train(mode, ours)
-    sizes = (trial.saved_bytes, trial.offloaded_bytes, trial.written_bytes, stats.stores, graphs, trial.graph_breaks)
+    mode, unlike = name.removesuffix(UNLIKE).removesuffix(AGREED), name not in MODES
+    dump = f"{directory}/{name}".replace(" ", "_")
+    ours = {"dirs": [directory], "min_bytes": 0, "budget": 0.0, "recompute": False, "inner": inner, "dump": dump}
+    if unlike:
+        ours |= {"budget": 0.5, "recompute": True, "machine": FAST if dist.get_rank() else SLOW}
+    reference = ours | ({"budget": 1.0, "recompute": False} if inner == "aot_eager" else {"engine": "memory"})
+    kept, _ = train(mode, reference | {"dump": ""})
+    with torch._functorch.config.patch(_sync_decision_cross_ranks=name.endswith(AGREED)):
+        trial, stats = train(mode, ours)
+    sizes = (trial.saved_bytes, trial.offloaded_bytes, trial.written_bytes, stats.stores, recomputed(Path(dump)))
+    counts = (len(stats.graphs), trial.graph_breaks, len(trial.values))
     seconds = time.perf_counter() - started
-    return Found(mode, inner, dist.get_rank(), trial.difference(kept), *sizes, len(trial.values), seconds)
+    return Found(name, inner, dist.get_rank(), trial.difference(kept), *sizes, *counts, seconds)
+
+
+def recomputed(dump: Path) -> int:
+    """How many tensors this rank's plans compute again."""
+    plans = (dump / f"rank{dist.get_rank()}").glob("*.plan.json")
+    return sum(len(json.loads(plan.read_text())["recomputed"]) for plan in plans)
 
 
 def main() -> None:
