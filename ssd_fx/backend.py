@@ -65,7 +65,7 @@ def backend(
 
 
 def _write(directory: str, share: str, files: Mapping[str, str]) -> None:
-    """Put the dump of a graph into `directory`; a plan begins with what it was made for, if it is one rank's of some."""
+    """Put the dump of a graph into `directory`; `share`, if any, begins the plan: it is one rank's of some."""
     for name, text in files.items():
         head = f"{share}\n" if share and name.endswith(".plan.txt") else ""
         (Path(directory) / name).write_text(head + text)

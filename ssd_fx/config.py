@@ -9,23 +9,21 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ssd_fx.passes.machine import Machine
-from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive
+from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive, parse_ranks
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS
+from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive
 
 _MIB = 2**20
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Config:
     offload: tuple[str, ...] = ()
     machine: str = "auto"
     profile: str = ""
-    ranks: Ranks = Ranks()
+    ranks: Ranks = field(default_factory=Ranks)
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
@@ -169,62 +167,6 @@ def _known(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{hint} The options are: {', '.join(names)}."
-
-
-def parse_bytes(name: str, value: object) -> int:
-    """`"2GiB"`, `"512MB"`, `4096` -> bytes.
-
-    Raises:
-        ValueError: not a size.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-        if match and match[2].lower() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].lower()])
-    raise ValueError(
-        f"option {name}={value!r} is not a size; right would be a number of bytes or e.g. '512MiB' or '2GB'"
-    )
-
-
-def _parse_positive(name: str, value: object) -> int:
-    nbytes = parse_bytes(name, value)
-    if not nbytes:
-        raise ValueError(f"option {name}={value!r} lets nothing be written; right would be e.g. '128MiB'")
-    return nbytes
-
-
-def parse_budget(name: str, value: object) -> int | float | str:
-    """A share of the saved bytes (`0.25`, `"25%"`), a size, or "auto".
-
-    Raises:
-        ValueError: neither.
-    """
-    right = (
-        f"option {name}={value!r} is not a budget; "
-        "right would be a size such as '2GiB', a share from 0.0 to 1.0 such as 0.25 or '25%', or 'auto'"
-    )
-    if isinstance(value, str):
-        text = value.strip()
-        if text.lower() == "auto":
-            return "auto"
-        share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
-        if share:
-            value = float(share[1]) / 100
-        elif re.fullmatch(r"\d*\.\d+", text):
-            value = float(text)
-    if isinstance(value, float):
-        if 0.0 <= value <= 1.0:
-            return value
-        raise ValueError(right)
-    try:
-        nbytes = parse_bytes(name, value)
-    except ValueError:
-        raise ValueError(right) from None
-    if nbytes == 1:
-        raise ValueError(f"option {name}={value!r} is one byte; right would be 1.0 to keep everything, or a size")
-    return nbytes
 
 
 def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
@@ -320,19 +262,7 @@ def _parse_machine(name: str, value: object) -> str:
 
 
 def _parse_ranks(name: str, value: object) -> Ranks:
-    """`"auto"`, or how many processes share the node; which of them this one is stands in the environment."""
-    count = os.environ.get("LOCAL_WORLD_SIZE", "1") if value == "auto" else str(value)
-    if not count.isdecimal() or not int(count):
-        raise ValueError(f"option {name}={value!r}: {count!r} is no number of processes; right would be 'auto' or 8")
-    rank = os.environ.get("LOCAL_RANK", "unset") if int(count) > 1 else "0"
-    if not rank.isdecimal() or int(rank) >= int(count):
-        raise ValueError(
-            f"option {name}={value!r}: LOCAL_RANK is {rank} in the environment, and right among {count} processes "
-            f"would be 0 to {int(count) - 1}, as torchrun sets it; ranks=1 shares nothing"
-        )
-    number = os.environ.get("RANK", rank)
-    alone = os.environ.get("WORLD_SIZE", count) == "1" or not number.isdecimal()
-    return Ranks(int(rank), int(count), None if alone else int(number))
+    return parse_ranks(name, value, os.environ)
 
 
 _PARSERS: dict[str, Any] = {
@@ -342,7 +272,7 @@ _PARSERS: dict[str, Any] = {
     "min_bytes": parse_bytes,
     "engine": _parse_engine,
     "inner": _parse_choice("inductor", "aot_eager"),
-    "inflight": _parse_positive,
+    "inflight": parse_positive,
     "prefetch": parse_bytes,
     "dump": _parse_path,
     "allow_tmpfs": _parse_flag,

@@ -11,13 +11,13 @@ so that few ranks meet on a drive, and within a hand its ranks stripe over all i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process is number `rank` of `count` on its node; `number` is that among all nodes, None where it is alone."""
+    """This process is number `rank` of `count` on its node, and `number` on all nodes, or None where it is alone."""
 
     rank: int = 0
     count: int = 1
@@ -43,3 +43,23 @@ def on_a_drive(dirs: Sequence[str], ranks: Ranks, drive_of: Callable[[str], obje
     mine = {drive_of(path) for path in dealt(dirs, ranks)}
     others = (dealt(dirs, Ranks(rank, ranks.count)) for rank in range(ranks.count))
     return sum(not mine.isdisjoint(map(drive_of, theirs)) for theirs in others)
+
+
+def parse_ranks(name: str, value: object, environ: Mapping[str, str]) -> Ranks:
+    """`"auto"`, or how many processes share the node; which of them this one is stands in the environment.
+
+    Raises:
+        ValueError: no number, or no rank among so many.
+    """
+    count = environ.get("LOCAL_WORLD_SIZE", "1") if value == "auto" else str(value)
+    if not count.isdecimal() or not int(count):
+        raise ValueError(f"option {name}={value!r}: {count!r} is no number of processes; right would be 'auto' or 8")
+    rank = environ.get("LOCAL_RANK", "unset") if int(count) > 1 else "0"
+    if not rank.isdecimal() or int(rank) >= int(count):
+        raise ValueError(
+            f"option {name}={value!r}: LOCAL_RANK is {rank} in the environment, and right among {count} processes "
+            f"would be 0 to {int(count) - 1}, as torchrun sets it; ranks=1 shares nothing"
+        )
+    number = environ.get("RANK", rank)
+    alone = environ.get("WORLD_SIZE", count) == "1" or not number.isdecimal()
+    return Ranks(int(rank), int(count), None if alone else int(number))

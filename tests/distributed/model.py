@@ -1,4 +1,4 @@
-"""A transformer small enough to train in many processes on two cores, whose modules are named as parallel plans want."""
+"""A transformer small enough to train in many processes on two cores."""
 
 from __future__ import annotations
 
