@@ -200,6 +200,6 @@ EXCHANGE = torch.ops.ssd_fx_tests.exchange.default
 
 @pytest.mark.parametrize("budget", [0.0, 1.0])
 def test_what_may_talk_to_other_ranks_keeps_its_order(budget: float) -> None:
-    """A rank that stores sin fuses it with nothing; one that keeps it must wait for the first exchange all the same."""
+    """Ranks whose plans differ have different stores, fuse differently, and wait for each other in exchange."""
     assert exchanged(None) == ["second", "first"]  # Inductor alone turns them round, on all ranks alike
     assert exchanged({"budget": budget}) == ["first", "second"]
