@@ -65,8 +65,8 @@ class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depen
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         nodes = nodes if self.before is None else self.before(nodes)
-        position = {n: i for i, n in enumerate(V.graph.graph.nodes)}
-        talking = sorted((n for n in nodes if _may_communicate(n)), key=lambda n: _position(n, position))
+        lowered = {id(operation): i for i, operation in enumerate(V.graph.operations)}  # as Inductor orders its own
+        talking = sorted((n for n in nodes if _may_communicate(n)), key=lambda n: lowered[id(n.node)])
         for first, second in itertools.pairwise(talking):
             _pin(first, second)
         if len(talking) > 1:  # fusion asks for ancestors whether it would close a circle
@@ -75,6 +75,13 @@ class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depen
 
     def uuid(self) -> str:
         return source_digest() + (str(self.before.uuid()) if self.before is not None else "")
+
+
+def keep_communication(before: Any) -> Any:
+    """The pass behind the user's own, which Inductor has a cache for, or none, as it has for that."""
+    if before is None or hasattr(before, "uuid"):
+        return KeepCommunication(before)
+    return lambda nodes: KeepCommunication()(before(nodes))
 
 
 def _may_communicate(node: BaseSchedulerNode) -> bool:

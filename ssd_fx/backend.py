@@ -136,7 +136,7 @@ def _inductor(
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     patches["custom_partitioner_fn"] = partitioner
     patches["joint_custom_pre_pass"] = LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass))
-    patches["_pre_fusion_custom_pass"] = order.KeepCommunication(inductor_config._pre_fusion_custom_pass)
+    patches["_pre_fusion_custom_pass"] = order.keep_communication(inductor_config._pre_fusion_custom_pass)
     patches["_post_fusion_custom_pass"] = order.PinOrder()
     # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on the
     # example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to reuse.
