@@ -81,7 +81,7 @@ def ddp(how: How) -> tuple[nn.Module, Step]:
 
 
 def ddp_inside(how: How) -> tuple[nn.Module, Step]:
-    """DDP around what is compiled: one graph."""
+    """DDP around what is compiled, which happens in its forward: Dynamo cuts the graph all the same."""
     model = Net()
     return model, once(in_buckets(torch.compile(model, **how)))
 
