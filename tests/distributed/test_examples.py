@@ -13,14 +13,16 @@ SMALL = ("--steps", "3", "--layers", "2", "--width", "64", "--batch", "2", "--se
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(("example", "flags"), [("train_ddp", ("--accumulate", "2")), ("train_fsdp2", ("--bf16",))])
-def test_example(example: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_example(example: str, flags: tuple[str, ...], inner: str, tmp_path: Path) -> None:
+    said = {"SSD_FX_MIN_BYTES": "0", "SSD_FX_INNER": inner}
     directories = [tmp_path / "nvme0", tmp_path / "nvme1"]
     for directory in directories:
         directory.mkdir()
     where = [word for directory in directories for word in ("--dir", str(directory))]
     offloaded, kept = (
-        torchrun(f"examples/{example}.py", *where, *SMALL, *flags, "--budget", budget, SSD_FX_MIN_BYTES="0")
+        torchrun(f"examples/{example}.py", *where, *SMALL, *flags, "--budget", budget, **said)
         for budget in ("0", "1.0")
     )
     assert (offloaded[0], kept[0]) == (0, 0), offloaded[1] + kept[1]
