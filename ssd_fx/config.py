@@ -142,7 +142,7 @@ class Config:
         Raises:
             OSError: a directory that is missing.
         """
-        if self.engine == "memory":
+        if self.engine == "memory" or self.ranks.count == 1:
             return self.ranks.count
         return on_a_drive(self.dirs, self.ranks, lambda path: os.stat(path).st_dev)
 

@@ -80,6 +80,8 @@ def _check_offload(found: Found) -> None:
         assert (found.recomputed > 0) == (found.rank == 0)
     else:
         assert found.recomputed == 0
-    if found.mode in MODES:  # the others have a budget
+    if found.mode in MODES:
         assert found.offloaded_bytes >= (1.0 if found.inner == "aot_eager" else 0.9) * found.saved_bytes
-    assert found.written_bytes > 0.5 * found.offloaded_bytes  # the rest was wanted again before it was written
+        assert found.written_bytes > 0.5 * found.offloaded_bytes  # the rest was wanted again before it was written
+    elif not found.recomputed:  # within a budget of one half, which what is computed again may make do with
+        assert found.written_bytes > 0.25 * found.saved_bytes
