@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say, and learn the same whatever stays in memory."""
+"""The examples run as their docstrings say, and have the same losses whatever stays in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def test_example(example: str, flags: tuple[str, ...], inner: str, tmp_path: Pat
     losses = re.findall(r"step (\d) loss ([\d.]+)", offloaded[1])
     assert [step for step, _ in losses] == ["1", "2", "3"]
     assert losses == re.findall(r"step (\d) loss ([\d.]+)", kept[1])
-    assert float(losses[2][1]) < float(losses[0][1])
     assert re.search(r"^written +[\d.]+ MiB$", offloaded[1], re.MULTILINE)
     assert not re.search(r"^written", kept[1], re.MULTILINE)
     assert [list(directory.iterdir()) for directory in directories] == [[], []]
