@@ -165,7 +165,7 @@ def main() -> int:
         return 0
     from system import machine  # a neighbour of this file
 
-    from ssd_fx.config import parse_bytes
+    from ssd_fx.sizes import parse_bytes
 
     limit = parse_bytes("--limit", flags.limit)
     for name, said in machine(flags.dir).items():

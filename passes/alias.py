@@ -15,12 +15,14 @@ seen at run time. One that the forward or the backward writes into stays.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 
+from ssd_fx.passes.communication import may_communicate
 from ssd_fx.passes.copies import merge_copies
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.kernels import hint
@@ -104,6 +106,8 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
         return "aliases disagree"
     if any(storage_of(facts.placeholders[n.name]) in facts.changed for n in saved):
         return "the backward writes into it"  # an input, mostly, whose owner wants to see that
+    if _may_be_under_way(facts.owner(key)):
+        return "a collective may still be writing it"
     obstacle = _input_obstacle(facts.inputs(key), saved)
     if obstacle:
         return obstacle
@@ -128,6 +132,16 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
     if placed and (found is None or found.pack is not None or owner.offset or not _covers(facts.owner(key))):
         return "read by its place in the storage"
     return found or "no dense tensor holds the bytes needed"
+
+
+def _may_be_under_way(owner: fx.Node) -> bool:
+    """Whether it is what an asynchronous collective returns, and not what the wait for it does.
+
+    To PyTorch's metadata these are two tensors, and the first is whole as soon as it is there. In memory they are one.
+    """
+    made_by = owner.all_input_nodes[0] if owner.target is operator.getitem else owner
+    namespace = getattr(made_by.target, "namespace", "")
+    return namespace == "_c10d_functional" and may_communicate(made_by.target)
 
 
 def _covers(node: fx.Node) -> bool:

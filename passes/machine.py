@@ -89,6 +89,10 @@ class Machine:
         """
         return replace(self, **{name: _checked(name, value) for name, value in rates.items()})  # type: ignore[arg-type]
 
+    def shared(self, processes: int) -> Machine:
+        """What one of so many processes has that write to and read from the same drives at the same time."""
+        return replace(self, write_bw=self.write_bw / processes, read_bw=self.read_bw / processes)
+
     def rounded(self, digits: int = 3) -> Machine:
         """Significant digits beyond what a measurement repeats would only miss compile caches."""
         return self.with_rates({name: _rounded(value, digits) for name, value in self.rates().items()})

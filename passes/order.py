@@ -8,6 +8,10 @@ graph, which is the one that the plan was made for, and chains each to the one b
 
 The links extend no lifetime and are seen by no code generator. A kernel that computes several FX nodes runs at the last
 of them, or earlier where a kernel that needs it does.
+
+`KeepCommunication` runs before fusion. Inductor keeps its own collectives in the order of the graph
+(`comms.decide_global_ordering_of_comms`), and fuses nothing that would turn them round; this does so for other
+operators that may communicate. Ranks whose plans differ fuse differently, and must still agree on that order.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from torch._inductor.scheduler import (
 )
 from torch._inductor.virtualized import V
 
+from ssd_fx.passes.communication import may_communicate
 from ssd_fx.passes.fault import require
 from ssd_fx.passes.partitioner import source_digest
 
@@ -50,6 +55,37 @@ class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on tor
 
     def uuid(self) -> str:
         return source_digest()
+
+
+@dataclass(frozen=True)
+class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
+    """Chains what may talk to other ranks in the order of the graph; `before` is the user's pass at this place."""
+
+    before: Any = None
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        nodes = nodes if self.before is None else self.before(nodes)
+        lowered = {id(operation): i for i, operation in enumerate(V.graph.operations)}  # as Inductor orders its own
+        talking = sorted((n for n in nodes if _may_communicate(n)), key=lambda n: lowered[id(n.node)])
+        for first, second in itertools.pairwise(talking):
+            _pin(first, second)
+        if len(talking) > 1:  # fusion asks for ancestors whether it would close a circle
+            talking[0].scheduler.compute_ancestors()
+        return nodes
+
+    def uuid(self) -> str:
+        return source_digest() + (str(self.before.uuid()) if self.before is not None else "")
+
+
+def keep_communication(before: Any) -> Any:
+    """The pass behind the user's own, which Inductor has a cache for, or none, as it has for that."""
+    if before is None or hasattr(before, "uuid"):
+        return KeepCommunication(before)
+    return lambda nodes: KeepCommunication()(before(nodes))
+
+
+def _may_communicate(node: BaseSchedulerNode) -> bool:
+    return may_communicate(getattr(node.node, "op_overload", None))
 
 
 def is_ours(node: BaseSchedulerNode) -> bool:

@@ -12,6 +12,7 @@ from torch._functorch import config as functorch_config
 
 from ssd_fx.passes import verify
 from ssd_fx.passes.alias import DYNAMIC, alias
+from ssd_fx.passes.communication import communication
 from ssd_fx.passes.costs import Machine, time
 from ssd_fx.passes.insert import insert
 from ssd_fx.passes.lifetime import lifetime
@@ -121,13 +122,20 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
     Partitions are compared by plans of the short search, and the plan of the best one is searched for with all effort.
     """
-    if not options.recompute or functorch_config.activation_memory_budget != 1:  # then the user recomputes
+    if not options.recompute or _recomputes_already():
         partition = joint.partition()
         return partition, decide(partition, options)
     partition, plan = _quick_joint(joint, options)
     assert plan.prediction is not None
     settled = decide(partition, options, budget=plan.prediction.limits, analysed=plan)
     return partition, settled
+
+
+def _recomputes_already() -> bool:
+    """Whether the user has PyTorch recompute, or the ranks agree on what is saved: then PyTorch exchanges that in every
+    partition, and all ranks must make equally many."""
+    agree = getattr(functorch_config, "_sync_decision_cross_ranks", False)
+    return functorch_config.activation_memory_budget != 1 or bool(agree)
 
 
 def _quick_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
@@ -137,7 +145,7 @@ def _quick_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
     assert plan.prediction is not None
     if not _could_gain(plan.prediction):
         return partition, plan
-    first, analysed, limits = partition, plan, plan.prediction.limits
+    first, analysed, limits, talk = partition, plan, plan.prediction.limits, communication(partition)
     best = first, analysed
     tight, tried = limits, {frozenset[str]()}
     for _ in range(RECOMPUTE_ROUNDS):
@@ -149,6 +157,8 @@ def _quick_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
             break
         tried.add(priced.recomputed_nodes)
         partition = joint.partition_again(priced.recomputed_nodes, priced.saved_nodes)
+        if communication(partition) != talk:
+            break
         try:
             plan = decide(partition, options, budget=limits, quick=True)
         except BudgetError as error:  # the chains need memory that their prices do not tell of

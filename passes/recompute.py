@@ -23,6 +23,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ssd_fx.passes.communication import is_silent
 from ssd_fx.passes.partition import Partition, activation_inputs, changed_inputs, storage_of
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
@@ -145,6 +146,6 @@ def _may_run_twice(node: fx.Node) -> bool:
     target = node.target
     if getattr(target, "__name__", "") == "getitem":
         return True
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, torch._ops.OpOverload) or not is_silent(target):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable

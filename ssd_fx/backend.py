@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from ssd_fx.runtime import heap
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.extents import check_directory
 
+log = logging.getLogger("ssd_fx")
 Compiled = Any  # what a backend returns: a callable; Inductor types it as whatever any of its modes yields
 
 
@@ -47,9 +49,11 @@ def backend(
     with user_errors():
         config = _checked(options, mode)
         if config.dump:
-            os.makedirs(config.dump, exist_ok=True)
+            os.makedirs(config.own_dump, exist_ok=True)
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
-        partitioner = Partitioner(plan, partial(_write, config.dump) if config.dump else None)
+        partitioner = Partitioner(plan, partial(_write, config.own_dump, config.share()) if config.dump else None)
+    if config.share():
+        log.info("%s", config.share())
     heap.keep_freed_memory()
     if config.inner == "aot_eager":
         return _aot_eager(gm, inputs, partitioner)
@@ -82,10 +86,11 @@ def _checked(options: Mapping[str, Any] | None, mode: str | None) -> Config:
     return config
 
 
-def _write(directory: str, files: Mapping[str, str]) -> None:
-    """Put the dump of a graph into `directory`."""
+def _write(directory: str, share: str, files: Mapping[str, str]) -> None:
+    """Put the dump of a graph into `directory`; `share`, if any, begins the plan: it is one rank's of some."""
     for name, text in files.items():
-        (Path(directory) / name).write_text(text)
+        head = f"{share}\n" if share and name.endswith(".plan.txt") else ""
+        (Path(directory) / name).write_text(head + text)
 
 
 def plan_options(config: Config, device: torch.device, *, hand_over: bool = True) -> PlanOptions:
@@ -102,7 +107,7 @@ def plan_options(config: Config, device: torch.device, *, hand_over: bool = True
         machine=machine_of(config, device),
         runtime_config=config.runtime_json(),
         hand_over=hand_over,
-        host_budget=config.host_budget,
+        host_budget=config.own_host_budget,
         profile=read_profile(config.profile) if config.profile else None,
         keep=config.keep,
         offload=config.offload,
@@ -123,11 +128,15 @@ def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:
 
 
 def machine_of(config: Config, device: torch.device) -> Machine:
-    """The rates to plan for, as the option `machine` says; the first call on a machine may measure for some seconds."""
+    """The rates to plan for, as the option `machine` says; the first call on a machine may measure for some seconds.
+
+    Whoever says them, those of the drives are what one process has alone: a rank plans with its share.
+    """
     if config.machine == "auto":
-        return calibrate.calibrated(parse(config.runtime_json()), device)
+        return calibrate.calibrated(parse(config.runtime_json()), device).shared(config.sharing())
     typical = Machine.default(device, torch.get_num_threads())
-    return typical if config.machine == "default" else typical.with_rates(json.loads(config.machine))
+    said = typical if config.machine == "default" else typical.with_rates(json.loads(config.machine))
+    return said.shared(config.sharing())
 
 
 def _device(inputs: Sequence[object]) -> torch.device:
@@ -149,6 +158,7 @@ def _inductor(
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     patches["custom_partitioner_fn"] = partitioner
     patches["joint_custom_pre_pass"] = LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass))
+    patches["_pre_fusion_custom_pass"] = order.keep_communication(inductor_config._pre_fusion_custom_pass)
     patches["_post_fusion_custom_pass"] = order.PinOrder()
     # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on the
     # example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to reuse.

@@ -2,8 +2,9 @@
 
     ~/.cache/ssd_fx/machine.json        {"version": 1, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
 
-One process measures at a time, under a lock on a file beside it: ranks that share a node would otherwise measure each
-other. What cannot be kept is measured again by the next process, with a warning.
+One process measures at a time, under a lock on a file beside it (on the temporary directory where there can be none):
+ranks that share a node would otherwise measure each other. What is kept is what a process has alone; a rank plans with
+its share (`Machine.shared`). What cannot be kept is measured again by the next process, with a warning.
 """
 
 from __future__ import annotations
@@ -196,16 +197,24 @@ def _exclusive() -> Iterator[Cached]:
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         _warn_unkept(error)
-        yield _nothing()
+        with _in_turn(os.open(tempfile.gettempdir(), os.O_RDONLY)):  # all ranks measure, but not each other
+            yield _nothing()
         return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _in_turn(lock):
         contents = cached()
         yield contents
         try:
             _write(path, contents)
         except OSError as error:
             _warn_unkept(error)
+
+
+@contextmanager
+def _in_turn(lock: int) -> Iterator[None]:
+    """Holds the lock of an open file, which is closed at the end."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(lock)
 

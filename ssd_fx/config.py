@@ -9,10 +9,9 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,20 @@ import torch
 
 from ssd_fx import versions
 from ssd_fx.passes.machine import Machine
+from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive, parse_ranks
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS
+from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive
 
 _MIB = 2**20
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True)
 class Config:
     """The options of one `torch.compile` call.
+
+    `dirs`, `disk_limit`, `host_budget` and the bandwidths of `machine` are of the node, whose ranks share them; all
+    else is of each process.
 
     dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
         temporary directory.
@@ -65,6 +67,8 @@ class Config:
         user's cache directory; `"default"`: typical ones, nothing is measured; or a dictionary (in the environment
         JSON) of `ssd_fx.passes.machine.Machine`'s fields, e.g. `{"flops": 3e14, "write_bw": 6e9}`, to plan for another.
     profile: a file that `ssd_fx.save_profile` wrote: the plan is made with its measured times. Default: none.
+    ranks: how many processes of this node share it. `"auto"`, the default: `LOCAL_WORLD_SIZE`, which torchrun sets, or
+        1. With a number above 1 `LOCAL_RANK` says which of them this one is. 1: all that is named is this process's.
     """
 
     dirs: tuple[str, ...] = ()
@@ -86,6 +90,7 @@ class Config:
     offload: tuple[str, ...] = ()
     machine: str = "auto"
     profile: str = ""
+    ranks: Ranks = field(default_factory=Ranks)
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
@@ -110,13 +115,51 @@ class Config:
             given[name] = value
         values = {name: _PARSERS[name](name, value) for name, value in given.items()}
         values.setdefault("dirs", (os.path.abspath(tempfile.gettempdir()),))
+        values.setdefault("ranks", _parse_ranks("ranks", "auto"))
         return Config(**values)
+
+    @property
+    def own_dirs(self) -> tuple[str, ...]:
+        """Those of `dirs` that this rank writes to."""
+        return dealt(self.dirs, self.ranks)
+
+    @property
+    def own_host_budget(self) -> int:
+        """This rank's share of `host_budget`, in bytes."""
+        return self.host_budget // self.ranks.count
+
+    @property
+    def own_disk_limit(self) -> int:
+        """The most bytes of this rank's file in a directory; 0 for no limit."""
+        return max(1, self.disk_limit // in_a_directory(self.dirs, self.ranks)) if self.disk_limit else 0
+
+    @property
+    def own_dump(self) -> str:
+        """Where this rank's dump goes: the graphs of all ranks have one name."""
+        return self.dump if self.ranks.number is None or not self.dump else f"{self.dump}/rank{self.ranks.number}"
+
+    def sharing(self) -> int:
+        """How many ranks share the bandwidth of this one's drives, told by the file systems of the directories.
+
+        Raises:
+            OSError: a directory that is missing.
+        """
+        if self.engine == "memory" or self.ranks.count == 1:
+            return self.ranks.count
+        return on_a_drive(self.dirs, self.ranks, lambda path: os.stat(path).st_dev)
+
+    def share(self) -> str:
+        """What this rank has of its node, in a line; empty where it has all of it."""
+        if self.ranks.count == 1:
+            return ""
+        own = f"writes to {', '.join(self.own_dirs)}, whose bandwidth {self.sharing()} ranks share"
+        return f"{self.ranks}: {own}; host_budget {self.own_host_budget} B, disk_limit {self.own_disk_limit} B"
 
     def runtime_json(self) -> str:
         """The half that the runtime needs, as canonical JSON: it travels in the compiled graphs."""
-        half = {"allow_tmpfs": self.allow_tmpfs, "dirs": list(self.dirs), "engine": self.engine}
+        half = {"allow_tmpfs": self.allow_tmpfs, "dirs": list(self.own_dirs), "engine": self.engine}
         half |= {"inflight": self.inflight, "prefetch": self.prefetch, "checksums": self.checksums}
-        half |= {"disk_limit": self.disk_limit, "host_budget": self.host_budget, "adapt": self.adapt}
+        half |= {"disk_limit": self.own_disk_limit, "host_budget": self.own_host_budget, "adapt": self.adapt}
         half |= {"compression": dict(self.compression)}
         half |= {"resident": self.budget if isinstance(self.budget, int) else 0}
         return json.dumps(half, sort_keys=True, separators=(",", ":"))
@@ -126,62 +169,6 @@ def _known(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{hint} The options are: {', '.join(names)}."
-
-
-def parse_bytes(name: str, value: object) -> int:
-    """`"2GiB"`, `"512MB"`, `4096` -> bytes.
-
-    Raises:
-        ValueError: not a size.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-        if match and match[2].lower() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].lower()])
-    raise ValueError(
-        f"option {name}={value!r} is not a size; right would be a number of bytes or e.g. '512MiB' or '2GB'"
-    )
-
-
-def _parse_positive(name: str, value: object) -> int:
-    nbytes = parse_bytes(name, value)
-    if not nbytes:
-        raise ValueError(f"option {name}={value!r} lets nothing be written; right would be e.g. '128MiB'")
-    return nbytes
-
-
-def parse_budget(name: str, value: object) -> int | float | str:
-    """A share of the saved bytes (`0.25`, `"25%"`), a size, or "auto".
-
-    Raises:
-        ValueError: neither.
-    """
-    right = (
-        f"option {name}={value!r} is not a budget; "
-        "right would be a size such as '2GiB', a share from 0.0 to 1.0 such as 0.25 or '25%', or 'auto'"
-    )
-    if isinstance(value, str):
-        text = value.strip()
-        if text.lower() == "auto":
-            return "auto"
-        share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
-        if share:
-            value = float(share[1]) / 100
-        elif re.fullmatch(r"\d*\.\d+", text):
-            value = float(text)
-    if isinstance(value, float):
-        if 0.0 <= value <= 1.0:
-            return value
-        raise ValueError(right)
-    try:
-        nbytes = parse_bytes(name, value)
-    except ValueError:
-        raise ValueError(right) from None
-    if nbytes == 1:
-        raise ValueError(f"option {name}={value!r} is one byte; right would be 1.0 to keep everything, or a size")
-    return nbytes
 
 
 def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
@@ -276,6 +263,10 @@ def _parse_machine(name: str, value: object) -> str:
     return json.dumps(dict(given), sort_keys=True)
 
 
+def _parse_ranks(name: str, value: object) -> Ranks:
+    return parse_ranks(name, value, os.environ)
+
+
 _PARSERS: dict[str, Any] = {
     "dirs": _parse_dirs,
     "budget": parse_budget,
@@ -283,7 +274,7 @@ _PARSERS: dict[str, Any] = {
     "min_bytes": parse_bytes,
     "engine": _parse_engine,
     "inner": _parse_choice("inductor", "aot_eager"),
-    "inflight": _parse_positive,
+    "inflight": parse_positive,
     "prefetch": parse_bytes,
     "dump": _parse_path,
     "allow_tmpfs": _parse_flag,
@@ -296,4 +287,5 @@ _PARSERS: dict[str, Any] = {
     "offload": _parse_patterns,
     "machine": _parse_machine,
     "profile": _parse_path,
+    "ranks": _parse_ranks,
 }

@@ -7,11 +7,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import ssd_fx
+from ssd_fx.passes import recompute
+from tests.communicating import calls, exchange
 from tests.models import Shape, assert_same_bits, deterministic, train
 
 SHAPE = Shape(layers=2, width=64, heads=2, seq=64, dropout=0.0)
@@ -152,3 +155,44 @@ def test_a_custom_operator_does_not_run_twice(noise: Any, budget: float) -> None
     kept = gradient(budget=1.0, recompute=False)
     assert_same_bits([gradient(budget=budget, recompute=True)], [kept])
     assert ssd_fx.stats().offloaded_bytes >= 2 * x.nbytes
+
+
+class Exchanging(torch.nn.Module):
+    """sin -> exchange -> linear, four times; the weight's gradient needs what `exchange` returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(exchange(x.sin().cos(), str(i))).sin()
+        return x.square().sum()
+
+
+def test_what_may_talk_to_other_ranks_runs_once(tmp_path: Path) -> None:
+    """They would wait for ever for one that calls a collective twice, and a user's operator may hold one."""
+    options = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "budget": 0.5, "machine": SLOW}
+    run = torch.compile(
+        Exchanging(), backend=ssd_fx.backend, options=options | {"recompute": True, "dump": str(tmp_path)}
+    )
+    calls.clear()
+    run(torch.ones(256, 64)).backward()
+    assert calls == ["0", "1", "2", "3"]
+    (plan,) = tmp_path.glob("*.plan.json")
+    again = {tensor["name"] for tensor in json.loads(plan.read_text())["recomputed"]}
+    assert again  # something was cheap enough to compute again
+    assert not any("exchange" in name for name in again)
+
+
+def test_ranks_that_agree_on_what_is_saved_partition_once() -> None:
+    """PyTorch then exchanges the decision over all ranks in every partition: all must make equally many."""
+    options = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "budget": 0.5, "machine": SLOW}
+    partitions = mock.Mock(side_effect=recompute.min_cut_rematerialization_partition)
+    with (
+        mock.patch.object(recompute, "min_cut_rematerialization_partition", partitions),
+        torch._functorch.config.patch(_sync_decision_cross_ranks=True),
+    ):
+        run = torch.compile(Exchanging(), backend=ssd_fx.backend, options=options | {"recompute": True})
+        run(torch.ones(256, 64)).backward()
+    assert partitions.call_count == 1

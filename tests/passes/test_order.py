@@ -12,6 +12,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 
 from examples.train_gpt import GPT, Shape
 from ssd_fx.passes import order
+from tests.communicating import exchange
 from tests.models import batch
 from tests.passes import toys
 from tests.passes.lowered import Lowered, lower, lower_alone
@@ -176,3 +177,40 @@ wait_store_ (True, False)
 wait_store_ (True, False)
 wait_store_ (True, False)""",
     )
+
+
+def crossed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """sin -> exchange; cos -> exchange_1 -> mul; one loop over x computes sin and mul, if exchange_1 runs first."""
+    y = w.cos()
+    first = exchange(x.sin(), "first")
+    second = exchange(y, "second")
+    return (first.sum() + (second * x).sum()) * 2
+
+
+def exchanged(options: dict[str, float] | None, **patches: object) -> list[str]:
+    """The names that the forward's calls of `exchange` have, as they run."""
+    inputs = torch.ones(64, 64, requires_grad=True), torch.ones(64, 64, requires_grad=True)
+    forward, _ = lower(crossed, *inputs, options=options, **patches)
+    kernels = [n.node for n in forward.nodes if getattr(n.node, "op_overload", None) is EXCHANGE]
+    return [kernel.constant_args[-1] for kernel in kernels]  # type: ignore[union-attr]
+
+
+EXCHANGE = torch.ops.ssd_fx_tests.exchange.default
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_what_may_talk_to_other_ranks_keeps_its_order(budget: float) -> None:
+    """Ranks whose plans differ have different stores, fuse differently, and wait for each other in exchange."""
+    assert exchanged(None) == ["second", "first"]  # Inductor alone turns them round, on all ranks alike
+    assert exchanged({"budget": budget}) == ["first", "second"]
+
+
+def test_the_users_pass_at_that_place_runs_too() -> None:
+    seen: list[int] = []
+
+    def own(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        seen.append(len(nodes))
+        return nodes
+
+    assert exchanged({"budget": 0.0}, _pre_fusion_custom_pass=own) == ["first", "second"]
+    assert len(seen) == 2  # forward and backward

@@ -7,8 +7,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import fx
 
+import tests.communicating  # noqa: F401  (defines the operator)
 from ssd_fx.passes import pipeline
+from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Limits
 from ssd_fx.passes.solve import BudgetError
 from tests.passes import toys
@@ -37,6 +41,22 @@ class Decisions:
         return SimpleNamespace(prediction=prediction, recomputed_nodes=nodes, saved_nodes=frozenset())
 
 
+def exchanging(*names: str) -> Partition:
+    """Nothing but calls, of these names and in this order, that may be collectives."""
+    forward = fx.Graph()
+    x = forward.placeholder("x")
+    for name in names:
+        forward.create_node("call_function", torch.ops.ssd_fx_tests.exchange.default, (x, name), name=name)
+    return Partition(fx.GraphModule({}, forward), fx.GraphModule({}, fx.Graph()), 0)
+
+
+def joint_of(first: Partition, again: Partition) -> mock.Mock:
+    """Stands in for a joint graph that is partitioned so, and so from the second time on."""
+    joint = mock.Mock()
+    joint.partition.return_value, joint.partition_again.return_value = first, again
+    return joint
+
+
 @pytest.mark.parametrize(
     ("least", "memory"),
     [(110, [100, 90, 80]), (100, [100]), (60, [100])],
@@ -44,9 +64,19 @@ class Decisions:
 )
 def test_a_limit_is_only_ever_tightened(least: int, memory: list[int]) -> None:
     """By what the second partition lacks; where it fails although its floor is within the limit, nothing is to gain."""
-    decisions, joint = Decisions(least), mock.Mock()
+    decisions, joint = Decisions(least), joint_of(exchanging("a", "b"), exchanging("a", "b"))
     with mock.patch.object(pipeline, "decide", decisions):
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
     assert [limits.memory for limits in decisions.asked] == memory
     assert {limits.kept for limits in decisions.asked} == {50}
+    assert partition is joint.partition.return_value
+
+
+def test_a_partition_that_communicates_in_another_order_is_not_planned() -> None:
+    """Other ranks may not take it, and would wait for what this one does later."""
+    decisions, joint = Decisions(110), joint_of(exchanging("a", "b"), exchanging("b", "a"))
+    with mock.patch.object(pipeline, "decide", decisions):
+        partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
+    assert joint.partition_again.call_count == 1
+    assert [limits.memory for limits in decisions.asked] == [100]
     assert partition is joint.partition.return_value

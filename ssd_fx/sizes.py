@@ -1,0 +1,64 @@
+"""Options that are sizes: what may be said, and what is wrong with what was said."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(name: str, value: object) -> int:
+    """`"2GiB"`, `"512MB"`, `4096` -> bytes.
+
+    Raises:
+        ValueError: not a size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    raise ValueError(
+        f"option {name}={value!r} is not a size; right would be a number of bytes or e.g. '512MiB' or '2GB'"
+    )
+
+
+def parse_positive(name: str, value: object) -> int:
+    nbytes = parse_bytes(name, value)
+    if not nbytes:
+        raise ValueError(f"option {name}={value!r} lets nothing be written; right would be e.g. '128MiB'")
+    return nbytes
+
+
+def parse_budget(name: str, value: object) -> int | float | str:
+    """A share of the saved bytes (`0.25`, `"25%"`), a size, or "auto".
+
+    Raises:
+        ValueError: neither.
+    """
+    right = (
+        f"option {name}={value!r} is not a budget; "
+        "right would be a size such as '2GiB', a share from 0.0 to 1.0 such as 0.25 or '25%', or 'auto'"
+    )
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower() == "auto":
+            return "auto"
+        share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+        if share:
+            value = float(share[1]) / 100
+        elif re.fullmatch(r"\d*\.\d+", text):
+            value = float(text)
+    if isinstance(value, float):
+        if 0.0 <= value <= 1.0:
+            return value
+        raise ValueError(right)
+    try:
+        nbytes = parse_bytes(name, value)
+    except ValueError:
+        raise ValueError(right) from None
+    if nbytes == 1:
+        raise ValueError(f"option {name}={value!r} is one byte; right would be 1.0 to keep everything, or a size")
+    return nbytes

@@ -1,0 +1,126 @@
+"""One rank that trains in some modes, with and without offload, and writes down how they compare.
+
+torchrun --standalone --nproc-per-node 2 -m tests.distributed.worker OUT INNER MODE...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import ssd_fx
+from ssd_fx.passes import solve
+from tests.distributed.modes import MODES
+from tests.zoo.trial import Trial
+
+STEPS, RATE = 2, 0.1
+UNLIKE = ", ranks with unlike plans"  # behind the name of a mode
+AGREED = ", ranks that agree on what is saved"
+SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
+FAST = SLOW | {"write_bw": 1e12, "read_bw": 1e12, "latency_s": 0.0}
+PATIENCE = timedelta(minutes=5)  # for the other ranks, whose plans may take longer on a busy machine
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank says of one mode; bytes of all steps."""
+
+    mode: str
+    inner: str
+    rank: int
+    difference: float
+    saved_bytes: int
+    offloaded_bytes: int
+    written_bytes: int
+    stores: int
+    recomputed: int
+    graphs: int
+    graph_breaks: int
+    values: int
+    seconds: float
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def train(mode: str, options: Mapping[str, Any]) -> tuple[Trial, ssd_fx.Stats]:
+    """The trial, with bytes of all steps, and the counters."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.config.optimize_ddp = True
+    ssd_fx.reset_stats()
+    torch.manual_seed(0)
+    model, step = MODES[mode]({"backend": ssd_fx.backend, "options": dict(options)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    values = {}
+    for number in range(STEPS):
+        for i, loss in enumerate(step(number)):
+            values[f"{number} loss {i}"] = local(loss.detach()).reshape(1).clone()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            values[f"{number} {name}"] = local(parameter.grad).detach().clone().contiguous()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = ssd_fx.stats()
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    trial = Trial(values, found.saved_bytes, found.offloaded_bytes, found.written_bytes, breaks)
+    return trial, found
+
+
+def compare(name: str, inner: str, directory: str) -> Found:
+    """The reference keeps everything; under Inductor it is the same code on the engine "memory"."""
+    started = time.perf_counter()
+    mode, unlike = name.removesuffix(UNLIKE).removesuffix(AGREED), name not in MODES
+    dump = f"{directory}/{name}".replace(" ", "_")
+    ours = {"dirs": [directory], "min_bytes": 0, "budget": 0.0, "recompute": False, "inner": inner, "dump": dump}
+    if unlike:
+        ours |= {"budget": 0.5, "recompute": True, "machine": FAST if dist.get_rank() else SLOW}
+    reference = ours | ({"budget": 1.0, "recompute": False} if inner == "aot_eager" else {"engine": "memory"})
+    kept, _ = train(mode, reference | {"dump": ""})
+    agreed = name.endswith(AGREED)  # PyTorch then asks how large all is that is saved, meshes of DTensors included
+    with torch._functorch.config.patch(
+        _sync_decision_cross_ranks=agreed, unsafe_treat_script_objects_as_zero_size=agreed
+    ):
+        trial, stats = train(mode, ours)
+    sizes = (trial.saved_bytes, trial.offloaded_bytes, trial.written_bytes, stats.stores, recomputed(Path(dump)))
+    counts = (len(stats.graphs), trial.graph_breaks, len(trial.values))
+    seconds = time.perf_counter() - started
+    return Found(name, inner, dist.get_rank(), trial.difference(kept), *sizes, *counts, seconds)
+
+
+def recomputed(dump: Path) -> int:
+    """How many tensors this rank's plans compute again."""
+    plans = (dump / f"rank{dist.get_rank()}").glob("*.plan.json")
+    return sum(len(json.loads(plan.read_text())["recomputed"]) for plan in plans)
+
+
+def main() -> None:
+    out, inner, *modes = sys.argv[1:]
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    solve.WALKS = 0  # plans without the random walks at the end, as in all tests
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    torch.use_deterministic_algorithms(True)
+    for mode in modes:
+        found = compare(mode, inner, out)
+        with open(Path(out) / f"rank{found.rank}.jsonl", "a") as file:
+            file.write(json.dumps(asdict(found)) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
