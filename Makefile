@@ -18,15 +18,16 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all zoo peers matrix lint format check gpu bench bigger-than-memory clean
+.PHONY: help setup demo test test-all zoo loops peers matrix compatibility lint format check gpu bench bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
 	@echo "make test      tests without the slow ones;  make test-all: every test"
-	@echo "make zoo       other people's models, and docs/compatibility.md of the results (an hour)"
+	@echo "make zoo       other people's models (an hour);  make loops: training loops, trainers, several processes (half)"
 	@echo "make matrix    the tests under torch $(VERSIONS), an environment for each (VERSIONS=...)"
 	@echo "make bigger-than-memory  train what saves three times the memory that the process may have (ten minutes)"
 	@echo "make peers     PyTorch's own test suites, stock and ours: TESTS=DIR, a checkout of pytorch (an hour)"
+	@echo "make compatibility  docs/compatibility.md, of what zoo, loops, peers and matrix found"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
 	@echo "make gpu       on a GPU: its tests, then bandwidth and steps into benchmarks/results;  make bench;  make clean"
 
@@ -54,12 +55,22 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PY) -m pytest $(PYTEST_FLAGS)
 
+ZOO := COMPATIBILITY_RESULTS=demo-out/compatibility.jsonl
+
 zoo: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,zoo]'
 	@mkdir -p demo-out
-	rm -f demo-out/zoo.jsonl
-	ZOO_RESULTS=demo-out/zoo.jsonl $(PY) -m pytest -m zoo tests/zoo $(PYTEST_FLAGS)
-	$(PY) -m tests.zoo.results demo-out/zoo.jsonl > docs/compatibility.md
+	$(ZOO) $(PY) -m pytest -m zoo tests/zoo $(PYTEST_FLAGS)
+
+loops: $(STAMP)
+	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,trainers]'
+	@mkdir -p demo-out
+	$(ZOO) $(PY) -m pytest tests/loops tests/trainers tests/distributed $(PYTEST_FLAGS)
+
+# Of what the four others left in demo-out.
+compatibility: $(STAMP)
+	$(PY) -m tests.compatibility demo-out/compatibility.jsonl --peers demo-out/peers.jsonl --matrix demo-out/matrix.jsonl \
+		> docs/compatibility.md
 
 matrix:
 	@mkdir -p demo-out

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.compatibility import Result, record
 from tests.distributed.model import Net, loss_of
-from tests.zoo.results import Result, record
 
 RANKS = 2
 # The number of this rank's second stage of 4: ranks take turns, or the stages go forth and back.
@@ -33,4 +33,4 @@ def test_schedules_that_split_the_backward(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"not supported with stage modules that have used torch.compile"):
         schedules.get_schedule_class(name)(stages, n_microbatches=4, loss_fn=loss_of)
     for inner in ("aot_eager", "inductor"):
-        record(Result(f"pipeline, {name}", inner, 0.0, None, 0.0, "PyTorch refuses compiled stages"))
+        record(Result("several processes", f"pipeline, {name}", inner, reason="PyTorch refuses compiled stages"))

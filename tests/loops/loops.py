@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import ssd_fx
 from ssd_fx.runtime.entries import living
+from tests.compatibility import Result, record
 from tests.faults.toys import settle
 from tests.models import assert_same_bits, deterministic
 
@@ -82,9 +84,16 @@ def assert_no_bit_changes(loop: Loop, directory: Path, inner: str = "aot_eager",
     assert_same_bits(run(loop, directory, inner, **more), kept)
     assert living() == []
     stats = ssd_fx.stats()
+    record(Result("training loops", current_test(), inner, stats.saved_bytes, stats.written_bytes))
     assert stats.offloaded_bytes >= 0.9 * stats.saved_bytes > 0
     assert stats.written_bytes + stats.held_bytes + stats.cancelled_bytes == stats.offloaded_bytes
     return stats
+
+
+def current_test() -> str:
+    """`tests/loops/test_precision.py::test_autocast[bf16] (call)` -> `precision: autocast [bf16]`."""
+    path, _, test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].partition("::")
+    return f"{Path(path).stem[5:]}: {test[5:].replace('[', ' [')}".replace("_", " ")
 
 
 def assert_all_read_back(stats: ssd_fx.Stats) -> None:

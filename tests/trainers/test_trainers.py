@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ssd_fx
+from tests.compatibility import Result, record
 from tests.models import assert_same_bits, deterministic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +59,7 @@ def test_no_bit_changes(name: str, inner: str, tmp_path: Path, monkeypatch: pyte
     assert_same_bits(trained(name, tmp_path, monkeypatch, inner=inner, inflight="64KiB"), kept)
     stats = ssd_fx.stats()
     assert stats.steps == STEPS * FORWARDS[name]
+    record(Result("trainers", name, inner, stats.saved_bytes, stats.written_bytes))
     assert stats.offloaded_bytes >= 0.9 * stats.saved_bytes
     assert stats.written_bytes >= 0.5 * stats.offloaded_bytes
     assert stats.loads == stats.stores

@@ -1,6 +1,6 @@
 """Other people's models train with everything saved on disk, and compute what they compute with everything kept.
 
-    make zoo                            all of them, and docs/compatibility.md from the results
+    make zoo                            all of them
     pytest -m zoo tests/zoo -k "Llama"  one
 
 `aot_eager`: bitwise the same partition's kernels with everything kept. Inductor: bitwise the same generated code on the
@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="the zoo needs pip install -e '.[zoo]'")
 
+from tests.compatibility import Result, record
 from tests.zoo.models import MODELS
-from tests.zoo.results import Result, record
 from tests.zoo.trial import Trial, deterministic, train
 
 pytestmark = pytest.mark.zoo
@@ -29,12 +29,13 @@ def options(directory: Path, **more: Any) -> dict[str, Any]:
     return {"dirs": [str(directory)], "min_bytes": 0, "budget": 0.0} | more
 
 
-def compared(ours: Trial, reference: Trial) -> float:
+def compared(name: str, inner: str, dropout: float, ours: Trial, reference: Trial) -> None:
     difference = ours.difference(reference)
+    sizes = ours.saved_bytes, ours.written_bytes
+    record(Result("models", f"{name}, dropout {dropout:g}", inner, *sizes, difference, ours.graph_breaks))
     assert difference == 0.0
     assert ours.offloaded_bytes >= LEAST_OFFLOADED * ours.saved_bytes
     assert ours.written_bytes > 0.5 * ours.offloaded_bytes  # the rest was handed back before it was written
-    return difference
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.0])
@@ -43,7 +44,7 @@ def test_eager_kernels(name: str, dropout: float, tmp_path: Path) -> None:
     with deterministic():
         kept = train(MODELS[name], dropout, options(tmp_path, inner="aot_eager", budget=1.0, recompute=False))
         ours = train(MODELS[name], dropout, options(tmp_path, inner="aot_eager"))
-    record(Result(name, "aot_eager", dropout, ours, compared(ours, kept)))
+    compared(name, "aot_eager", dropout, ours, kept)
 
 
 @pytest.mark.slow
@@ -54,10 +55,11 @@ def test_inductor(name: str, dropout: float, tmp_path: Path) -> None:
         try:
             plain = train(MODELS[name], dropout, None)
         except Exception as error:
-            record(Result(name, "inductor", dropout, None, 0.0, f"plain Inductor: {type(error).__name__}"))
+            reason = f"plain Inductor: {type(error).__name__}"
+            record(Result("models", f"{name}, dropout {dropout:g}", "inductor", reason=reason))
             pytest.skip(f"plain Inductor does not compile it: {type(error).__name__}: {error}")
         memory = train(MODELS[name], dropout, options(tmp_path, engine="memory"))
         ours = train(MODELS[name], dropout, options(tmp_path))
     assert ours.graph_breaks == plain.graph_breaks
     assert ours.close_to(plain)
-    record(Result(name, "inductor", dropout, ours, compared(ours, memory)))
+    compared(name, "inductor", dropout, ours, memory)

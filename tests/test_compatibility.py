@@ -1,0 +1,42 @@
+"""The page of what was tried: every section is there, and what was not run says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.compatibility import NOT_RUN, VARIABLE, Result, page, read, record
+from tests.matrix import Outcome
+
+
+def test_a_page() -> None:
+    results = [
+        Result("models", "GPT-2, dropout 0.1", "aot_eager", 1_234_567, 1_000_000, graph_breaks=0),
+        Result("models", "Mamba, dropout 0", "inductor", reason="plain Inductor: KeyError"),
+        Result("training loops", "precision: autocast [bf16]", "inductor", 4096, 4000, 0.5),
+        Result("training loops", "precision: autocast [bf16]", "inductor", 4096, 4096),  # run again
+    ]
+    text = page(results, [], [Outcome("2.13.0", "3", 7, 1, (), 1.0)])
+    assert "| GPT-2, dropout 0.1 | aot_eager | bitwise | 1.23 MB | 1.00 MB | 0 | 0 |\n" in text
+    assert "| Mamba, dropout 0 | inductor | not supported: plain Inductor: KeyError | | | | |\n" in text
+    assert [line for line in text.splitlines() if "autocast" in line] == [
+        "| precision: autocast [bf16] | inductor | bitwise | 4.1 kB | 4.1 kB | 0 |  |"
+    ]
+    assert text.count(NOT_RUN) == 3  # trainers, several processes, PyTorch's own suites
+    assert "| 2.13.0 | 7 | 0 | 1 |  |" in text
+
+
+def test_a_difference_is_seen() -> None:
+    text = page([Result("trainers", "with_lightning", "aot_eager", 10, 10, 1e-9)], [], [])
+    assert "| with_lightning | aot_eager | DIFFERS | 0.0 kB | 0.0 kB | 1e-09 |  |" in text
+
+
+def test_results_are_appended_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = Result("trainers", "with_lightning", "aot_eager", 10, 10)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    record(result)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "results"))
+    record(result)
+    record(result)
+    assert [Result(**row) for row in read(tmp_path / "results")] == [result, result]
