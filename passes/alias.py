@@ -31,6 +31,7 @@ from ssd_fx.passes.partition import Partition, known_symbols, nodes_by_storage, 
 from ssd_fx.passes.plan import Plan
 
 DYNAMIC = "dynamic shape"
+NESTED = "from a nested region"
 
 
 def alias(partition: Partition, plan: Plan) -> Plan:
@@ -53,6 +54,7 @@ class _Facts:
     symbols: frozenset[object]
     live: set[int]
     disputed: set[int]
+    nested: set[int]
     absolute: set[int]  # storages of the backward of which it makes views that count from their start
     changed: set[int]  # storages of the backward that it writes into
 
@@ -66,6 +68,7 @@ class _Facts:
             known_symbols(partition.backward.graph),
             _live_anyway(forward, partition),
             _disputed(forward),
+            _nested(forward),
             _absolute(partition.backward.graph),
             set(nodes_by_storage(target for node in partition.backward.graph.nodes for target in written(node))),
         )
@@ -102,6 +105,8 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
     """What is stored of a storage, or why nothing can be."""
     if any(n.name not in facts.placeholders for n in saved):
         return "not an input of the backward"
+    if key in facts.nested:
+        return NESTED
     if key in facts.disputed:
         return "aliases disagree"
     if any(storage_of(facts.placeholders[n.name]) in facts.changed for n in saved):
@@ -210,6 +215,17 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
             if len(keys) > 1 and any(r.alias_info is not None for r in node.target._schema.returns):
                 disputed |= {k for k in keys if k is not None}
     return disputed
+
+
+def _nested(forward: list[fx.Node]) -> set[int]:
+    """Storages of what calls of a nested region return, which nothing can be told of.
+
+    All calls of one region get the FakeTensors of one of them (torch 2.13), so that results of different calls seem to
+    share memory, and a view that a region returns of its input seems to be one of another call's result.
+    """
+    calls = (n for n in forward if n.target is torch.ops.higher_order.invoke_subgraph)
+    keys = (storage_of(item) for call in calls for item in call.users)
+    return {key for key in keys if key is not None}
 
 
 def _input_obstacle(inputs: list[fx.Node], saved: list[fx.Node]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from ssd_fx.passes import verify
-from ssd_fx.passes.alias import DYNAMIC, alias
+from ssd_fx.passes.alias import DYNAMIC, NESTED, alias
 from ssd_fx.passes.communication import communication
 from ssd_fx.passes.costs import Machine, time
 from ssd_fx.passes.insert import insert
@@ -186,7 +186,7 @@ def _could_gain(prediction: Prediction) -> bool:
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, *, consume: bool) -> None:
     """Put the nodes of the plan into both graphs. `consume`: the backward runs at most once."""
-    _tell_dynamic(plan, options)
+    _tell_kept(plan, options)
     _tell_full_host(plan)
     before = verify.Before.of(partition)
     if plan.groups:
@@ -194,17 +194,21 @@ def rewrite(partition: Partition, plan: Plan, options: PlanOptions, *, consume: 
         verify.verify_graphs(partition, plan, before)
 
 
-def _tell_dynamic(plan: Plan, options: PlanOptions) -> None:
-    """A fallback is loud: what has symbolic sizes and cannot leave takes memory that was to be free."""
-    nbytes = sum(g.nbytes for g in plan.groups if g.obstacle == DYNAMIC and g.nbytes >= options.min_bytes)
-    if nbytes:
-        warnings.warn(
-            f"ssd_fx keeps about {nbytes} B of graph {plan.graph} in memory: shapes are dynamic, and what is stored "
-            "cannot be told from the sizes that the backward knows. Equal shapes (drop_last=True, padding) or "
-            "torch.compile(dynamic=False), which compiles for every shape, let them leave.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _tell_kept(plan: Plan, options: PlanOptions) -> None:
+    """A fallback is loud: what cannot leave for a reason that the user can change takes memory that was to be free."""
+    for obstacle, text in _CHANGEABLE.items():
+        nbytes = sum(g.nbytes for g in plan.groups if g.obstacle == obstacle and g.nbytes >= options.min_bytes)
+        if nbytes:
+            told = f"ssd_fx keeps about {nbytes} B of graph {plan.graph} in memory: {text}"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+
+
+_CHANGEABLE = {
+    DYNAMIC: "shapes are dynamic, and what is stored cannot be told from the sizes that the backward knows. Equal "
+    "shapes (drop_last=True, padding) or torch.compile(dynamic=False), which compiles for every shape, let them leave.",
+    NESTED: "a nested region (torch.compiler.nested_compile_region) returns it, and PyTorch does not tell apart what "
+    "its calls return. Without the region it leaves.",
+}
 
 
 def _tell_full_host(plan: Plan) -> None:

@@ -1,0 +1,72 @@
+"""`torch.compiler.nested_compile_region`: a block that is compiled once and called several times within one graph.
+
+PyTorch's metadata say of what two calls return that it is one tensor: whoever believes that saves one and reads it twice.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ssd_fx
+from tests.models import assert_same_bits, deterministic
+
+
+@torch.compiler.nested_compile_region
+def products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sin().cos()
+
+
+@torch.compiler.nested_compile_region
+def gated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x @ w) * x.sigmoid()
+
+
+Region = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def train(region: Region, backend: Any, options: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    """The loss and the gradient of two steps of three calls."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    w, x = torch.nn.Parameter(torch.randn(64, 64) / 8), torch.randn(32, 64)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = region(x, w)
+        return x.square().sum()
+
+    compiled, seen = torch.compile(loss, backend=backend, options=options), []
+    for _ in range(2):
+        value = compiled(x)
+        seen += [value.detach(), *torch.autograd.grad(value, [w])]
+    return seen
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("region", [products, gated])
+def test_gradients_are_bitwise_those_of_stock(region: Region, recompute: bool, tmp_path: Path) -> None:
+    slow = {"flops": 1e12, "memory_bw": 1e11, "write_bw": 1e7, "read_bw": 1e7, "latency_s": 0.0}
+    options = {"inner": "aot_eager", "dirs": [str(tmp_path)], "min_bytes": 0, "recompute": recompute, "machine": slow}
+    stock = train(region, "aot_eager")
+    with pytest.warns(RuntimeWarning, match="a nested region .* returns it"):
+        assert_same_bits(train(region, ssd_fx.backend, options), stock)
+    assert ssd_fx.stats().offloaded_bytes >= 2 * 3 * 32 * 64 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("region", [products, gated])
+def test_inductor(region: Region, tmp_path: Path) -> None:
+    with deterministic(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ssd_fx keeps about", RuntimeWarning)
+        plain = train(region, "inductor")
+        ours = train(region, ssd_fx.backend, {"dirs": [str(tmp_path)], "min_bytes": 0, "recompute": False})
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert ssd_fx.stats().offloaded_bytes >= 2 * 3 * 32 * 64 * 4
