@@ -1,6 +1,6 @@
 """`torch.compiler.nested_compile_region`: a block that is compiled once and called several times within one graph.
 
-PyTorch's metadata say of what two calls return that it is one tensor: whoever believes that saves one and reads it twice.
+PyTorch's metadata say of what two calls return that it is one tensor: who believes that saves one and reads it twice.
 """
 
 from __future__ import annotations
