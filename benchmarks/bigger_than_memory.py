@@ -94,13 +94,10 @@ def train(flags: argparse.Namespace) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        now, was = train_gpt.stats(), before
+        after, memory = train_gpt.stats(), train_gpt.resident_bytes
         figures = {"step": step, "loss": loss.item(), "step_s": time.perf_counter() - start}
-        figures |= {
-            "data_bytes": train_gpt.resident_bytes("VmData"),
-            "resident_bytes": train_gpt.resident_bytes("VmHWM"),
-        }
-        figures |= {k: now.get(f"{k}_bytes", 0) - was.get(f"{k}_bytes", 0) for k in ("saved", "written")}
+        figures |= {"data_bytes": memory("VmData"), "resident_bytes": memory("VmHWM")}
+        figures |= {name: after.get(name, 0) - before.get(name, 0) for name in ("saved_bytes", "written_bytes")}
         print(json.dumps(figures), flush=True)
 
 
