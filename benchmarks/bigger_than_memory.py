@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -62,9 +63,10 @@ class Run:
         return self.status != 0 and any(failure in self.message for failure in FAILURES)
 
     def apart(self, right: Run) -> float:
-        """The largest difference of two losses of the same step, relative; infinite if one run made fewer steps."""
-        if len(self.losses) != len(right.losses):
-            return float("inf")
+        """The largest difference of two losses of the same step, relative; infinite if one run made fewer steps, or if
+        a loss is no number."""
+        if len(self.losses) != len(right.losses) or not all(map(math.isfinite, self.losses)):
+            return math.inf
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses, right.losses, strict=True))
 
 

@@ -26,6 +26,7 @@ def test_it_holds() -> None:
         ((RIGHT, replace(PLAIN, message="KeyError: 'x'"), OURS), "plain Inductor does not want memory: KeyError: 'x'"),
         ((RIGHT, PLAIN, replace(OURS, losses=(5.0, 4.001))), "losses are apart: (5.0, 4.001) and (5.0, 4.0)"),
         ((RIGHT, PLAIN, replace(OURS, losses=(float("nan"), 4.0))), "losses are apart: (nan, 4.0) and (5.0, 4.0)"),
+        ((RIGHT, PLAIN, replace(OURS, losses=(5.0, float("nan")))), "losses are apart: (5.0, nan) and (5.0, 4.0)"),
         ((RIGHT, PLAIN, replace(OURS, losses=(5.0,))), "losses are apart: (5.0,) and (5.0, 4.0)"),
         ((RIGHT, PLAIN, replace(OURS, saved_bytes=2990)), "what is saved is only 2.99 x the limit"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Trial:
     def difference(self, other: Trial) -> float:
         """The largest of any value; infinite if one is there in one trial only."""
         if set(self.values) != set(other.values):
-            return float("inf")
+            return math.inf
         pairs = ((self.values[name], other.values[name]) for name in self.values)
         return max(0.0 if _same_bits(a, b) else _apart(a, b) for a, b in pairs)
 
@@ -50,7 +51,11 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
+    """Of values that are not the same bits: infinite where no number tells how far, and never 0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    apart = float((a.double() - b.double()).abs().max())
+    return max(apart, math.ulp(0.0)) if math.isfinite(apart) else math.inf
 
 
 def train(build: Builder, dropout: float, options: Mapping[str, Any] | None) -> Trial:

@@ -1,0 +1,42 @@
+"""Two trials are equal in every bit or they are not: neither nan nor a sign of zero is lost in a maximum."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.zoo.trial import Trial
+
+NAN = float("nan")
+
+
+def trial(*values: torch.Tensor) -> Trial:
+    return Trial({str(i): value for i, value in enumerate(values)}, 0, 0, 0, 0)
+
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "difference"),
+    [
+        (ONE, 0.0),
+        (torch.tensor([1.0, 1.5]), 0.5),
+        (torch.tensor([1.0, NAN]), math.inf),
+        (torch.tensor([1.0, math.inf]), math.inf),
+        (ONE.double(), math.inf),
+        (torch.ones(3), math.inf),
+    ],
+)
+def test_the_largest_difference(ours: torch.Tensor, difference: float) -> None:
+    assert trial(ONE, ours).difference(trial(ONE, ONE)) == difference
+
+
+def test_equal_nans_are_equal() -> None:
+    assert trial(torch.tensor([NAN])).difference(trial(torch.tensor([NAN]))) == 0.0
+
+
+def test_zeros_of_unlike_signs_differ() -> None:
+    assert trial(torch.tensor([-0.0])).difference(trial(torch.tensor([0.0]))) > 0.0
