@@ -122,7 +122,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
     Partitions are compared by plans of the short search, and the plan of the best one is searched for with all effort.
     """
-    if not options.recompute or _recomputes_already():
+    if not options.recompute or _recomputes_already() or joint.has_own_budget:
         partition = joint.partition()
         return partition, decide(partition, options)
     partition, plan = _quick_joint(joint, options)
@@ -140,7 +140,7 @@ def _recomputes_already() -> bool:
 
 def _quick_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
     """PyTorch's partition, or one that recomputes and is predicted to be faster, with a plan of the short search."""
-    partition = joint.partition(keep_pristine=True)
+    partition = joint.partition()
     plan = decide(partition, options, quick=True)
     assert plan.prediction is not None
     if not _could_gain(plan.prediction):

@@ -182,8 +182,10 @@ class Plan:
 
     @property
     def recomputed_nodes(self) -> frozenset[str]:
-        """Names of the nodes that run again for the groups that are to be recomputed."""
-        return frozenset().union(*(d.nodes for d in self.decisions.values() if isinstance(d, Recompute)))
+        """Names of the nodes that run again for the groups that are to be recomputed, and of those groups' members."""
+        chains = {g: d for g in self.groups if isinstance(d := self.decisions.get(g.slot), Recompute)}
+        members = (m.name for g in chains for m in g.members)
+        return frozenset().union(members, *(d.nodes for d in chains.values()))
 
     @property
     def saved_nodes(self) -> frozenset[str]:

@@ -21,12 +21,15 @@ from typing import Any
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
+from torch._functorch import config as functorch_config
+from torch.fx._lazy_graph_module import _get_graph_module_cls, _make_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes.communication import is_silent
 from ssd_fx.passes.partition import Partition, activation_inputs, changed_inputs, storage_of
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
+_REGION_BUDGET = "_region_activation_memory_budget"  # in the annotations of nodes, from torch 2.13 on
 LONGEST = 200  # nodes of a chain: what depends on more is not worth it
 
 
@@ -34,36 +37,43 @@ class Joint:
     """A joint graph that can be partitioned several times, each time with other operators recomputed."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any]) -> None:
-        self._module, self._inputs, self._arguments = module, inputs, arguments
+        self._module, self._inputs, self._arguments = _lazy(module), inputs, arguments
         _save_what_reads(module.graph, changed_inputs(module.graph))
         self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
-        self._pristine: fx.GraphModule | None = None
 
-    def partition(self, *, keep_pristine: bool = False) -> Partition:
-        """As PyTorch cuts it. With `keep_pristine` it can be cut again: PyTorch changes the module it is given."""
-        if keep_pristine:
-            self._pristine = _clone(self._module)
+    @property
+    def has_own_budget(self) -> bool:
+        """Whether the model itself gives PyTorch a memory budget: by `region_activation_memory_budget` of
+        torch.autograd.graph, or by the marker that was before it."""
+        metas = [n.meta for n in self._module.graph.nodes]
+        return any("memory_budget" in m or _REGION_BUDGET in (m.get("custom") or ()) for m in metas)
+
+    def partition(self) -> Partition:
+        """As PyTorch cuts it."""
         return self._cut(self._module)
 
     def partition_again(self, recomputed: Collection[str], saved: Collection[str]) -> Partition:
         """With the nodes of these names computed again in the backward, and those other ones saved if it needs them.
 
-        The tags are those of selective checkpointing; what is tagged already stays as it is.
+        The tags are those of selective checkpointing; what is tagged already stays as it is. Views of what is computed
+        again are tagged with it: a cut through one of them is as cheap to PyTorch, and saves the same bytes. What the
+        first cut found to be computed twice it took out of the graph, and tags of its own stand there again.
         """
-        assert self._pristine is not None, "partition(keep_pristine=True) comes first"
-        module = _clone(self._pristine)
+        module = _clone(self._module)
+        again = {storage_of(n) for n in module.graph.nodes if n.name in recomputed} - {None}
         for node in module.graph.nodes:
             if node.op != "call_function" or "recompute" in node.meta:
                 continue
-            if node.name in recomputed:
+            if node.name in recomputed or storage_of(node) in again:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             elif node.name in saved:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        return self._cut(module)
+        with functorch_config.patch(cse=False):
+            return self._cut(module)
 
     def _cut(self, module: fx.GraphModule) -> Partition:
         forward, backward = min_cut_rematerialization_partition(module, self._inputs, **self._arguments)
-        return Partition(forward, backward, self._arguments["num_fwd_outputs"], self._activations)
+        return Partition(forward, _lazy(backward), self._arguments["num_fwd_outputs"], self._activations)
 
 
 def _save_what_reads(graph: fx.Graph, changed: Collection[int]) -> None:
@@ -75,11 +85,21 @@ def _save_what_reads(graph: fx.Graph, changed: Collection[int]) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def _lazy(module: fx.GraphModule) -> fx.GraphModule:
+    """`module` with Python code only once it is asked for, as Inductor has its modules, which it never calls: the code
+    was an eighth of partition and planning of 48 layers. Anybody else's modules stay what they are."""
+    if isinstance(module, _get_graph_module_cls()):
+        return module
+    lazy = _make_graph_module(module, module.graph)
+    lazy.meta.update(module.meta)
+    return lazy
+
+
 def _clone(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of the graph over the same attributes and FakeTensors."""
     with warnings.catch_warnings():  # torch's own treespecs, copied by torch
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-        clone = fx.GraphModule(module, copy.deepcopy(module.graph))
+        clone = _make_graph_module(module, copy.deepcopy(module.graph))
     clone.meta.update(module.meta)
     return clone
 

@@ -11,11 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import fx
 
 import ssd_fx
-from ssd_fx.passes import recompute
+from ssd_fx.passes import pipeline, recompute
+from ssd_fx.passes.partition import storage_of
+from ssd_fx.passes.plan import Recompute
 from tests.communicating import calls, exchange
 from tests.models import Shape, assert_same_bits, deterministic, train
+from tests.passes import toys
 
 SHAPE = Shape(layers=2, width=64, heads=2, seq=64, dropout=0.0)
 SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
@@ -62,6 +66,58 @@ def test_who_recomputes_already_is_left_alone(tmp_path: Path) -> None:
         _, without = run(tmp_path / "saved", machine=SLOW, recompute=False)
         _, with_ = run(tmp_path / "recomputed", machine=SLOW, recompute=True)
     assert with_ == without
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="torch has no region budget"
+)
+def test_who_gives_a_region_a_budget_is_left_alone() -> None:
+    """PyTorch's second cut would obey that budget beside our tags."""
+
+    def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = (x @ w).relu().sigmoid()
+        return x.sum()
+
+    def in_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.region_activation_memory_budget(0.5):
+            return layers(x, w)
+
+    def has_own_budget(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> bool:
+        return recompute.Joint(gm, inputs, kwargs).has_own_budget
+
+    def cuts(toy: toys.Toy) -> int:
+        options = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "machine": SLOW, "recompute": True}
+        cut = mock.Mock(side_effect=recompute.min_cut_rematerialization_partition)
+        torch._dynamo.reset()
+        with mock.patch.object(recompute, "min_cut_rematerialization_partition", cut):
+            torch.compile(toy, backend=ssd_fx.backend, options=options)(*toys.inputs()).backward()
+        return cut.call_count
+
+    assert [toys.with_joint(toy, toys.inputs(), has_own_budget) for toy in (layers, in_region)] == [False, True]
+    assert [cuts(layers), cuts(in_region)] == [2, 1]
+
+
+@pytest.mark.parametrize("toy", [toys.views_only, toys.shared_view, toys.equal_copy], ids=toys.name)
+def test_what_is_computed_again_is_not_saved_as_a_view_or_a_copy(toy: toys.Toy) -> None:
+    """To PyTorch's cut, a view weighs as much as what it views: nothing but the tags tells it which one is meant."""
+
+    def saved_before_and_after(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[set[int | None], ...]:
+        joint = recompute.Joint(gm, inputs, kwargs)
+        partition = joint.partition()
+        analysed = pipeline.decide(partition, toys.options())
+        priced = recompute.price(partition, analysed)
+        assert priced.prices
+        decided = priced.with_(decisions={s: Recompute(p.nodes) for s, p in priced.prices.items()})
+        again = joint.partition_again(decided.recomputed_nodes, decided.saved_nodes)
+        chosen = [g for g in decided.groups if g.slot in decided.decisions]
+        of_groups = {name for g in chosen for name in (g.base, *(m.name for m in g.members))}
+        nodes = {n.name: n for n in partition.forward.graph.nodes}
+        return {storage_of(nodes[name]) for name in of_groups}, {storage_of(n) for n in again.saved}
+
+    before, after = toys.with_joint(toy, toys.inputs(), saved_before_and_after)
+    assert before
+    assert not before & after
 
 
 class BatchNormalized(torch.nn.Module):

@@ -52,7 +52,7 @@ def exchanging(*names: str) -> Partition:
 
 def joint_of(first: Partition, again: Partition) -> mock.Mock:
     """Stands in for a joint graph that is partitioned so, and so from the second time on."""
-    joint = mock.Mock()
+    joint = mock.Mock(has_own_budget=False)
     joint.partition.return_value, joint.partition_again.return_value = first, again
     return joint
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from functorch.compile import min_cut_rematerialization_partition
@@ -20,6 +21,7 @@ from ssd_fx.passes.marks import lift
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
 
+T = TypeVar("T")
 Toy = Callable[..., torch.Tensor]
 CONFIG = '{"engine":"memory"}'
 # Slow I/O against fast compute, so that a few hundred bytes take as long as some operators.
@@ -286,12 +288,21 @@ def options(**changes: object) -> pipeline.PlanOptions:
 
 def partitioned(toy: Toy, *args: torch.Tensor) -> Partition:
     """The forward and backward of `toy` as PyTorch's min-cut partitions them, untouched but for marks."""
-    found: list[Partition] = []
+
+    def cut(gm: torch.fx.GraphModule, joint_inputs: object, **kwargs: object) -> Partition:
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return Partition(forward, backward, int(kwargs["num_fwd_outputs"]))  # type: ignore[call-overload]
+
+    return with_joint(toy, args, cut)
+
+
+def with_joint(toy: Toy, args: tuple[torch.Tensor, ...], use: Callable[..., T]) -> T:
+    """What `use` makes of the joint graph of `toy`; it is called as AOTAutograd calls a partitioner."""
+    found: list[T] = []
 
     def capture(gm: torch.fx.GraphModule, joint_inputs: object, **kwargs: object) -> tuple[torch.fx.GraphModule, ...]:
         lift(gm.graph)
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        found.append(Partition(forward, backward, int(kwargs["num_fwd_outputs"])))  # type: ignore[call-overload]
+        found.append(use(gm, joint_inputs, **kwargs))
         raise _Captured
 
     torch._dynamo.reset()
