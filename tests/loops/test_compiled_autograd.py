@@ -69,6 +69,6 @@ def test_another_backend_behind_it_is_refused(tmp_path: Path) -> None:
     """Nothing pins the order of the loads there."""
     options = {"dirs": [str(tmp_path)], "min_bytes": 0}
     loss = torch.compile(lambda x: x.sin().exp().sum(), backend="ssd_fx", options=options)(batch(0).requires_grad_())
-    assert ssd_fx.stats().stores == 2
+    assert ssd_fx.stats().stores == 1  # the input, of which PyTorch computes the rest again
     with _enable(torch.compile(backend="inductor")), pytest.raises(Exception, match="name ssd_fx as the backend of"):
         loss.backward()
