@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -163,9 +164,24 @@ def _inductor(
     # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on the
     # example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to reuse.
     patches["allow_buffer_reuse"] = False
+    if patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
+        patches["triton.cudagraphs"] = False
+        _tell_no_cuda_graphs(inputs)
     if traced_backward.loads(gm.graph):
         patches["reorder_for_locality"] = False  # of inference only: it moves every load to the first use of its tensor
     return compile_fx(gm, list(inputs), config_patches=patches)
+
+
+def _tell_no_cuda_graphs(inputs: Sequence[object]) -> None:
+    """A replayed graph takes the addresses that were free when it was recorded, whether or not what was put there since
+    has been written to the drive; and to have fewer graphs, Inductor moves all releases behind all kernels."""
+    if _device(inputs).type == "cuda":
+        warnings.warn(
+            "ssd_fx compiles without CUDA graphs, which know nothing of a write that is going on; "
+            "mode='max-autotune-no-cudagraphs' asks for what is left of mode='max-autotune'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _as_tuple(passes: Any) -> tuple[Any, ...]:
