@@ -1,10 +1,11 @@
 """The plan as text: one table that serves users, bug reports and golden tests.
 
-Fixed columns, in the order of definition, exact bytes; the modules where they are known. `>` means after, `<` before:
+Fixed columns, in the order of definition; modules, and lines of the model, where they are known. `>` means after, `<`
+before:
 
-    relu    256 B  offload    store>relu release>mul load<mm_3 wait<mul_1  [relu, detach, view]
-    sin     256 B  keep       below min_bytes                              [sin]
-    gelu    256 B  recompute  0.0132 ms
+    relu    mlp  gpt.py:57  256 B  offload    store>relu release>mul load<mm_3 wait<mul_1  [relu, detach, view]
+    sin     mlp  gpt.py:58  256 B  keep       below min_bytes                              [sin]
+    gelu    mlp  gpt.py:59  256 B  recompute  0.0132 ms
 
 Layers that are alike are told once (`layers.py`); `plan.json` has them all.
 """
@@ -12,14 +13,18 @@ Layers that are alike are told once (`layers.py`); `plan.json` has them all.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.layers import Row, fold
+from ssd_fx.passes.modules import source_line
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Keep, Plan, Prediction, Recompute
+from ssd_fx.sizes import format_bytes
 
 Names = tuple[list[str], list[str]]  # of the nodes of the forward, and of the backward
+Sources = Mapping[str, str]  # the lines of the model by the names of the forward's nodes
+NO_SOURCES: Sources = {}
 
 
 def node_names(partition: Partition) -> Names:
@@ -27,19 +32,24 @@ def node_names(partition: Partition) -> Names:
     return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
 
 
-def table(plan: Plan, names: Names) -> str:
+def source_lines(partition: Partition) -> Sources:
+    return {n.name: line for n in partition.forward.graph.nodes if (line := source_line(n))}
+
+
+def table(plan: Plan, names: Names, sources: Sources = NO_SOURCES) -> str:
     """A head, one line per alias group and per tensor that is computed again, and what is predicted.
 
     `names`: `node_names`, taken before insertion.
     """
-    rows = [*fold(_row(plan, g, names) for g in plan.groups), *fold(_recomputed(plan))]
+    rows = [*fold(_row(plan, g, names, sources) for g in plan.groups), *fold(_recomputed(plan, sources))]
     share = 100 * plan.offloaded_bytes / plan.saved_bytes if plan.saved_bytes else 0.0
     head = (
-        f"graph {plan.graph}: {len(plan.groups)} alias groups, {plan.saved_bytes} B saved, "
-        f"{len(plan.offloaded)} groups and {plan.offloaded_bytes} B offloaded ({share:.1f}%)"
+        f"graph {plan.graph}: {len(plan.groups)} alias groups, {format_bytes(plan.saved_bytes)} saved, "
+        f"{len(plan.offloaded)} groups and {format_bytes(plan.offloaded_bytes)} offloaded ({share:.1f}%)"
     )
     if plan.recomputed:
-        head += f", {len(plan.recomputed)} tensors and {sum(r.nbytes for r in plan.recomputed)} B computed again"
+        again = format_bytes(sum(r.nbytes for r in plan.recomputed))
+        head += f", {len(plan.recomputed)} tensors and {again} computed again"
     return "\n".join([head, *_aligned([row.cells for row in rows]), *_predicted(plan)]) + "\n"
 
 
@@ -82,27 +92,28 @@ def _predicted(plan: Plan) -> list[str]:
     figures = predicted(plan)
     if not figures:
         return []
+    sizes = {name: format_bytes(figure) for name, figure in figures.items() if name.endswith("_bytes")}
     step, compute = figures["step_s"] * 1e3, figures["compute_s"] * 1e3
     writes, reads = figures["write_stall_s"] * 1e3, figures["read_stall_s"] * 1e3
     return [
         f"predicted step {step:.3g} ms: compute {compute:.3g}, waiting for writes {writes:.3g}, for reads {reads:.3g}",
-        f"predicted peak {figures['peak_bytes']} B of {figures['limit_bytes']} B allowed; "
-        f"floor (infinitely fast I/O) {figures['floor_bytes']} B, everything kept {figures['kept_peak_bytes']} B",
-        *_predicted_host(figures),
+        f"predicted peak {sizes['peak_bytes']} of {sizes['limit_bytes']} allowed; "
+        f"floor (infinitely fast I/O) {sizes['floor_bytes']}, everything kept {sizes['kept_peak_bytes']}",
+        *_predicted_host(sizes),
     ]
 
 
-def _predicted_host(figures: dict[str, float]) -> list[str]:
-    if "host_budget_bytes" in figures:
-        return [f"predicted host memory {figures['host_peak_bytes']} B of {figures['host_budget_bytes']} B allowed"]
-    if "resting_bytes" in figures:
-        return [f"host memory is this device's: beyond that peak the runtime lets {figures['resting_bytes']} B rest"]
+def _predicted_host(sizes: dict[str, str]) -> list[str]:
+    if "host_budget_bytes" in sizes:
+        return [f"predicted host memory {sizes['host_peak_bytes']} of {sizes['host_budget_bytes']} allowed"]
+    if "resting_bytes" in sizes:
+        return [f"host memory is this device's: beyond that peak the runtime lets {sizes['resting_bytes']} rest"]
     return []
 
 
-def _row(plan: Plan, group: AliasGroup, names: Names) -> Row:
+def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
     decision, mark = plan.decisions.get(group.slot), plan.marks.get(group.slot)
-    part = f"{group.stored_nbytes} of " if group.stored_nbytes != group.nbytes else ""
+    part = f"{format_bytes(group.stored_nbytes)} of " if group.stored_nbytes != group.nbytes else ""
     where = ""
     if decision is None:
         what, reason = "undecided", ""
@@ -114,7 +125,8 @@ def _row(plan: Plan, group: AliasGroup, names: Names) -> Row:
         what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
         where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
     members = tuple(m.name for m in group.members)
-    return Row(group.base, plan.modules.get(group.slot, ""), f"{part}{group.nbytes} B", what, reason, where, members)
+    size, source = part + format_bytes(group.nbytes), sources.get(group.base, "")
+    return Row(group.base, plan.modules.get(group.slot, ""), size, what, reason, where, members, source=source)
 
 
 def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
@@ -130,8 +142,10 @@ def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
     }
 
 
-def _recomputed(plan: Plan) -> Iterable[Row]:
-    return (Row(r.base, r.module, f"{r.nbytes} B", "recompute", _price(r.seconds)) for r in plan.recomputed)
+def _recomputed(plan: Plan, sources: Sources) -> Iterable[Row]:
+    for r in plan.recomputed:
+        source = sources.get(r.base, "")
+        yield Row(r.base, r.module, format_bytes(r.nbytes), "recompute", _price(r.seconds), source=source)
 
 
 def _price(seconds: float) -> str:
@@ -139,8 +153,9 @@ def _price(seconds: float) -> str:
 
 
 LEGEND = """
-# One row per alias group, a storage that is saved: its base, its module, its bytes, what becomes of it, where or why,
-# [the saved tensors that are views of it]. "{0..3} x 4": rows of four layers that are alike.
+# One row per alias group, a storage that is saved: its base, its module, the line of the model, its bytes, what becomes
+# of it, where or why, [the saved tensors that are views of it]. "{0..3} x 4": rows of four layers that are alike.
+# Sizes are exact below a MiB; all are exact in the .plan.json.
 # store>, release>: the forward node behind which the write starts, and the memory is given up; load<, wait<: the
 # backward node before which the read starts, and ends at the latest.
 # floor: the peak if everything that can leave left at once. allowed: the floor, and for a share its part of what is
@@ -150,22 +165,33 @@ LEGEND = """
 
 def files(partition: Partition, plan: Plan, names: Names) -> dict[str, str]:
     """The dump of a graph behind insertion: `<graph>.plan.txt`, `.plan.json`, `.forward.py` and `.backward.py`."""
+    sources = source_lines(partition)
     return {
-        f"{plan.graph}.plan.txt": table(plan, names) + LEGEND,
-        f"{plan.graph}.plan.json": json.dumps(_details(plan, names), indent=1) + "\n",
+        f"{plan.graph}.plan.txt": table(plan, names, sources) + LEGEND,
+        f"{plan.graph}.plan.json": json.dumps(_details(plan, names, sources), indent=1) + "\n",
         f"{plan.graph}.forward.py": partition.forward.print_readable(print_output=False),
         f"{plan.graph}.backward.py": partition.backward.print_readable(print_output=False),
     }
 
 
-def _details(plan: Plan, names: Names) -> dict[str, object]:
+def _details(plan: Plan, names: Names, sources: Sources) -> dict[str, object]:
     """All that the table says, of every layer."""
     groups = []
     for group in plan.groups:
-        row = _row(plan, group, names)
-        found = {"name": row.name, "module": row.module, "nbytes": group.nbytes, "stored_nbytes": group.stored_nbytes}
+        row = _row(plan, group, names, sources)
+        found: dict[str, object] = {"name": row.name, "module": row.module, "source": row.source}
+        found |= {"nbytes": group.nbytes, "stored_nbytes": group.stored_nbytes}
         found |= {"decision": row.decision, "reason": row.reason, "members": list(row.members)}
         groups.append(found | {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()})
-    again = [{"name": r.base, "module": r.module, "nbytes": r.nbytes, "seconds": r.seconds} for r in plan.recomputed]
+    again = [
+        {
+            "name": r.base,
+            "module": r.module,
+            "source": sources.get(r.base, ""),
+            "nbytes": r.nbytes,
+            "seconds": r.seconds,
+        }
+        for r in plan.recomputed
+    ]
     totals = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
     return totals | {"predicted": predicted(plan), "groups": groups, "recomputed": again}

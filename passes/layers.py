@@ -20,7 +20,7 @@ from typing import ClassVar
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row. `reason`: why, in words that name no node of the graph; `where`: the nodes; `layers`: how many it is
-    for."""
+    for; `source`: the line of the model."""
 
     name: str
     module: str
@@ -30,14 +30,15 @@ class Row:
     where: str = ""
     members: tuple[str, ...] = ()
     layers: int = 1
+    source: str = ""
 
-    SIZE: ClassVar[int] = 2  # the index of the size among the cells
+    SIZE: ClassVar[int] = 3  # the index of the size among the cells
 
     @property
     def cells(self) -> tuple[str, ...]:
         what = f"{self.where} ({self.reason})" if self.where and self.reason else self.where or self.reason
         members = f"[{', '.join(self.members)}]" if self.members else ""
-        return self.name, self._modules(), self.size, self.decision, what, members
+        return self.name, self._modules(), self.source, self.size, self.decision, what, members
 
     def _modules(self) -> str:
         before, number, behind = _parts(self.module)
@@ -55,7 +56,7 @@ class Row:
     @property
     def alike(self) -> tuple[object, ...]:
         """What is equal in the same row of a layer that is alike."""
-        return _parts(self.module)[2], self.size, self.decision, self.reason, len(self.members)
+        return _parts(self.module)[2], self.source, self.size, self.decision, self.reason, len(self.members)
 
 
 def _parts(module: str) -> tuple[tuple[str, ...], int | None, tuple[str, ...]]:

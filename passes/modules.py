@@ -1,4 +1,4 @@
-"""The modules that a node was traced in, by the names that `named_modules()` gives them.
+"""The modules that a node was traced in, by the names that `named_modules()` gives them, and its line in the model.
 
 Dynamo notes at every node the modules whose `forward` it stands in, outermost first, as expressions seen from the
 compiled frame: `L['self'].model.blocks.0`, `L['self'].model.blocks.0.attn`. A module's name begins behind its *root*,
@@ -11,9 +11,13 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
+import torch
 from torch import fx
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
 _ACCESSOR = re.compile(r"[A-Z]\['[^']*'\]\.?")  # L['self'], G['model']
 
 
@@ -37,6 +41,15 @@ def module_of(node: fx.Node, roots: Sequence[str] = ()) -> str:
     """The name of the innermost module around a node; empty for the root itself, and where nothing is known."""
     around = paths(node)
     return name_of(around[-1], roots) if around else ""
+
+
+def source_line(node: fx.Node) -> str:
+    """`gpt.py:57`, where the model calls what the node computes: the innermost line that is not PyTorch's own. Empty
+    where Dynamo noted none."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    outside = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    file, line = (outside or frames or [("", "")])[-1]
+    return f"{Path(file).name}:{line}" if file else ""
 
 
 def enclosing(node: fx.Node, roots: Sequence[str] = ()) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Options that are sizes: what may be said, and what is wrong with what was said."""
+"""Sizes: as options, what may be said and what is wrong with what was said; and as text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import re
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def format_bytes(nbytes: float) -> str:
+    """`256 B`, exact, below a MiB; above it four digits: `1.5 MiB`, `11.25 GiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{int(nbytes)} B"
 
 
 def parse_bytes(name: str, value: object) -> int:

@@ -17,6 +17,7 @@ import ssd_fx
 from ssd_fx.passes import pipeline, recompute
 from ssd_fx.passes.partition import storage_of
 from ssd_fx.passes.plan import Recompute
+from ssd_fx.sizes import format_bytes
 from tests.communicating import calls, exchange
 from tests.models import Shape, assert_same_bits, deterministic, train
 from tests.passes import toys
@@ -49,7 +50,7 @@ def test_a_slow_drive_makes_for_recomputing(tmp_path: Path) -> None:
     assert not again.keys() & {group["name"] for group in with_["groups"]}
     nbytes = sum(t["nbytes"] for t in again.values())
     text = next((tmp_path / "recomputed").glob("*.plan.txt")).read_text()
-    assert f"{len(again)} tensors and {nbytes} B computed again" in text
+    assert f"{len(again)} tensors and {format_bytes(nbytes)} computed again" in text
     rows = [line.split() for line in text.splitlines() if " recompute " in line]
     assert rows[0][0] == next(iter(again))
 

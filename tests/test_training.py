@@ -11,6 +11,7 @@ import torch
 import ssd_fx
 from examples.train_gpt import Shape
 from ssd_fx.runtime import trace
+from ssd_fx.sizes import format_bytes
 from tests.models import SMALL, assert_same_bits, deterministic, train
 from tests.runtime.engines import DelayedEngine, registered
 
@@ -136,7 +137,7 @@ def test_the_dump(options: dict[str, object], tmp_path: Path) -> None:
     (graph,) = ssd_fx.stats().graphs
     plan = (dump / f"{graph}.plan.txt").read_text()
     assert plan.startswith(f"graph {graph}: ")
-    assert f"{ssd_fx.stats().saved_bytes} B saved" in plan
+    assert f"{format_bytes(ssd_fx.stats().saved_bytes)} saved" in plan
     assert (dump / f"{graph}.forward.py").read_text().count("torch.ops.ssd_fx.store") == ssd_fx.stats().stores
     assert (dump / f"{graph}.backward.py").read_text().count("torch.ops.ssd_fx.load") == ssd_fx.stats().loads
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from pathlib import Path
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
 from ssd_fx.passes import dump
 from ssd_fx.passes.layers import Row, fold
+from ssd_fx.passes.modules import source_line
 from ssd_fx.passes.plan import Recomputed
+from ssd_fx.sizes import format_bytes
 from tests.passes import toys
 
 
@@ -82,6 +87,7 @@ def test_all_detail_is_in_the_json() -> None:
     groups = found["groups"]
     assert [g["name"] for g in groups] == [g.base for g in planned.plan.groups]
     assert sum(g["nbytes"] for g in groups if g["decision"] == "offload") == found["offloaded_bytes"]
+    assert groups[0].pop("source").startswith(f"{Path(__file__).name}:")
     assert_expected_inline(
         json.dumps(groups[0], indent=1),
         """\
@@ -121,6 +127,27 @@ gelu_0  blocks.{0..2}.mlp x 3  1024 B  recompute  0.0132 ms""",
 def rows(*modules: str, size: str = "8 B") -> list[Row]:
     named = enumerate(modules)
     return [Row(f"mm_{i}", module, size, "keep", "within the budget", members=("t",)) for i, module in named]
+
+
+def test_rows_name_the_line_of_the_model() -> None:
+    """Not that of PyTorch's own modules, which the model calls."""
+    planned = toys.planned(Model(), toys.inputs()[0])
+    text = dump.table(planned.plan, dump.node_names(planned.partition), dump.source_lines(planned.partition))
+    lines, start = inspect.getsourcelines(Attention.forward)
+    at = start + next(i for i, line in enumerate(lines) if "sigmoid" in line)
+    assert f"blocks.{{0..3}}.attn x 4  {Path(__file__).name}:{at}  256 B" in text
+    saved_linear = next(n for n in planned.partition.forward.graph.nodes if n.name == "mm_8")
+    lines, start = inspect.getsourcelines(Model.forward)
+    at = start + next(i for i, line in enumerate(lines) if "self.head" in line)
+    assert source_line(saved_linear) == f"{Path(__file__).name}:{at}"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (2**20 - 1, "1048575 B"), (2**20, "1 MiB"), (3 * 2**19, "1.5 MiB"), (45 * 2**28, "11.25 GiB")],
+)
+def test_sizes_are_readable(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
 
 
 def folded(found: list[Row]) -> list[str]:
