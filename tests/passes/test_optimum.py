@@ -29,10 +29,10 @@ def short_search() -> None:
 
 
 def transfers_of(step: Step, item: Item) -> Iterator[Transfer]:
-    """Every placement: the store in the forward, the load in the backward, the release anywhere between."""
+    """Every placement: store and release behind operators of the forward, the load before one of the backward."""
     for store in range(item.produced, step.forward):
-        for release in range(max(store, item.last_use), item.first_use):
-            for load in range(max(release + 1, step.forward), item.first_use + 1):
+        for release in range(max(store, item.last_use), step.forward):
+            for load in range(step.forward, item.first_use + 1):
                 for block in (True, False):
                     yield Transfer(store, release, block, load)
 
