@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.simulate import Choice, Step, Transfer
+from ssd_fx.passes.simulate import Choice, Item, Step, Transfer
 from tests.passes.optimum import Program, Terms, negative, optimum
 
 NEAR = 1.02
@@ -44,10 +44,10 @@ class Sequenced(Program):
         super().__init__(step, machine, limit, share_bytes, rows, plan_s)
         self.offloaded = {i: self.chosen[i][Choice.OFFLOAD] for i in self.moved}
         self._load_rows()
-        # Stores at one operator are in any order, loads in that of their first uses.
-        uses = {i: (step.items[i].first_use, i) for i in self.moved}
-        self.writes = self._lane(self.offloaded, self.paid, self._end, self.write_s, dict.fromkeys(self.moved, (0, 0)))
-        self.reads = self._lane(self.left, self.loaded, self._issued, self.read_s, uses)
+        # At one operator, what is needed first is loaded first, and what blocks or is used last first stored first.
+        last, first = ({i: (use(step.items[i]), i) for i in self.moved} for use in (_last_use, _first_use))
+        self.writes = self._lane(self.offloaded, self.paid, self._end, self.write_s, last, self.blocking)
+        self.reads = self._lane(self.left, self.loaded, self._issued, self.read_s, first, {})
         self._ready_rows()
         self._prompt_rows()
         self._release_stall_rows()
@@ -66,7 +66,9 @@ class Sequenced(Program):
             i: {q: self._new() for q in range(step.forward, step.items[i].first_use + 1)} for i in self.moved
         }
         self.issue = {q: self._new(math.inf, integral=False) for q in sorted(self.waits)}
-        self.blocks: dict[tuple[int, int], int] = {}  # the release of item i behind operator p is waited for
+        # blocking[i]: it is released when it is written; stalls[p, i]: operator p + 1 starts when it is.
+        self.blocking = {i: self._new() for i in self.moved}
+        self.stalls: dict[tuple[int, int], int] = {}
 
     def more_points(self) -> set[int]:
         return set(range(self.count))
@@ -115,10 +117,11 @@ class Sequenced(Program):
         when: Callable[[int], tuple[float, Terms]],
         seconds: Mapping[int, float],
         rank: Mapping[int, tuple[int, int]],
+        first: Mapping[int, int],
     ) -> Lane:
         """What is `there` begins `when` its node is reached or its predecessor is done, whichever is later.
 
-        `rank`: the order of those whose nodes stand at one operator, where it is known.
+        `rank`: the order of those whose nodes stand at one operator; the columns `first` say who comes before that.
         """
         done = {i: self._new(math.inf, integral=False) for i in self.moved}
         lane = Lane(done, {i: self._new() for i in self.moved}, {})
@@ -135,7 +138,10 @@ class Sequenced(Program):
         for (a, b), order in lane.before.items():
             both = (there[a], True), (there[b], True)
             self._least([(done[b], 1.0), (done[a], -1.0)], seconds[b], order, *both)
-            self._nodes_in_order(places[a], places[b], rank[a] > rank[b], order, there[a])
+            self._nodes_in_order(places[a], places[b], 1, (order, (there[a], True)))
+            if rank[a] > rank[b]:
+                for unless in ([(first[a], False)], [(first[b], True)]) if first else ([],):
+                    self._nodes_in_order(places[a], places[b], 0, (order, (there[a], True), *unless))
             behind[b].append(self._new())  # its predecessor is a
             self._least([(done[a], 1.0), (done[b], -1.0)], -seconds[b], (behind[b][-1], True))
             self._only_if(behind[b][-1], (there[a], True), order)
@@ -143,14 +149,13 @@ class Sequenced(Program):
             self._add([*((column, 1.0) for column in columns), (there[i], -1.0)], 0.0, math.inf)
         return lane
 
-    def _nodes_in_order(self, a: dict[int, int], b: dict[int, int], strictly: bool, order: On, there: int) -> None:
-        """What comes first has its node at an operator no later; before it, where those at one are the other way."""
-        column, on = order
-        switch = [(column, -1.0 if on else 1.0), (there, -1.0)]
+    def _nodes_in_order(self, a: dict[int, int], b: dict[int, int], reach: int, switches: Sequence[On]) -> None:
+        """Where all `switches` are on, a has its node before the operator that is `reach` behind the one of b."""
         for p in sorted({*a, *b}):
-            first = [(column, 1.0) for q, column in a.items() if q < p or (q == p and not strictly)]
+            first = [(column, 1.0) for q, column in a.items() if q < p + reach]
             then = [(column, -1.0) for q, column in b.items() if q <= p]
-            self._add([*first, *then, *switch], -1.0 - on, math.inf)
+            off = [(column, -1.0 if on else 1.0) for column, on in switches]
+            self._add([*first, *then, *off], -float(sum(on for _, on in switches)), math.inf)
 
     def _only_if(self, column: int, *conditions: On) -> None:
         for condition, on in conditions:
@@ -171,6 +176,8 @@ class Sequenced(Program):
                 self._least([*issued, written], self.latency_s - offset, (column, True))
             used = (self.start[self.step.items[i].first_use], 1.0)
             self._least([used, read], self.latency_s, (self.left[i], True))
+            self._only_if(self.blocking[i], (self.left[i], True))
+            self._least([*begins, written], self.latency_s - fixed, (self.blocking[i], True))
             handed_back = (self.offloaded[i], True), (self.left[i], False)
             self._least([*negative([written]), *negative(begins)], fixed - self.latency_s, *handed_back)
 
@@ -193,9 +200,9 @@ class Sequenced(Program):
             _, then = self._issued(p + 1)
             waits: Terms = []
             for i in (i for i in self.moved if self.step.items[i].last_use <= p < forward):
-                column = self.blocks[p, i] = self._new()
+                column = self.stalls[p, i] = self._new()
                 waits.append((column, self.all_s))
-                self._only_if(column, (self.left[i], True))
+                self._only_if(column, (self.blocking[i], True))
                 stored = [(store, 1.0) for q, store in self.paid[i].items() if q <= p]
                 self._add([*stored, (column, -1.0)], 0.0, math.inf)
                 written = [(self.writes.done[i], 1.0), *negative(then)]
@@ -228,10 +235,20 @@ class Sequenced(Program):
                 found[i] = Transfer(store, last, False, last + 1)
                 continue
             load = max(self.loaded[i], key=lambda q: solution[self.loaded[i][q]])
-            blocks = [p for (p, k), column in self.blocks.items() if k == i and solution[column] > 0.5]
-            release = min(blocks, default=max(store, self.step.items[i].last_use))
-            found[i] = Transfer(store, release, bool(blocks), load)
+            block = solution[self.blocking[i]] > 0.5
+            until = [p for (p, k), column in self.stalls.items() if k == i and solution[column] > 0.5]
+            until += [m - 1 for m, column in self.gone[i].items() if m <= last and solution[column] > 0.5]
+            soonest = max(store, self.step.items[i].last_use)
+            found[i] = Transfer(store, min(until, default=last) if block else soonest, block, load)
         return found
+
+
+def _first_use(item: Item) -> int:
+    return item.first_use
+
+
+def _last_use(item: Item) -> int:
+    return item.last_use
 
 
 def _all(columns: Mapping[int, int]) -> Terms:
