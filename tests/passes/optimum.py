@@ -74,6 +74,8 @@ def optimum(
 class Program:
     """The columns and rows of one instance; seconds are counted in `unit_s`, bytes in `limit`."""
 
+    every_window = False  # rows for every part of the time that something waited; too many for a large graph
+
     def __init__(
         self,
         step: Step,
@@ -258,38 +260,45 @@ class Program:
         """While what is handed back waited, the lane wrote other things that leave, and began one that need not.
 
         It waited from the operator that produced it on, and so from every later row on, whose memory says what was
-        written before. Once with the operators' own seconds, once with the stalls too, switched off by a sum of all.
+        written before; up to the end of an operator the lane wrote only what earlier ones produced. (`every_window`)
         """
-        forward = self.step.forward
+        items, forward = self.step.items, self.step.forward
+        rows = [m for m in self.tight if m < forward] if self.every_window else []
         self._add([(column, 1.0) for column in self.under_way.values()], 0.0, 1.0)
+        producers = {forward - 1, *(items[i].produced for i in self.moved)} if self.every_window else set()
+        until = [(p, self._seconds(p), [(self.start[p], 1.0)]) for p in sorted(producers)]
+        until.append((forward, *self._issued(forward)))
         for j in self.moved:
             handed_back = [(self.chosen[j][Choice.OFFLOAD], 1.0), (self.left[j], -1.0)]
             self._add([*handed_back, (self.under_way[j], -1.0)], 0.0, math.inf)
-            s = self.step.items[j].produced
+            s = items[j].produced
             paid = [(paid[s], self.own_s[i]) for i, paid in self.paid.items() if s in paid]
-            self._busy(j, s, (self._seconds(s), [(self.start[s], 1.0), *paid]), s + 1)
-            for m in (m for m in self.tight if s < m < forward):
-                self._busy(j, m, (0.0, [(self.start[m], 1.0)]), m)
+            since = [(m, m, 0.0, [(self.start[m], 1.0)]) for m in rows if s < m]
+            since.append((s, s + 1, self._seconds(s), [(self.start[s], 1.0), *paid]))
+            for (m, first, low, begins), (p, high, ends) in itertools.product(since, until):
+                if m < p:
+                    waited = sum(self.step.seconds[first : p + 1] if p < forward else self.step.seconds[first:p])
+                    window = high - low - self.latency_s, [*ends, *negative(begins)]
+                    self._busy(j, m, p, waited / self.unit_s - self.latency_s, window)
 
-    def _busy(self, j: int, m: int, since: tuple[float, Terms], first: int) -> None:
-        """If j is handed back, its lane works from `since`, when `first` starts at the earliest, to the forward's end.
+    def _busy(self, j: int, m: int, p: int, waited: float, window: tuple[float, Terms]) -> None:
+        """If j is handed back, its lane works in all of a window of at least `waited`, on what is produced before p.
 
         What is gone at a row up to m was written before that.
         """
-        waited = sum(self.step.seconds[first : self.step.forward]) / self.unit_s - self.latency_s
-        if waited <= 0:
-            return
-        written = [(column, self.write_s[i]) for i, column in self.under_way.items()]
-        for i in (i for i in self.moved if i != j):
-            written.append((self.left[i], self.write_s[i]))
-            if gone := [column for row, column in self.gone[i].items() if row <= m]:
-                written.append((gone[-1], -self.write_s[i]))
-        off = waited + sum(self.own_s.values()) + sum(self.write_s.values()) + len(self.moved) * self.latency_s
+        written: Terms = []
+        for i in (i for i in self.moved if self.step.items[i].produced < p):
+            written.append((self.under_way[i], self.write_s[i]))
+            if i != j:
+                written.append((self.left[i], self.write_s[i]))
+                gone = [column for row, column in self.gone[i].items() if row <= m]
+                written += [(column, -self.write_s[i]) for column in gone[-1:]]
+        off = max(waited, 0.0) + sum(self.own_s.values()) + sum(self.write_s.values())
+        off += (len(self.moved) + 1) * self.latency_s
         kept = [(self.chosen[j][Choice.OFFLOAD], -1.0), (self.left[j], 1.0)]
         self._add([*written, *((column, waited * sign) for column, sign in kept)], 0.0, math.inf)
-        fixed, ends = self._issued(self.step.forward)
-        terms = [*written, *negative(ends), *since[1], *((column, off * sign) for column, sign in kept)]
-        self._add(terms, fixed - since[0] - self.latency_s - off, math.inf)
+        fixed, terms = window
+        self._add([*written, *negative(terms), *((column, off * sign) for column, sign in kept)], fixed - off, math.inf)
 
     def _read_rows(self) -> None:
         """What is loaded at q or later and used at u or before is read between the end of q - 1 and the start of u."""

@@ -32,6 +32,8 @@ class Lane:
 
 
 class Sequenced(Program):
+    every_window = True
+
     def __init__(
         self,
         step: Step,
