@@ -109,8 +109,8 @@ def test_no_plan_beats_the_program_and_few_do_not_reach_it(program: type[Program
 
 
 LOOSER: dict[type[Program], dict[int, float]] = {
-    Program: {101: 1.009, 115: 1.001, 126: 1.073, 131: 1.007, 135: 1.425, 147: 1.305, 148: 1.093, 149: 1.012},
-    Sequenced: {115: 1.001, 131: 1.007, 147: 1.0, 149: 1.012},
+    Program: {115: 1.001, 126: 1.073, 131: 1.007, 135: 1.425, 147: 1.0, 148: 1.093, 149: 1.012},
+    Sequenced: {},
 }
 
 
@@ -221,7 +221,7 @@ def test_the_planner_is_near_the_optimum_at_every_budget() -> None:
         assert ratios[-1] <= WORST, share
 
 
-WORST = 1.25  # measured on the first 96 of them: 1.202; the goal is 1.05
+WORST = 1.05  # measured on the first 96 of them: 1.022
 
 
 @settings(max_examples=5, deadline=None)
