@@ -260,7 +260,7 @@ class Program:
         """While what is handed back waited, the lane wrote other things that leave, and began one that need not.
 
         It waited from the operator that produced it on, and so from every later row on, whose memory says what was
-        written before; up to the end of an operator the lane wrote only what earlier ones produced. (`every_window`)
+        written before; up to the end of an operator the lane wrote only what earlier ones produced (`every_window`).
         """
         items, forward = self.step.items, self.step.forward
         rows = [m for m in self.tight if m < forward] if self.every_window else []
@@ -276,7 +276,7 @@ class Program:
             since = [(m, m, 0.0, [(self.start[m], 1.0)]) for m in rows if s < m]
             since.append((s, s + 1, self._seconds(s), [(self.start[s], 1.0), *paid]))
             for (m, first, low, begins), (p, high, ends) in itertools.product(since, until):
-                if m < p:
+                if m < p and (m == s or p == forward):
                     waited = sum(self.step.seconds[first : p + 1] if p < forward else self.step.seconds[first:p])
                     window = high - low - self.latency_s, [*ends, *negative(begins)]
                     self._busy(j, m, p, waited / self.unit_s - self.latency_s, window)
