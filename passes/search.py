@@ -213,7 +213,8 @@ class Search:
 
     def kick(self, effort: int) -> None:
         """Descends from more random choices near those that led to the best, as many as `effort` visits."""
-        self.left, random = effort, Random(1)
+        all_seen = math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE
+        self.left, random = 0 if all_seen else effort, Random(1)
         while self.left > 0 and self.best is not None and not self.is_cheapest():
             self._descend(self._kicked(random), (self._singles,))
 

@@ -87,7 +87,7 @@ def test_the_program_is_as_fast_as_the_best_of_all_plans(seed: int, share: float
     assert bound == pytest.approx(best, rel=EXACT)
 
 
-@pytest.mark.parametrize("seed", [101, 126, 183, 184])
+@pytest.mark.parametrize("seed", [126, 135, 148, 149])
 def test_lanes_in_order_reach_the_best_where_interrupted_ones_do_not(seed: int) -> None:
     best, interrupted = compared(seed, 0.0)
     _, in_order = compared(seed, 0.0, Sequenced)
