@@ -211,6 +211,13 @@ class Search:
             self._descend(self._kicked(random), (self._singles,))
             failed = failed + 1 if self.best is before else 0
 
+    def kick(self, effort: int) -> None:
+        """Descends from more random choices near those that led to the best, as many as `effort` visits."""
+        all_seen = math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE
+        self.left, random = 0 if all_seen else effort, Random(1)
+        while self.left > 0 and self.best is not None and not self.is_cheapest():
+            self._descend(self._kicked(random), (self._singles,))
+
     def _descend(self, wishes: Wishes, families: tuple[Moves, ...]) -> None:
         """Change to the first better neighbour while there is one."""
         now = self.solution(wishes)

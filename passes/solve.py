@@ -24,6 +24,8 @@ WALKS = 3
 WALKED = 600_000
 MOST_WALK = 10_000
 LEAST_WALK = 4_000
+# Before that, as many operators and items are visited with other choices, near those that led to the best.
+KICKED = 60_000
 
 
 class BudgetError(ValueError):
@@ -79,7 +81,9 @@ def solve(
     for start in search.pool:
         best = _better(refined(start), best)
     trials = min(WALKED // size(step), MOST_WALK)
-    if trials >= LEAST_WALK and best.outcome.stall_s > TOLERANCE * best.outcome.seconds:
+    if WALKS and trials >= LEAST_WALK and best.outcome.stall_s > TOLERANCE * best.outcome.seconds:
+        search.kick(KICKED)
+        best = _better(refined(search.best), best)
         walk = partial(
             anneal, step, machine, best, limit=limit, share_bytes=share_bytes, trials=trials, prefetch=prefetch
         )

@@ -20,6 +20,7 @@ from ssd_fx.passes.costs import Machine
 from ssd_fx.passes.simulate import Choice, Step
 
 Terms = list[tuple[int, float]]  # (column, coefficient)
+TOLERANCE = 1e-5  # by which a plan may break a row: HiGHS allows 1e-6 in each
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,20 @@ def optimum(
     time_limit: float = 60.0,
     rows: int | None = None,
     program: type[Program] | None = None,
+    plan_s: float = math.inf,
 ) -> Bound:
     """Fewest seconds under `limit` bytes at every operator and `share_bytes` kept of what can leave (None: any).
 
     `rows`: at most so many operators have a memory row, those of the highest base between two events; fewer rows make
     the program smaller and its optimum lower, so `lower_bound` stays one. `program`: `Sequenced` is tighter and slower.
+    `plan_s`: seconds of a plan; nothing slower is looked at.
 
     Raises:
         ValueError: an item needs others to be recomputed; the program does not know that.
     """
     if any(item.needs for item in step.items):
         raise ValueError("items that need others to be recomputed are not in the program")
-    built = (program or Program)(step, machine, limit, share_bytes, rows)
+    built = (program or Program)(step, machine, limit, share_bytes, rows, plan_s)
     result = built.solve(gap, time_limit)
     if result.status == 2:
         return Bound(math.inf, math.inf, (), False, result.message)
@@ -71,11 +74,20 @@ def optimum(
 class Program:
     """The columns and rows of one instance; seconds are counted in `unit_s`, bytes in `limit`."""
 
+    every_window = False  # rows for every part of the time that something waited; too many for a large graph
+
     def __init__(
-        self, step: Step, machine: Machine, limit: float, share_bytes: float | None, rows: int | None = None
+        self,
+        step: Step,
+        machine: Machine,
+        limit: float,
+        share_bytes: float | None,
+        rows: int | None = None,
+        plan_s: float = math.inf,
     ) -> None:
         self.step, self.machine, self.limit, self.share_bytes = step, machine, limit, share_bytes
         self.unit_s = sum(step.seconds) or 1.0
+        self.plan_s = plan_s / self.unit_s * (1 + TOLERANCE)
         self.count = len(step.seconds)
         self.upper: list[float] = []
         self.integral: list[int] = []
@@ -123,11 +135,15 @@ class Program:
         self.waits = {items[i].first_use for i in self.moved}
         points = {0, step.forward - 1, step.forward, self.count, *self.tight, *uses, *(m + 1 for m in self.tight)}
         self.points = sorted(points | {item.produced for item in items} | self.more_points())
-        self.start = {p: self._new(math.inf, integral=False) for p in self.points}
+        self.start = {p: self._new(self.plan_s, integral=False) for p in self.points}
         # paid[i][p]: the part of the store's own seconds that the operators from point p to the next one have.
         self.own_s = {i: self.machine.own_s(items[i].moved_nbytes) / self.unit_s for i in self.moved}
-        self.paid = {
-            i: {p: self._new(integral=False) for p in self.points if items[i].produced <= p < step.forward}
+        self.paid = self.paid_columns()
+
+    def paid_columns(self) -> dict[int, dict[int, int]]:
+        items, forward = self.step.items, self.step.forward
+        return {
+            i: {p: self._new(integral=False) for p in self.points if items[i].produced <= p < forward}
             for i in self.moved
             if self.own_s[i] > 0
         }
@@ -223,7 +239,7 @@ class Program:
                 written = {i: column for i in later if (column := self._written_by(i, m)) is not None}
                 own_s = self.latency_s + min(self.own_s[i] for i in written)
                 terms = [(column, self.write_s[i] + (own_s if i == j else 0.0)) for i, column in written.items()]
-                self._add([(self.start[m], 1.0), (self.start[s], -1.0), *_minus(terms)], self._seconds(s), math.inf)
+                self._add([(self.start[m], 1.0), (self.start[s], -1.0), *negative(terms)], self._seconds(s), math.inf)
             self._leaving_row(s, j, [i for i in later if items[i].first_use <= items[j].first_use])
 
     def _leaving_row(self, s: int, j: int, written: list[int]) -> None:
@@ -231,7 +247,7 @@ class Program:
         own_s = 2 * self.latency_s + min(self.read_s[i] for i in written) + min(self.own_s[i] for i in written)
         terms = [(self.left[i], self.write_s[i] + (own_s if i == j else 0.0)) for i in written]
         ends = [(self.start[self.step.items[j].first_use], 1.0), (self.start[s], -1.0)]
-        self._add([*ends, *_minus(terms)], self._seconds(s), math.inf)
+        self._add([*ends, *negative(terms)], self._seconds(s), math.inf)
 
     def _written_by(self, i: int, m: int) -> int | None:
         """The column that says whether item i was written before row m."""
@@ -243,26 +259,46 @@ class Program:
     def _hand_back_rows(self) -> None:
         """While what is handed back waited, the lane wrote other things that leave, and began one that need not.
 
-        Once with the operators' own seconds, once with the stalls too; a sum of all there is switches that row off.
+        It waited from the operator that produced it on, and so from every later row on, whose memory says what was
+        written before; up to the end of an operator the lane wrote only what earlier ones produced (`every_window`).
         """
-        last, under_way = self.step.forward - 1, [(column, self.write_s[i]) for i, column in self.under_way.items()]
+        items, forward = self.step.items, self.step.forward
+        rows = [m for m in self.tight if m < forward] if self.every_window else []
         self._add([(column, 1.0) for column in self.under_way.values()], 0.0, 1.0)
-        most = sum(self.own_s.values()) + sum(self.write_s.values()) + len(self.moved) * self.latency_s
+        producers = {forward - 1, *(items[i].produced for i in self.moved)} if self.every_window else set()
+        until = [(p, self._seconds(p), [(self.start[p], 1.0)]) for p in sorted(producers)]
+        until.append((forward, *self._issued(forward)))
         for j in self.moved:
             handed_back = [(self.chosen[j][Choice.OFFLOAD], 1.0), (self.left[j], -1.0)]
             self._add([*handed_back, (self.under_way[j], -1.0)], 0.0, math.inf)
-            s = self.step.items[j].produced
-            waited = sum(self.step.seconds[s + 1 : last + 1]) / self.unit_s - self.latency_s
-            if s == last or waited <= 0:
-                continue
-            written = [*((self.left[i], self.write_s[i]) for i in self.moved if i != j), *under_way]
-            self._add([*written, *((column, -waited * sign) for column, sign in handed_back)], 0.0, math.inf)
-            window = [(self.start[last], -1.0), (self.start[s], 1.0)]
-            window += [(paid[s], self.own_s[i]) for i, paid in self.paid.items() if s in paid]
-            off = most + waited
-            fixed = self._seconds(last) - self._seconds(s) - self.latency_s
-            terms = [*window, *written, *((column, -off * sign) for column, sign in handed_back)]
-            self._add(terms, fixed - off, math.inf)
+            s = items[j].produced
+            paid = [(paid[s], self.own_s[i]) for i, paid in self.paid.items() if s in paid]
+            since = [(m, m, 0.0, [(self.start[m], 1.0)]) for m in rows if s < m]
+            since.append((s, s + 1, self._seconds(s), [(self.start[s], 1.0), *paid]))
+            for (m, first, low, begins), (p, high, ends) in itertools.product(since, until):
+                if m < p and (m == s or p == forward):
+                    waited = sum(self.step.seconds[first : p + 1] if p < forward else self.step.seconds[first:p])
+                    window = high - low - self.latency_s, [*ends, *negative(begins)]
+                    self._busy(j, m, p, waited / self.unit_s - self.latency_s, window)
+
+    def _busy(self, j: int, m: int, p: int, waited: float, window: tuple[float, Terms]) -> None:
+        """If j is handed back, its lane works in all of a window of at least `waited`, on what is produced before p.
+
+        What is gone at a row up to m was written before that.
+        """
+        written: Terms = []
+        for i in (i for i in self.moved if self.step.items[i].produced < p):
+            written.append((self.under_way[i], self.write_s[i]))
+            if i != j:
+                written.append((self.left[i], self.write_s[i]))
+                gone = [column for row, column in self.gone[i].items() if row <= m]
+                written += [(column, -self.write_s[i]) for column in gone[-1:]]
+        off = max(waited, 0.0) + sum(self.own_s.values()) + sum(self.write_s.values())
+        off += (len(self.moved) + 1) * self.latency_s
+        kept = [(self.chosen[j][Choice.OFFLOAD], -1.0), (self.left[j], 1.0)]
+        self._add([*written, *((column, waited * sign) for column, sign in kept)], 0.0, math.inf)
+        fixed, terms = window
+        self._add([*written, *negative(terms), *((column, off * sign) for column, sign in kept)], fixed - off, math.inf)
 
     def _read_rows(self) -> None:
         """What is loaded at q or later and used at u or before is read between the end of q - 1 and the start of u."""
@@ -283,7 +319,7 @@ class Program:
             if q - 1 in self.back[i]:
                 terms.append((self.back[i][q - 1], -seconds))
         fixed, issued = self._issued(q)
-        self._add([(self.start[u], 1.0), *_minus(issued), *_minus(terms)], fixed, math.inf)
+        self._add([(self.start[u], 1.0), *negative(issued), *negative(terms)], fixed, math.inf)
 
     def _issued(self, q: int) -> tuple[float, Terms]:
         """When a load at q starts, at the earliest: before the waits of q, so where q has some, at the end of q - 1."""
@@ -311,7 +347,7 @@ class Program:
         return tuple(max(chosen, key=lambda c: solution[chosen[c]]) for chosen in self.chosen)
 
 
-def _minus(terms: Terms) -> Terms:
+def negative(terms: Terms) -> Terms:
     return [(column, -value) for column, value in terms]
 
 

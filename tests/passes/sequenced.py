@@ -1,133 +1,260 @@
-"""The program with lanes that are not interrupted: who is written and read before whom, for steps of a dozen items.
+"""The program with lanes that are first in, first out, for steps of a dozen items: its solutions can be played.
 
-`optimum.Program` lets a lane interrupt a transfer for a more urgent one, which no plan can. Here every pair of writes
-has an order, and a read that was begun earlier is in the way of a later one. The rows are those of docs/planner.md.
+`optimum.Program` lets a lane interrupt a transfer for a more urgent one, and an operator start late for no reason. Here
+every store and load stands at an operator, every transfer begins when its lane is free, neither sooner nor later, and
+whatever stalls waits for one of them. The rows are those of docs/planner.md.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.simulate import Choice, Step
-from tests.passes.optimum import Program, Terms, optimum
+from ssd_fx.passes.simulate import Choice, Item, Step, Transfer
+from tests.passes.optimum import Program, Terms, negative, optimum
 
 NEAR = 1.02
 
+On = tuple[int, bool]  # a binary column, and the value at which it is on
+Places = dict[int, dict[int, int]]  # for every item, the column of each operator at which its node may stand
+
+
+@dataclass(frozen=True)
+class Lane:
+    """`done`: when it is done with an item; `idle`: it had nothing to do before; `before`: whose comes first."""
+
+    done: dict[int, int]
+    idle: dict[int, int]
+    before: dict[tuple[int, int], On]
+
 
 class Sequenced(Program):
+    every_window = True
+
     def __init__(
-        self, step: Step, machine: Machine, limit: float, share_bytes: float | None, rows: int | None = None
+        self,
+        step: Step,
+        machine: Machine,
+        limit: float,
+        share_bytes: float | None,
+        rows: int | None = None,
+        plan_s: float = math.inf,
     ) -> None:
-        super().__init__(step, machine, limit, share_bytes, rows)
-        moved = [item for item in step.items if math.isfinite(item.recompute_s)]
-        transfers = sum(self.write_s[i] + self.read_s[i] + 2 * self.own_s[i] + 2 * self.latency_s for i in self.moved)
-        self.all_s = 1.0 + transfers + sum(item.recompute_s for item in moved) / self.unit_s  # nothing takes longer
-        # written[i]: when the lane is done with item i; before[a, b]: a is written before b, if both are.
-        self.written = {i: self._new(math.inf, integral=False) for i in self.moved}
-        self.before: dict[tuple[int, int], Terms] = {}
-        self.ahead_of: dict[int, dict[int, int]] = {k: {} for k in self.moved}  # what is written before k
-        for a, b in itertools.combinations(self.moved, 2):
-            column = self._new()
-            self._ordered(a, b, [(column, 1.0)], 0.0)
-            self._ordered(b, a, [(column, -1.0)], 1.0)
-        self._lane_rows()
-        self._busy_rows()
-        self._overtaking_rows()
-        self._stall_rows()
+        super().__init__(step, machine, limit, share_bytes, rows, plan_s)
+        self.offloaded = {i: self.chosen[i][Choice.OFFLOAD] for i in self.moved}
+        self._load_rows()
+        # At one operator, what is needed first is loaded first, and what blocks or is used last first stored first.
+        last, first = ({i: (use(step.items[i]), i) for i in self.moved} for use in (_last_use, _first_use))
+        self.writes = self._lane(self.offloaded, self.paid, self._end, self.write_s, last, self.blocking)
+        self.reads = self._lane(self.left, self.loaded, self._issued, self.read_s, first, {})
+        self._ready_rows()
+        self._prompt_rows()
+        self._release_stall_rows()
+        self._wait_stall_rows()
+
+    # Columns
+
+    def _columns(self) -> None:
+        super()._columns()
+        step = self.step
+        recomputed = [item.recompute_s for item in step.items if Choice.RECOMPUTE in item.choices]
+        transfers = [self.write_s[i] + self.read_s[i] + 2 * self.own_s[i] + 2 * self.latency_s for i in self.moved]
+        self.all_s = 1.0 + sum(transfers) + sum(recomputed) / self.unit_s  # nothing takes longer
+        # loaded[i][q]: read, by a load at q; issue[q]: when loads at q are issued, where it waits for some.
+        self.loaded: Places = {
+            i: {q: self._new() for q in range(step.forward, step.items[i].first_use + 1)} for i in self.moved
+        }
+        self.issue = {q: self._new(math.inf, integral=False) for q in sorted(self.waits)}
+        # blocking[i]: it is released when it is written; stalls[p, i]: operator p + 1 starts when it is.
+        self.blocking = {i: self._new() for i in self.moved}
+        self.stalls: dict[tuple[int, int], int] = {}
 
     def more_points(self) -> set[int]:
-        return set(range(self.step.forward))
+        return set(range(self.count))
 
-    def _offloaded(self, i: int) -> int:
-        return self.chosen[i][Choice.OFFLOAD]
+    def paid_columns(self) -> Places:
+        """Here the one operator behind which an item is stored."""
+        items, forward = self.step.items, self.step.forward
+        return {i: {p: self._new() for p in range(items[i].produced, forward)} for i in self.moved}
 
-    def _ordered(self, a: int, b: int, terms: Terms, fixed: float) -> None:
-        """`terms + fixed` is 1 if a is written before b."""
-        self.before[a, b] = [*terms, (-1, fixed)]
-        both = [(self._offloaded(a), 1.0), (self._offloaded(b), 1.0)]
-        later = [(self.written[b], 1.0), (self.written[a], -1.0)]
-        off = [(column, -self.all_s * sign) for column, sign in [*terms, *both]]
-        self._add([*later, *off], self.write_s[b] - self.all_s * (3.0 - fixed), math.inf)
-        counted = self._new(integral=False)  # a is offloaded and written before b
-        self._add([(self._offloaded(a), 1.0), (counted, -1.0)], 0.0, math.inf)
-        self._add([*terms, (counted, -1.0)], -fixed, math.inf)
-        self.ahead_of[b][a] = counted
+    def _issued(self, q: int) -> tuple[float, Terms]:
+        return 0.0, [(self.issue.get(q, self.start[q]), 1.0)]
 
-    def _lane_rows(self) -> None:
-        """A write begins behind its store and what that costs; what is gone was written, what leaves is read after."""
+    def _end(self, p: int) -> tuple[float, Terms]:
+        """When operator p ends, with its stores and before its releases."""
+        fixed, terms = self._between(p, p + 1)
+        return fixed, [(self.start[p], 1.0), *terms]
+
+    # Rows
+
+    def _least(self, terms: Terms, low: float, *switches: On) -> None:
+        """`terms` are at least `low` where all `switches` are on."""
+        off = [(column, -self.all_s if on else self.all_s) for column, on in switches]
+        self._add([*terms, *off], low - self.all_s * sum(on for _, on in switches), math.inf)
+
+    def _load_rows(self) -> None:
+        """What is read is loaded at one operator, before which it is not back; loads come behind the releases."""
         for i in self.moved:
-            item, done = self.step.items[i], (self.written[i], -1.0)
-            begin = [(self.written[i], 1.0), (self.start[item.produced], -1.0)]
-            takes_s = self.own_s[i] + self.write_s[i]
-            self._add([*begin, (self._offloaded(i), -takes_s)], self._seconds(item.produced), math.inf)
+            self._add([*_all(self.loaded[i]), (self.left[i], -1.0)], 0.0, 0.0)
             for m, gone in self.gone[i].items():
-                terms = [(self.start[m], 1.0), done, (gone, -self.all_s)]
-                self._add(terms, self.latency_s - self.all_s, math.inf)
-            read_s = 2 * self.latency_s + self.read_s[i] - self.all_s
-            used = (self.start[item.first_use], 1.0)
-            self._add([used, done, (self.left[i], -self.all_s)], read_s, math.inf)
+                loaded = [(column, 1.0) for q, column in self.loaded[i].items() if q <= m]
+                if m in self.back[i]:
+                    back = self.back[i][m]
+                    self._add([*loaded, (back, -1.0)], 0.0, math.inf)
+                    self._add([(back, 1.0), (gone, -1.0), *negative(loaded)], -1.0, math.inf)
+                elif loaded:
+                    self._add([(gone, 1.0), *loaded], -math.inf, 1.0)
+        for q, issue in self.issue.items():
+            fixed, terms = self._end(q - 1)
+            self._add([(issue, 1.0), *negative(terms)], fixed, math.inf)
+            self._add([(self.start[q], 1.0), (issue, -1.0)], 0.0, math.inf)
 
-    def _busy_rows(self) -> None:
-        """Until the write of j begins, which is handed back, the lane does what comes before it, without a pause."""
-        last = self.step.forward - 1
+    def _lane(
+        self,
+        there: Mapping[int, int],
+        places: Places,
+        when: Callable[[int], tuple[float, Terms]],
+        seconds: Mapping[int, float],
+        rank: Mapping[int, tuple[int, int]],
+        first: Mapping[int, int],
+    ) -> Lane:
+        """What is `there` begins `when` its node is reached or its predecessor is done, whichever is later.
+
+        `rank`: the order of those whose nodes stand at one operator; the columns `first` say who comes before that.
+        """
+        done = {i: self._new(math.inf, integral=False) for i in self.moved}
+        lane = Lane(done, {i: self._new() for i in self.moved}, {})
+        for i in self.moved:
+            for p, column in places[i].items():
+                fixed, terms = when(p)
+                here = (column, True)
+                self._least([(done[i], 1.0), *negative(terms)], fixed + seconds[i], here)
+                self._least([(done[i], -1.0), *terms], -fixed - seconds[i], here, (lane.idle[i], True))
+        for a, b in itertools.combinations(self.moved, 2):
+            column = self._new()
+            lane.before[a, b], lane.before[b, a] = (column, True), (column, False)
+        behind: dict[int, list[int]] = {i: [lane.idle[i]] for i in self.moved}
+        for (a, b), order in lane.before.items():
+            both = (there[a], True), (there[b], True)
+            self._least([(done[b], 1.0), (done[a], -1.0)], seconds[b], order, *both)
+            self._nodes_in_order(places[a], places[b], 1, (order, (there[a], True)))
+            if rank[a] > rank[b]:
+                for unless in ([(first[a], False)], [(first[b], True)]) if first else ([],):
+                    self._nodes_in_order(places[a], places[b], 0, (order, (there[a], True), *unless))
+            behind[b].append(self._new())  # its predecessor is a
+            self._least([(done[a], 1.0), (done[b], -1.0)], -seconds[b], (behind[b][-1], True))
+            self._only_if(behind[b][-1], (there[a], True), order)
+        for i, columns in behind.items():
+            self._add([*((column, 1.0) for column in columns), (there[i], -1.0)], 0.0, math.inf)
+        return lane
+
+    def _nodes_in_order(self, a: dict[int, int], b: dict[int, int], reach: int, switches: Sequence[On]) -> None:
+        """Where all `switches` are on, a has its node before the operator that is `reach` behind the one of b."""
+        for p in sorted({*a, *b}):
+            first = [(column, 1.0) for q, column in a.items() if q < p + reach]
+            then = [(column, -1.0) for q, column in b.items() if q <= p]
+            off = [(column, -1.0 if on else 1.0) for column, on in switches]
+            self._add([*first, *then, *off], -float(sum(on for _, on in switches)), math.inf)
+
+    def _only_if(self, column: int, *conditions: On) -> None:
+        for condition, on in conditions:
+            self._add([(condition, 1.0 if on else -1.0), (column, -1.0)], on - 1.0, math.inf)
+
+    def _ready_rows(self) -> None:
+        """What is gone was written, what is read was written when its load is issued and is read when it is used.
+
+        What is handed back was not written when the backward begins.
+        """
+        fixed, begins = self._issued(self.step.forward)
+        for i in self.moved:
+            written, read = (self.writes.done[i], -1.0), (self.reads.done[i], -1.0)
+            for m, gone in self.gone[i].items():
+                self._least([(self.start[m], 1.0), written], self.latency_s, (gone, True))
+            for q, column in self.loaded[i].items():
+                offset, issued = self._issued(q)
+                self._least([*issued, written], self.latency_s - offset, (column, True))
+            used = (self.start[self.step.items[i].first_use], 1.0)
+            self._least([used, read], self.latency_s, (self.left[i], True))
+            self._only_if(self.blocking[i], (self.left[i], True))
+            self._least([*begins, written], self.latency_s - fixed, (self.blocking[i], True))
+            handed_back = (self.offloaded[i], True), (self.left[i], False)
+            self._least([*negative([written]), *negative(begins)], fixed - self.latency_s, *handed_back)
+
+    def _prompt_rows(self) -> None:
+        """Of what comes up to the write of an item that is handed back, nothing begins behind a pause of the lane that
+        ended after the item was produced."""
         for j in self.moved:
-            handed_back = [(self._offloaded(j), -self.all_s), (self.left[j], self.all_s)]
-            done = [(self.written[j], 1.0), (self.start[last], -1.0), *handed_back]
-            self._add(done, self._seconds(last) - self.latency_s - self.all_s, math.inf)
-            s = self.step.items[j].produced
-            there = [(self.start[s], 1.0), *((paid[s], self.own_s[i]) for i, paid in self.paid.items() if s in paid)]
+            fixed, produced = self._end(self.step.items[j].produced)
             for k in self.moved:
-                terms = [*there, *self._ahead(k, last), (self.written[k], -1.0), *handed_back]
-                fixed = -self._seconds(s) - self.write_s[k] - self.all_s
+                switches = [(self.offloaded[j], True), (self.left[j], False), (self.writes.idle[k], True)]
                 if k != j:
-                    order, (_, constant) = self.before[k, j][:-1], self.before[k, j][-1]
-                    terms += [(column, -self.all_s * sign) for column, sign in order]
-                    terms.append((self._offloaded(k), -self.all_s))
-                    fixed -= self.all_s * (2.0 - constant)
-                self._add(terms, fixed, math.inf)
+                    switches += [(self.offloaded[k], True), self.writes.before[k, j]]
+                self._least([*produced, (self.writes.done[k], -1.0)], -fixed - self.write_s[k], *switches)
 
-    def _ahead(self, k: int, p: int) -> Terms:
-        """Seconds of what is written before item k and was produced at p or before."""
-        ahead = self.ahead_of[k].items()
-        return [(column, self.write_s[i]) for i, column in ahead if self.step.items[i].produced <= p]
-
-    def _stall_rows(self) -> None:
-        """The forward stalls only behind an operator whose release waits for a write that the lane is busy with."""
-        for p in range(self.step.forward - 1):
-            fixed, terms = self._between(p, p + 1)
-            soonest = [(self.start[p], 1.0), (self.start[p + 1], -1.0), *terms]
+    def _release_stall_rows(self) -> None:
+        """What comes behind an operator starts at its end, or when a write ends that a release there waits for."""
+        forward = self.step.forward
+        for p in range(self.count):
+            fixed, end = self._end(p)
+            _, then = self._issued(p + 1)
             waits: Terms = []
-            for i in (i for i in self.moved if self.step.items[i].last_use <= p):
-                column = self._new()
+            for i in (i for i in self.moved if self.step.items[i].last_use <= p < forward):
+                column = self.stalls[p, i] = self._new()
                 waits.append((column, self.all_s))
-                self._add([(self.left[i], 1.0), (column, -1.0)], 0.0, math.inf)
-                off = (column, -self.all_s)
-                busy_s = fixed + self.latency_s + self.write_s[i]
-                self._add([*soonest, *self._ahead(i, p), off], -busy_s - self.all_s, math.inf)
-                done = [(self.written[i], 1.0), (self.start[p + 1], -1.0), off]
-                self._add(done, -self.latency_s - self.all_s, math.inf)
-            self._add([*soonest, *waits], -fixed, math.inf)
+                self._only_if(column, (self.blocking[i], True))
+                stored = [(store, 1.0) for q, store in self.paid[i].items() if q <= p]
+                self._add([*stored, (column, -1.0)], 0.0, math.inf)
+                written = [(self.writes.done[i], 1.0), *negative(then)]
+                self._least(written, -self.latency_s, (column, True))
+                self._least(negative(written), self.latency_s, (column, True))
+            self._add([*end, *negative(then), *waits], -fixed, math.inf)
             self._add([(column, 1.0) for column, _ in waits], 0.0, 1.0)
 
-    def _overtaking_rows(self) -> None:
-        """What is used later than j and loaded before it is read before it."""
-        items, forward = self.step.items, self.step.forward
-        for j in self.moved:
-            u = items[j].first_use
-            in_the_way: dict[int, int] = {}
-            for i in self.moved:
-                rows = [m for m in self.back[i] if m in self.gone[j] and items[i].first_use > u]
-                for m in rows:
-                    column = in_the_way.setdefault(i, self._new(integral=False))
-                    terms = [(column, 1.0), (self.back[i][m], -1.0), (self.gone[j][m], -1.0)]
-                    terms += [(self.back[j][m], 1.0)] if m in self.back[j] else []
-                    self._add(terms, -1.0, math.inf)
-            if in_the_way:
-                for q in [forward, *(m + 1 for m in self.tight if m >= forward)]:
-                    if q <= u:
-                        self._reads(j, q, in_the_way)
+    def _wait_stall_rows(self) -> None:
+        """An operator starts when its loads are issued, or when one is read that it is the first to use."""
+        for q, issue in self.issue.items():
+            waits: Terms = []
+            for i in (i for i in self.moved if self.step.items[i].first_use == q):
+                column = self._new()
+                waits.append((column, self.all_s))
+                self._only_if(column, (self.left[i], True))
+                self._least([(self.reads.done[i], 1.0), (self.start[q], -1.0)], -self.latency_s, (column, True))
+            self._add([(issue, 1.0), (self.start[q], -1.0), *waits], 0.0, math.inf)
+            self._add([(column, 1.0) for column, _ in waits], 0.0, 1.0)
+
+    # Solution
+
+    def transfers(self, solution: Sequence[float]) -> dict[int, Transfer]:
+        """Where the nodes stand of what is offloaded."""
+        last = self.step.forward - 1
+        found: dict[int, Transfer] = {}
+        for i in (i for i, column in self.offloaded.items() if solution[column] > 0.5):
+            store = max(self.paid[i], key=lambda p: solution[self.paid[i][p]])
+            if solution[self.left[i]] < 0.5:
+                found[i] = Transfer(store, last, False, last + 1)
+                continue
+            load = max(self.loaded[i], key=lambda q: solution[self.loaded[i][q]])
+            block = solution[self.blocking[i]] > 0.5
+            until = [p for (p, k), column in self.stalls.items() if k == i and solution[column] > 0.5]
+            until += [m - 1 for m, column in self.gone[i].items() if m <= last and solution[column] > 0.5]
+            soonest = max(store, self.step.items[i].last_use)
+            found[i] = Transfer(store, min(until, default=last) if block else soonest, block, load)
+        return found
+
+
+def _first_use(item: Item) -> int:
+    return item.first_use
+
+
+def _last_use(item: Item) -> int:
+    return item.last_use
+
+
+def _all(columns: Mapping[int, int]) -> Terms:
+    return [(column, 1.0) for column in columns.values()]
 
 
 def least_seconds(step: Step, machine: Machine, limit: float, share_bytes: float, plan_s: float) -> float:
@@ -135,4 +262,4 @@ def least_seconds(step: Step, machine: Machine, limit: float, share_bytes: float
     bound = optimum(step, machine, limit, share_bytes).lower_bound
     if plan_s <= NEAR * bound:
         return bound
-    return max(bound, optimum(step, machine, limit, share_bytes, program=Sequenced).lower_bound)
+    return max(bound, optimum(step, machine, limit, share_bytes, program=Sequenced, plan_s=plan_s).lower_bound)

@@ -29,10 +29,10 @@ def short_search() -> None:
 
 
 def transfers_of(step: Step, item: Item) -> Iterator[Transfer]:
-    """Every placement: the store in the forward, the load in the backward, the release anywhere between."""
+    """Every placement: store and release behind operators of the forward, the load before one of the backward."""
     for store in range(item.produced, step.forward):
-        for release in range(max(store, item.last_use), item.first_use):
-            for load in range(max(release + 1, step.forward), item.first_use + 1):
+        for release in range(max(store, item.last_use), step.forward):
+            for load in range(step.forward, item.first_use + 1):
                 for block in (True, False):
                     yield Transfer(store, release, block, load)
 
@@ -87,7 +87,7 @@ def test_the_program_is_as_fast_as_the_best_of_all_plans(seed: int, share: float
     assert bound == pytest.approx(best, rel=EXACT)
 
 
-@pytest.mark.parametrize("seed", [101, 126, 183, 184])
+@pytest.mark.parametrize("seed", [126, 135, 148, 149])
 def test_lanes_in_order_reach_the_best_where_interrupted_ones_do_not(seed: int) -> None:
     best, interrupted = compared(seed, 0.0)
     _, in_order = compared(seed, 0.0, Sequenced)
@@ -109,8 +109,8 @@ def test_no_plan_beats_the_program_and_few_do_not_reach_it(program: type[Program
 
 
 LOOSER: dict[type[Program], dict[int, float]] = {
-    Program: {101: 1.009, 115: 1.001, 126: 1.073, 131: 1.007, 135: 1.425, 147: 1.305, 148: 1.093, 149: 1.012},
-    Sequenced: {115: 1.001, 131: 1.007, 147: 1.0, 149: 1.012},
+    Program: {115: 1.001, 126: 1.073, 131: 1.007, 135: 1.425, 147: 1.0, 148: 1.093, 149: 1.012},
+    Sequenced: {},
 }
 
 
@@ -221,7 +221,7 @@ def test_the_planner_is_near_the_optimum_at_every_budget() -> None:
         assert ratios[-1] <= WORST, share
 
 
-WORST = 1.25  # measured on the first 96 of them: 1.202; the goal is 1.05
+WORST = 1.05  # measured on the first 96 of them: 1.022
 
 
 @settings(max_examples=5, deadline=None)

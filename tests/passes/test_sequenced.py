@@ -1,0 +1,150 @@
+"""The program with lanes in order says what `simulate` says: every plan solves it, and its solutions can be played."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from ssd_fx.passes import solve as planner
+from ssd_fx.passes.machine import Machine
+from ssd_fx.passes.refine import kept_bytes
+from ssd_fx.passes.simulate import Choice, Outcome, Step, Transfer, simulate
+from ssd_fx.passes.solve import solve
+from tests.passes.instances import BUDGETS, Instance, limits, random_instance
+from tests.passes.optimum import Program, Terms
+from tests.passes.sequenced import Sequenced
+
+EXACT = 1e-5  # HiGHS's tolerances, on a step that takes 1
+SAME = 1e-5  # narrower, HiGHS ends with errors of its own
+
+
+def random_plan(random: Random, instance: Instance) -> tuple[tuple[Choice, ...], dict[int, Transfer], Outcome]:
+    """Any choices, with nodes anywhere they may stand; nothing is held back."""
+    step, forward = instance.step, instance.step.forward
+    while True:
+        choices = tuple(random.choice(sorted(item.choices, key=lambda c: c.value)) for item in step.items)
+        transfers = {}
+        for i, item in enumerate(step.items):
+            if choices[i] is Choice.OFFLOAD:
+                store = random.choice((item.produced, random.randrange(item.produced, forward)))
+                release = random.choice((forward - 1, random.randrange(max(store, item.last_use), forward)))
+                load = random.randint(forward, item.first_use)
+                transfers[i] = Transfer(store, release, random.random() < 0.5, load)
+        outcome = simulate(step, choices, transfers, instance.machine)
+        if not outcome.held_back:
+            return choices, transfers, outcome
+
+
+def solves(program: Program, choices: tuple[Choice, ...], transfers: Mapping[int, Transfer], outcome: Outcome) -> bool:
+    """Whether the program has a solution with these choices and nodes, in which every operator starts as simulated."""
+    fixed: Terms = [(program.chosen[i][choice], 1.0) for i, choice in enumerate(choices)]
+    for i in program.moved:
+        transfer = transfers.get(i)
+        fixed.append((program.left[i], float(transfer is not None and i not in outcome.handed_back)))
+        if transfer and isinstance(program, Sequenced):
+            fixed.append((program.paid[i][transfer.store_after], 1.0))
+            if i not in outcome.handed_back:
+                fixed.append((program.loaded[i][transfer.load_before], 1.0))
+    for column, value in fixed:
+        program._add([(column, 1.0)], value, value)
+    for p, column in program.start.items():
+        start = outcome.starts[p] / program.unit_s
+        program._add([(column, 1.0)], start - SAME, start + SAME)
+    return bool(program.solve(gap=1.0, time_limit=60.0).success)
+
+
+def not_solutions(program: type[Program], seeds: range, plans: int) -> list[tuple[int, int]]:
+    """Which of the random plans of each seed are none, under the bytes that each of them needs."""
+    found = []
+    for seed, plan in itertools.product(seeds, range(plans)):
+        instance = random_instance(seed)
+        choices, transfers, outcome = random_plan(Random(1000 * seed + plan), instance)
+        kept = kept_bytes(instance.step, choices)
+        built = program(instance.step, instance.machine, outcome.peak, kept)
+        if not solves(built, choices, transfers, outcome):
+            found.append((seed, plan))
+    return found
+
+
+@pytest.mark.parametrize("program", [Program, Sequenced])
+def test_random_plans_are_solutions(program: type[Program]) -> None:
+    assert not_solutions(program, range(10), 2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [Program, Sequenced])
+def test_many_random_plans_are_solutions(program: type[Program]) -> None:
+    assert not_solutions(program, range(10, 110), 10) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [Program, Sequenced])
+def test_plans_of_the_planner_are_solutions(program: type[Program], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "WALKS", 0)
+    for seed, share in itertools.product(range(2000, 2030), BUDGETS):
+        instance = random_instance(seed)
+        at = limits(instance.step, share)
+        found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
+        built = program(instance.step, instance.machine, at.memory, at.kept)
+        assert solves(built, found.choices, found.transfers, found.outcome), (seed, share)
+
+
+def played(seed: int, share: float) -> None:
+    """The program's solution, simulated, takes as long, fits, and holds nothing back."""
+    instance = random_instance(seed)
+    step, machine, at = instance.step, instance.machine, limits(instance.step, share)
+    program = Sequenced(step, machine, at.memory, at.kept)
+    result = program.solve(gap=1e-3, time_limit=60.0)
+    choices, transfers = program.choices(result.x), program.transfers(result.x)
+    outcome = simulate(step, choices, transfers, machine)
+    assert outcome.seconds == pytest.approx(result.fun * program.unit_s, rel=EXACT), (seed, share)
+    assert not outcome.held_back
+    assert outcome.peak <= at.memory
+    assert kept_bytes(step, choices) <= at.kept
+
+
+def all_played(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        played(seed, 0.2)
+
+
+@pytest.mark.parametrize("seed", [2, 8, 19, 21, 23, 36])
+def test_solutions_can_be_played(seed: int) -> None:
+    played(seed, 0.2)
+
+
+@pytest.mark.slow
+def test_many_solutions_can_be_played() -> None:
+    all_played(range(60))
+
+
+@pytest.mark.parametrize("rows", ["_release_stall_rows", "_wait_stall_rows", "_prompt_rows", "_ready_rows"])
+def test_rows_that_are_missing_are_found(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them a solution is faster than the plan that it is, or is none."""
+    monkeypatch.setattr(Sequenced, rows, lambda self: None)
+    with pytest.raises(AssertionError):
+        all_played((*range(2000, 2003), 2023, 2028, 2055))
+
+
+@pytest.mark.parametrize(("lane", "wrong"), [("write_bw", 0.9), ("read_bw", 0.9), ("write_bw", 1.1), ("read_bw", 1.1)])
+def test_a_lane_of_another_speed_is_found(lane: str, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Sequenced.__init__
+
+    def init(self: Sequenced, step: Step, machine: Machine, *rest: float) -> None:
+        right(self, step, replace(machine, **{lane: getattr(machine, lane) * wrong}), *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Sequenced, "__init__", init)
+    assert not_solutions(Sequenced, range(10), 2)
+
+
+def test_a_plan_of_three_changes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first item handed back, and two others written in its place: each alone is slower or does not fit."""
+    monkeypatch.setattr(planner, "WALKS", 1)
+    instance = random_instance(2089)
+    at = limits(instance.step, 0.2)
+    found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept).outcome.seconds
+    assert found <= 1.001 * 0.0494641
