@@ -9,6 +9,7 @@ the outermost module that the frame reaches it through: `L['self']` where the mo
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision's
 _ACCESSOR = re.compile(r"[A-Z]\['[^']*'\]\.?")  # L['self'], G['model']
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 from ssd_fx.passes import verify
 from ssd_fx.passes.alias import DYNAMIC, NESTED, alias
@@ -133,14 +134,15 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
 def _recomputes_already() -> bool:
     """Whether the user has PyTorch recompute, or the ranks agree on what is saved: then PyTorch exchanges that in every
-    partition, and all ranks must make equally many."""
+    partition, and all ranks must make equally many. Or PyTorch quantizes what is saved, and notes so in the graph."""
     agree = getattr(functorch_config, "_sync_decision_cross_ranks", False)
-    return functorch_config.activation_memory_budget != 1 or bool(agree)
+    quantizes = "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
+    return functorch_config.activation_memory_budget != 1 or bool(agree) or quantizes
 
 
 def _quick_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
     """PyTorch's partition, or one that recomputes and is predicted to be faster, with a plan of the short search."""
-    partition = joint.partition()
+    partition = joint.partition(again=True)
     plan = decide(partition, options, quick=True)
     assert plan.prediction is not None
     if not _could_gain(plan.prediction):
@@ -156,7 +158,12 @@ def _quick_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
         if priced.recomputed_nodes in tried:
             break
         tried.add(priced.recomputed_nodes)
-        partition = joint.partition_again(priced.recomputed_nodes, priced.saved_nodes)
+        try:
+            partition = joint.partition_again(priced.recomputed_nodes, priced.saved_nodes)
+        except RuntimeError as error:
+            told = f"ssd_fx computes nothing of graph {plan.graph} again, for PyTorch cannot partition it so: {error}"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            break
         if communication(partition) != talk:
             break
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch.fx import traceback
 from torch.fx._lazy_graph_module import _get_graph_module_cls, _make_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -29,7 +31,8 @@ from ssd_fx.passes.communication import is_silent
 from ssd_fx.passes.partition import Partition, activation_inputs, changed_inputs, storage_of
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
-_REGION_BUDGET = "_region_activation_memory_budget"  # in the annotations of nodes, from torch 2.13 on
+# In the annotations of nodes, from torch 2.13 on.
+_REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
 LONGEST = 200  # nodes of a chain: what depends on more is not worth it
 
 
@@ -37,7 +40,7 @@ class Joint:
     """A joint graph that can be partitioned several times, each time with other operators recomputed."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any]) -> None:
-        self._module, self._inputs, self._arguments = _lazy(module), inputs, arguments
+        self._module, self._inputs, self._arguments = module, inputs, arguments
         _save_what_reads(module.graph, changed_inputs(module.graph))
         self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
 
@@ -45,19 +48,22 @@ class Joint:
     def has_own_budget(self) -> bool:
         """Whether the model itself gives PyTorch a memory budget: by `region_activation_memory_budget` of
         torch.autograd.graph, or by the marker that was before it."""
-        metas = [n.meta for n in self._module.graph.nodes]
+        modules = [m for m in self._module.modules() if isinstance(m, fx.GraphModule)]  # regions within regions, too
+        metas = [n.meta for m in modules for n in m.graph.nodes]
         return any("memory_budget" in m or _REGION_BUDGET in (m.get("custom") or ()) for m in metas)
 
-    def partition(self) -> Partition:
-        """As PyTorch cuts it."""
+    def partition(self, *, again: bool = False) -> Partition:
+        """As PyTorch cuts it. `again`: it may be cut once more."""
+        if again:  # otherwise PyTorch looks for what it notes at the graph of its own module
+            self._module = _lazy(self._module)
         return self._cut(self._module)
 
     def partition_again(self, recomputed: Collection[str], saved: Collection[str]) -> Partition:
         """With the nodes of these names computed again in the backward, and those other ones saved if it needs them.
 
         The tags are those of selective checkpointing; what is tagged already stays as it is. Views of what is computed
-        again are tagged with it: a cut through one of them is as cheap to PyTorch, and saves the same bytes. What the
-        first cut found to be computed twice it took out of the graph, and tags of its own stand there again.
+        again are tagged with it: a cut through one of them is as cheap to PyTorch, and saves the same bytes. The graph
+        is as the first cut left it: without what is computed twice, and with the tags that PyTorch sets itself.
         """
         module = _clone(self._module)
         again = {storage_of(n) for n in module.graph.nodes if n.name in recomputed} - {None}
@@ -65,7 +71,7 @@ class Joint:
             if node.op != "call_function" or "recompute" in node.meta:
                 continue
             if node.name in recomputed or storage_of(node) in again:
-                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                _recompute(node)
             elif node.name in saved:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with functorch_config.patch(cse=False):
@@ -74,6 +80,16 @@ class Joint:
     def _cut(self, module: fx.GraphModule) -> Partition:
         forward, backward = min_cut_rematerialization_partition(module, self._inputs, **self._arguments)
         return Partition(forward, _lazy(backward), self._arguments["num_fwd_outputs"], self._activations)
+
+
+def _recompute(node: fx.Node) -> None:
+    """Tags `node`, and the operator whose result it takes: several tensors at once can be neither saved nor, of most
+    operators, recomputed without a tag."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    if node.target is operator.getitem:
+        made_by = node.all_input_nodes[0]
+        if made_by.op == "call_function" and "recompute" not in made_by.meta:
+            _recompute(made_by)
 
 
 def _save_what_reads(graph: fx.Graph, changed: Collection[int]) -> None:

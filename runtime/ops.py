@@ -48,6 +48,8 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
 
 
 def _store(x: Tensor, config: str, graph: str, slot: int, seq: int, tier: str = "") -> Tensor:
+    if x.device.type != "cpu":
+        trace.behind_the_host.add(graph)
     return get_store(config).store(x, graph, slot, seq, tier)
 
 

@@ -15,6 +15,8 @@ LENGTH = 65536
 # By graph: where in the forward begin_ and our nodes stand, `|`, where in the backward; indices of the graph's nodes
 # before ours came, in planned order.
 positions: dict[str, str] = {}
+# Graphs on a device that runs behind the host: between two of their events the host launched kernels, no more.
+behind_the_host: set[str] = set()
 _events: deque[Event] = deque(maxlen=LENGTH)
 
 record = _events.append
@@ -26,6 +28,7 @@ def events() -> list[Event]:
 
 
 def clear() -> None:
-    """Forgets all events and positions."""
+    """Forgets all events, positions and devices."""
     _events.clear()
     positions.clear()
+    behind_the_host.clear()

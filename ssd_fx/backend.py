@@ -164,7 +164,8 @@ def _inductor(
     # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on the
     # example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to reuse.
     patches["allow_buffer_reuse"] = False
-    if patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
+    annotation = gm.meta.pop("cudagraph_annotation", None)  # of torch.compiler's override_cudagraphs
+    if patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs) or getattr(annotation, "fwd", False):
         patches["triton.cudagraphs"] = False
         _tell_no_cuda_graphs(inputs)
     if traced_backward.loads(gm.graph):

@@ -28,13 +28,19 @@ def save_profile(path: str | os.PathLike[str]) -> int:
     """Writes what the trace has to `path`; returns the number of graphs.
 
     Raises:
-        ValueError: the trace has no complete run of any graph; train some steps first.
+        ValueError: the trace has no complete run of any graph; train some steps first. Or graphs run on a GPU, of which
+            the trace has the times when kernels were launched.
         OSError: `path` cannot be written.
     """
     events = trace.events()
     measured = {name: p for name, text in sorted(trace.positions.items()) if (p := _profile(name, text, events))}
     if not measured:
         raise ValueError("no graph with offloaded tensors has run since the trace was cleared; train some steps first")
+    if launched := sorted(trace.behind_the_host & measured.keys()):
+        raise ValueError(
+            f"graphs {', '.join(launched)} run on a GPU, and the trace has the times at which the host launched their "
+            "kernels; a profile is of graphs on a CPU. The rates that ssd-fx calibrate measures hold for a GPU"
+        )
     found = {name: {"forward": g.forward, "backward": g.backward} for name, g in measured.items()}
     rates = {f"{kind}_bw": _bandwidth(kind, events) for kind in ("write", "read")} | {"scale": _scale(measured)}
     Path(path).write_text(json.dumps({"version": _VERSION, "graphs": found} | rates) + "\n")

@@ -152,6 +152,31 @@ def test_a_mode_reaches_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
 
 
+def test_a_region_that_asks_for_cuda_graphs_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    override = pytest.importorskip("torch._dynamo.decorators").__dict__.get("override_cudagraphs")
+    if override is None:
+        pytest.skip("this torch has no override_cudagraphs")
+    from torch._inductor import compile_fx
+
+    seen: list[bool] = []
+    decided = compile_fx.create_compiler_config_extra
+
+    def spy(gm: torch.fx.GraphModule) -> Any:
+        seen.append(bool(decided(gm).cudagraphs))
+        return decided(gm)
+
+    def in_region(x: Tensor) -> Tensor:
+        with override(fwd=True, bwd=True):
+            return x.sin()
+
+    monkeypatch.setattr(compile_fx, "create_compiler_config_extra", spy)
+    monkeypatch.setenv("SSD_FX_DIRS", str(tmp_path))
+    for backend, graphs in (("inductor", True), ("ssd_fx", False)):
+        torch._dynamo.reset()
+        torch.compile(in_region, backend=backend)(batch(0))
+        assert seen.pop() is graphs
+
+
 def test_cuda_graphs_are_left_out_aloud(recwarn: pytest.WarningsRecorder) -> None:
     """On a CPU nobody asks for them; on a GPU a write that is late would read what the next replay puts there."""
     from ssd_fx.backend import _tell_no_cuda_graphs

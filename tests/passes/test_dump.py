@@ -142,6 +142,14 @@ def test_rows_name_the_line_of_the_model() -> None:
     assert source_line(saved_linear) == f"{Path(__file__).name}:{at}"
 
 
+def test_torchvision_is_not_pytorch() -> None:
+    node = torch.fx.Graph().placeholder("x")
+    site = Path(torch.__file__).parents[1]
+    frames = ("train.py", site / "torchvision/models/resnet.py", site / "torch/nn/modules/conv.py")
+    node.meta["stack_trace"] = "\n".join(f'File "{file}", line {10 + i}, in f' for i, file in enumerate(frames))
+    assert source_line(node) == "resnet.py:11"
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [(0, "0 B"), (2**20 - 1, "1048575 B"), (2**20, "1 MiB"), (3 * 2**19, "1.5 MiB"), (45 * 2**28, "11.25 GiB")],

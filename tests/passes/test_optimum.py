@@ -15,7 +15,8 @@ from ssd_fx.passes.refine import fits
 from ssd_fx.passes.simulate import Choice, Item, Step, Transfer, simulate
 from ssd_fx.passes.solve import solve
 from tests.passes.instances import BUDGETS, Instance, instances, limits, random_instance
-from tests.passes.optimum import Program, memory_rows, optimum
+from tests.passes.memory_rows import memory_rows
+from tests.passes.optimum import Program, optimum
 from tests.passes.sequenced import Sequenced, least_seconds
 
 EXACT = 1e-5  # HiGHS's tolerances, on a step that takes 1

@@ -38,7 +38,7 @@ class Decisions:
             limits=Limits(100, 50), solution=SimpleNamespace(outcome=outcome), modelled=SimpleNamespace(step=step)
         )
         nodes = frozenset({f"relu_{len(self.asked)}"})
-        return SimpleNamespace(prediction=prediction, recomputed_nodes=nodes, saved_nodes=frozenset())
+        return SimpleNamespace(graph="g", prediction=prediction, recomputed_nodes=nodes, saved_nodes=frozenset())
 
 
 def exchanging(*names: str) -> Partition:
@@ -69,6 +69,15 @@ def test_a_limit_is_only_ever_tightened(least: int, memory: list[int]) -> None:
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
     assert [limits.memory for limits in decisions.asked] == memory
     assert {limits.kept for limits in decisions.asked} == {50}
+    assert partition is joint.partition.return_value
+
+
+def test_a_partition_that_pytorch_cannot_make_is_done_without_aloud() -> None:
+    decisions, joint = Decisions(110), joint_of(exchanging("a", "b"), exchanging("a", "b"))
+    joint.partition_again.side_effect = RuntimeError("AOT Autograd failed to partition")
+    with mock.patch.object(pipeline, "decide", decisions), pytest.warns(RuntimeWarning, match="failed to partition"):
+        partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
+    assert joint.partition_again.call_count == 1
     assert partition is joint.partition.return_value
 
 
