@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from torch import fx
 
 import ssd_fx
 from ssd_fx.passes import pipeline, recompute
-from ssd_fx.passes.partition import Partition, storage_of
-from ssd_fx.passes.plan import Plan, Recompute
+from ssd_fx.passes.partition import storage_of
 from ssd_fx.sizes import format_bytes
 from tests.communicating import calls, exchange
 from tests.models import Shape, assert_same_bits, deterministic, train
 from tests.passes import toys
+from tests.passes.recomputing import all_priced, everything_recomputed
 
 SHAPE = Shape(layers=2, width=64, heads=2, seq=64, dropout=0.0)
 SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
@@ -112,8 +111,7 @@ def test_what_is_computed_again_is_not_saved_as_a_view_or_a_copy(toy: toys.Toy) 
     def saved_before_and_after(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[set[int | None], ...]:
         joint = recompute.Joint(gm, inputs, kwargs)
         partition = joint.partition()
-        priced = recompute.price(partition, pipeline.decide(partition, toys.options()))
-        decided = priced.with_(decisions={s: Recompute(p.nodes) for s, p in priced.prices.items()})
+        decided = all_priced(partition, pipeline.decide(partition, toys.options()))
         again = joint.partition_again(decided.recomputed_nodes, decided.saved_nodes)
         chosen = [g for g in decided.groups if g.slot in decided.decisions]
         of_groups = {name for g in chosen for name in (g.base, *(m.name for m in g.members))}
@@ -126,20 +124,7 @@ def test_what_is_computed_again_is_not_saved_as_a_view_or_a_copy(toy: toys.Toy) 
 
 
 @pytest.mark.parametrize("toy", toys.ALL, ids=toys.name)
-def test_toys_computed_again_have_the_same_gradients(toy: toys.Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that has a price, whatever it gains."""
-    decide, cuts = pipeline.decide, list[int]()
-
-    def all_that_can(partition: Partition, options: Any, *, priced: bool = False, **more: Any) -> Plan:
-        if not priced:
-            return decide(partition, options, **more)
-        plan = recompute.price(partition, more["analysed"])
-        cuts.append(len(plan.prices))
-        return plan.with_(decisions={slot: Recompute(price.nodes) for slot, price in plan.prices.items()})
-
-    monkeypatch.setattr(pipeline, "decide", all_that_can)
-    monkeypatch.setattr(pipeline, "GAIN", -math.inf)
-
+def test_toys_computed_again_have_the_same_gradients(toy: toys.Toy) -> None:
     def gradients(**more: Any) -> list[torch.Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -150,8 +135,10 @@ def test_toys_computed_again_have_the_same_gradients(toy: toys.Toy, monkeypatch:
         return [g for g in (x.grad, w.grad) if g is not None]
 
     with deterministic():
-        assert_same_bits(gradients(recompute=True), gradients(recompute=False, budget=1.0))
-    assert cuts[0] > 0 or toy in NEVER_COMPUTED_AGAIN
+        with everything_recomputed() as groups:
+            recomputed = gradients(recompute=True)
+        assert_same_bits(recomputed, gradients(recompute=False, budget=1.0))
+    assert groups[0] > 0 or toy in NEVER_COMPUTED_AGAIN
 
 
 @pytest.mark.parametrize("several", ["split", "unbind"])

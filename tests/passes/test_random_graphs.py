@@ -23,6 +23,7 @@ from ssd_fx.runtime.store import close_stores
 from tests.passes.lazy_engines import engines
 from tests.passes.random_graphs import Input, Program, programs
 from tests.passes.random_runs import FAST_IO, KEPT, SLOW_IO, Trial, Variant, assert_bitwise, count, through_compile
+from tests.passes.recomputing import everything_recomputed
 
 ops = torch.ops.ssd_fx
 # With no database a run depends on its seed alone; the fixture is about counters, which no example minds.
@@ -109,6 +110,33 @@ def test_through_the_whole_of_torch_compile() -> None:
         assert_bitwise(kept, gone, "torch.compile")
 
     attempt()
+
+
+def search_recomputed(examples: int) -> int:
+    """Programs of which all that can be is computed again; returns how many groups were."""
+    total = 0
+
+    @settings(SETTINGS, max_examples=examples, derandomize=True)
+    @given(programs())
+    def attempt(program: Program) -> None:
+        nonlocal total
+        kept = through_compile([program], Variant(1.0), inner="aot_eager", recompute=False)
+        with everything_recomputed() as groups:
+            again = through_compile([program], Variant(0.0), inner="aot_eager", recompute=True)
+        total += sum(groups)
+        assert_bitwise(kept, again, "computed again")
+
+    attempt()
+    return total
+
+
+def test_what_is_computed_again() -> None:
+    assert search_recomputed(12) > 12
+
+
+@pytest.mark.slow
+def test_five_hundred_programs_computed_again() -> None:
+    assert search_recomputed(500) > 500
 
 
 def search_dynamic(examples: int) -> None:

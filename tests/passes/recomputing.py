@@ -1,0 +1,35 @@
+"""A planner that computes again all that it can, whatever it gains: for what a second partition may do wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from ssd_fx.passes import pipeline, recompute
+from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.plan import Plan, Recompute
+
+
+def all_priced(partition: Partition, analysed: Plan) -> Plan:
+    """A plan in which every group that has a price is computed again."""
+    plan = recompute.price(partition, analysed)
+    return plan.with_(decisions={slot: Recompute(price.nodes) for slot, price in plan.prices.items()})
+
+
+@contextmanager
+def everything_recomputed() -> Iterator[list[int]]:
+    """Yields how many groups were, of every graph that was compiled since."""
+    decide, groups = pipeline.decide, list[int]()
+
+    def all_that_can(partition: Partition, options: Any, *, priced: bool = False, **more: Any) -> Plan:
+        if not priced:
+            return decide(partition, options, **more)
+        plan = all_priced(partition, more["analysed"])
+        groups.append(len(plan.prices))
+        return plan
+
+    with mock.patch.object(pipeline, "decide", all_that_can), mock.patch.object(pipeline, "GAIN", -math.inf):
+        yield groups
