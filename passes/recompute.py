@@ -102,8 +102,8 @@ def _save_what_reads(graph: fx.Graph, changed: Collection[int]) -> None:
 
 
 def _lazy(module: fx.GraphModule) -> fx.GraphModule:
-    """`module` with Python code only once it is asked for, as Inductor has its modules, which it never calls: the code
-    was an eighth of partition and planning of 48 layers. Anybody else's modules stay what they are."""
+    """`module` with Python code only once it is asked for, as Inductor has its modules, which it never calls. Anybody
+    else's modules stay what they are."""
     if isinstance(module, _get_graph_module_cls()):
         return module
     lazy = _make_graph_module(module, module.graph)
