@@ -24,6 +24,7 @@ from tests.passes.recomputing import all_priced, everything_recomputed
 
 SHAPE = Shape(layers=2, width=64, heads=2, seq=64, dropout=0.0)
 SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
+TAGGED = (toys.views_only, toys.shared_view, toys.equal_copy, toys.unbound, toys.unsafe_split)
 NEVER_COMPUTED_AGAIN: tuple[toys.Toy, ...] = (toys.saved_output, toys.view_of_output)  # they live anyway
 FAST = SLOW | {"write_bw": 1e12, "read_bw": 1e12, "latency_s": 0.0}
 
@@ -100,7 +101,7 @@ def test_who_gives_a_region_a_budget_is_left_alone() -> None:
     assert [cuts(layers), cuts(in_region)] == [2, 1]
 
 
-@pytest.mark.parametrize("toy", toys.ALL, ids=toys.name)
+@pytest.mark.parametrize("toy", TAGGED, ids=toys.name)
 def test_what_is_computed_again_is_not_saved_as_a_view_or_a_copy(toy: toys.Toy) -> None:
     """To PyTorch's cut, a view weighs as much as what it views: nothing but the tags tells it which one is meant.
 
@@ -119,8 +120,8 @@ def test_what_is_computed_again_is_not_saved_as_a_view_or_a_copy(toy: toys.Toy) 
         return {storage_of(nodes[name]) for name in of_groups}, {storage_of(n) for n in again.saved}
 
     before, after = toys.with_joint(toy, toys.inputs(), saved_before_and_after)
+    assert before
     assert not before & after
-    assert before or toy in NEVER_COMPUTED_AGAIN
 
 
 @pytest.mark.parametrize("toy", toys.ALL, ids=toys.name)
