@@ -113,7 +113,6 @@ def _predicted_host(sizes: dict[str, str]) -> list[str]:
 
 def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
     decision, mark = plan.decisions.get(group.slot), plan.marks.get(group.slot)
-    part = f"{format_bytes(group.stored_nbytes)} of " if group.stored_nbytes != group.nbytes else ""
     where = ""
     if decision is None:
         what, reason = "undecided", ""
@@ -125,7 +124,9 @@ def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
         what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
         where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
     members = tuple(m.name for m in group.members)
-    size, source = part + format_bytes(group.nbytes), sources.get(group.base, "")
+    size, source = format_bytes(group.nbytes), sources.get(group.base, "")
+    if group.stored_nbytes != group.nbytes:  # 256 of 512 B
+        size = f"{format_bytes(group.stored_nbytes).removesuffix(size[size.index(' ') :])} of {size}"
     return Row(group.base, plan.modules.get(group.slot, ""), size, what, reason, where, members, source=source)
 
 

@@ -28,6 +28,12 @@ class Solution:
     transfers: Mapping[int, Transfer]
     outcome: Outcome
 
+    @property
+    def pays(self) -> bool:
+        """Whether it stalls, or computes again what another one may load in time."""
+        stalled = self.outcome.stall_s > TOLERANCE * self.outcome.seconds
+        return stalled or Choice.RECOMPUTE in self.choices
+
 
 Move = tuple[Choice, Transfer | None]
 Draft = tuple[tuple[Choice, ...], Mapping[int, Transfer]]

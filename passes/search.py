@@ -94,8 +94,7 @@ class Search:
         if self.best is None:
             return False
         outcome = self.best.outcome
-        stalled = outcome.stall_s > TOLERANCE * outcome.seconds or Choice.RECOMPUTE in self.best.choices
-        fast = not stalled or outcome.seconds <= self.enough_s
+        fast = not self.best.pays or outcome.seconds <= self.enough_s
         return fast and outcome.written <= 1.01 * max(self.must - self.step.host_budget, 0)
 
     def _orders(self) -> Iterator[Order]:

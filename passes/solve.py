@@ -14,12 +14,13 @@ from functools import partial
 from ssd_fx.passes.anneal import anneal
 from ssd_fx.passes.machine import Machine
 from ssd_fx.passes.place import floor
-from ssd_fx.passes.refine import TOLERANCE, Solution, better, refine, size
+from ssd_fx.passes.refine import Solution, better, refine, size
 from ssd_fx.passes.search import POOL, Search, effort_of
 from ssd_fx.passes.simulate import Step
 
-# Small steps that stall are walked randomly at the end: so often, each walk over so many operators and items, as many
-# changes at most and at least; a second for a dozen items. Few long walks find what many short ones miss.
+# Small steps that stall or recompute are walked randomly at the end: so often, each walk over so many operators and
+# items, as many changes at most and at least; a second for a dozen items. Few long walks find what many short ones do
+# not.
 WALKS = 3
 WALKED = 600_000
 MOST_WALK = 10_000
@@ -81,7 +82,7 @@ def solve(
     for start in search.pool:
         best = _better(refined(start), best)
     trials = min(WALKED // size(step), MOST_WALK)
-    if WALKS and trials >= LEAST_WALK and best.outcome.stall_s > TOLERANCE * best.outcome.seconds:
+    if WALKS and trials >= LEAST_WALK and best.pays:
         search.kick(KICKED)
         best = _better(refined(search.best), best)
         walk = partial(

@@ -141,6 +141,16 @@ def test_a_lane_of_another_speed_is_found(lane: str, wrong: float, monkeypatch: 
     assert not_solutions(Sequenced, range(10), 2)
 
 
+def test_a_plan_that_recomputes_is_walked_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no stall; that the drive would be in time for both items is two changes away, and where they stand."""
+    monkeypatch.setattr(planner, "WALKS", 1)
+    instance = random_instance(2119)
+    at = limits(instance.step, 0.2)
+    found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
+    assert Choice.RECOMPUTE not in found.choices
+    assert found.outcome.seconds <= 1.001 * 0.0465376
+
+
 def test_a_plan_of_three_changes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first item handed back, and two others written in its place: each alone is slower or does not fit."""
     monkeypatch.setattr(planner, "WALKS", 1)
