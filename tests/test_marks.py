@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -159,9 +160,10 @@ def test_inductor_writes_the_same_code(options: dict[str, object], toy: Toy) -> 
 def test_the_dump_says_who_marked_what(options: dict[str, object], tmp_path: Path, inner: str) -> None:
     options |= {"inner": inner, "dump": str(tmp_path / "dump")}
     gradients(torch.compile(layers(ssd_fx.keep), backend=ssd_fx.backend, options=options), *inputs())
-    lines = [line.split(None, 4) for line in plan_text(tmp_path / "dump").splitlines()[1:]]
     marked = "marked by ssd_fx.keep"
-    reasons = {base: marked if rest.startswith(marked) else decision for base, _, _, decision, rest in lines}
+    assert plan_text(tmp_path / "dump").count(marked) == 2
+    (path,) = (tmp_path / "dump").glob("*.plan.json")
+    reasons = {group["name"]: group["reason"] or group["decision"] for group in json.loads(path.read_text())["groups"]}
     assert {base: reason for base, reason in reasons.items() if base.startswith("mm")} == {
         "mm": marked,
         "mm_1": marked,
