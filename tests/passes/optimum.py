@@ -100,6 +100,9 @@ class Program:
         self.moved = [i for i, item in enumerate(step.items) if Choice.OFFLOAD in item.choices]
         self.tight = memory_rows(step, limit, rows)
         self._columns()
+        self._rows()
+
+    def _rows(self) -> None:
         self._choice_rows()
         self._order_rows()
         self._memory_rows()

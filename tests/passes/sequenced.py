@@ -34,20 +34,12 @@ class Lane:
 class Sequenced(Program):
     every_window = True
 
-    def __init__(
-        self,
-        step: Step,
-        machine: Machine,
-        limit: float,
-        share_bytes: float | None,
-        rows: int | None = None,
-        plan_s: float = math.inf,
-    ) -> None:
-        super().__init__(step, machine, limit, share_bytes, rows, plan_s)
+    def _rows(self) -> None:
+        super()._rows()
         self.offloaded = {i: self.chosen[i][Choice.OFFLOAD] for i in self.moved}
         self._load_rows()
         # At one operator, what is needed first is loaded first, and what blocks or is used last first stored first.
-        last, first = ({i: (use(step.items[i]), i) for i in self.moved} for use in (_last_use, _first_use))
+        last, first = ({i: (use(self.step.items[i]), i) for i in self.moved} for use in (_last_use, _first_use))
         self.writes = self._lane(self.offloaded, self.paid, self._end, self.write_s, last, self.blocking)
         self.reads = self._lane(self.left, self.loaded, self._issued, self.read_s, first, {})
         self._ready_rows()
