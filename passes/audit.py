@@ -125,8 +125,8 @@ class _Flights:
         self.last_seq = seq
         if kind == "store":
             name = _input(node, 0)
-            for known in (self.loads, self.gone):
-                _require(name not in known, f"{name!r} is stored while it is loaded or after it was handed over")
+            flying = set(self._chain(name)) & {*self.loads, *self.gone}
+            _require(not flying, f"{name!r} is stored while it is loaded or after it was handed over")
             self.stores[name] = where
         elif kind == "wait_store_":
             name = _input(node, 1)

@@ -2,21 +2,25 @@
 
     sigmoid -> t -> clone        sigmoid and clone saved, two storages, the same elements
                                  => one group {base sigmoid, members sigmoid and clone}; clone(t(sigmoid)) again
+    sigmoid -> t -> clone -> view -> t -> clone_1        a copy of a copy, whether or not that is saved
+                                 => clone_1 too; clone(t(view(clone(t(sigmoid))))) again
 
 The copy is an operator of the forward that changes layout and nothing else; it runs in the backward on the same
-strides, so that its result is the same to the bit and in every stride.
+strides, so that its result is the same to the bit and in every stride. Of a chain, what is in between is in memory too
+while the next copy is made.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from ssd_fx.passes.groups import AliasGroup, Copy, Layout
-from ssd_fx.passes.packing import span
-from ssd_fx.passes.partition import Partition, storage_key, tensor_of
+from ssd_fx.passes.packing import is_dense, span
+from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, storage_of, tensor_of, written
 
 aten = torch.ops.aten
 _COPIES = (aten.clone.default, aten._to_copy.default)
@@ -24,33 +28,58 @@ _COPIES = (aten.clone.default, aten._to_copy.default)
 
 def merge_copies(partition: Partition, groups: list[AliasGroup]) -> list[AliasGroup]:
     """The groups, those whose base is a copy of bytes in another one merged into that one."""
-    nodes = {n.name: n for n in partition.forward.graph.nodes}
-    plain = [nodes[g.base] for g in groups if _is_plain(g)]
-    of_storage = {storage_key(n.meta["val"]): n.name for n in plain if n.op != "placeholder"}
+    origins = _Origins.of(partition, groups)
     merged = {g.base: g for g in groups}
-    for group in groups:  # in the order of production: a copy of a copy finds the first one merged already
-        source = copied(nodes[group.base]) if _is_plain(group) else None
-        name = of_storage.get(storage_key(source.meta["val"])) if source is not None else None
-        into = merged.get(name) if name is not None else None  # None: that one is a copy itself
-        if source is not None and into is not None and into.base != group.base:
-            found = _merge(into, group, Layout.of(source.meta["val"]))
-            if found is not None:
-                merged[into.base] = found
-                del merged[group.base]
+    for group in groups:  # in the order of production: what is copied comes first
+        found = origins.find(group.base) if _is_plain(group) else None
+        if found is not None:
+            name, copy = found
+            merged[name] = _merge(merged[name], group, copy)
+            del merged[group.base]
     return list(merged.values())
+
+
+def copied(node: fx.Node) -> fx.Node | None:
+    """What a node is a copy of, element for element; None if it is no copy, and where sizes are symbolic."""
+    source = _copied_argument(node)
+    if not isinstance(source, fx.Node):
+        return None
+    out, old = tensor_of(node), tensor_of(source)
+    if out is None or old is None or storage_key(out) is None or storage_key(old) is None:
+        return None
+    if Layout.of(out).is_symbolic or Layout.of(old).is_symbolic:
+        return None
+    alike = (out.dtype, out.device, out.shape) == (old.dtype, old.device, old.shape)
+    return source if alike and (node.target in _COPIES or out.is_contiguous()) else None
+
+
+def again(node: fx.Node) -> tuple[torch._ops.OpOverload, Mapping[str, object]]:
+    """The operator that makes a copy of what `node` copies, and its keyword arguments."""
+    if node.target in _COPIES:
+        return node.target, node.kwargs
+    return aten.clone.default, {"memory_format": torch.contiguous_format}
+
+
+def _copied_argument(node: fx.Node) -> object:
+    """The argument whose elements are those of the result, but for their dtype, device and number."""
+    if node.target in _COPIES:
+        plain = len(node.args) == 1 and not set(node.kwargs) - {"memory_format", "dtype", "device"}
+        return node.args[0] if plain else None
+    if node.target is aten.copy.default and not node.kwargs:  # into a new tensor, as functionalization leaves it
+        return node.args[1] if len(node.args) == 2 else None
+    if node.target is aten.repeat.default:  # of which nothing is repeated, where the sizes are the same
+        return node.args[0]
+    if node.target is aten.cat.default and isinstance(node.args[0], (list, tuple)):
+        return node.args[0][0] if len(node.args[0]) == 1 else None
+    return None
 
 
 def _is_plain(group: AliasGroup) -> bool:
     return not group.obstacle and group.pack is None and not group.is_hint
 
 
-def _merge(into: AliasGroup, group: AliasGroup, source: Layout) -> AliasGroup | None:
-    assert into.layout is not None
-    assert group.layout is not None
-    held = into.layout.dtype == source.dtype and span(source) <= into.layout.numel
-    if not held or source.conj or source.neg or into.layout.device != source.device:
-        return None
-    members = tuple(replace(m, copy=Copy(group.base, source)) for m in group.members)
+def _merge(into: AliasGroup, group: AliasGroup, copy: Copy) -> AliasGroup:
+    members = tuple(replace(m, copy=copy) for m in group.members)
     return replace(
         into,
         members=(*into.members, *members),
@@ -59,14 +88,52 @@ def _merge(into: AliasGroup, group: AliasGroup, source: Layout) -> AliasGroup | 
     )
 
 
-def copied(node: fx.Node) -> fx.Node | None:
-    """What a node is a copy of, element for element; None if it is no copy."""
-    if node.target not in _COPIES or len(node.args) != 1 or set(node.kwargs) - {"memory_format", "dtype", "device"}:
-        return None
-    source = node.args[0]
-    if not isinstance(source, fx.Node):
-        return None
-    out, old = tensor_of(node), tensor_of(source)
-    if out is None or old is None or storage_key(old) is None or (out.dtype, out.device) != (old.dtype, old.device):
-        return None
-    return source
+@dataclass
+class _Origins:
+    """`nodes`: of the forward, by name; `owners`: the node that each storage comes from; `written`: storages that an
+    operator writes into; `found`: by storage, the group that holds its bytes, and as which copy of them (None: they are
+    the base's own)."""
+
+    nodes: dict[str, fx.Node]
+    owners: dict[int, fx.Node]
+    written: set[int]
+    found: dict[int, tuple[str, Copy | None]]
+
+    @staticmethod
+    def of(partition: Partition, groups: list[AliasGroup]) -> _Origins:
+        nodes = {n.name: n for n in partition.forward.graph.nodes}
+        plain = [nodes[g.base] for g in groups if _is_plain(g)]
+        return _Origins(
+            nodes,
+            {key: same[0] for key, same in nodes_by_storage(nodes.values()).items()},
+            set(nodes_by_storage(target for n in nodes.values() for target in written(n))),
+            {storage_key(n.meta["val"]): (n.name, None) for n in plain if n.op != "placeholder"},  # type: ignore[misc]
+        )
+
+    def find(self, name: str) -> tuple[str, Copy] | None:
+        """The base of the group that the storage of a node is a copy of bytes of, and which."""
+        node = self.nodes[name]
+        source = copied(node)
+        key = storage_of(source) if source is not None else None
+        if source is None or key is None or key == storage_of(node):
+            return None
+        owner, layout = self.owners[key], Layout.of(source.meta["val"])
+        if not _holds(Layout.of(owner.meta["val"]), layout):
+            return None
+        if key not in self.found:
+            further = self.find(owner.name) if key not in self.written else None
+            if further is None:
+                return None
+            self.found[key] = further
+        base, of = self.found[key]
+        made = base, Copy(node.name, layout, of)
+        self.found[storage_of(node)] = made  # type: ignore[index]
+        return made
+
+
+def _holds(held: Layout, source: Layout) -> bool:
+    """Whether a tensor of layout `held`, which is all of its storage, has the elements of `source`."""
+    if held.is_symbolic or held.offset or not is_dense(held) or held.dtype != source.dtype:
+        return False
+    lazy = source.conj or source.neg or held.conj or held.neg
+    return not lazy and held.device == source.device and span(source) <= held.numel

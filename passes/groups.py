@@ -91,11 +91,18 @@ class Pack:
 class Copy:
     """A saved tensor that is a copy of bytes stored anyway: the backward makes it again.
 
-    `node` is the forward node that copies, `source` the layout of what it copies, within the stored tensor.
+    `node` is the forward node that copies, `source` the layout of what it copies: within the copy `of`, or within the
+    stored tensor where that is None.
     """
 
     node: str
     source: Layout
+    of: Copy | None = None
+
+    @property
+    def chain(self) -> tuple[Copy, ...]:
+        """All copies up to this one, the first is one of the stored tensor."""
+        return (*(self.of.chain if self.of is not None else ()), self)
 
 
 @dataclass(frozen=True, slots=True)

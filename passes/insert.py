@@ -21,8 +21,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
-from ssd_fx.passes import rebuild
-from ssd_fx.passes.groups import AliasGroup, Layout, Member
+from ssd_fx.passes import copies, rebuild
+from ssd_fx.passes.groups import AliasGroup, Copy, Layout, Member
 from ssd_fx.passes.lifetime import first_read, view_closure
 from ssd_fx.passes.partition import Partition, storage_key
 from ssd_fx.passes.plan import Offload, Plan
@@ -104,8 +104,11 @@ class _ForwardWriter:
         stored = rebuild.packed(self.graph, self.base[group.base], group)
         self.stored[group.slot] = stored
         decision = self.plan.decisions[group.slot]
-        tier = (decision.tier,) if isinstance(decision, Offload) and decision.tier else ()
-        args = (stored, self.config, self.plan.graph, group.slot, seq, *tier)
+        assert isinstance(decision, Offload)
+        defaults: tuple[str | bool, ...] = (decision.tier, decision.binding)
+        while defaults and not defaults[-1]:  # are left out
+            defaults = defaults[:-1]
+        args = (stored, self.config, self.plan.graph, group.slot, seq, *defaults)
         handle = self.graph.create_node("call_function", ops.store.default, args, {}, name=handle_name(group))
         handle.meta["val"] = _fake(self.fake_mode, ())
         self.handles[group.slot] = handle
@@ -208,18 +211,25 @@ class _BackwardWriter:
                 self._replace(member, loaded, layout, self.plan.points[group.slot].wait_before)
 
     def _copy_again(self, group: AliasGroup) -> None:
-        """Each copy right before the first of its members is read."""
+        """Each copy right before the first of its members is read, or a member of a copy of it."""
         loaded, layout = self.loads[group.slot], group.layout
         assert layout is not None
-        for copy in dict.fromkeys(m.copy for m in group.members if m.copy is not None):
-            members = [m for m in group.members if m.copy == copy]
-            position = min(first_read(self.placeholders[m.name], self.position) for m in members)
-            forward = self.forward[copy.node]
+        members: dict[Copy, list[Member]] = {}
+        positions: dict[Copy, int] = {}
+        for member in group.members:
+            for copy in member.copy.chain if member.copy is not None else ():  # a copy comes behind what it copies
+                first = first_read(self.placeholders[member.name], self.position)
+                positions[copy] = min(first, positions.get(copy, first))
+                members.setdefault(copy, []).extend([member] if copy == member.copy else [])
+        made: dict[Copy | None, tuple[fx.Node, Layout]] = {None: (loaded, layout)}
+        for copy, position in positions.items():
+            target, arguments = copies.again(self.forward[copy.node])
             with self.graph.inserting_before(self.nodes[position]):
-                source = rebuild.member(self.graph, loaded, layout, copy.source, self.sizes)
-                made = rebuild.call(self.graph, forward.target, source, **forward.kwargs)
-                for member in members:
-                    self._replace(member, made, Layout.of(made.meta["val"]), position)
+                source = rebuild.member(self.graph, *made[copy.of], copy.source, self.sizes)
+                node = rebuild.call(self.graph, target, source, **arguments)
+                made[copy] = node, Layout.of(node.meta["val"])
+                for member in members[copy]:
+                    self._replace(member, *made[copy], position)
 
     def _replace(self, member: Member, source: fx.Node, held: Layout, position: int) -> None:
         """Put the member, rebuilt from `source`, in the place of its placeholder, before the node at `position`.

@@ -19,7 +19,7 @@ from ssd_fx.passes.insert import insert
 from ssd_fx.passes.lifetime import lifetime
 from ssd_fx.passes.marks import mark
 from ssd_fx.passes.partition import Partition, fingerprint
-from ssd_fx.passes.plan import Limits, Offload, Plan, PlanPass, Prediction
+from ssd_fx.passes.plan import Limits, Plan, PlanPass, Prediction
 from ssd_fx.passes.profile import Profile
 from ssd_fx.passes.recompute import Joint, price, recomputed
 from ssd_fx.passes.schedule import schedule
@@ -221,7 +221,7 @@ _CHANGEABLE = {
 def _tell_full_host(plan: Plan) -> None:
     """What was to go to host memory goes to the drive where that is full."""
     marked = {slot for slot, mark in plan.marks.items() if (mark.decision, mark.tier) == ("offload", "host")}
-    full = [g for g in plan.offloaded if g.slot in marked and plan.decisions[g.slot] == Offload("ssd")]
+    full = [g for g in plan.offloaded if g.slot in marked and plan.tier(g.slot) == "ssd"]
     if full:
         listed = ", ".join(f"{g.base!r} ({g.stored_nbytes} B, {plan.marks[g.slot].reason})" for g in full)
         warnings.warn(

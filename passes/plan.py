@@ -32,10 +32,12 @@ class Keep:
 class Offload:
     """The group is stored once, released in the forward, and loaded again in the backward.
 
-    `tier`: where it is in between, empty where the runtime decides.
+    `tier`: where it is in between, empty where the runtime decides. `binding`: marked to leave, so it does not rest in
+    memory where a budget of bytes has room.
     """
 
     tier: Literal["host", "ssd", ""] = ""
+    binding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,11 @@ class Plan:
     @property
     def offloaded(self) -> tuple[AliasGroup, ...]:
         return tuple(g for g in self.groups if isinstance(self.decisions.get(g.slot), Offload))
+
+    def tier(self, slot: int) -> str:
+        """Where a group goes, as its decision says; empty if it stays, or where the runtime decides."""
+        decision = self.decisions.get(slot)
+        return decision.tier if isinstance(decision, Offload) else ""
 
     @property
     def recomputed_nodes(self) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from typing_extensions import assert_never
@@ -54,10 +55,10 @@ def select(
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
     modelled = _with_host(model(partition, plan, allowed), plan, host_budget)
     step = modelled.step
-    solution, at = _solve(step, budget, machine, prefetch, quick)
+    solution, at = solve_for(step, budget, machine, prefetch, quick)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     tiers = {modelled.slots[i]: t.tier for i, t in solution.transfers.items()} if host_budget else {}
-    gone = {g.slot: Offload(tiers.get(g.slot, "")) for g in plan.groups}
+    gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
     decisions = {g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups}
     prediction = Prediction(modelled, solution, at, floor(step), everything(step), resting)
     return plan.with_(decisions=decisions, prediction=prediction)
@@ -85,6 +86,14 @@ def _stays(plan: Plan, group: AliasGroup, min_bytes: int) -> str:
         case Offload():
             return ""
     return _reason(group, min_bytes)
+
+
+def _binds(plan: Plan, group: AliasGroup) -> bool:
+    """Whether a mark says that it leaves, and not only for host memory, where a tensor of the CPU is."""
+    mark = plan.marks.get(group.slot)
+    if mark is None or mark.decision != "offload":
+        return False
+    return mark.tier != "host" or (group.layout is not None and group.layout.device.type != "cpu")
 
 
 def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> frozenset[Choice]:
@@ -123,7 +132,10 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
     assert_never(chosen)
 
 
-def _solve(step: Step, budget: Budget, machine: Machine, prefetch: int, quick: bool) -> tuple[Solution, Limits]:
+def solve_for(
+    step: Step, budget: Budget, machine: Machine, prefetch: float = math.inf, quick: bool = False
+) -> tuple[Solution, Limits]:
+    """`solve` for a budget as the options say it, and the limits that come of it."""
     if budget == AUTO:
         return _auto(step, machine, prefetch, quick)
     at = budget if isinstance(budget, Limits) else limits(step, budget)
@@ -139,20 +151,28 @@ def limits(step: Step, budget: int | float | str) -> Limits:
     return Limits(least + int(budget), 0)
 
 
-def _auto(step: Step, machine: Machine, prefetch: int, quick: bool) -> tuple[Solution, Limits]:
-    """By bisection with the quick search: less memory never makes for less stall. The share found is then searched as
-    `quick` says: that is usually no slower, and where it stalls, the next shares are searched.
+def _auto(step: Step, machine: Machine, prefetch: float, quick: bool) -> tuple[Solution, Limits]:
+    """By bisection with the quick search: less memory rarely makes for less stall. From the share found on the search
+    is as `quick` says: downwards as long as plans flow, or upwards until one does.
     """
-    low, high = 0, 2**AUTO_TRIALS
+    low, high = -1, 2**AUTO_TRIALS
     while high - low > 1:
         middle = (low + high) // 2
         at = limits(step, middle / 2**AUTO_TRIALS)
         short = solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=True)
         low, high = (low, middle) if _flows(short) else (middle, high)
-    found = _solve(step, high / 2**AUTO_TRIALS, machine, prefetch, quick)
+
+    def searched(share: int) -> tuple[Solution, Limits]:
+        return solve_for(step, share / 2**AUTO_TRIALS, machine, prefetch, quick)
+
+    found = searched(high)
+    if _flows(found[0]):
+        while high > 0 and _flows((less := searched(high - 1))[0]):
+            high, found = high - 1, less
+        return found
     while high < 2**AUTO_TRIALS and not _flows(found[0]):
         high += 1
-        found = _solve(step, high / 2**AUTO_TRIALS, machine, prefetch, quick)
+        found = searched(high)
     return found
 
 

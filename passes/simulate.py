@@ -13,6 +13,7 @@ thousands of groups in milliseconds.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -212,8 +213,7 @@ def _memory(
             transfer = transfers[i]
             gone, back = transfer.release_after, transfer.load_before
             if not transfer.block:  # the runtime holds it until it is written
-                while gone + 1 < back and starts[gone + 1] < write_end[i]:
-                    gone += 1
+                gone = max(gone, min(bisect_left(starts, write_end[i]), back) - 1)
             back = max(back, gone + 1)
         change[gone + 1] -= nbytes[i]
         change[back] += nbytes[i]

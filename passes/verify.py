@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -87,7 +87,7 @@ def _verify_host(plan: Plan, found: Prediction) -> None:
     budget, outcome = found.modelled.step.host_budget, found.solution.outcome
     text = f"the plan has {outcome.host_peak} B in host memory, where {budget} B may be"
     require(outcome.host_peak <= budget, text, "select")
-    hosted = sum(g.stored_nbytes for g in plan.offloaded if plan.decisions[g.slot] == Offload("host"))
+    hosted = sum(g.stored_nbytes for g in plan.offloaded if plan.tier(g.slot) == "host")
     text = f"{hosted} B are to go to host memory, and {outcome.host_peak} B are predicted there"
     require(hosted == outcome.host_peak, text, "select")
 
@@ -100,7 +100,7 @@ def _verify_members(group: AliasGroup) -> None:
     if stored.is_symbolic:
         return  # then it is all of a storage, in which all of its views lie
     for member in group.members:
-        layout = member.copy.source if member.copy else member.layout
+        layout = member.copy.chain[0].source if member.copy else member.layout
         inside = span(layout) * layout.dtype.itemsize <= stored.numel * stored.dtype.itemsize
         require(inside, f"member {member.name!r} lies outside of what is stored of {group.base!r}", "alias")
 
@@ -122,7 +122,12 @@ def _verify_points(plan: Plan, group: AliasGroup) -> None:
 
 
 def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
-    """Check the rewritten graphs against the plan and against what they were."""
+    """Check the rewritten graphs against the plan and against what they were.
+
+    Raises:
+        VerifyError: a rule is broken.
+        RuntimeError: of FX's own linter, such as for a release before its store, whose handle it is given.
+    """
     for module in (partition.forward, partition.backward):
         module.graph.lint()
     _verify_saved(partition, plan, before)
@@ -156,10 +161,11 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
     for store in stores:
         text = f"the handle {store.name!r} is not saved"
         require(saved[store] == 1, text, "insert", partition.fwd_output)
-        tier = _argument(store, "tier") if len(store.args) > 5 else ""
+        tier: Any = _argument(store, "tier") if len(store.args) > 5 else ""
+        binding: Any = _argument(store, "binding") if len(store.args) > 6 else False
         planned = plan.decisions[cast(int, _argument(store, "slot"))]
-        text = f"store {store.name!r} goes to tier {tier!r}, and the plan says {planned}"
-        require(isinstance(planned, Offload) and planned.tier == tier, text, "insert", store)
+        text = f"store {store.name!r} goes to tier {tier!r}, binding {binding}, and the plan says {planned}"
+        require(planned == Offload(tier, binding), text, "insert", store)
         releases = [u for u in store.users if u.target is ops.wait_store_.default]
         text = f"store {store.name!r} has {len(releases)} releases instead of one"
         require(len(releases) == 1, text, "insert", store)
@@ -167,9 +173,6 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
         assert isinstance(stored, fx.Node)
         text = f"release of {store.name!r} holds another tensor than was stored"
         require(release.args[1] is stored, text, "insert", release)
-        require(
-            position[store] < position[release], f"{store.name!r} is released before it is stored", "insert", release
-        )
         key = storage_key(stored.meta["val"])
         assert key is not None
         for alias in by_storage[key]:
@@ -190,18 +193,18 @@ def _verify_backward(partition: Partition, plan: Plan) -> None:
     handles = {n.name for n in partition.forward.graph.nodes if n.target is ops.store.default}
     loaded = [getattr(n.args[0], "name", "") for n in loads]
     require(sorted(loaded) == sorted(handles), f"{sorted(loaded)} are loaded, {sorted(handles)} stored", "insert")
-    by_storage = nodes_by_storage(nodes)
     for load in loads:
         waits = [u for u in load.users if u.target is ops.wait_load_.default]
         require(len(waits) == 1, f"load {load.name!r} has {len(waits)} waits instead of one", "insert", load)
         wait = waits[0]
         require(wait.args[1] is load.args[0], f"wait of {load.name!r} has the handle of another", "insert", wait)
-        tensor = tensor_of(load)
-        assert tensor is not None
-        for user in (u for alias in by_storage.get(storage_key(tensor) or 0, [load]) for u in alias.users):
+        for user in load.users:  # and whoever reads a view of it comes behind the view
             text = f"load {load.name!r} is used by {user.name!r} before its wait"
             require(user is wait or position[user] > position[wait], text, "schedule", user)
+        tensor = tensor_of(load)
+        assert tensor is not None
         same = _same(tensor.shape, load.args[1]) and _same(tensor.stride(), load.args[2])
+        same &= (tensor.dtype, tensor.device) == tuple(load.args[3:5])
         require(same, f"load {load.name!r} says another layout than its value has", "insert", load)
     _verify_sequence(nodes, (ops.load.default, ops.wait_load_.default), "backward")
 

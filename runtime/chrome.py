@@ -1,7 +1,8 @@
 """The trace as Chrome's JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing show; alone or in torch.profiler's.
 
-Our ops are one row. Transfers overlap, so they take as many rows as run at a time. torch.profiler's times count from
-its `baseTimeNanoseconds` on the wall clock, in microseconds; ours are moved there.
+Our ops are one row as the host came to them, and another as a device did. Transfers overlap, so they take as many rows
+as run at a time. torch.profiler's times count from its `baseTimeNanoseconds` on the wall clock, in microseconds; ours
+are moved there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ssd_fx.runtime import trace
+from ssd_fx.runtime import device_trace, trace
 
 _FIRST_ROW = 1 << 30  # row numbers are thread ids elsewhere, which stay below this
 _TRANSFERS = ("write", "read")
@@ -29,10 +30,11 @@ def export(path: str | os.PathLike[str], profile: str | os.PathLike[str] | None 
     if profile is not None:
         merged = _read(profile)
         base_ns = merged["baseTimeNanoseconds"]
-    events = trace.events()
-    merged["traceEvents"] += _chrome(events, base_ns)
+    events, on_devices = trace.events(), device_trace.events()
+    rows = [("ops", e) for e in events] + [(f"ops on {e[7]}", e) for e in on_devices]
+    merged["traceEvents"] += _chrome(rows, base_ns)
     Path(path).write_text(json.dumps(merged))
-    return len(events)
+    return len(rows)
 
 
 def _read(profile: str | os.PathLike[str]) -> dict[str, Any]:
@@ -48,14 +50,14 @@ def _read(profile: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
-def _chrome(events: list[trace.Event], base_ns: int) -> list[dict[str, Any]]:
-    """Complete events ("X") in rows of this process, and the rows' names."""
+def _chrome(events: list[tuple[str, trace.Event]], base_ns: int) -> list[dict[str, Any]]:
+    """Complete events ("X") in rows of this process, and the rows' names; given the row of each that is no transfer."""
     ahead_ns = time.time_ns() - time.perf_counter_ns() - base_ns
     rows: dict[str, int] = {}
     free_at: dict[str, float] = {}
     made = []
-    for kind, graph, slot, seq, started, ended, nbytes, where, engine in sorted(events, key=lambda e: e[4]):
-        row = _free_row(kind, started, free_at) if kind in _TRANSFERS else "ops"
+    for ops, (kind, graph, slot, seq, started, ended, nbytes, where, engine) in sorted(events, key=lambda e: e[1][4]):
+        row = _free_row(kind, started, free_at) if kind in _TRANSFERS else ops
         free_at[row] = ended
         rows.setdefault(row, _FIRST_ROW + len(rows))
         name = f"{kind} slot {slot}" if slot >= 0 else kind

@@ -62,6 +62,7 @@ class Entry:
     layout: Layout
     device: torch.device
     tier: str = ""  # where the plan wants it, if there is such a tier
+    binding: bool = False  # it may not rest
     held: Tensor | None = None
     encoded: Encoded | None = None
     counter: Tensor | None = None

@@ -8,7 +8,8 @@
 
 `config` is the JSON of a `RuntimeConfig`, `graph` a name for reports, `slot` the number of the alias group, `seq` the
 planned position of the node among ours in its graph, `tier` where the plan wants the tensor: "host", "ssd", or
-empty. Handle and token are CPU tensors. docs/design.md has the promises.
+empty; `binding`: it does not rest where the budget has room. Handle and token are CPU tensors. docs/design.md has the
+promises.
 Mutating schemas keep the waits: nothing that FX or Inductor knows may drop or merge them.
 """
 
@@ -19,17 +20,18 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from ssd_fx.runtime import trace
+from ssd_fx.runtime import device_trace, trace
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.heap import HUGE_PAGES
 from ssd_fx.runtime.layout import Layout
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.streams import check_not_captured
 
 _SCHEMAS = (
     "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes,"
     " str positions='') -> ()",
-    "store(Tensor x, str config, str graph, int slot, int seq, str tier='') -> Tensor",
+    "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False) -> Tensor",
     "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
     "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq, bool consume,"
     " bool strict=False) -> Tensor",
@@ -39,23 +41,25 @@ _SCHEMAS = (
 
 def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, positions: str = "") -> None:
     started = time.perf_counter()
-    if offloaded_bytes:
-        HUGE_PAGES.follow()
-        trace.positions[graph] = positions
-        get_store(config).begin(graph)  # directories that cannot be used are an error before anything was computed
-    counters(graph).begin(saved_bytes, offloaded_bytes)
+    with device_trace.node("begin", graph, -1, -1, None):
+        if offloaded_bytes:
+            HUGE_PAGES.follow()
+            trace.positions[graph] = positions
+            get_store(config).begin(graph)  # directories that cannot be used are an error before anything was computed
+        counters(graph).begin(saved_bytes, offloaded_bytes)
     trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
 
 
-def _store(x: Tensor, config: str, graph: str, slot: int, seq: int, tier: str = "") -> Tensor:
-    if x.device.type != "cpu":
-        trace.behind_the_host.add(graph)
-    return get_store(config).store(x, graph, slot, seq, tier)
+def _store(x: Tensor, config: str, graph: str, slot: int, seq: int, tier: str = "", binding: bool = False) -> Tensor:
+    check_not_captured(x.device)
+    with device_trace.node("store", graph, slot, seq, x.device):
+        return get_store(config).store(x, graph, slot, seq, tier, binding)
 
 
 def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
     entry = lookup(handle)
-    entry.store.wait_store_(entry, keepalive, seq, hand_over, block)
+    with device_trace.node("release", entry.graph, entry.slot, seq, entry.device):
+        entry.store.wait_store_(entry, keepalive, seq, hand_over, block)
 
 
 def _load(
@@ -71,12 +75,15 @@ def _load(
     entry = lookup(handle)
     if device.type != entry.device.type:
         raise RuntimeError(f"{entry.name} was stored from {entry.device} and cannot be loaded to {device}")
-    return entry.store.load(entry, Layout(tuple(size), tuple(stride), dtype), seq, consume, strict)
+    check_not_captured(entry.device)
+    with device_trace.node("load", entry.graph, entry.slot, seq, entry.device):
+        return entry.store.load(entry, Layout(tuple(size), tuple(stride), dtype), seq, consume, strict)
 
 
 def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
     entry = lookup(handle)
-    entry.store.wait_load_(entry, x, seq)
+    with device_trace.node("wait", entry.graph, entry.slot, seq, entry.device):
+        entry.store.wait_load_(entry, x, seq)
 
 
 def _fake_begin(
@@ -85,7 +92,9 @@ def _fake_begin(
     return
 
 
-def _fake_store(x: Tensor, config: str, graph: str, slot: int, seq: int, tier: str = "") -> Tensor:
+def _fake_store(
+    x: Tensor, config: str, graph: str, slot: int, seq: int, tier: str = "", binding: bool = False
+) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 

@@ -95,8 +95,8 @@ class Reader:
                 load.read.start()
             error = outcome(load.read)
         if load.read:
-            span, how = load.read.span(), "failed" if error else "ok"
-            trace.record(("read", entry.graph, entry.slot, load.seq, *span, entry.moved_bytes, how, self._engine.name))
+            span, how, engine = load.read.span(), "failed" if error else "ok", self._engine.name
+            trace.transfer("read", entry.graph, entry.slot, load.seq, span, entry.moved_bytes, how, engine)
         if error is None and load.read:
             counters(entry.graph).read_bytes += entry.moved_bytes
             _place(entry, load)

@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from ssd_fx.runtime import engines, entries, memory, trace
+from ssd_fx.runtime import clock, device_trace, engines, entries, memory, trace
 from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.engines import outcome
@@ -37,8 +37,8 @@ class Store:
         with GUARD.lock:
             self.prefetcher.begin(graph)
 
-    def store(self, x: Tensor, graph: str, slot: int, seq: int, tier: str = "") -> Tensor:
-        """Starts the write of `x`, or keeps it in memory if that fails; the handle.
+    def store(self, x: Tensor, graph: str, slot: int, seq: int, tier: str = "", binding: bool = False) -> Tensor:
+        """Starts the write of `x`, or keeps it in memory if that fails or it may rest (not if `binding`); the handle.
 
         Raises: ValueError for a tier that is none.
         """
@@ -51,7 +51,7 @@ class Store:
         engines.check_device(self.engine, x.device)
         check_storable(x, f"store of slot {slot} of graph {graph!r}")
         layout, nbytes = Layout(tuple(x.shape), x.stride(), x.dtype), x.numel() * x.itemsize
-        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, x.device, tier)
+        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, x.device, tier, binding)
         handle = entries.register(entry)  # first: whatever happens next, its death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
         with GUARD.lock:
@@ -204,6 +204,8 @@ def _after_fork() -> None:
     engines.forget_engines()
     POOL.after_fork()
     entries.after_fork()
+    clock.forget()
+    device_trace.clear()
 
 
 def close_stores() -> None:

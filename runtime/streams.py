@@ -11,13 +11,13 @@ Three rules keep a transfer from seeing or leaving garbage:
 
 import errno
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ssd_fx.runtime.clock import Anchor, anchor
 from ssd_fx.runtime.layout import Ints
 
 Check = Callable[[], None]
@@ -62,6 +62,12 @@ class Streams(Protocol):
     def record(self, stream: Stream) -> Event:
         """An event behind all that has been queued on `stream`."""
 
+    def idle(self, device: torch.device) -> Event:
+        """An event behind no kernel."""
+
+    def capturing(self) -> bool:
+        """Whether this thread's stream records a graph, instead of doing what it is told."""
+
     def empty(self, size: Ints, stride: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory of the device, free from here on in the order of the current stream, with any content."""
 
@@ -103,6 +109,12 @@ class CudaStreams:
         event: Event = stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))  # wait without spinning
         return event
 
+    def idle(self, device: torch.device) -> Event:
+        return self.record(torch.cuda.Stream(device, priority=-1))  # from a pool that the transfers do not use
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def empty(self, size: Ints, stride: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -124,6 +136,16 @@ BACKENDS: dict[str, Streams] = {"cuda": CudaStreams()}
 def of(device: torch.device) -> Streams | None:
     """The streams of a device that has some."""
     return BACKENDS.get(device.type)
+
+
+def check_not_captured(device: torch.device) -> None:
+    """Raises: RuntimeError within the capture of a CUDA graph."""
+    found = of(device)
+    if found and found.capturing():
+        raise RuntimeError(
+            "ssd_fx cannot be captured in a CUDA graph: a replay runs kernels and no code of the host, which issues "
+            "the transfers; right would be torch.cuda.graph around what is not compiled with ssd_fx"
+        )
 
 
 class SideStreams:
@@ -155,7 +177,7 @@ class Queued:
     It cannot be taken back: `cancel` waits for its end. An error at its start is raised by `wait`, as later ones are.
     """
 
-    __slots__ = ("_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_over", "_side", "_started")
+    __slots__ = ("_anchor", "_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_over", "_side")
 
     def __init__(self, device: torch.device, side: Stream, enqueue: Enqueue) -> None:
         self._device, self._side, self._enqueue = device, side, enqueue
@@ -163,14 +185,14 @@ class Queued:
         self._ended: Event | None = None
         self._check: Check | None = None
         self._error: OSError | None = OSError(errno.ECANCELED, "the transfer was never queued")
-        self._started = 0.0
+        self._anchor: Anchor | None = None
         self._over: tuple[float, float] | None = None  # its span, once somebody saw its end
         self._lock = threading.Lock()  # two threads may wait for one transfer, and both want to know how it ended
 
     def start(self) -> None:
         streams = of(self._device)
         assert streams, "made for such a device"
-        self._started = time.perf_counter()
+        self._anchor = anchor(streams, self._device)
         self._side.wait_event(streams.record(streams.current(self._device)))
         self._begun = streams.record(self._side)
         try:
@@ -194,8 +216,8 @@ class Queued:
         return self._error is not None
 
     def span(self) -> tuple[float, float]:
-        """The end is when somebody first saw it; the length is the device's."""
-        return self._over or (self._started, self._started)
+        """As the device says; (0, 0) before somebody saw the end."""
+        return self._over or (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -210,8 +232,8 @@ class Queued:
         with self._lock:
             if self._over is None:
                 assert self._begun, "recorded before the end"
-                now = time.perf_counter()
-                self._over = (now - self._begun.elapsed_time(self._ended) / 1e3, now)
+                assert self._anchor, "taken before the events"
+                self._over = (self._anchor.when(self._begun), self._anchor.when(self._ended))
             if self._check:
                 try:
                     self._check()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import OrderedDict
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,8 +37,8 @@ class Writer:
         self._engine, self._habits = engine, habits
         self._cap, self._room, self._codec = config.inflight, room, config.codec("ssd")
         self._host_codec = config.codec("host")
-        self._resting: dict[Entry, None] = {}  # both oldest first
-        self._writing: dict[Entry, None] = {}
+        self._resting: OrderedDict[Entry, None] = OrderedDict()  # oldest first, before them those that may not rest
+        self._writing: dict[Entry, None] = {}  # oldest first
         self.resting_bytes = self.writing_bytes = 0
         self._live = _Tide()
 
@@ -112,15 +113,17 @@ class Writer:
             entry.storage = None
             counters(entry.graph).held_bytes += entry.nbytes
             return
-        entry.early = self._live.rise(entry) > self._room
+        entry.early = entry.binding or self._live.rise(entry) > self._room
         if self._room and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         # In this order: if a signal comes in between, too much is counted, not too little.
         self.resting_bytes += entry.moved_bytes
         self._resting[entry] = None
+        if entry.binding:
+            self._resting.move_to_end(entry, last=False)
 
     def _due(self) -> Entry | None:
-        """The entry that should be written next: the oldest, if there are more than may rest or more are to come."""
+        """The entry that should be written next: the first, if it may not rest, or more do than may or are to come."""
         oldest = next(iter(self._resting), None)
         return oldest if oldest and (oldest.early or self.resting_bytes > self._room) else None
 
@@ -164,10 +167,8 @@ class Writer:
         self.writing_bytes -= entry.moved_bytes
         write, entry.write = entry.write, None
         if write:
-            span = write.span()
-            trace.record(
-                ("write", entry.graph, entry.slot, entry.seq, *span, entry.moved_bytes, how, self._engine.name)
-            )
+            engine = self._engine.name
+            trace.transfer("write", entry.graph, entry.slot, entry.seq, write.span(), entry.moved_bytes, how, engine)
 
     def _encode(self, entry: Entry, name: str) -> None:
         habit = self._habits.of(entry.graph, entry.slot)

@@ -1,6 +1,6 @@
 """The machine's rates: measured once, kept in the user's cache directory with the hardware that they belong to.
 
-    ~/.cache/ssd_fx/machine.json        {"version": 1, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
+    ~/.cache/ssd_fx/machine.json        {"version": 2, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
 
 One process measures at a time, under a lock on a file beside it (on the temporary directory where there can be none):
 ranks that share a node would otherwise measure each other. What is kept is what a process has alone; a rank plans with
@@ -30,7 +30,7 @@ from ssd_fx.host_copies import host_copies
 from ssd_fx.passes.machine import Machine
 from ssd_fx.runtime.config import RuntimeConfig
 
-_VERSION = 1
+_VERSION = 2
 _SECTIONS = ("compute", "disk")
 _DIGITS = 3
 # A kernel with nothing to do takes 5 to 20 us. With more threads than cores to run them it waits for a time slice of

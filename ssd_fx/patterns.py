@@ -12,19 +12,21 @@ import hashlib
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch._dynamo import OptimizedModule
 
 from ssd_fx.passes.marks import ANNOTATION
 from ssd_fx.passes.modules import enclosing, matches, paths
 
-# Patterns that have named a module. Of the process, and not of one compile call: patterns from the environment hold for
-# every model that the process compiles, each of which is a call of its own and need not have all of those modules.
-_matched: set[str] = set()
+# Patterns that named a module while a model was in reach: a later graph of the same code may reach that model and not
+# the one that was named, or stand below it on the stack.
+_matched: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def roots(graph_module: fx.GraphModule) -> dict[str, nn.Module]:
@@ -51,10 +53,13 @@ def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: dict[str, 
     models = [*own.values(), *_models_of(_compiled_frame())]
     names = {name for node in _nodes(graph_module) for name in enclosing(node, tuple(own))}
     names |= {name for model in models for name, _ in model.named_modules()}
-    around = _callers_models(models)
+    running = _running(models)
+    around = [m for m in running if any(inner is model for inner in m.modules() for model in models)]
+    known = {pattern for model in (*models, *running) for pattern in _matched.get(model, ())}
     for pattern in patterns:
         if any(matches(pattern, name) for name in names):
-            _matched.add(pattern)
+            for model in models:
+                _matched.setdefault(model, set()).add(pattern)
             continue
         outside = [m for model in around for name, m in model.named_modules() if matches(pattern, name)]
         if any(_overlap(module, model) for module in outside for model in own.values()):
@@ -64,7 +69,7 @@ def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: dict[str, 
                 RuntimeWarning,
                 stacklevel=2,
             )
-        elif not outside and pattern not in _matched and names - {""}:
+        elif not outside and pattern not in known and names - {""}:
             names |= {name for model in around for name, _ in model.named_modules()}
             raise ValueError(_no_match(pattern, names))
 
@@ -119,16 +124,23 @@ def _first_module(path: str, frame: Any) -> tuple[str, nn.Module] | None:
 
 
 def _models_of(frame: Any) -> list[nn.Module]:
-    """Models that another graph of the compiled function may call: its locals, globals it names, what `self` holds."""
+    """Models that another graph of the compiled function may call: its locals, globals it names, what those hold."""
     values = list(frame.f_locals.values())
     values += [frame.f_globals.get(name) for name in (frame.f_code.co_names if frame.f_code else ())]
-    owner = frame.f_locals.get("self")
-    values += list(vars(owner).values()) if hasattr(owner, "__dict__") and not isinstance(owner, nn.Module) else []
-    return [value for value in values if isinstance(value, nn.Module)]
+    return [held for value in values for held in _held(value) if isinstance(held, nn.Module)]
 
 
-def _callers_models(models: list[nn.Module]) -> list[nn.Module]:
-    """Modules whose methods are running right now and which hold one of `models`."""
+def _held(value: Any) -> Iterable[Any]:
+    """The value itself where it is a module, else what is in it or are its attributes."""
+    if isinstance(value, (nn.Module, ModuleType, type, torch.Tensor)):
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        return value
+    return (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
+
+
+def _running(models: list[nn.Module]) -> list[nn.Module]:
+    """Modules whose methods are running right now, but for `models`."""
     inner = {id(model) for model in models}
     owners: dict[int, nn.Module] = {}
     frame: Any = sys._getframe()
@@ -137,7 +149,7 @@ def _callers_models(models: list[nn.Module]) -> list[nn.Module]:
         if isinstance(owner, nn.Module) and not isinstance(owner, OptimizedModule) and id(owner) not in inner:
             owners[id(owner)] = owner
         frame = frame.f_back
-    return [owner for owner in owners.values() if any(id(module) in inner for module in owner.modules())]
+    return list(owners.values())
 
 
 def _overlap(a: nn.Module, b: nn.Module) -> bool:

@@ -3,9 +3,10 @@
     ssd_fx.save_profile("step.json")                                    # after some training steps
     torch.compile(model, backend=ssd_fx.backend, options={"profile": "step.json"})
 
-The trace has the start and end of every node of ours. What lies between two of them is compute; what lies within one
-(a full queue, a late read) is left out. Every `begin_` says where in its graph our nodes stand, so that a graph from
-the compile cache, which no pass has seen in this process, is profiled like any other.
+The trace has the start and end of every node of ours; on a GPU those of CUDA events around it (`device_trace`). What
+lies between two nodes is compute; what lies within one (a full queue, a late read) is left out. Every `begin_` says
+where in its graph our nodes stand, so that a graph from the compile cache, which no pass has seen in this process, is
+profiled like any other.
 """
 
 from __future__ import annotations
@@ -18,33 +19,35 @@ from itertools import pairwise
 from pathlib import Path
 
 from ssd_fx.passes.profile import Anchors, GraphProfile, Profile
-from ssd_fx.runtime import trace
+from ssd_fx.runtime import device_trace, trace
 
 _VERSION = 2
+_RUNS = 16
 Run = dict[int, float]  # seq of a node of ours -> ms of compute before it; -1 is begin_
 
 
 def save_profile(path: str | os.PathLike[str]) -> int:
-    """Writes what the trace has to `path`; returns the number of graphs.
+    """Writes what the trace has to `path`; returns the number of graphs. Of graphs on a GPU these are the times of its
+    compute stream, which this waits for.
 
     Raises:
-        ValueError: the trace has no complete run of any graph; train some steps first. Or graphs run on a GPU, of which
-            the trace has the times when kernels were launched.
+        ValueError: the trace has no complete run of any graph; train some steps first.
         OSError: `path` cannot be written.
     """
-    events = trace.events()
-    measured = {name: p for name, text in sorted(trace.positions.items()) if (p := _profile(name, text, events))}
+    events, on_devices = trace.events(), device_trace.events()
+    measured = {}
+    for name, positions in sorted(trace.positions.items()):
+        found = _profile(name, positions, on_devices if device_trace.behind_the_host(name) else events)
+        if found:
+            measured[name] = found
     if not measured:
-        raise ValueError("no graph with offloaded tensors has run since the trace was cleared; train some steps first")
-    if launched := sorted(trace.behind_the_host & measured.keys()):
-        raise ValueError(
-            f"graphs {', '.join(launched)} run on a GPU, and the trace has the times at which the host launched their "
-            "kernels; a profile is of graphs on a CPU. The rates that ssd-fx calibrate measures hold for a GPU"
-        )
-    found = {name: {"forward": g.forward, "backward": g.backward} for name, g in measured.items()}
+        ran = ", ".join(sorted(trace.positions))
+        what = f"no run of {ran} is complete" if ran else "no graph with offloaded tensors has run"
+        raise ValueError(f"{what} since the trace began; train some more steps first")
+    graphs = {name: {"forward": g.forward, "backward": g.backward} for name, g in measured.items()}
     rates = {f"{kind}_bw": _bandwidth(kind, events) for kind in ("write", "read")} | {"scale": _scale(measured)}
-    Path(path).write_text(json.dumps({"version": _VERSION, "graphs": found} | rates) + "\n")
-    return len(found)
+    Path(path).write_text(json.dumps({"version": _VERSION, "graphs": graphs} | rates) + "\n")
+    return len(graphs)
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
@@ -101,8 +104,8 @@ def _runs(events: list[trace.Event]) -> list[Run]:
 
 
 def _medians(runs: list[Run]) -> Run:
-    """Per node, over all complete runs but the first, which is cold."""
-    warm = runs[1:] or runs
+    """Per node, over the last complete runs, and without the first, which is cold."""
+    warm = (runs[1:] or runs)[-_RUNS:]
     return {seq: statistics.median(run[seq] for run in warm) for seq in sorted(warm[0])} if warm else {}
 
 

@@ -268,11 +268,12 @@ class Transfers:
         while not all(c.done() for c in completions):
             compute_s += self.clock.once(lambda: torch.mm(x, x, out=out))
             count += 1
-        spans = [c.span() for c in completions]
         for completion in completions:
             completion.wait()
+        spans = [c.span() for c in completions]  # of a device, they are known once they were waited for
         alone_s = sum(self.clock.once(lambda: torch.mm(x, x, out=out)) for _ in range(count))
-        return _Beside(max(end for _, end in spans) - started, held_s + compute_s - alone_s)
+        transfer_s = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        return _Beside(transfer_s, held_s + compute_s - alone_s)
 
 
 @dataclass(frozen=True)

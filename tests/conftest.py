@@ -8,7 +8,7 @@ import torch
 
 import ssd_fx
 from ssd_fx.passes import solve
-from ssd_fx.runtime import trace
+from ssd_fx.runtime import device_trace, trace
 from ssd_fx.runtime.store import close_stores
 
 # Tests of the I/O want their tensors on disk. Those of recomputing turn it on.
@@ -26,6 +26,7 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh() -> Iterator[None]:
     """Every test starts with no counters, and leaves no file and no compiled code behind."""
     trace.clear()
+    device_trace.clear()
     ssd_fx.reset_stats()
     yield
     torch._dynamo.reset()

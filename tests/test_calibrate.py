@@ -9,11 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssd_fx
 from ssd_fx import Config, calibrate, cli, rates
@@ -111,9 +114,9 @@ NO_RATES = {
     "no JSON": "rates",
     "a list": "[]",
     "another version": '{"version": 0}',
-    "a section missing": '{"version": 1, "compute": {}}',
-    "a number": '{"version": 1, "compute": 1, "disk": {}}',
-    "no rate": '{"version": 1, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
+    "a section missing": '{"version": 2, "compute": {}}',
+    "a number": '{"version": 2, "compute": 1, "disk": {}}',
+    "no rate": '{"version": 2, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
 }
 
 
@@ -217,6 +220,43 @@ def test_transfers_are_measured_and_leave_no_trace(
     assert list(tmp_path.iterdir()) == []
 
 
+class Products(TorchDispatchMode):
+    """Counts the flops of matrix products by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            (rows, inner), (_, columns) = args[0].shape, args[1].shape
+            self.flops[args[0].dtype] += 2 * rows * inner * columns
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_rate_of_products_is_that_of_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which bfloat16 takes twice as long as float32, and float16 so long that its products are small."""
+    speed = {torch.float32: 1e12, torch.bfloat16: 5e11, torch.float16: 1e9}
+    largest: Counter[torch.dtype] = Counter()
+
+    def typical(self: rates.Clock, work: Callable[[], object]) -> float:
+        with Products() as products:
+            work()
+        for dtype, flops in products.flops.items():
+            largest[dtype] = max(largest[dtype], flops)
+        return sum(flops / speed[t] for t, flops in products.flops.items()) or 1.0
+
+    monkeypatch.setattr(rates.Clock, "typical", typical)
+    found = rates.Compute(CPU).rates()
+    assert found["flops_by_dtype"] == pytest.approx({"float32": 1e12, "bfloat16": 5e11, "float16": 1e9}, rel=1e-12)
+    machine = Machine.default(CPU, 1).with_rates({name: found[name] for name in ("flops", "flops_by_dtype")})
+    for dtype, rate in speed.items():
+        assert machine.product_flops(dtype) == pytest.approx(rate, rel=1e-12)
+    assert machine.product_flops(torch.float64) == machine.flops == pytest.approx(1e12, rel=1e-12)
+    large = 2 * (4 * 512) * 512 * 512
+    assert largest == {torch.float32: large, torch.bfloat16: large, torch.float16: 2 * 256**3}  # and then 4 * 128 rows
+
+
 def test_the_program_s_random_numbers_and_autocast_are_left_alone() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
@@ -246,6 +286,15 @@ def test_copies_to_host_memory_are_measured_on_a_device_of_its_own(monkeypatch: 
     assert 2**20 / 0.1 < found["from_host_bw"] < 2**20 / 0.02
     assert found["host_latency_s"] < 0.02
     assert Machine.default(CPU, 1).with_rates(found).lanes("host").write_bw == found["to_host_bw"]
+
+
+def test_transfers_of_a_device_take_the_time_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody on the host knows when one ended before it looks."""
+    with installed(1) as gpu:
+        monkeypatch.setattr(torch, "full", lambda size, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
+        found = rates.Transfers(RuntimeConfig(engine="memory"), CPU).measure()
+    assert found.write_bw == pytest.approx(rates._TRANSFER_BYTES / 1.5e-3, rel=0.01)
+    assert found.read_bw == pytest.approx(rates._TRANSFER_BYTES / 1.5e-3, rel=0.01)
 
 
 def test_the_cpu_copies_nothing(calls: Calls, tmp_path: Path) -> None:

@@ -52,18 +52,6 @@ def test_nothing_ran(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_a_gpu_only_launches_are_known(tmp_path: Path) -> None:
-    trace.positions["g"] = "4,7,9|2,5|6000"
-    for number in range(2):
-        run(1000 * number, 2.0, 5.0)
-    trace.behind_the_host.add("g")
-    with pytest.raises(ValueError, match="graphs g run on a GPU"):
-        ssd_fx.save_profile(tmp_path / "p.json")
-    assert list(tmp_path.iterdir()) == []
-    trace.clear()
-    assert not trace.behind_the_host
-
-
 NO_TIMES = '{"version": 2, "graphs": {"g": %s}, "write_bw": 0, "read_bw": 0, "scale": 1}'
 NO_PROFILES = {
     "empty": "",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import ssd_fx
 from examples.train_gpt import Shape
@@ -81,6 +82,35 @@ def test_a_budget_keeps_that_much(options: dict[str, object]) -> None:
     train(options | {"budget": 0.5, "inner": "aot_eager"}, steps=1)
     stats = ssd_fx.stats()
     assert 0.4 * stats.saved_bytes < stats.offloaded_bytes <= 0.6 * stats.saved_bytes
+
+
+def layers_trained(options: dict[str, object]) -> list[torch.Tensor]:
+    """Losses and gradients of two steps of eight layers, which save eight tanh and the input, 128 KiB each."""
+    torch._dynamo.reset()
+    ssd_fx.reset_stats()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(module for _ in range(8) for module in (nn.Linear(64, 64), nn.Tanh())), nn.Linear(64, 64))
+    compiled = torch.compile(model, backend=ssd_fx.backend, options=options)
+    seen = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = compiled(torch.randn(512, 64)).sum()
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return seen
+
+
+@pytest.mark.parametrize(("rate", "offloaded"), [(1e12, 9), (5e8, 3), (1e6, 0)], ids=["fast", "slow", "hopeless"])
+def test_auto_offloads_as_much_as_the_drive_can_take(options: dict[str, object], rate: float, offloaded: int) -> None:
+    """Of drives that write and read `rate` bytes per second."""
+    options |= {"inner": "aot_eager"}
+    kept = layers_trained(options | {"budget": 1.0})
+    assert ssd_fx.stats().offloaded_bytes == 0
+    machine = {"flops": 1e11, "memory_bw": 1e10, "write_bw": rate, "read_bw": rate, "latency_s": 0.0}
+    assert_same_bits(layers_trained(options | {"budget": "auto", "machine": machine}), kept)
+    stats = ssd_fx.stats()
+    assert stats.saved_bytes == 2 * 9 * 512 * 64 * 4
+    assert stats.offloaded_bytes == 2 * offloaded * 512 * 64 * 4
 
 
 def test_inference_and_graphs_that_save_nothing_cost_nothing(options: dict[str, object]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ssd_fx
-from ssd_fx.runtime import entries, streams
+from ssd_fx.runtime import device_trace, entries, streams, trace
 from ssd_fx.runtime.entries import State, lookup
 
 op = torch.ops.ssd_fx
@@ -215,6 +215,22 @@ def test_a_child_of_a_fork_leaves_the_transfers_alone(config: str) -> None:
     assert os.waitpid(child, 0)[1] == 0
     settle(handle)
     assert same(wait(start_load(handle, values), handle), values)
+
+
+def test_nodes_have_the_device_s_times(config: str) -> None:
+    """A profile is of what ran between two of our nodes, not of how long the host took to launch it."""
+    put(numbers(), config)  # what is made once takes its time
+    torch.cuda.synchronize()
+    device_trace.clear()
+    values = numbers()
+    handle = store(values, config)
+    slow()
+    release(handle, values)
+    stored, released = device_trace.events()
+    assert 0.02 < released[4] - stored[5] < 1.0  # 50 ms of sleep
+    on_host = trace.events()[-1]
+    assert on_host[0] == "release"
+    assert on_host[5] < released[4], "the host was there before the device"
 
 
 def test_streams_of_torch() -> None:

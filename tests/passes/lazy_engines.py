@@ -6,18 +6,18 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ssd_fx.runtime.engines import Completion, Extent, Memory
+from ssd_fx.runtime.engines import Completion, Engine, Extent, Memory
 from tests.runtime.engines import DelayedEngine, Wrapped, registered
 
 
-class LazyRead:
-    """A read that leaves garbage in the memory until it is waited for."""
+class Lazy:
+    """A transfer that does nothing until it is waited for."""
 
-    def __init__(self, read: Completion, memory: Memory) -> None:
-        self._read, self._memory, self._waited = read, memory, False
+    def __init__(self, transfer: Completion) -> None:
+        self._transfer, self._waited, self._cancelled = transfer, False, False
 
     def start(self) -> None:
-        ctypes.memset(self._memory.ptr, 0xA5, self._memory.nbytes)
+        pass
 
     def done(self) -> bool:
         return self._waited
@@ -25,18 +25,34 @@ class LazyRead:
     def wait(self) -> None:
         if not self._waited:
             self._waited = True
-            self._read.start()
-        self._read.wait()
+            self._transfer.start()
+        self._transfer.wait()
 
     def cancel(self) -> bool:
-        return not self._waited or self._read.cancel()
+        self._cancelled = not self._waited
+        return self._cancelled or self._transfer.cancel()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
 
     def span(self) -> tuple[float, float]:
-        return self._read.span()
+        return self._transfer.span()
 
     @property
     def seconds(self) -> float:
-        return self._read.seconds
+        return self._transfer.seconds
+
+
+class LazyRead(Lazy):
+    """And leaves garbage in the memory until then."""
+
+    def __init__(self, read: Completion, memory: Memory) -> None:
+        super().__init__(read)
+        self._memory = memory
+
+    def start(self) -> None:
+        ctypes.memset(self._memory.ptr, 0xA5, self._memory.nbytes)
 
 
 class LazyReads(Wrapped):
@@ -44,6 +60,25 @@ class LazyReads(Wrapped):
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         return LazyRead(self.inner.read(extent, memory), memory)
+
+
+class LazyWrites(Wrapped):
+    """Nothing is written before it is waited for or `write_all` is called; until then only the tensor has the bytes."""
+
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner)
+        self._begun: list[Lazy] = []
+
+    def write(self, extent: Extent, memory: Memory) -> Completion:
+        self._begun.append(Lazy(self.inner.write(extent, memory)))
+        return self._begun[-1]
+
+    def write_all(self) -> None:
+        """Ends all writes that nobody cancelled."""
+        begun, self._begun = self._begun, []
+        for write in begun:
+            if not write.cancelled:
+                write.wait()
 
 
 @contextmanager

@@ -111,7 +111,9 @@ def arguments(inputs: tuple[Input, ...] | list[Input]) -> tuple[list[Tensor], di
 
 
 def _add_argument(given: Input, leaves: list[Tensor], values: dict[str, Tensor]) -> None:
-    generator = torch.Generator().manual_seed(len(values))
+    # By its number among the inputs: a program is drawn with values of other lines between them, and an index that
+    # some line takes must be the same when it runs.
+    generator = torch.Generator().manual_seed(int(given.name.lstrip("abcdefghijklmnopqrstuvwxyz")))
     if given.kind == "alias":
         values[given.name] = eval(given.of, dict(_NAMES), values)
     elif given.kind == "index":

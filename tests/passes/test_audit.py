@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.codegen import wrapper as lines_of
 from torch._inductor.codegen.wrapper import FreeLine, ReuseLine
 from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import BaseSchedulerNode
@@ -16,7 +18,7 @@ from torch._inductor.virtualized import V
 
 from ssd_fx.passes import audit, inductor, order
 from tests.passes import toys
-from tests.passes.lowered import lower
+from tests.passes.lowered import lower, lower_alone
 
 ops = torch.ops.ssd_fx
 Plant = Callable[[Any, inductor.AuditedKernel, list[str]], None]
@@ -111,16 +113,83 @@ def test_faults_in_the_code(target: object, plant: Plant, message: str) -> None:
     assert str(caught.value).count("\n--> ") == 1  # with the code around it
 
 
-def is_store(node: BaseSchedulerNode) -> bool:
-    return getattr(node.node, "op_overload", None) is ops.store.default
+def stored_twice(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """mm [store, release, store, release]"""
+    product = x @ w
+    first = ops.store(product, toys.CONFIG, "g", 0, 0)
+    ops.wait_store_(first, product, 1, True)
+    second = ops.store(product, toys.CONFIG, "g", 1, 2)
+    ops.wait_store_(second, product, 3, True)
+    return first, second
 
 
-def test_a_kernel_that_writes_in_place() -> None:
-    """The kernel behind the store of an intermediate says that it mutates what is stored."""
+def released_twice(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """mm [store, release, release]"""
+    product = x @ w
+    handle = ops.store(product, toys.CONFIG, "g", 0, 0)
+    ops.wait_store_(handle, product, 1)
+    ops.wait_store_(handle, product, 2)
+    return (handle,)
+
+
+def stored_while_loaded(handle: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[load, store, wait, release] -> mm"""
+    loaded = ops.load(handle, [8, 8], [8, 1], torch.float32, w.device, 0, True)
+    again = ops.store(loaded, toys.CONFIG, "g", 0, 1)
+    ops.wait_load_(loaded, handle, 2)
+    ops.wait_store_(again, loaded, 3)
+    return again, loaded @ w
+
+
+def waited_for_twice(handle: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[load, wait, wait] -> mm"""
+    loaded = ops.load(handle, [8, 8], [8, 1], torch.float32, w.device, 0, True)
+    ops.wait_load_(loaded, handle, 1)
+    ops.wait_load_(loaded, handle, 2)
+    return (loaded @ w,)
+
+
+WRONG: list[tuple[Callable[..., Any], torch.Tensor, str]] = [
+    (released_twice, torch.empty(8, 8), r"releases 'buf\d+', which is not being stored; see pass 'inductor'"),
+    (stored_while_loaded, torch.empty((), dtype=torch.int64), r"'buf\d+' is stored while it is loaded"),
+    (waited_for_twice, torch.empty((), dtype=torch.int64), r"waits for 'buf\d+', which is not being loaded"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "first", "message"), WRONG, ids=[w.__name__ for w, _, _ in WRONG])
+def test_faults_in_the_graph(wrong: Callable[..., Any], first: torch.Tensor, message: str) -> None:
+    """What the verifier refuses, given to Inductor as it is."""
+    with pytest.raises(InductorError, match=message):
+        lower_alone(wrong, first, torch.empty(8, 8))
+
+
+def test_stored_after_it_was_handed_over() -> None:
+    """The first release hands over though the second store still reads, which its kernel would not have done."""
+    lower_alone(stored_twice, torch.empty(8, 8), torch.empty(8, 8))
+
+    def unchanged(schema: object, constants: object, name: str, value: object) -> object:
+        return constants
+
+    message = r"'buf\d+' is stored while it is loaded or after it was handed over; see pass 'inductor'"
+    with mock.patch.object(inductor, "with_constant", unchanged), pytest.raises(InductorError, match=message):
+        lower_alone(stored_twice, torch.empty(8, 8), torch.empty(8, 8))
+
+
+def first_transfer(nodes: list[BaseSchedulerNode], target: object) -> tuple[int, str]:
+    """The first call of `target` that stores or loads what the graph made: where it stands, and the buffer."""
+    calls = [(i, n.node) for i, n in enumerate(nodes) if getattr(n.node, "op_overload", None) is target]
+    buffers = [(i, (c.inputs if target is ops.store.default else c.outputs)[0].get_name()) for i, c in calls]  # type: ignore[union-attr]
+    return next((i, name) for i, name in buffers if name.startswith("buf"))
+
+
+@pytest.mark.parametrize(("target", "text"), [(ops.store.default, "stored"), (ops.load.default, "loaded")])
+def test_a_kernel_that_writes_in_place(target: object, text: str) -> None:
+    """The kernel behind the store of an intermediate, or behind a load, says that it mutates what is transferred."""
 
     def tampered(graph: Any, nodes: list[BaseSchedulerNode]) -> None:
-        inputs = [n.node.inputs[0].get_name() if is_store(n) else "" for n in nodes]  # type: ignore[union-attr]
-        at, name = next((i, name) for i, name in enumerate(inputs) if name.startswith("buf"))
+        if all(getattr(n.node, "op_overload", None) is not target for n in nodes):
+            return real(graph, nodes)
+        at, name = first_transfer(nodes, target)
         kernel = next(n for n in nodes[at:] if not order.is_ours(n))
         with mock.patch.object(kernel.get_outputs()[0], "get_mutations", return_value=[name]):
             real(graph, nodes)
@@ -128,9 +197,18 @@ def test_a_kernel_that_writes_in_place() -> None:
     real = audit.audit_schedule
     with (
         mock.patch.object(audit, "audit_schedule", tampered),
-        pytest.raises(InductorError, match=r"\w+ writes 'buf\d+' while it is stored; see pass 'inductor'"),
+        pytest.raises(InductorError, match=rf"\w+ writes 'buf\d+' while it is {text}; see pass 'inductor'"),
     ):
         lower(toys.relu_chain, *toys.inputs(), options={})
+
+
+def test_an_inductor_whose_code_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(lines_of, "ReuseLine")
+    spec = importlib.util.spec_from_file_location("another_audit", audit.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=r"writes its code without \['ReuseLine'\], which the audit reads"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 @pytest.mark.parametrize(

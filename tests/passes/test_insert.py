@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
 import ssd_fx
+from ssd_fx.runtime.engines import Engine
+from ssd_fx.runtime.store import close_stores
 from tests.passes import toys
+from tests.passes.lazy_engines import LazyReads, LazyWrites
+from tests.runtime.engines import registered
 
 OPTIONS = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0}
 
@@ -99,44 +106,75 @@ output = output((add_1, mm_8))""",
     )
 
 
-def gradients(toy: toys.Toy, budget: float, size: int, **options: object) -> list[torch.Tensor]:
+class Late(NamedTuple):
+    engine: str
+    write_all: Callable[[], object]
+
+
+def gradients(
+    toy: toys.Toy, budget: float, size: int, between: Callable[[], object] = list, **options: object
+) -> list[torch.Tensor]:
+    """Outputs and gradients; `between` is called between the forward and the backward."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x, w = toys.inputs(size)
     out = torch.compile(toy, backend=ssd_fx.backend, options=OPTIONS | options | {"budget": budget})(x, w)
     tensors = out if isinstance(out, tuple) else (out,)
+    between()
     sum(t.abs().sum() for t in tensors).backward()
     assert x.grad is not None
     assert w.grad is not None
     return [*(t.detach() for t in tensors), x.grad, w.grad]
 
 
+@pytest.fixture(scope="module")
+def late() -> Iterator[Late]:
+    """Reads when it is waited for, and writes then or when the forward is over: memory given up too early shows."""
+    engines: list[LazyWrites] = []
+
+    def make(inner: Engine) -> Engine:
+        engines.append(LazyWrites(inner))
+        return LazyReads(engines[-1])
+
+    with registered(make, "memory") as name:
+        yield Late(name, lambda: [engine.write_all() for engine in engines])
+        close_stores()
+
+
 ON_DISK = (toys.relu_chain, toys.views_only, toys.complex_numbers, toys.narrow, toys.slice_of_big_base, toys.equal_copy)
 
 
 @pytest.mark.parametrize(
-    ("toy", "engine"), [*((t, "memory") for t in toys.ALL), *((t, "posix") for t in ON_DISK)], ids=toys.name
+    ("toy", "engine"), [*((t, "late") for t in toys.ALL), *((t, "posix") for t in ON_DISK)], ids=toys.name
 )
-def test_gradients_are_bitwise_those_of_everything_kept(toy: toys.Toy, engine: str, tmp_path: object) -> None:
+def test_gradients_are_bitwise_those_of_everything_kept(
+    toy: toys.Toy, engine: str, late: Late, tmp_path: object
+) -> None:
     kept = gradients(toy, 1.0, 8)
     ssd_fx.reset_stats()
-    offloaded = gradients(toy, 0.0, 8, engine=engine, dirs=[str(tmp_path)])
+    if engine == "late":
+        offloaded = gradients(toy, 0.0, 8, late.write_all, engine=late.engine)
+    else:
+        offloaded = gradients(toy, 0.0, 8, engine=engine, dirs=[str(tmp_path)])
     for a, b in zip(kept, offloaded, strict=True):
         assert torch.equal(a, b)
     stats, plan = ssd_fx.stats(), toys.planned(toy).plan
     inputs = stats.held_bytes  # here they are leaves, which their owner holds
     assert stats.read_bytes + stats.forwarded_bytes == plan.stored_bytes + inputs
+    if engine == "late":
+        assert stats.read_bytes == stats.written_bytes == plan.stored_bytes
     assert stats.offloaded_bytes == plan.offloaded_bytes + inputs
 
 
-FUSED = (toys.real_view, toys.slice_of_big_base, toys.equal_copy)
+FUSED = (toys.real_view, toys.slice_of_big_base, toys.equal_copy, toys.saved_copies)
 
 
 @pytest.mark.parametrize(
     "toy", [pytest.param(t, marks=() if t in FUSED else pytest.mark.slow) for t in toys.ALL], ids=toys.name
 )
-def test_inductor_computes_the_same(toy: toys.Toy) -> None:
-    kept, offloaded = (gradients(toy, budget, 8, inner="inductor") for budget in (1.0, 0.0))
+def test_inductor_computes_the_same(toy: toys.Toy, late: Late) -> None:
+    options = {"inner": "inductor", "engine": late.engine}
+    kept, offloaded = (gradients(toy, budget, 8, late.write_all, **options) for budget in (1.0, 0.0))
     assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
     stats, plan = ssd_fx.stats(), toys.planned(toy).plan
     assert stats.in_planned_order == 1.0

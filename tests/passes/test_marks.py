@@ -239,6 +239,14 @@ mm_2     256 B  offload  store>mm_2 release>t_6 load<expand wait<sigmoid_2 (PREF
     )
 
 
+@pytest.mark.parametrize(("budget", "min_bytes", "gone"), [(0.99, 0, 2), (1.0, 0, 0), (0, 257, 0)])
+def test_prefer_cpu_offload_binds_unless_all_may_stay(budget: float, min_bytes: int, gone: int) -> None:
+    """With room for all but a hundredth both leave; neither where there is room for both, or where they are small."""
+    plan = toys.planned(under(CheckpointPolicy.PREFER_CPU_OFFLOAD), budget=budget, min_bytes=min_bytes).plan
+    assert [g.nbytes for g in plan.groups] == [256, 256]
+    assert len(plan.offloaded) == gone
+
+
 def test_a_call_outweighs_a_policy() -> None:
     def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (ssd_fx.keep(x @ w).sigmoid() @ w).sum()

@@ -290,16 +290,53 @@ sigmoid  256 of 512 B  offload  store>sigmoid release>t_4 load<expand wait<mul_1
     )
 
 
-def test_a_copy_of_a_copy_is_not() -> None:
+def test_a_copy_of_a_copy_is_neither() -> None:
     check(
         toys.copy_of_copy,
         """\
-sigmoid  256 B  offload  store>sigmoid release>t_6 load<expand wait<mul_1  [sigmoid]
-clone_1  256 B  offload  store>clone_1 release>t_6 load<expand wait<mm_2   [t_2]""",
+sigmoid  256 of 512 B  offload  store>sigmoid release>t_6 load<expand wait<mul_1  [sigmoid, t_2]""",
     )
 
 
-def test_nor_is_a_changed_copy() -> None:
+def test_copies_that_are_all_saved() -> None:
+    check(
+        toys.saved_copies,
+        """\
+sigmoid  256 of 768 B  offload  store>sigmoid release>sum_2 load<expand wait<mul_1  [sigmoid, t_6, t_4]
+mm_1            256 B  offload  store>mm_1 release>t_10 load<mm_4 wait<cos          [mm_1]
+sin             256 B  offload  store>sin release>t_10 load<expand wait<mm_4        [t_2]
+mm_2            256 B  offload  store>mm_2 release>t_10 load<expand wait<mm_5       [t_3]""",
+    )
+
+
+def test_what_was_filled_with_a_copy() -> None:
+    check(
+        toys.filled,
+        """sigmoid  256 of 1024 B  offload  store>sigmoid release>sum_4 load<expand wait<mul_1  [sigmoid, t_7, t_4, t_2]""",
+    )
+
+
+def test_what_was_filled_with_something_else_is_stored() -> None:
+    check(
+        toys.widened,
+        """\
+sigmoid   256 B  offload  store>sigmoid release>sum_3 load<_to_copy_1 wait<mul_1  [sigmoid]
+copy      256 B  offload  store>copy release>_to_copy load<_to_copy_3 wait<mm_5   [t_4]
+copy_1    512 B  offload  store>_to_copy release>t_6 load<_to_copy_1 wait<mm_3    [t_1]
+_to_copy  512 B  offload  store>_to_copy release>mm_2 load<_to_copy_1 wait<mm_4   [t_2]""",
+    )
+
+
+def test_a_copy_of_a_changed_copy_is_stored() -> None:
+    check(
+        toys.written_between,
+        """\
+sigmoid  256 B  offload  store>sigmoid release>t_8 load<expand wait<mul_2  [sigmoid]
+clone_1  256 B  offload  store>clone_1 release>t_8 load<expand wait<mm_2   [t_3]""",
+    )
+
+
+def test_a_changed_copy_is_stored() -> None:
     check(
         toys.changed_copy,
         """\

@@ -225,14 +225,14 @@ def marked(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def test_calls_choose_the_tier() -> None:
     _, _, partition = planned(marked, host_budget=300)
-    assert tiers_of_stores(partition) == [("ssd",), ("ssd",), ("host",)]
+    assert tiers_of_stores(partition) == [("ssd", True), ("ssd",), ("host", True)]  # True: marked, so it does not rest
 
 
 def test_a_mark_that_does_not_fit_goes_to_the_drive_and_says_so() -> None:
     match = r"no room in host memory .*'sigmoid_2' \(256 B, marked by ssd_fx\.offload\(tier='host'\)\); host_budget"
     with pytest.warns(RuntimeWarning, match=match):
         _, _, partition = planned(marked, host_budget=200)
-    assert tiers_of_stores(partition) == [("ssd",), ("ssd",), ("ssd",)]
+    assert tiers_of_stores(partition) == [("ssd", True), ("ssd",), ("ssd", True)]
 
 
 def test_tiers_that_disagree() -> None:
@@ -260,7 +260,7 @@ def test_must_cpu_offload_comes_first_in_host_memory() -> None:
 
     _, plan, _ = planned(toy, host_budget=600)
     marked = [g.slot for g in plan.groups if g.slot in plan.marks]
-    assert [plan.decisions[slot] for slot in marked] == [Offload("host")] * 2
+    assert [plan.decisions[slot] for slot in marked] == [Offload("host", binding=True)] * 2
     assert len(plan.offloaded) == 3
     assert plan.decisions[min({g.slot for g in plan.offloaded} - set(marked))] == Offload("ssd")
 

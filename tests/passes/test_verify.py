@@ -94,6 +94,27 @@ def test_what_is_stored_has_gaps() -> None:
         verify_plan(partition, plan.with_(groups=(gaps,)))
 
 
+def test_nothing_is_known_of_what_is_stored() -> None:
+    partition = toys.partitioned(toys.relu_chain, *toys.inputs())
+    plan = toys.planned(toys.relu_chain).plan
+    unknown = replace(plan.groups[0], layout=None)
+    with pytest.raises(VerifyError, match="what is stored of 'relu' has gaps"):
+        verify_plan(partition, plan.with_(groups=(unknown,)))
+
+
+def test_a_copy_of_what_is_not_stored() -> None:
+    partition = toys.partitioned(toys.equal_copy, *toys.inputs())
+    plan = toys.planned(toys.equal_copy).plan
+    verify_plan(partition, plan)
+    group, member = next((g, m) for g in plan.groups for m in g.members if m.copy is not None)
+    assert member.copy is not None
+    source = replace(member.copy.source, offset=1)
+    copied = replace(member, copy=replace(member.copy, source=source))
+    groups = tuple(replace(g, members=(copied,)) if g is group else g for g in plan.groups)
+    with pytest.raises(VerifyError, match=f"member '{member.name}' lies outside of what is stored of 'sigmoid'"):
+        verify_plan(partition, plan.with_(groups=groups))
+
+
 def erase_release(planned: toys.Planned) -> None:
     graph = planned.partition.forward.graph
     graph.erase_node(find(graph, ops.wait_store_.default))
@@ -121,6 +142,28 @@ def write_after_store(planned: toys.Planned) -> None:
 def swap_two_stores(planned: toys.Planned) -> None:
     graph = planned.partition.forward.graph
     find(graph, ops.store.default, 0).update_arg(4, 99)
+
+
+def number_a_wait_wrongly(planned: toys.Planned) -> None:
+    find(planned.partition.backward.graph, ops.wait_load_.default).update_arg(2, 99)
+
+
+def swap_two_saved(planned: toys.Planned) -> None:
+    """The backward takes its first two handles in the other order than the forward gives them."""
+    first, second = [n for n in planned.partition.backward.graph.nodes if "handle" in n.name][:2]
+    second.append(first)
+
+
+def store_twice(planned: toys.Planned) -> None:
+    graph = planned.partition.forward.graph
+    store = find(graph, ops.store.default)
+    with graph.inserting_after(store):
+        graph.node_copy(store)
+
+
+def store_into_another_tier(planned: toys.Planned) -> None:
+    store = find(planned.partition.forward.graph, ops.store.default)
+    store.args = (*store.args, "host")
 
 
 def save_the_base_too(planned: toys.Planned) -> None:
@@ -154,6 +197,18 @@ def erase_wait(planned: toys.Planned) -> None:
 
 def change_the_layout(planned: toys.Planned) -> None:
     find(planned.partition.backward.graph, ops.load.default).update_arg(2, [1, 8])
+
+
+def change_the_shape(planned: toys.Planned) -> None:
+    find(planned.partition.backward.graph, ops.load.default).update_arg(1, [8, 8])
+
+
+def load_another_dtype(planned: toys.Planned) -> None:
+    find(planned.partition.backward.graph, ops.load.default).update_arg(3, torch.int32)
+
+
+def load_to_another_device(planned: toys.Planned) -> None:
+    find(planned.partition.backward.graph, ops.load.default).update_arg(4, torch.device("meta"))
 
 
 def load_twice(planned: toys.Planned) -> None:
@@ -200,6 +255,15 @@ def write_a_list_after_store(planned: toys.Planned) -> None:
 
 def forget_a_value(planned: toys.Planned) -> None:
     del compute(planned.partition.backward.graph).meta["val"]
+
+
+def forget_the_value_of_a_view(planned: toys.Planned) -> None:
+    del find(planned.partition.backward.graph, torch.ops.aten.as_strided.default).meta["val"]
+
+
+def drop_an_argument(planned: toys.Planned) -> None:
+    node = find(planned.partition.backward.graph, torch.ops.aten.cat.default)
+    node.update_arg(0, node.args[0][1:])  # type: ignore[index]
 
 
 def change_a_dtype(planned: toys.Planned) -> None:
@@ -251,11 +315,18 @@ BREAKS: list[tuple[Callable[[toys.Planned], None], str]] = [
     (read_after_release, "'cat' is read after its release"),
     (write_after_store, "'cat' is written after its store"),
     (swap_two_stores, "forward nodes are out of order"),
+    (number_a_wait_wrongly, "backward nodes are out of order: 'wait_load__default' has seq 99 and stands at 3"),
+    (swap_two_saved, "saved tensors and backward inputs differ in order"),
+    (store_twice, "stores and offloaded groups differ in number"),
+    (store_into_another_tier, "'ssd_fx_handle_0' goes to tier 'host', binding False, and the plan says Offload"),
     (save_the_base_too, "'cat' is offloaded and saved too"),
     (rename_a_handle, "has no placeholder of its name in the backward"),
     (use_before_wait, "before its wait"),
     (erase_wait, "has 0 waits instead of one"),
     (change_the_layout, "says another layout than its value has"),
+    (change_the_shape, "says another layout than its value has"),
+    (load_another_dtype, "says another layout than its value has"),
+    (load_to_another_device, "says another layout than its value has"),
     (load_twice, "loads and offloaded groups differ in number"),
     (wait_on_the_handle_of_another, "has the handle of another"),
     (load_the_handle_of_another, r"are loaded, \[.*\] stored"),
@@ -263,6 +334,8 @@ BREAKS: list[tuple[Callable[[toys.Planned], None], str]] = [
     (drop_a_handle, "the handle 'ssd_fx_handle_0' is not saved"),
     (write_a_list_after_store, "is written after its store"),
     (forget_a_value, r"is no tensor, was"),
+    (forget_the_value_of_a_view, r"'as_strided_default' has no meta\['val'\]"),
+    (drop_an_argument, r"'cat_1' is given \['\S+ \S+ \S+ \S+ \S+ \S+', '[^']+'\], was given"),
     (change_a_dtype, r"torch.float64 cpu, was .* torch.float32 cpu"),
     (give_other_strides, r"'mm_5' is given .*\[24, 1\].*, was given .*\[1, 24\]"),
     (rename_a_tangent, "the backward's inputs that are no saved tensors are"),
@@ -277,6 +350,33 @@ BREAKS: list[tuple[Callable[[toys.Planned], None], str]] = [
 def test_graphs(good: toys.Planned, break_it: Callable[[toys.Planned], None], message: str) -> None:
     break_it(good)
     with pytest.raises(VerifyError, match=message):
+        check(good)
+
+
+def test_a_member_that_is_saved_beside_its_copy() -> None:
+    """A slice is stored as a dense copy, which is of another storage than the slice."""
+    planned = toys.planned(toys.slice_of_big_base)
+    check(planned)
+    forward, output = planned.partition.forward.graph, planned.partition.fwd_output
+    (group,) = (g for g in planned.plan.offloaded if g.pack is not None)
+    base = next(n for n in forward.nodes if n.name == group.base)
+    name = group.members[0].name
+    with forward.inserting_after(base):
+        member = forward.call_function(torch.ops.aten.t.default, (base,))
+    member.name, member.meta["val"] = name, base.meta["val"].t()
+    output.args = ((*output.args[0], member),)  # type: ignore[misc]
+    backward = planned.partition.backward.graph
+    with backward.inserting_after([n for n in backward.nodes if n.op == "placeholder"][-1]):
+        backward.placeholder("again").name = name
+    with pytest.raises(VerifyError, match=rf"\['{name}'\] are offloaded and saved too; see pass 'insert'"):
+        check(planned)
+
+
+def test_a_release_before_its_store(good: toys.Planned) -> None:
+    """It has the handle that the store makes, so the linter of FX sees it."""
+    graph = good.partition.forward.graph
+    find(graph, ops.store.default).prepend(find(graph, ops.wait_store_.default))
+    with pytest.raises(RuntimeError, match=r"'ssd_fx_handle_0' .* was used before it has been defined"):
         check(good)
 
 

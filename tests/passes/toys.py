@@ -238,9 +238,40 @@ def equal_copy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def copy_of_copy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Two copies in a row, and only the ends are saved: one is no single copy of the other, so both are stored."""
+    """Two copies in a row, and only the ends are saved: one is no single copy of the other."""
     y = (x @ w).sigmoid()
     return (y.t().contiguous().view(4, 16).t().contiguous().view(8, 8) @ w).sum() + (y * y).sum()
+
+
+def saved_copies(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Two copies in a row, all three saved; what is copied last is read first in the backward."""
+    y = (x @ w).sigmoid()
+    first = y.t().contiguous()
+    second = first.view(4, 16).t().contiguous().view(8, 8)
+    return ((first @ w).sin() @ (second @ w)).sum() + (y * y).sum()
+
+
+def filled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Copied into a tensor that was made for it, repeated once and concatenated with nothing."""
+    y = (x @ w).sigmoid()
+    made = torch.empty(8, 8).copy_(y.t())
+    one, alone = y.view(16, 4).t().repeat(1, 1).view(8, 8), torch.cat([y.view(4, 16)]).view(8, 8)
+    return (made @ w).sum() + (one @ w).sum() + (alone @ w).sum() + (y * y).sum()
+
+
+def widened(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Copied into a larger tensor, which repeats the row, and into one of another dtype: neither is a copy."""
+    y = (x @ w).sigmoid()
+    rows = torch.empty(8, 8).copy_(y[0])
+    return (rows @ w).sum() + (torch.empty(8, 8, dtype=torch.float64).copy_(y) @ w.double()).sum() + (y * y).sum()
+
+
+def written_between(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The first of two copies is written into before it is copied."""
+    y = (x @ w).sigmoid()
+    first = y.t().contiguous()
+    first[0].mul_(2)
+    return (first.view(4, 16).t().contiguous().view(8, 8) @ w).sum() + (y * y).sum()
 
 
 def changed_copy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -257,6 +288,7 @@ ALL: tuple[Toy, ...] = (
     wide_dtype_view, float8, scalar, empty, saved_twice, unbound, unsafe_split, overlapping, view_of_input,
     narrow, slice_of_big_base, neighbouring_slices, scattered_slices, slice_with_steps, slice_of_permuted,
     slice_and_living_base, slice_that_is_reduced, gaps, equal_copy, copy_of_copy, changed_copy,
+    saved_copies, filled, widened, written_between,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # engines.py and harness.py, wha
 
 from harness import config_json
 
-from ssd_fx.runtime import stats, trace
+from ssd_fx.runtime import device_trace, stats, trace
 from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.store import close_stores
 
@@ -15,6 +15,7 @@ from ssd_fx.runtime.store import close_stores
 @pytest.fixture(autouse=True)
 def fresh_counters():
     trace.clear()
+    device_trace.clear()
     stats.reset_stats()
     yield
     close_stores()

@@ -25,7 +25,10 @@ ORDERS = ("sides first", "compute first", "lazy", 1, 2, 3)
 
 class FakeEvent:
     def __init__(self, stream: "FakeStream") -> None:
-        self.stream, self.fired = stream, False
+        self.stream, self.fired, self.ms = stream, False, 0.0
+
+    def fire(self) -> None:
+        self.fired, self.ms = True, self.stream.gpu.ms
 
     def query(self) -> bool:
         self.stream.gpu.progress()
@@ -38,7 +41,8 @@ class FakeEvent:
     def elapsed_time(self, end: "FakeEvent") -> float:
         assert self.fired, "elapsed_time before the first event fired"
         assert end.fired, "elapsed_time before the second event fired"
-        return 1.5
+        assert end.ms >= self.ms, "elapsed_time of events in the other order"
+        return end.ms - self.ms
 
 
 class FakeStream:
@@ -83,6 +87,8 @@ class FakeGpu:
         self.sides: list[FakeStream] = []
         self.blocks: dict[int, Block] = {}
         self.violations: list[str] = []
+        self.captures = False
+        self.ms = 0.0  # the device's time: it does one thing at a time
         self._free: dict[int, list[Block]] = {}
         self._running = False
 
@@ -97,8 +103,16 @@ class FakeGpu:
 
     def record(self, stream: FakeStream) -> FakeEvent:
         event = FakeEvent(stream)
-        stream.tasks.append(lambda: setattr(event, "fired", True))
+        stream.tasks.append(event.fire)
         self.progress()
+        return event
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def idle(self, device: torch.device) -> FakeEvent:
+        event = FakeEvent(self.compute)
+        event.fire()
         return event
 
     def empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:
@@ -128,10 +142,13 @@ class FakeGpu:
 
     # ---- what tests use
 
-    def queue(self, stream: FakeStream, task: Callable[[], None]) -> None:
+    def queue(self, stream: FakeStream, task: Callable[[], None], ms: float = 1.5) -> None:
+        """A kernel or copy that takes so long."""
+
         def run() -> None:
             task()
             stream.ran += 1
+            self.ms += ms
 
         stream.queued += 1
         stream.tasks.append(run)

@@ -6,10 +6,13 @@ import time
 
 import pytest
 import torch
+from fake_gpu import installed
 from harness import load, release, store
 
 from ssd_fx.runtime import chrome, trace
+from ssd_fx.runtime.store import close_stores
 
+MEMORY = json.dumps({"engine": "memory"})
 N = 50_000
 
 
@@ -45,6 +48,25 @@ def test_transfers_that_overlap_have_rows_of_their_own(tmp_path):
     chrome.export(tmp_path / "trace.json")
     rows = [e["tid"] for e in complete(tmp_path / "trace.json")]
     assert rows[0] == rows[2] != rows[1]
+
+
+def test_a_device_has_a_row_of_its_own(tmp_path):
+    """What the host launched at once stands apart there by what the device did in between."""
+    with installed("lazy") as gpu:
+        x = gpu.tensor(torch.randn(N))
+        h = store(x, MEMORY)
+        gpu.queue(gpu.compute, lambda: None, ms=2000.0)
+        release(h, x)
+        assert chrome.export(tmp_path / "trace.json") == len(trace.events()) + 2
+        del h
+        close_stores()
+    events = complete(tmp_path / "trace.json")
+    nodes = [e for e in events if e["name"] in ("store slot 0", "release slot 0")]
+    stored, released = (e for e in nodes if e["args"]["where"] != "cpu")
+    stored_there, released_there = (e for e in nodes if e["args"]["where"] == "cpu")
+    assert stored["tid"] == released["tid"] != stored_there["tid"] == released_there["tid"]
+    assert released["ts"] - stored["ts"] < 1e6
+    assert released_there["ts"] - stored_there["ts"] == pytest.approx(2e6, abs=1e4)
 
 
 def test_beside_the_profiler(config, tmp_path):

@@ -302,6 +302,18 @@ def test_span_is_as_long_as_the_device_says():
         del x
 
 
+def test_the_capture_of_a_graph_is_refused(gpu, config):
+    """A replay would read what the capture left in memory, and nothing would say so."""
+    x = gpu.tensor(numbers())
+    h = store(x, config)
+    gpu.captures = True
+    for op in (lambda: store(x, config, slot=1, seq=1), lambda: start_load(h, x)):
+        with pytest.raises(RuntimeError, match="ssd_fx cannot be captured in a CUDA graph"):
+            op()
+    gpu.captures = False
+    assert gpu.bytes_of(load(h, x)) == raw(numbers())
+
+
 def test_loads_do_not_wait_behind_stores():
     """What is copied to the host does not hold up what is copied from it: the bus does both at a time."""
     with installed("lazy") as fake:

@@ -1,0 +1,210 @@
+"""The times of nodes and transfers on a device that executes late: those of its events, not of the launches."""
+
+import os
+import signal
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from fake_gpu import FakeEvent, installed
+from harness import begin, config_json, load, release, settle, start_load, store, wait
+
+import ssd_fx
+from ssd_fx.profile import read_profile
+from ssd_fx.runtime import clock, device_trace, trace
+from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.streams import Queued
+
+MEMORY = '{"engine": "memory", "adapt": false}'
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+N = 1000
+
+
+@pytest.fixture
+def gpu():
+    with installed("lazy") as fake:
+        yield fake
+        close_stores()
+
+
+def step(gpu, forward_ms, backward_ms):
+    """begin, a kernel, store, a kernel, release; load, a kernel, wait, a kernel. Nothing has run when it returns."""
+
+    def kernel(ms):
+        gpu.queue(gpu.compute, lambda: None, ms)
+
+    begin(MEMORY, offloaded=4 * N)
+    x = gpu.tensor(torch.zeros(N))  # 1.5 ms
+    kernel(forward_ms)
+    h = store(x, MEMORY, seq=0)
+    kernel(2 * forward_ms)
+    release(h, x, seq=1)
+    kernel(1000)  # between forward and backward
+    y = start_load(h, x, seq=0)
+    kernel(backward_ms)
+    wait(y, h, seq=1)
+    kernel(100)
+
+
+def test_a_profile_has_the_kernels_times(gpu, tmp_path):
+    """The host launches a step within a few microseconds, whatever the kernels take."""
+    for forward_ms, backward_ms in [(500, 500), (700, 900), (10, 100), (20, 200), (30, 300)]:
+        step(gpu, forward_ms, backward_ms)  # in the first the graph's device is not known, the second is cold
+    trace.positions["g"] = "4,7,9|2,5|6000"
+    assert ssd_fx.save_profile(tmp_path / "p.json") == 1
+    (graph,) = read_profile(tmp_path / "p.json").graphs
+    assert graph.forward == ((4, 0.0), (7, 21.5), (9, 61.5))
+    assert [position for position, _ in graph.backward] == [2, 5]
+    assert graph.backward == ((2, 0.0), (5, 250.0))
+
+
+def test_nothing_waits_for_the_device(gpu, monkeypatch):
+    monkeypatch.setattr(device_trace, "UNREAD", 4)
+    x = gpu.tensor(torch.zeros(N))
+    handles = [store(x, MEMORY, slot=i, seq=i) for i in range(10)]
+    assert gpu.compute.ran == 0
+    assert len(device_trace.events()) == len(handles)  # asking does
+    assert gpu.compute.ran == 1
+
+
+def test_what_has_run_is_read_in_passing(gpu, monkeypatch):
+    """So a long run keeps few events of the driver."""
+    monkeypatch.setattr(device_trace, "UNREAD", 4)
+    x = gpu.tensor(torch.zeros(N))
+    for i in range(20):
+        store(x, MEMORY, slot=i, seq=i)
+        gpu.finish()
+    assert len(device_trace._unread) == 4
+
+
+def test_every_node_is_timed_in_so_many_runs(gpu):
+    """Of forwards that run before a backward too, as in gradient accumulation."""
+    x = gpu.tensor(torch.zeros(N))
+    runs = device_trace.RUNS
+    handles = [store(x, MEMORY) for _ in range(2 * runs)]  # all of the first half, and the first of the second
+    for h in handles:
+        load(h, x, consume=False)
+    kinds = [kind for kind, *_ in device_trace.events()]
+    assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(("store", "load", "wait"), runs + 1)
+
+
+def test_a_long_training_is_timed_at_its_end(gpu, tmp_path):
+    """The runs that are timed have all of their nodes, `begin` too, and the last of them make the profile."""
+    for run in range(10 * device_trace.RUNS):
+        step(gpu, *((1, 1) if run < device_trace.RUNS else (50, 70)))
+        gpu.finish()
+    trace.positions["g"] = "4,7,9|2,5|6000"
+    ssd_fx.save_profile(tmp_path / "p.json")
+    (graph,) = read_profile(tmp_path / "p.json").graphs
+    assert graph.forward == ((4, 0.0), (7, 51.5), (9, 151.5))
+    assert graph.backward == ((2, 0.0), (5, 70.0))
+
+
+def test_a_node_that_fails_is_not_timed(gpu):
+    x = gpu.tensor(torch.zeros(N))
+    h = store(x, MEMORY)
+    y = start_load(h, x)
+    with pytest.raises(RuntimeError, match="no load of it returned"):
+        wait(torch.zeros(1), h)
+    wait(y, h)
+    assert [kind for kind, *_ in device_trace.events()] == ["store", "load", "wait"]
+
+
+def test_a_tensor_of_the_host_is_timed_by_its_graph_s_device(gpu, monkeypatch):
+    """An offset or a mask on the CPU among the tensors of a GPU: without it no run would be complete."""
+    x = gpu.tensor(torch.zeros(N))
+    store(x, MEMORY, slot=0, seq=0)
+    monkeypatch.setattr(device_trace.streams, "of", lambda device: gpu if device is GPU else None)
+    device_trace._devices["g"] = GPU
+    with device_trace.node("store", "g", 1, 1, torch.device("cpu")):
+        pass
+    assert [(kind, slot) for kind, _, slot, *_ in device_trace.events()] == [("store", 0), ("store", 1)]
+
+
+def test_a_graph_without_a_complete_run_is_named(gpu, tmp_path):
+    step(gpu, 1, 1)
+    trace.positions["g"] = "4,7,9|2,5|6000"
+    with pytest.raises(ValueError, match="no run of g is complete since the trace began; train some more steps"):
+        ssd_fx.save_profile(tmp_path / "p.json")
+
+
+def test_the_host_s_times_are_those_of_the_cpu(tmp_path):
+    """Without streams nothing is timed twice."""
+    config = config_json(tmp_path)
+    begin(config, offloaded=4 * N)
+    x = torch.zeros(N)
+    load(store(x, config), x)
+    assert not device_trace.behind_the_host("g")
+    assert device_trace.events() == []
+    assert trace.events()
+
+
+def test_transfers_that_are_looked_at_late_do_not_overlap(gpu):
+    """One stream did one after the other; the bandwidth of a profile is that of the time it took."""
+    x = gpu.tensor(torch.zeros(N))
+    handles = [store(x, MEMORY, slot=i, seq=i) for i in range(3)]
+    gpu.finish()
+    for h in handles:
+        settle(h)
+    store(x, MEMORY, slot=9, seq=9)  # any op sees that the writes are done
+    writes = [(started, ended) for kind, _, _, _, started, ended, *_ in trace.events() if kind == "write"]
+    assert len(writes) == 3
+    assert [ended - started for started, ended in writes] == pytest.approx([1.5e-3] * 3, abs=1e-6)
+    assert all(b[0] >= a[1] - 1e-9 for a, b in pairwise(writes))
+
+
+def test_nodes_may_be_read_long_after_they_ran(gpu, monkeypatch):
+    """Each is measured from an anchor of its own time, however many followed."""
+    monkeypatch.setattr(clock, "now", lambda: gpu.ms / 1e3)
+    x = gpu.tensor(torch.zeros(N))
+    for second in range(0, 200, 2):
+        gpu.finish()
+        gpu.ms = 1e3 * second
+        store(x, MEMORY, seq=second)
+    found = {seq: started for _, _, _, seq, started, *_ in device_trace.events()}
+    assert found == pytest.approx({second: second for second in range(0, 200, 2)}, abs=2e-2)
+
+
+def test_a_device_whose_clock_is_fast_is_followed(gpu, monkeypatch):
+    """By a thousandth: after an hour it would be 3.6 s ahead."""
+    seconds = 0.0
+    monkeypatch.setattr(clock, "now", lambda: seconds)
+    for seconds in range(0, 3600, 5):
+        gpu.ms = 1e3 * seconds * 1.001
+        taken = clock.anchor(gpu, CPU)
+        made = FakeEvent(gpu.compute)
+        made.fire()
+        assert taken.when(made) == pytest.approx(seconds, abs=0.015)
+
+
+def test_the_child_of_a_fork_takes_no_lock_that_a_thread_had(gpu):
+    """As a worker of a data loader does not have that thread, nobody would let go of it."""
+    store(gpu.tensor(torch.zeros(N)), MEMORY)
+    with device_trace._lock, clock._making:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if device_trace.events() == [] and clock.anchor(gpu, CPU) else 1)
+    for _ in range(100):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    assert status == 0
+
+
+def test_a_transfer_that_never_began_is_not_in_the_trace(gpu, monkeypatch):
+    """It has no times, and would stand at the start of all time."""
+    x = gpu.tensor(torch.zeros(N))
+    monkeypatch.setattr(Queued, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store(x, MEMORY)
+    assert [e for e in trace.events() if e[0] == "write"] == []
+
+
+def interrupted(transfer):
+    raise KeyboardInterrupt
