@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ssd_fx.passes.fault import require
+from ssd_fx.passes.origin import Reads, arguments
 from ssd_fx.passes.partition import Partition, storage_of, tensor_of
 
 Layout = tuple[str, ...] | None  # shape, strides, dtype, device, lazy bits
@@ -25,7 +26,7 @@ class Before:
 
     `outputs`: names of the outputs that the caller sees. `unpaired`: saved outputs without a backward placeholder of
     their name, such as the state of a random generator, which PyTorch's partitioner names differently on both sides.
-    `tangents`: the backward's inputs that are no saved tensors.
+    `tangents`: the backward's inputs that are no saved tensors. `reads`: who reads which saved tensor.
     """
 
     outputs: tuple[str, ...]
@@ -33,16 +34,17 @@ class Before:
     tangents: tuple[str, ...]
     forward: Facts
     backward: Facts
+    reads: Reads
 
     @staticmethod
     def of(partition: Partition) -> Before:
         placeholders = partition.bwd_placeholders
         return Before(
-            tuple(n.name for n in partition.kept_outputs),
+            _outputs(partition),
             frozenset(n.name for n in partition.saved if n.name not in placeholders),
             _tangents(partition),
-            Facts.of(partition.forward, partition.num_fwd_outputs),
-            Facts.of(partition.backward, None),
+            *_facts(partition),
+            Reads.of(partition),
         )
 
     def verify(self, partition: Partition, *, copied: bool = False) -> None:
@@ -50,14 +52,15 @@ class Before:
 
         `copied`: some slices are stored as dense copies, so that strides in the backward may have changed.
         """
-        after = Before.of(partition)
-        require(after.outputs == self.outputs, "an output of the model changed", "insert", partition.fwd_output)
-        require(after.forward.inputs == self.forward.inputs, "an input of the forward changed", "insert")
-        text = f"the backward's inputs that are no saved tensors are {after.tangents}, were {self.tangents}"
-        require(after.tangents == self.tangents, text, "insert")
+        outputs, tangents = _outputs(partition), _tangents(partition)
+        require(outputs == self.outputs, "an output of the model changed", "insert", partition.fwd_output)
+        forward, backward = _facts(partition)
+        require(forward.inputs == self.forward.inputs, "an input of the forward changed", "insert")
+        text = f"the backward's inputs that are no saved tensors are {tangents}, were {self.tangents}"
+        require(tangents == self.tangents, text, "insert")
         for name, module, old, new in (
-            ("forward", partition.forward, self.forward, after.forward),
-            ("backward", partition.backward, self.backward, after.backward),
+            ("forward", partition.forward, self.forward, forward),
+            ("backward", partition.backward, self.backward, backward),
         ):
             _verify_nodes(module.graph, old, new, strides=not (copied and name == "backward"))
             text = f"the outputs of the {name} are {new.results}, were {old.results}"
@@ -139,11 +142,12 @@ def layout(node: object) -> Layout:
     return (*sizes, str(tensor.dtype), str(tensor.device), *lazy)
 
 
-def arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, in order, one as often as it occurs."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    return found
+def _outputs(partition: Partition) -> tuple[str, ...]:
+    return tuple(n.name for n in partition.kept_outputs)
+
+
+def _facts(partition: Partition) -> tuple[Facts, Facts]:
+    return Facts.of(partition.forward, partition.num_fwd_outputs), Facts.of(partition.backward, None)
 
 
 def _tangents(partition: Partition) -> tuple[str, ...]:

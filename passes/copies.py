@@ -23,7 +23,7 @@ from ssd_fx.passes.packing import is_dense, span
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, storage_of, tensor_of, written
 
 aten = torch.ops.aten
-_COPIES = (aten.clone.default, aten._to_copy.default)
+COPIES = (aten.clone.default, aten._to_copy.default)
 
 
 def merge_copies(partition: Partition, groups: list[AliasGroup]) -> list[AliasGroup]:
@@ -50,19 +50,19 @@ def copied(node: fx.Node) -> fx.Node | None:
     if Layout.of(out).is_symbolic or Layout.of(old).is_symbolic:
         return None
     alike = (out.dtype, out.device, out.shape) == (old.dtype, old.device, old.shape)
-    return source if alike and (node.target in _COPIES or out.is_contiguous()) else None
+    return source if alike and (node.target in COPIES or out.is_contiguous()) else None
 
 
 def again(node: fx.Node) -> tuple[torch._ops.OpOverload, Mapping[str, object]]:
     """The operator that makes a copy of what `node` copies, and its keyword arguments."""
-    if node.target in _COPIES:
+    if node.target in COPIES:
         return node.target, node.kwargs
     return aten.clone.default, {"memory_format": torch.contiguous_format}
 
 
 def _copied_argument(node: fx.Node) -> object:
     """The argument whose elements are those of the result, but for their dtype, device and number."""
-    if node.target in _COPIES:
+    if node.target in COPIES:
         plain = len(node.args) == 1 and not set(node.kwargs) - {"memory_format", "dtype", "device"}
         return node.args[0] if plain else None
     if node.target is aten.copy.default and not node.kwargs:  # into a new tensor, as functionalization leaves it

@@ -134,6 +134,7 @@ def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
     _verify_forward(partition, plan)
     _verify_backward(partition, plan)
     before.verify(partition, copied=any(g.pack is not None and g.pack.copy for g in plan.offloaded))
+    before.reads.verify(partition, plan)
 
 
 def _verify_saved(partition: Partition, plan: Plan, before: Before) -> None:
