@@ -184,4 +184,6 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _bits(x: Tensor) -> bytes:
     dense = x.to_dense() if x.layout != torch.strided else x
-    return dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy(force=True).tobytes()
+    )  # a zero tensor too
