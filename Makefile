@@ -55,26 +55,23 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PY) -m pytest $(PYTEST_FLAGS)
 
-ZOO := COMPATIBILITY_RESULTS=demo-out/compatibility.jsonl
+# Of what the suites below found, in git: no page needs all of them run at once.
+RESULTS := docs/results
+RECORDED := COMPATIBILITY_RESULTS=$(RESULTS)/tests.jsonl
 
 zoo: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,zoo]'
-	@mkdir -p demo-out
-	$(ZOO) $(PY) -m pytest -m zoo tests/zoo $(PYTEST_FLAGS)
+	$(RECORDED) $(PY) -m pytest -m zoo tests/zoo $(PYTEST_FLAGS)
 
 loops: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,trainers]'
-	@mkdir -p demo-out
-	$(ZOO) $(PY) -m pytest tests/loops tests/trainers tests/distributed $(PYTEST_FLAGS)
+	$(RECORDED) $(PY) -m pytest tests/loops tests/trainers tests/distributed $(PYTEST_FLAGS)
 
-# Of what the four others left in demo-out.
 compatibility: $(STAMP)
-	$(PY) -m tests.compatibility demo-out/compatibility.jsonl --peers demo-out/peers.jsonl --matrix demo-out/matrix.jsonl \
-		> docs/compatibility.md
+	$(PY) -m tests.compatibility $(RESULTS) --tidy > docs/compatibility.md
 
 matrix:
-	@mkdir -p demo-out
-	$(PYTHON) -m tests.matrix $(VERSIONS) --results demo-out/matrix.jsonl --pip "$(PIP_FLAGS)" --pytest "$(PYTEST_FLAGS)"
+	$(PYTHON) -m tests.matrix $(VERSIONS) --results $(RESULTS)/matrix.jsonl --pip "$(PIP_FLAGS)" --pytest "$(PYTEST_FLAGS)"
 
 bigger-than-memory: $(STAMP)
 	@mkdir -p demo-out
@@ -83,10 +80,10 @@ bigger-than-memory: $(STAMP)
 # Without TESTS it says how to get PyTorch's tests.
 peers: $(STAMP)
 	@mkdir -p demo-out
-	rm -rf demo-out/peers demo-out/peers.jsonl
-	PEERS_RESULTS=demo-out/peers.jsonl $(PY) -m pytest -m peers tests/peers $(PYTEST_FLAGS)
-	$(PY) -m tests.peers.run $(addprefix --tests ,$(TESTS)) --results demo-out/peers.jsonl
-	$(PY) -m tests.peers.results demo-out/peers.jsonl
+	rm -rf demo-out/peers
+	PEERS_RESULTS=$(RESULTS)/peers.jsonl $(PY) -m pytest -m peers tests/peers $(PYTEST_FLAGS)
+	$(PY) -m tests.peers.run $(addprefix --tests ,$(TESTS)) --results $(RESULTS)/peers.jsonl
+	$(PY) -m tests.peers.results $(RESULTS)/peers.jsonl
 
 # Runs in .venv if there is one, else with $(PYTHON) as it is: a GPU machine often has its torch already, and no network.
 gpu:

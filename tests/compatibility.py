@@ -1,9 +1,10 @@
 """What tests found out about compatibility, one line of JSON each, and docs/compatibility.md made of them.
 
-python -m tests.compatibility RESULTS [--peers PEERS] [--matrix MATRIX] > docs/compatibility.md     # make compatibility
+python -m tests.compatibility docs/results > docs/compatibility.md     # make compatibility
 
-Tests append to the file that COMPATIBILITY_RESULTS names. `--peers` are records of tests/peers, `--matrix` those of
-tests/matrix.py.
+The directory has the records of every suite, so that the page needs not all of them run anew: `tests.jsonl` of the
+tests that append to the file that COMPATIBILITY_RESULTS names, `peers.jsonl` of tests/peers, `matrix.jsonl` of
+tests/matrix.py. Of two records of one thing the later one counts, and `--tidy` drops the earlier.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Result:
     difference: float = 0.0
     graph_breaks: int | None = None
     reason: str = ""
+    torch: str = torch.__version__
 
 
 def record(result: Result) -> None:
@@ -64,7 +66,8 @@ def record(result: Result) -> None:
 def page(results: Iterable[Result], peers: Iterable[Mapping[str, Any]], versions: Iterable[matrix.Outcome]) -> str:
     """Markdown; of two results of one thing the later one counts, and a section without any says so."""
     latest = {(r.section, r.name, r.inner): r for r in results}
-    parts = [f"{INTRODUCTION}\n\ntorch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}."]
+    used = ", ".join(sorted({r.torch for r in latest.values()}))
+    parts = [f"{INTRODUCTION}\n\ntorch {used}, Python {platform.python_version()}, {platform.machine()}."]
     for section, (what, about) in ABOUT.items():
         lines = [_line(r) for r in latest.values() if r.section == section]
         head = HEAD.format(what=what)
@@ -101,18 +104,29 @@ def _size(nbytes: int) -> str:
 
 
 def read(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Of one suite; empty where it was never run."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def tidy(path: Path) -> None:
+    """Leave the last record of each thing: what a record is of are its first fields."""
+    names = ("section", "name", "inner", "suite", "op", "torch")
+    rows = read(path)
+    latest = {tuple(row.get(name) for name in names if name != "torch" or "python" in row): row for row in rows}
+    path.write_text("".join(json.dumps(row) + "\n" for row in latest.values()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--peers", type=Path, help="records of PyTorch's own suites")
-    parser.add_argument("--matrix", type=Path, help="records of several versions of torch")
+    parser.add_argument("results", type=Path, help="the directory of records")
+    parser.add_argument("--tidy", action="store_true", help="drop records that later ones have overtaken")
     flags = parser.parse_args()
-    peers = read(flags.peers) if flags.peers and flags.peers.exists() else []
-    versions = matrix.read(flags.matrix) if flags.matrix and flags.matrix.exists() else []
-    print(page([Result(**row) for row in read(flags.results)], peers, versions), end="")
+    tests, peers, versions = (flags.results / f"{name}.jsonl" for name in ("tests", "peers", "matrix"))
+    for path in (tests, peers, versions) if flags.tidy else ():
+        if path.exists():
+            tidy(path)
+    found = [Result(**row) for row in read(tests)]
+    print(page(found, read(peers), matrix.read(versions) if versions.exists() else []), end="")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compatibility import NOT_RUN, VARIABLE, Result, page, read, record
+from tests.compatibility import NOT_RUN, VARIABLE, Result, page, read, record, tidy
 from tests.matrix import Outcome
 
 
@@ -40,3 +40,21 @@ def test_results_are_appended_where_the_environment_says(tmp_path: Path, monkeyp
     record(result)
     record(result)
     assert [Result(**row) for row in read(tmp_path / "results")] == [result, result]
+
+
+def test_later_records_overtake_earlier_ones(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    rows = [
+        '{"section": "models", "name": "a", "inner": "inductor", "difference": 1, "torch": "2.13"}',
+        '{"section": "models", "name": "b", "inner": "inductor"}',
+        '{"section": "models", "name": "a", "inner": "inductor", "difference": 0, "torch": "2.15"}',
+        '{"suite": "a", "calls": 1}',
+        '{"op": "a"}',
+        '{"torch": "2.13.0", "python": "3.11", "passed": 1}',
+        '{"torch": "2.15.0", "python": "3.11", "passed": 2}',
+        '{"torch": "2.13.0", "python": "3.11", "passed": 3}',
+    ]
+    path.write_text("\n".join(rows) + "\n")
+    tidy(path)
+    assert path.read_text().splitlines() == [rows[i] for i in (2, 1, 3, 4, 7, 6)]
+    assert read(tmp_path / "none") == []

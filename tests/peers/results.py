@@ -1,6 +1,6 @@
 """What became of every test, with PyTorch's partitioner and with ours, side by side: records, and markdown of them.
 
-python -m tests.peers.results demo-out/peers.jsonl      the section "PyTorch's own suites" of docs/compatibility.md
+python -m tests.peers.results docs/results/peers.jsonl      the section "PyTorch's own suites" of docs/compatibility.md
 """
 
 from __future__ import annotations
