@@ -127,6 +127,7 @@ def mark(
     plan = plan.with_(marks=marks, modules=names)
     _tell_obstacles(plan)
     _tell_unsaved(plan, nodes, aliases)
+    _tell_idle(plan, nodes, [*keep, *offload], roots)
     return plan
 
 
@@ -222,3 +223,14 @@ def _tell_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list
                 plan.graph,
                 " ".join(where.strip().splitlines()[-2:]).strip(),
             )
+
+
+def _tell_idle(plan: Plan, nodes: dict[str, fx.Node], patterns: Sequence[str], roots: Sequence[str]) -> None:
+    """A pattern that names modules of the graph, of which nothing is saved: another graph may obey it."""
+    around = {name: modules.enclosing(node, roots) for name, node in nodes.items()} if patterns else {}
+    saved = {group.base for group in plan.groups}
+    for pattern in patterns:
+        named = {name for name, names in around.items() if any(modules.matches(pattern, m) for m in names)}
+        if named and not named & saved:
+            text = "module pattern %r has no effect in graph %s: nothing that its modules compute is saved for backward"
+            log.info(text, pattern, plan.graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -386,6 +387,16 @@ def test_a_pattern_that_only_an_earlier_model_had_is_an_error(options: dict[str,
     other = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     with pytest.raises(ValueError, match=rf"{re.escape(repr(pattern))} matches no module.*The modules are: '0', '1'"):
         compiled_with(other, options, keep=[pattern])(torch.randn(4, 8))
+
+
+def test_a_pattern_of_modules_that_save_nothing_is_a_note(
+    options: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.Tanh(), nn.Linear(16, 8))
+    with caplog.at_level(logging.INFO, "ssd_fx"):
+        compiled_with(model, options, keep=["2"], offload=["1"])(torch.randn(4, 2, 8)).sum().backward()
+    notes = [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()]
+    assert [note.partition(" in graph ")[0] for note in notes] == ["module pattern '1' has no effect"]
 
 
 def arguments(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tensor]:
