@@ -5,9 +5,6 @@
 
     mm -> slice -> mm           an eighth of mm's storage saved
                                 => one group {base mm, member slice}; the slice alone is stored (packing)
-    relu -> t -> clone          relu and a copy of it saved
-                                => one group {base relu, members relu and clone}; copied again in the backward (copies)
-
 Never offloaded, because they live anyway: parameters, buffers, constants, outputs, and views of any of them. Other
 inputs (the hidden state that one compiled block hands to the next) are: whether their owner lets go of them is
 seen at run time. One that the forward or the backward writes into stays.
@@ -23,7 +20,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 
 from ssd_fx.passes.communication import may_communicate
-from ssd_fx.passes.copies import merge_copies
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.kernels import hint
 from ssd_fx.passes.packing import Stored, is_dense, may_restride, pack
@@ -40,8 +36,13 @@ def alias(partition: Partition, plan: Plan) -> Plan:
     saved = nodes_by_storage(n for n in dict.fromkeys(partition.saved))
     keys = [key for key in saved if key not in facts.live]
     groups = [_group(facts, key, saved[key]) for key in sorted(keys, key=lambda key: facts.position[facts.owner(key)])]
-    groups = merge_copies(partition, groups)
     return plan.with_(groups=tuple(replace(g, slot=slot) for slot, g in enumerate(groups)))
+
+
+def untrusted(partition: Partition) -> set[int]:
+    """Storages of the forward of which FakeTensors do not tell what shares them."""
+    forward = list(partition.forward.graph.nodes)
+    return _disputed(forward) | _nested(forward)
 
 
 @dataclass(frozen=True)

@@ -6,37 +6,49 @@
                                  => clone_1 too; clone(t(view(clone(t(sigmoid))))) again
 
 The copy is an operator of the forward that changes layout and nothing else; it runs in the backward on the same
-strides, so that its result is the same to the bit and in every stride. Of a chain, what is in between is in memory too
-while the next copy is made.
+strides, so that its result is the same to the bit and in every stride. Compiled, it may be no tensor of its own but
+what its readers compute of the source, in the order of the source: where a reader would add up in another order, the
+copy is a group of its own. So is one that somebody marked otherwise than its source. Of a chain, what is in between is
+in memory too while the next copy is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from ssd_fx.passes.alias import untrusted
 from ssd_fx.passes.groups import AliasGroup, Copy, Layout
-from ssd_fx.passes.packing import is_dense, span
+from ssd_fx.passes.packing import is_dense, may_restride, span
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, storage_of, tensor_of, written
+from ssd_fx.passes.plan import Plan
 
 aten = torch.ops.aten
 COPIES = (aten.clone.default, aten._to_copy.default)
 
 
-def merge_copies(partition: Partition, groups: list[AliasGroup]) -> list[AliasGroup]:
-    """The groups, those whose base is a copy of bytes in another one merged into that one."""
-    origins = _Origins.of(partition, groups)
-    merged = {g.base: g for g in groups}
-    for group in groups:  # in the order of production: what is copied comes first
-        found = origins.find(group.base) if _is_plain(group) else None
-        if found is not None:
+def merge_copies(partition: Partition, plan: Plan) -> Plan:
+    """The groups whose base is a copy of bytes in another one, merged into that one."""
+    origins, placeholders = _Origins.of(partition, plan.groups), partition.bwd_placeholders
+    merged = {g.base: g for g in plan.groups}
+    for group in plan.groups:  # in the order of production: what is copied comes first
+        if not _is_plain(group) or not may_restride([placeholders[m.name] for m in group.members]):
+            continue
+        found = origins.find(group.base)
+        if found is not None and plan.marks.get(merged[found[0]].slot) == plan.marks.get(group.slot):
             name, copy = found
+            origins.put(group.base, name, copy)
             merged[name] = _merge(merged[name], group, copy)
             del merged[group.base]
-    return list(merged.values())
+    old = [g.slot for g in merged.values()]
+    return plan.with_(
+        groups=tuple(replace(g, slot=slot) for slot, g in enumerate(merged.values())),
+        marks={new: plan.marks[slot] for new, slot in enumerate(old) if slot in plan.marks},
+        modules={new: plan.modules[slot] for new, slot in enumerate(old) if slot in plan.modules},
+    )
 
 
 def copied(node: fx.Node) -> fx.Node | None:
@@ -90,23 +102,24 @@ def _merge(into: AliasGroup, group: AliasGroup, copy: Copy) -> AliasGroup:
 
 @dataclass
 class _Origins:
-    """`nodes`: of the forward, by name; `owners`: the node that each storage comes from; `written`: storages that an
-    operator writes into; `found`: by storage, the group that holds its bytes, and as which copy of them (None: they are
-    the base's own)."""
+    """`nodes`: of the forward, by name; `owners`: the node that each storage comes from; `closed`: storages that an
+    operator writes into, or that metadata tells wrong things of; `found`: by storage, the group that holds its bytes,
+    and as which copy of them (None: they are the base's own)."""
 
     nodes: dict[str, fx.Node]
     owners: dict[int, fx.Node]
-    written: set[int]
+    closed: set[int]
     found: dict[int, tuple[str, Copy | None]]
 
     @staticmethod
-    def of(partition: Partition, groups: list[AliasGroup]) -> _Origins:
+    def of(partition: Partition, groups: Iterable[AliasGroup]) -> _Origins:
         nodes = {n.name: n for n in partition.forward.graph.nodes}
         plain = [nodes[g.base] for g in groups if _is_plain(g)]
+        changed = set(nodes_by_storage(target for n in nodes.values() for target in written(n)))
         return _Origins(
             nodes,
             {key: same[0] for key, same in nodes_by_storage(nodes.values()).items()},
-            set(nodes_by_storage(target for n in nodes.values() for target in written(n))),
+            changed | untrusted(partition),
             {storage_key(n.meta["val"]): (n.name, None) for n in plain if n.op != "placeholder"},  # type: ignore[misc]
         )
 
@@ -121,14 +134,18 @@ class _Origins:
         if not _holds(Layout.of(owner.meta["val"]), layout):
             return None
         if key not in self.found:
-            further = self.find(owner.name) if key not in self.written else None
+            further = self.find(owner.name) if key not in self.closed else None
             if further is None:
                 return None
-            self.found[key] = further
+            self.put(owner.name, *further)
         base, of = self.found[key]
-        made = base, Copy(node.name, layout, of)
-        self.found[storage_of(node)] = made  # type: ignore[index]
-        return made
+        return base, Copy(node.name, layout, of)
+
+    def put(self, name: str, base: str, copy: Copy) -> None:
+        """The storage of a node is such a copy of bytes of the group of `base`."""
+        key = storage_of(self.nodes[name])
+        assert key is not None, "copies have a storage"
+        self.found[key] = base, copy
 
 
 def _holds(held: Layout, source: Layout) -> bool:

@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 from ssd_fx.passes import verify
 from ssd_fx.passes.alias import DYNAMIC, NESTED, alias
 from ssd_fx.passes.communication import communication
+from ssd_fx.passes.copies import merge_copies
 from ssd_fx.passes.costs import Machine, time
 from ssd_fx.passes.insert import insert
 from ssd_fx.passes.lifetime import lifetime
@@ -63,6 +64,7 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
         partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # binds select, reads groups
+        merge_copies,  # behind mark: a copy that is marked in its own right is decided upon by itself
         partial(time, machine=machine, profile=options.profile),  # before lifetimes, whose idle time is predicted time
         lifetime,
     )

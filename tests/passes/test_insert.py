@@ -179,3 +179,19 @@ def test_inductor_computes_the_same(toy: toys.Toy, late: Late) -> None:
     stats, plan = ssd_fx.stats(), toys.planned(toy).plan
     assert stats.in_planned_order == 1.0
     assert stats.loads > 0 or not plan.offloaded  # here the inputs are activations too
+
+
+def copy_that_is_reduced(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """sigmoid -> t -> contiguous, which products read and sums do: made again within a sum, it would be read in the
+    order of sigmoid, and added up in that."""
+    y = (x @ w).sigmoid()
+    c = y.t().contiguous()
+    return (c @ w).sum() + (y @ w).sum() + (c * w[0]).sin().sum() + (c * w[:, :1]).sum()
+
+
+@pytest.mark.parametrize("toy", [copy_that_is_reduced, toys.equal_copy], ids=toys.name)
+def test_inductor_adds_up_in_the_same_order(toy: toys.Toy, late: Late) -> None:
+    """67 columns: several vectors and a rest."""
+    options = {"inner": "inductor", "engine": late.engine}
+    kept, offloaded = (gradients(toy, budget, 67, late.write_all, **options) for budget in (1.0, 0.0))
+    assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))

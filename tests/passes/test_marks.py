@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,12 @@ from ssd_fx.passes import marks
 from ssd_fx.passes.modules import enclosing, matches, module_of
 from ssd_fx.passes.plan import Keep, Offload
 from tests.passes import toys
+
+Caller = Callable[[torch.Tensor], torch.Tensor]
+
+
+def none(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def check(toy: toys.Toy, expected: str, *args: torch.Tensor, **changes: object) -> None:
@@ -385,3 +392,30 @@ def test_forced() -> None:
     assert marks.forced(plan, by_name["sigmoid_1"], 0) is None
     plan = toys.planned(offloaded).plan
     assert marks.forced(plan, plan.groups[0], 1 << 20) == Offload()
+
+
+def copy_marked(copy: Caller = none, source: Caller = none) -> toys.Toy:
+    """sigmoid -> t -> contiguous: both saved, one a copy of the other."""
+
+    def toy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = source((x @ w).sigmoid())
+        return (copy(y.t().contiguous()) @ w).sum() + (y * y).sum()
+
+    return toy
+
+
+@pytest.mark.parametrize(
+    ("toy", "budget", "expected"),
+    [
+        (copy_marked(), 0, ["offload 2"]),
+        (copy_marked(copy=ssd_fx.keep), 0, ["offload 1", "keep 1"]),
+        (copy_marked(source=ssd_fx.keep), 0, ["keep 1", "offload 1"]),
+        (copy_marked(copy=ssd_fx.offload), 1.0, ["keep 1", "offload 1"]),
+        (copy_marked(copy=ssd_fx.keep, source=ssd_fx.offload), 1.0, ["offload 1", "keep 1"]),
+        (copy_marked(copy=ssd_fx.offload, source=ssd_fx.offload), 1.0, ["offload 2"]),
+    ],
+)
+def test_a_copy_that_is_marked_in_its_own_right_is_no_member(toy: toys.Toy, budget: float, expected: list[str]) -> None:
+    plan = toys.planned(toy, budget=budget).plan
+    groups = [g for g in plan.groups if g.base in ("sigmoid", "clone")]
+    assert [f"{type(plan.decisions[g.slot]).__name__.lower()} {len(g.members)}" for g in groups] == expected
