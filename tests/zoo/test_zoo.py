@@ -1,7 +1,7 @@
 """Other people's models train with everything saved on disk, and compute what they compute with everything kept.
 
-    make zoo                            all of them
-    pytest -m zoo tests/zoo -k "Llama"  one
+    make zoo                          all of them; a few are in the default suite
+    pytest tests/zoo -k "Llama"       one
 
 `aot_eager`: bitwise the same partition's kernels with everything kept. Inductor: bitwise the same generated code on the
 engine "memory", which moves no bytes; and near plain Inductor, whose kernels are cut elsewhere.
@@ -20,9 +20,12 @@ from tests.compatibility import Result, record
 from tests.zoo.models import MODELS
 from tests.zoo.trial import Trial, deterministic, train
 
-pytestmark = pytest.mark.zoo
-
+FAST = ("GPT-2", "BERT")  # with dropout and eager kernels: twenty seconds each
 LEAST_OFFLOADED = 0.9  # of the saved bytes: what cannot leave is small
+
+
+def case(name: str, dropout: float) -> Any:
+    return pytest.param(name, dropout, marks=() if name in FAST and dropout else pytest.mark.zoo)
 
 
 def options(directory: Path, **more: Any) -> dict[str, Any]:
@@ -38,8 +41,7 @@ def compared(name: str, inner: str, dropout: float, ours: Trial, reference: Tria
     assert ours.written_bytes > 0.5 * ours.offloaded_bytes  # the rest was handed back before it was written
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.0])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dropout"), [case(name, dropout) for name in MODELS for dropout in (0.1, 0.0)])
 def test_eager_kernels(name: str, dropout: float, tmp_path: Path) -> None:
     with deterministic():
         kept = train(MODELS[name], dropout, options(tmp_path, inner="aot_eager", budget=1.0, recompute=False))
@@ -48,6 +50,7 @@ def test_eager_kernels(name: str, dropout: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("dropout", [0.1, 0.0])
 @pytest.mark.parametrize("name", MODELS)
 def test_inductor(name: str, dropout: float, tmp_path: Path) -> None:
