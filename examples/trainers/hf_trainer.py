@@ -31,8 +31,8 @@ def random_texts(count: int) -> list[dict[str, torch.Tensor]]:
 def train(directory: str, steps: int) -> tuple[list[float], torch.nn.Module]:
     """The loss of every step, and the trained model."""
     torch.manual_seed(0)
-    shape = {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCABULARY}
-    model = GPT2LMHeadModel(GPT2Config(**shape))
+    config = GPT2Config(n_layer=2, n_embd=128, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY)
+    model = GPT2LMHeadModel(config)
     # The one line that is about us. The model is a toy: without "min_bytes" tensors below 1 MiB stay in memory.
     model.compile(backend="ssd_fx", options={"dirs": [directory], "min_bytes": "16KiB"})
 

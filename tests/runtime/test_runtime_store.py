@@ -48,6 +48,21 @@ def test_consumed_load_is_the_stored_memory(stuck):
     assert (s.forwarded_bytes, s.cancelled_bytes, s.written_bytes) == (4 * N, 4 * N, 0)
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_load_has_the_strides_that_were_stored(config, stuck, on_disk):
+    """Graph and tensor may disagree on the stride of a dimension of size 1, and cuDNN and MKL choose kernels by it."""
+    x = torch.randn(1000, 8).as_strided((1000, 1, 8), (8, 1, 1))
+    expected = x.clone()
+    h = store(x, config if on_disk else stuck)
+    release(h, x)
+    del x
+    if on_disk:
+        settle(h)
+    y = load(h, expected.as_strided((1000, 1, 8), (8, 8, 1)), consume=True)
+    assert y.stride() == (8, 1, 1)
+    assert torch.equal(y, expected)
+
+
 def test_consumed_load_copies_while_somebody_else_holds_the_storage(stuck):
     """The caller keeps a hidden state: the backward may overwrite its load, and must not overwrite theirs."""
     x = torch.randn(N)
