@@ -239,13 +239,29 @@ def _posix(config: RuntimeConfig) -> Engine:
     return made[0] if len(made) == 1 else StripedEngine(made)
 
 
-def _gds(name: str, forced: bool = False) -> Callable[[RuntimeConfig], Engine]:
+_GDS = {"kvikio": ("kvikio", False), "kvikio-forced": ("kvikio", True)}  # the driver, whether it may copy in the host
+
+
+def _gds(name: str) -> Callable[[RuntimeConfig], Engine]:
     def make(config: RuntimeConfig) -> Engine:
         from ssd_fx.runtime import cufile, gds
 
-        return gds.make(cufile.driver(name), config, forced=forced)
+        driver, forced = _GDS[name]
+        return gds.make(cufile.driver(driver), config, forced=forced)
 
     return make
+
+
+def check_engine(name: str) -> None:
+    """Returns if this machine has what the engine needs, its directories aside.
+
+    Raises: RuntimeError, which names the engine that would do.
+    """
+    from ssd_fx.runtime import cufile, gds
+
+    if name in _GDS:
+        driver, forced = _GDS[name]
+        gds.check_machine(cufile.driver(driver), forced=forced)
 
 
 def _auto(config: RuntimeConfig) -> Engine:
@@ -257,9 +273,8 @@ def _auto(config: RuntimeConfig) -> Engine:
 ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
     "auto": _auto,
     "posix": _posix,
-    "kvikio": _gds("kvikio"),
-    "kvikio-forced": _gds("kvikio", forced=True),
     "memory": lambda _: MemoryEngine(),
+    **{name: _gds(name) for name in _GDS},
 }
 
 _made: list[Engine] = []

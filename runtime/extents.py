@@ -15,9 +15,6 @@ from collections.abc import Callable
 from ssd_fx.runtime.allocator import Allocator
 from ssd_fx.runtime.arena import PAGE, round_up
 from ssd_fx.runtime.native import dio_alignment
-from ssd_fx.runtime.preflight import check_directory
-
-__all__ = ["SlabFile", "check_directory"]
 
 STEP = 256 << 20
 LARGEST_STEP = 1 << 30

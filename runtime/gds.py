@@ -197,11 +197,10 @@ def _failure(what: str, extent: GdsExtent, how: str) -> OSError:
     return OSError(_NO_ERRNO, f"{place} {how}", extent.directory)
 
 
-def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> GdsEngine:
-    """An engine that has stored and loaded some bytes in every directory.
+def check_machine(driver: Driver, *, forced: bool = False) -> None:
+    """Returns if GPUDirect Storage is real here or, if `forced`, cuFile is.
 
-    Raises: RuntimeError, which names the engine that would do, where GPUDirect Storage is not real, unless `forced`;
-    OSError if the round trip fails; what `GdsEngine` raises.
+    Raises: RuntimeError, which names the engine that would do.
     """
     found = cufile.status(driver, forced)
     if not found.version or not (found.real or forced):
@@ -209,6 +208,14 @@ def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> GdsE
             f"engine {driver.name!r} has no GPUDirect Storage here: {found.reason}. Use engine='posix', which goes "
             f"through pinned host memory; engine='{driver.name}-forced' would go through cuFile's all the same."
         )
+
+
+def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> GdsEngine:
+    """An engine that has stored and loaded some bytes in every directory.
+
+    Raises: what `check_machine` and `GdsEngine` raise; OSError if the round trip fails.
+    """
+    check_machine(driver, forced=forced)
     engine = GdsEngine(driver, config, forced=forced)
     try:
         for _ in config.dirs:

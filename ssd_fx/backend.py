@@ -26,7 +26,8 @@ from ssd_fx.passes.pipeline import PlanOptions
 from ssd_fx.profile import read_profile
 from ssd_fx.runtime import heap
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.extents import check_directory
+from ssd_fx.runtime.engines import check_engine
+from ssd_fx.runtime.preflight import check_directory
 
 log = logging.getLogger("ssd_fx")
 Compiled = Any  # what a backend returns: a callable; Inductor types it as whatever any of its modes yields
@@ -44,7 +45,7 @@ def backend(
     `options` are those of `ssd_fx.Config`; `mode` is one of `torch.compile`'s and goes to Inductor.
 
     Raises:
-        ValueError: an option that is unknown or whose value is none.
+        ValueError: an option that is unknown or whose value is none, an engine that this machine lacks.
         OSError: a directory that is missing, not writable, or in memory (tmpfs); the message names it.
     """
     with user_errors():
@@ -68,7 +69,8 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
     `offload` that name no module, a budget in bytes that is too small.
 
     Raises:
-        ValueError: an option that is unknown or whose value is none, a profile that cannot be read.
+        ValueError: an option that is unknown or whose value is none, an engine that this machine lacks, a profile that
+            cannot be read.
         OSError: a directory that is missing, not writable, or in memory (tmpfs); the message names it.
     """
     config = _checked(options, mode)
@@ -81,6 +83,10 @@ def _checked(options: Mapping[str, Any] | None, mode: str | None) -> Config:
     config = Config.make(options)
     if config.inner == "aot_eager" and mode not in (None, "default"):
         raise ValueError(f"mode={mode!r} is Inductor's; inner='aot_eager' takes none")
+    try:
+        check_engine(config.engine)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
     if config.engine != "memory":
         for directory in config.dirs:
             check_directory(directory, allow_tmpfs=config.allow_tmpfs)

@@ -22,7 +22,7 @@ from ssd_fx import calibrate
 from ssd_fx.config import Config
 from ssd_fx.runtime import cufile
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.extents import check_directory
+from ssd_fx.runtime.preflight import check_directory
 
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20
 

@@ -9,6 +9,8 @@ import torch
 
 import ssd_fx
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
 
 def complaint_of_the_backend(options: dict[str, object]) -> Exception:
     torch._dynamo.reset()
@@ -26,6 +28,7 @@ def complaint_of_the_backend(options: dict[str, object]) -> Exception:
         {"dirs": ["/proc"]},
         {"profile": "/nowhere/at/all"},
         {"machine": {"flops": "many"}},
+        pytest.param({"engine": "kvikio"}, marks=NO_GPU),
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -16,7 +16,7 @@ from ssd_fx.runtime import entries, extents, native
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines import Memory, make_engine, outcome
 from ssd_fx.runtime.entries import State, lookup
-from ssd_fx.runtime.extents import check_directory
+from ssd_fx.runtime.preflight import check_directory
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
 
