@@ -141,6 +141,7 @@ class Soak:
         fill_the_trace()
         self.faults = Faults(os.path.dirname(directories[0]))  # the rules are for all that is under it
         self.before = collections.Counter(descriptors().values())
+        self.threads = set(threading.enumerate())  # that of tqdm, which torch uses where it is installed, among them
         gc.collect()
         gc.freeze()
 
@@ -242,7 +243,7 @@ class Soak:
             assert not new, f"descriptors {new}"
             for timer in [t for t in threading.enumerate() if isinstance(t, threading.Timer)]:
                 timer.join()  # of a late write that was cancelled
-            threads = [t.name for t in threading.enumerate() if "janitor" not in t.name and "Main" not in t.name]
+            threads = [t.name for t in set(threading.enumerate()) - self.threads if "janitor" not in t.name]
             assert not threads, f"threads {threads}"
 
     def _engine(self, config: object) -> Engine:
