@@ -225,12 +225,17 @@ def _text(line: Any) -> str:
         return f"{line.kernel_name}({', '.join(map(str, line.call_args))})"
     node = getattr(line, "node", None)
     if isinstance(node, ir.ExternKernel):
-        names = [i.get_name() for i in node.inputs if isinstance(i, ir.IRNode)]
+        names = [_operand(i) for i in node.inputs if isinstance(i, ir.IRNode)]
         called = node.op_overload or node.python_kernel_name or type(node).__name__
         return f"{node.get_name()} = {called}({', '.join(names)})"
     reused = getattr(line, "reused_as", None)
     names = [n.get_name() for n in (node, reused) if isinstance(n, ir.IRNode)]
     return f"{type(line).__name__}({', '.join(names)})"
+
+
+def _operand(value: ir.IRNode) -> str:
+    """The name of a buffer, or a size, which is none (an argument of a nested region)."""
+    return str(value.expr) if isinstance(value, ir.ShapeAsConstantBuffer) else str(value.get_name())
 
 
 def _next(lines: Sequence[Any], index: int) -> str:

@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import networkx as nx
 import torch
@@ -43,9 +44,13 @@ _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 @dataclass(frozen=True)
 class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
-    """Makes the planned order the only one that Inductor's later passes can choose, in graphs that hold our nodes."""
+    """Makes the planned order the only one that Inductor's later passes can choose, in graphs that hold our nodes;
+    `before` is the user's pass at this place."""
+
+    before: Any = None
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        nodes = nodes if self.before is None else self.before(nodes)
         if not any(is_ours(n) for n in nodes):
             return nodes
         order = planned_order(nodes)
@@ -54,7 +59,7 @@ class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on tor
         return order
 
     def uuid(self) -> str:
-        return source_digest()
+        return source_digest() + _uuid(self.before)
 
 
 @dataclass(frozen=True)
@@ -74,14 +79,14 @@ class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depen
         return nodes
 
     def uuid(self) -> str:
-        return source_digest() + (str(self.before.uuid()) if self.before is not None else "")
+        return source_digest() + _uuid(self.before)
 
 
-def keep_communication(before: Any) -> Any:
-    """The pass behind the user's own, which Inductor has a cache for, or none, as it has for that."""
-    if before is None or hasattr(before, "uuid"):
-        return KeepCommunication(before)
-    return lambda nodes: KeepCommunication()(before(nodes))
+def _uuid(before: Any) -> str:
+    """Of the user's pass; one that has none has another one every time, so that no cache finds what it was used for."""
+    if before is None:
+        return ""
+    return str(before.uuid()) if hasattr(before, "uuid") else uuid4().hex
 
 
 def _may_communicate(node: BaseSchedulerNode) -> bool:

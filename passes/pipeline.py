@@ -166,7 +166,7 @@ def _quick_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
             told = f"ssd_fx computes nothing of graph {plan.graph} again, for PyTorch cannot partition it so: {error}"
             warnings.warn(told, RuntimeWarning, stacklevel=2)
             break
-        if communication(partition) != talk:
+        if communication(partition) != talk or not partition.lent <= first.lent:
             break
         try:
             plan = decide(partition, options, budget=limits, quick=True)

@@ -121,7 +121,8 @@ def _clone(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def price(partition: Partition, plan: Plan) -> Plan:
-    """Fill `plan.prices` for every group that can be computed again from what is saved or lives anyway.
+    """Fill `plan.prices` for every group that can be computed again from what is saved, or from parameters. The graph's
+    outputs live on too, but the caller has them and may write into them.
 
     Needs `plan.groups` and `plan.timeline`.
     """
@@ -130,15 +131,21 @@ def price(partition: Partition, plan: Plan) -> Plan:
     starts = plan.timeline.forward
     seconds = {n: (starts[i + 1] - starts[i]) / 1e3 for i, n in enumerate(nodes)}
     by_name = {n.name: n for n in nodes}
-    there = {storage_of(n): -1 for n in (*partition.saved, *partition.kept_outputs)}
+    there = {storage_of(n): -1 for n in partition.saved}
     there |= {storage_of(by_name[g.base]): g.slot for g in plan.groups}
     there.pop(None, None)
-    found, changed = {}, changed_inputs(partition.forward.graph)
+    graph = partition.forward.graph
+    found, others = {}, changed_inputs(graph) | _activations(partition) - {*there}
     for group in plan.groups:
-        cost = None if group.obstacle else _price(by_name[group.base], there, seconds, changed)
+        cost = None if group.obstacle else _price(by_name[group.base], there, seconds, others)
         if cost is not None:
             found[group.slot] = cost
     return plan.with_(prices=found)
+
+
+def _activations(partition: Partition) -> set[int | None]:
+    nodes = partition.forward.graph.nodes
+    return {storage_of(n) for n in nodes if n.op == "placeholder" and n.name in partition.activations}
 
 
 def recomputed(plan: Plan) -> tuple[Recomputed, ...]:
@@ -148,11 +155,12 @@ def recomputed(plan: Plan) -> tuple[Recomputed, ...]:
 
 
 def _price(
-    base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.Node, float], changed: Collection[int]
+    base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.Node, float], others: Collection[int | None]
 ) -> Price | None:
     """The chain from `base` up to what is there anyway; None if it cannot or should not run twice.
 
-    `there`: storages, with the slot of their group or -1. `changed`: those that have other values in the backward.
+    `there`: storages, with the slot of their group or -1. `others`: those that have or may have other values in the
+    backward: inputs that the step changes, or that the caller may change before it.
     """
     chain: dict[fx.Node, None] = {}
     needs = set()
@@ -166,7 +174,7 @@ def _price(
         chain[node] = None
         for source in node.all_input_nodes:
             key = storage_of(source)
-            if key in changed:
+            if key in others:
                 return None
             if key in there and key != storage_of(base):
                 needs.add(there[key])

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 from dataclasses import dataclass
+from urllib.parse import quote, unquote
 
 from ssd_fx.runtime.codec import CODECS
 
@@ -70,14 +71,19 @@ _TYPES: dict[str, type] = {
 }
 
 
+def quoted(text: str) -> str:
+    """`text` without quotes and backslashes, for generated code that does not escape them; `parse` takes it too."""
+    return quote(text, safe="")
+
+
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> RuntimeConfig:
-    """The configuration in the JSON object `text`; missing keys take their defaults.
+    """The configuration in the JSON object `text`, which may be `quoted`; missing keys take their defaults.
 
     Raises: ValueError for what is no JSON object, for unknown keys and for values of the wrong type.
     """
     try:
-        values = json.loads(text)
+        values = json.loads(unquote(text) if text.startswith("%") else text)
     except json.JSONDecodeError as error:
         raise ValueError(f"the config of an ssd_fx op is no JSON: {error}: {text!r}") from error
     if not isinstance(values, dict):

@@ -170,7 +170,8 @@ def _find(entry: Entry, x: Tensor) -> Load:
         if load.out.data_ptr() == address:
             return load
     raise RuntimeError(
-        f"a wait for {entry.name} was given a tensor that no load of it returned, or one waited for already"
+        f"a wait for {entry.name} was given a tensor that no load of it returned, or one waited for already; so it is "
+        "where compiled autograd has another backend than ssd_fx"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from ssd_fx import calibrate, patterns
 from ssd_fx.config import Config
@@ -25,7 +26,7 @@ from ssd_fx.passes.partitioner import Partitioner, source_digest
 from ssd_fx.passes.pipeline import PlanOptions
 from ssd_fx.profile import read_profile
 from ssd_fx.runtime import heap
-from ssd_fx.runtime.config import parse
+from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines import check_engine
 from ssd_fx.runtime.preflight import check_directory
 
@@ -81,6 +82,8 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
 
 def _checked(options: Mapping[str, Any] | None, mode: str | None) -> Config:
     config = Config.make(options)
+    if config.inner == "inductor" and inductor_config.custom_partitioner_fn is not None:
+        raise ValueError("torch._inductor.config.custom_partitioner_fn is set, and ssd_fx is a partitioner; unset it")
     if config.inner == "aot_eager" and mode not in (None, "default"):
         raise ValueError(f"mode={mode!r} is Inductor's; inner='aot_eager' takes none")
     try:
@@ -155,7 +158,6 @@ def _device(inputs: Sequence[object]) -> torch.device:
 def _inductor(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None
 ) -> Compiled:
-    from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
@@ -165,18 +167,33 @@ def _inductor(
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     patches["custom_partitioner_fn"] = partitioner
     patches["joint_custom_pre_pass"] = LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass))
-    patches["_pre_fusion_custom_pass"] = order.keep_communication(inductor_config._pre_fusion_custom_pass)
-    patches["_post_fusion_custom_pass"] = order.PinOrder()
+    patches["_pre_fusion_custom_pass"] = order.KeepCommunication(inductor_config._pre_fusion_custom_pass)
+    patches["_post_fusion_custom_pass"] = order.PinOrder(inductor_config._post_fusion_custom_pass)
     # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on the
     # example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to reuse.
     patches["allow_buffer_reuse"] = False
+    patches["combo_kernels"] = False  # made behind our pass, across the planned order
     annotation = gm.meta.pop("cudagraph_annotation", None)  # of torch.compiler's override_cudagraphs
     if patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs) or getattr(annotation, "fwd", False):
         patches["triton.cudagraphs"] = False
         _tell_no_cuda_graphs(inputs)
+    if inductor_config.cpp_wrapper:
+        partitioner = _for_cpp(partitioner)
     if traced_backward.loads(gm.graph):
         patches["reorder_for_locality"] = False  # of inference only: it moves every load to the first use of its tensor
     return compile_fx(gm, list(inputs), config_patches=patches)
+
+
+def _for_cpp(partitioner: Partitioner) -> Partitioner:
+    """Inductor's C++ wrapper escapes no strings, and frees buffers itself: what was stored is not handed over."""
+    warnings.warn(
+        "torch._inductor.config.cpp_wrapper is on: every release of ssd_fx waits until its tensor is written, because "
+        "Inductor's C++ code cannot give it away before; without it the step goes on meanwhile",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    options = partitioner.options
+    return replace(partitioner, options=replace(options, runtime_config=quoted(options.runtime_config)))
 
 
 def _tell_no_cuda_graphs(inputs: Sequence[object]) -> None:

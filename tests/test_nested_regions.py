@@ -70,3 +70,27 @@ def test_inductor(region: Region, tmp_path: Path) -> None:
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert ssd_fx.stats().offloaded_bytes >= 2 * 3 * 32 * 64 * 4
+
+
+@torch.compiler.nested_compile_region
+def cosine(x: torch.Tensor) -> torch.Tensor:
+    return x.cos()
+
+
+def test_a_region_of_dynamic_size(tmp_path: Path) -> None:
+    """Inductor hands the size on as an argument that is no buffer."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return cosine(cosine(cosine(x)).sin()).sum()
+
+    def gradient(backend: str, options: dict[str, Any] | None = None) -> torch.Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x = torch.randn(8, 16, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.compile(loss, backend=backend, options=options)(x).backward()
+        assert x.grad is not None
+        return x.grad
+
+    ours = gradient("ssd_fx", {"dirs": [str(tmp_path)], "min_bytes": 0})
+    torch.testing.assert_close(ours, gradient("aot_eager"))

@@ -142,6 +142,33 @@ def test_toys_computed_again_have_the_same_gradients(toy: toys.Toy) -> None:
     assert groups[0] > 0 or toy in NEVER_COMPUTED_AGAIN
 
 
+@pytest.mark.parametrize("changed", ["output", "input"])
+def test_what_the_caller_may_change_is_not_computed_from(changed: str) -> None:
+    """Eager autograd saves what `tanh` returns, not what that is computed from: the output `h`, or the input `x` (the
+    weights are frozen), which are the caller's. Written through `data`, no version tells."""
+
+    def loss_of(x: torch.Tensor, w: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x @ w + p
+        loss = ((h.tanh() @ w).sigmoid() @ w).sum()
+        return (h, loss) if changed == "output" else (loss,)
+
+    def gradient(backend: Any, **options: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        w, p, x = torch.randn(64, 64) / 8, torch.nn.Parameter(torch.randn(64)), torch.randn(64, 64)
+        *outputs, loss = torch.compile(loss_of, backend=backend, options=options or None)(x, w, p)
+        for mine in (x, *outputs):
+            mine.data.fill_(7)
+        loss.backward()
+        assert p.grad is not None
+        return p.grad
+
+    with deterministic(), everything_recomputed() as groups:
+        ours = gradient(ssd_fx.backend, inner="aot_eager", min_bytes=0, budget=1.0, machine=SLOW, recompute=True)
+    assert groups
+    torch.testing.assert_close(ours, gradient("eager"))
+
+
 @pytest.mark.parametrize("several", ["split", "unbind"])
 def test_heads_of_one_product_are_computed_again(several: str, tmp_path: Path) -> None:
     """As timm's attention has them: views that one operator returns all at once."""
