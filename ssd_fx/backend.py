@@ -165,7 +165,7 @@ def _inductor(
 
     inductor.register()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
-    patches["custom_partitioner_fn"] = partitioner
+    patches["custom_partitioner_fn"] = _for_cpp(partitioner) if inductor_config.cpp_wrapper else partitioner
     patches["joint_custom_pre_pass"] = LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass))
     patches["_pre_fusion_custom_pass"] = order.KeepCommunication(inductor_config._pre_fusion_custom_pass)
     patches["_post_fusion_custom_pass"] = order.PinOrder(inductor_config._post_fusion_custom_pass)
@@ -177,8 +177,6 @@ def _inductor(
     if patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs) or getattr(annotation, "fwd", False):
         patches["triton.cudagraphs"] = False
         _tell_no_cuda_graphs(inputs)
-    if inductor_config.cpp_wrapper:
-        partitioner = _for_cpp(partitioner)
     if traced_backward.loads(gm.graph):
         patches["reorder_for_locality"] = False  # of inference only: it moves every load to the first use of its tensor
     return compile_fx(gm, list(inputs), config_patches=patches)

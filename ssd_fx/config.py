@@ -44,7 +44,9 @@ class Config:
         `"auto"`: the least share that is predicted to cost no wait. Default: 0, all that can leave leaves.
     recompute: compute tensors again instead where that is predicted to be faster than the drive. Default: on.
     min_bytes: smaller storages always stay. Default: 1 MiB.
-    engine: `"auto"`, `"posix"` (direct file I/O) or `"memory"` (host memory, for comparisons).
+    engine: `"auto"`: GPUDirect Storage for tensors on a GPU where it is real, else direct file I/O; `"posix"`: direct
+        file I/O; `"kvikio"`: GPUDirect Storage or an error, `"kvikio-forced"`: cuFile through host memory if need be;
+        `"memory"`: host memory, for comparisons.
     inner: the compiler behind: `"inductor"` or `"aot_eager"`.
     inflight: bytes that may be waiting to be written; a store beyond it waits. Default: 128 MiB.
     prefetch: bytes that may be loaded before they are due. Default: 64 MiB.

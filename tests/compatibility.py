@@ -31,7 +31,8 @@ ABOUT: dict[Section, tuple[str, str]] = {
     "models": (
         "model",
         "Tiny configurations of transformers and timm with random weights, three steps each, with dropout and without "
-        "(`tests/zoo`). Inductor's rows are near plain Inductor as well.",
+        "(`tests/zoo`). Inductor's rows are near plain Inductor as well. *recomputed*: with dropout, planned for a "
+        "drive so slow that what can be is computed again (`recompute=True`, the default).",
     ),
     "training loops": ("loop", "`tests/loops`, on a small network."),
     "trainers": ("trainer", "The scripts in `examples/trainers`; [how to](trainers.md)."),
@@ -83,9 +84,9 @@ INTRODUCTION = """\
 # Compatibility
 
 Made by `make compatibility` from the results of tests. Everything that can leave goes to disk (`budget=0`,
-`min_bytes=0`). The difference is to the same kernels with everything kept in memory: under `aot_eager` nothing is
-offloaded in the other run, under Inductor the same generated code moves no bytes. What plain `torch.compile` does not
-compile is listed as such."""
+`min_bytes=0`), and nothing is computed again instead (`recompute=False`) but where the row says so. The difference is
+to the same kernels with everything kept in memory: under `aot_eager` nothing is offloaded in the other run, under
+Inductor the same generated code moves no bytes. What plain `torch.compile` does not compile is listed as such."""
 NOT_RUN = "Not run for this page."
 
 

@@ -13,7 +13,7 @@ NAN = float("nan")
 
 
 def trial(*values: torch.Tensor) -> Trial:
-    return Trial({str(i): value for i, value in enumerate(values)}, 0, 0, 0, 0)
+    return Trial({str(i): value for i, value in enumerate(values)}, 0, 0, 0, 0, 0)
 
 
 ONE = torch.ones(2)

@@ -25,6 +25,7 @@ class Trial:
     saved_bytes: int
     offloaded_bytes: int
     written_bytes: int
+    read_bytes: int
     graph_breaks: int
 
     def difference(self, other: Trial) -> float:
@@ -81,7 +82,7 @@ def train(build: Builder, dropout: float, options: Mapping[str, Any] | None) -> 
         optimizer.zero_grad()
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     found = ssd_fx.stats()  # of plain Inductor all 0
-    sizes = (found.saved_bytes, found.offloaded_bytes, found.written_bytes)
+    sizes = (found.saved_bytes, found.offloaded_bytes, found.written_bytes, found.read_bytes)
     return Trial(values, *(nbytes // STEPS for nbytes in sizes), breaks)
 
 
