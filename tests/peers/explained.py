@@ -47,6 +47,16 @@ _BY_REASON = {
             RegionalInductorTests::test_simple_serialize_True
         """,
     },
+    "test_invoke_subgraph": {
+        FORM: """
+            TestInvokeSubgraphCompile::test_auto_functionalize
+            TestInvokeSubgraphCompile::test_dedupe
+            TestInvokeSubgraphCompile::test_dropout_checks_joint_graph
+            TestInvokeSubgraphCompile::test_grad_accuracy_check
+            TestInvokeSubgraphCompile::test_no_raise_on_reparameterize_module
+        """,
+    },
+    "test_with_effects": {FORM: "TestWithEffects::test_regular_effectful_op_in_forward_and_backward"},
 }
 
 

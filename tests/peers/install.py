@@ -22,7 +22,7 @@ from torch._functorch import partitioners
 
 from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
-from ssd_fx.passes import inductor, order, pipeline, solve
+from ssd_fx.passes import inductor, order, pipeline, solve, traced_backward
 from ssd_fx.passes.marks import lift
 from ssd_fx.passes.partition import Partition, activation_inputs
 from ssd_fx.passes.partitioner import Partitioner
@@ -129,11 +129,14 @@ class _Default:
 def _prepare_inductor() -> None:
     """What `ssd_fx.backend` sets for one compilation, for every one of the process."""
     from torch._inductor import config
+    from torch._inductor.fx_passes import post_grad
 
     inductor.register()
     config._post_fusion_custom_pass = order.PinOrder()
-    config.allow_buffer_reuse = False
-    config.reorder_for_locality = False  # moves loads, in backward graphs that compiled autograd traced
+    config.allow_buffer_reuse = config.combo_kernels = False
+    reorder = post_grad.reorder_for_locality
+    # It moves loads, in backward graphs that compiled autograd traced; so the backend turns it off for those.
+    post_grad.reorder_for_locality = lambda graph: None if traced_backward.loads(graph) else reorder(graph)
 
 
 def flip_loads(backward: fx.GraphModule) -> None:
