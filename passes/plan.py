@@ -190,9 +190,9 @@ class Plan:
     @property
     def recomputed_nodes(self) -> frozenset[str]:
         """Names of the nodes that run again for the groups that are to be recomputed, and of those groups' members."""
-        chains = {g: d for g in self.groups if isinstance(d := self.decisions.get(g.slot), Recompute)}
-        members = (m.name for g in chains for m in g.members)
-        return frozenset().union(members, *(d.nodes for d in chains.values()))
+        chains = [(g, d) for g in self.groups if isinstance(d := self.decisions.get(g.slot), Recompute)]
+        members = (m.name for g, _ in chains for m in g.members)
+        return frozenset().union(members, *(d.nodes for _, d in chains))
 
     @property
     def saved_nodes(self) -> frozenset[str]:

@@ -36,7 +36,7 @@ ABOUT: dict[Section, tuple[str, str]] = {
     ),
     "training loops": ("loop", "`tests/loops`, on a small network."),
     "trainers": ("trainer", "The scripts in `examples/trainers`; [how to](trainers.md)."),
-    "several processes": ("parallelism", "`torchrun` with gloo on the CPU (`tests/distributed`); bytes of rank 0."),
+    "several processes": ("parallelism", "`torchrun` with gloo on the CPU (`tests/distributed`); bytes of all ranks."),
 }
 
 

@@ -44,6 +44,7 @@ class Found:
     saved_bytes: int
     offloaded_bytes: int
     written_bytes: int
+    read_bytes: int
     stores: int
     recomputed: int
     graphs: int
@@ -76,8 +77,8 @@ def train(mode: str, options: Mapping[str, Any]) -> tuple[Trial, ssd_fx.Stats]:
         optimizer.zero_grad()
     found = ssd_fx.stats()
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    trial = Trial(values, found.saved_bytes, found.offloaded_bytes, found.written_bytes, breaks)
-    return trial, found
+    sizes = (found.saved_bytes, found.offloaded_bytes, found.written_bytes, found.read_bytes)
+    return Trial(values, *sizes, breaks), found
 
 
 def compare(name: str, inner: str, directory: str) -> Found:
@@ -95,8 +96,8 @@ def compare(name: str, inner: str, directory: str) -> Found:
         _sync_decision_cross_ranks=agreed, unsafe_treat_script_objects_as_zero_size=agreed
     ):
         trial, stats = train(mode, ours)
-    sizes = (trial.saved_bytes, trial.offloaded_bytes, trial.written_bytes, stats.stores, recomputed(Path(dump)))
-    counts = (len(stats.graphs), trial.graph_breaks, len(trial.values))
+    sizes = (trial.saved_bytes, trial.offloaded_bytes, trial.written_bytes, trial.read_bytes)
+    counts = (stats.stores, recomputed(Path(dump)), len(stats.graphs), trial.graph_breaks, len(trial.values))
     seconds = time.perf_counter() - started
     return Found(name, inner, dist.get_rank(), trial.difference(kept), *sizes, *counts, seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import ssd_fx
 from tests.passes import toys
+from tests.passes.recomputing import everything_recomputed
 from tests.passes.test_insert import ours
 
 LENGTHS = (7, 12, 31, 5)
@@ -34,11 +36,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def gradients(budget: float, inner: str) -> list[torch.Tensor]:
+SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
+
+
+def gradients(budget: float, inner: str, **more: Any) -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = Block()
-    options = {"inner": inner, "engine": "memory", "min_bytes": 0, "budget": budget}
+    options = {"inner": inner, "engine": "memory", "min_bytes": 0, "budget": budget} | more
     compiled = torch.compile(block, dynamic=True, backend=ssd_fx.backend, options=options)
     found = []
     for length in LENGTHS:
@@ -63,6 +68,20 @@ def test_several_lengths_and_one_graph(inner: str) -> None:
     assert stats.saved_bytes == stats.offloaded_bytes  # counted at the length of each call, not at that of the first
     assert stats.written_bytes + stats.held_bytes == stats.offloaded_bytes
     assert stats.read_bytes + stats.forwarded_bytes == stats.offloaded_bytes
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_computed_again_at_every_length(inner: str) -> None:
+    with everything_recomputed() as groups:
+        recomputed = gradients(0.0, inner, recompute=True, machine=SLOW)
+    assert set(groups) == {3}
+    kept = gradients(1.0, inner)
+    assert len(recomputed) == len(kept)
+    for a, b in zip(recomputed, kept, strict=True):
+        if inner == "aot_eager":
+            assert torch.equal(a, b)
+        else:  # other kernels
+            torch.testing.assert_close(a, b)
 
 
 def symbolic(toy: toys.Toy, dims: tuple[int, ...] = (0,)) -> toys.Planned:
