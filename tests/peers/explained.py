@@ -51,6 +51,7 @@ _BY_REASON = {
         FORM: """
             TestInvokeSubgraphCompile::test_auto_functionalize
             TestInvokeSubgraphCompile::test_dedupe
+            TestInvokeSubgraphCompile::test_different_strides_in_backward
             TestInvokeSubgraphCompile::test_dropout_checks_joint_graph
             TestInvokeSubgraphCompile::test_grad_accuracy_check
             TestInvokeSubgraphCompile::test_no_raise_on_reparameterize_module
