@@ -92,9 +92,8 @@ def compare(name: str, inner: str, directory: str) -> Found:
     reference = ours | ({"budget": 1.0, "recompute": False} if inner == "aot_eager" else {"engine": "memory"})
     kept, _ = train(mode, reference | {"dump": ""})
     agreed = name.endswith(AGREED)  # PyTorch then asks how large all is that is saved, meshes of DTensors included
-    with torch._functorch.config.patch(
-        _sync_decision_cross_ranks=agreed, unsafe_treat_script_objects_as_zero_size=agreed
-    ):
+    agree = {"_sync_decision_cross_ranks": True, "unsafe_treat_script_objects_as_zero_size": True} if agreed else {}
+    with torch._functorch.config.patch(**agree):  # torch 2.11 knows the first alone
         trial, stats = train(mode, ours)
     sizes = (trial.saved_bytes, trial.offloaded_bytes, trial.written_bytes, trial.read_bytes)
     counts = (stats.stores, recomputed(Path(dump)), len(stats.graphs), trial.graph_breaks, len(trial.values))
