@@ -47,6 +47,7 @@ def exchanging(*names: str) -> Partition:
     x = forward.placeholder("x")
     for name in names:
         forward.create_node("call_function", torch.ops.ssd_fx_tests.exchange.default, (x, name), name=name)
+    forward.output(())
     return Partition(fx.GraphModule({}, forward), fx.GraphModule({}, fx.Graph()), 0)
 
 
