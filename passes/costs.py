@@ -9,6 +9,7 @@ The figures only place nodes; a wrong one costs a stall or some memory, never a 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def _attention_flops(node: fx.Node) -> float:
     """Two products forward, five backward; of causal attention, the blocks that are not wholly above the diagonal."""
     said = _arguments(node)
     query, key, value = (said[name].meta["val"] for name in ("query", "key", "value"))
-    pairs = hint(query.shape[:-1].numel()) * hint(key.shape[-2])  # [..., heads, length, size]
+    pairs = hint(math.prod(query.shape[:-1])) * hint(key.shape[-2])  # [..., heads, length, size]; numel() would guard
     sizes = (3.0, 2.0) if _is_backward(node) else (1.0, 1.0)
     share = 1.0
     if said.get("is_causal"):

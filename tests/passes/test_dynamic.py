@@ -75,6 +75,7 @@ def test_computed_again_at_every_length(inner: str) -> None:
     with everything_recomputed() as groups:
         recomputed = gradients(0.0, inner, recompute=True, machine=SLOW)
     assert set(groups) == {3}
+    assert len(ssd_fx.stats().graphs) == 1
     kept = gradients(1.0, inner)
     assert len(recomputed) == len(kept)
     for a, b in zip(recomputed, kept, strict=True):
