@@ -49,12 +49,16 @@ class Partition:
         return [n for n in outputs[: self.num_fwd_outputs] if isinstance(n, fx.Node)]
 
     @property
+    def activation_inputs(self) -> list[fx.Node]:
+        """The forward's inputs that come anew with every step."""
+        return [n for n in self.forward.graph.nodes if n.op == "placeholder" and n.name in self.activations]
+
+    @property
     def lent(self) -> frozenset[str]:
         """Names of what the backward reads although the caller has it, and may write into it before: outputs, and
         inputs that come anew with every step."""
         saved = {storage_of(n) for n in self.saved} - {None}
-        inputs = [n for n in self.forward.graph.nodes if n.op == "placeholder" and n.name in self.activations]
-        return frozenset(n.name for n in (*self.kept_outputs, *inputs) if storage_of(n) in saved)
+        return frozenset(n.name for n in (*self.kept_outputs, *self.activation_inputs) if storage_of(n) in saved)
 
     @property
     def bwd_placeholders(self) -> dict[str, fx.Node]:

@@ -134,18 +134,13 @@ def price(partition: Partition, plan: Plan) -> Plan:
     there = {storage_of(n): -1 for n in partition.saved}
     there |= {storage_of(by_name[g.base]): g.slot for g in plan.groups}
     there.pop(None, None)
-    graph = partition.forward.graph
-    found, others = {}, changed_inputs(graph) | _activations(partition) - {*there}
+    anew = {storage_of(n) for n in partition.activation_inputs}
+    found, others = {}, changed_inputs(partition.forward.graph) | (anew - there.keys())
     for group in plan.groups:
         cost = None if group.obstacle else _price(by_name[group.base], there, seconds, others)
         if cost is not None:
             found[group.slot] = cost
     return plan.with_(prices=found)
-
-
-def _activations(partition: Partition) -> set[int | None]:
-    nodes = partition.forward.graph.nodes
-    return {storage_of(n) for n in nodes if n.op == "placeholder" and n.name in partition.activations}
 
 
 def recomputed(plan: Plan) -> tuple[Recomputed, ...]:

@@ -20,10 +20,9 @@ from ssd_fx.sizes import format_bytes
 from tests.communicating import calls, exchange
 from tests.models import Shape, assert_same_bits, deterministic, train
 from tests.passes import toys
-from tests.passes.recomputing import all_priced, everything_recomputed
+from tests.passes.recomputing import SLOW, all_priced, everything_recomputed
 
 SHAPE = Shape(layers=2, width=64, heads=2, seq=64, dropout=0.0)
-SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
 TAGGED = (toys.views_only, toys.shared_view, toys.equal_copy, toys.unbound, toys.unsafe_split)
 NEVER_COMPUTED_AGAIN: tuple[toys.Toy, ...] = (toys.saved_output, toys.view_of_output)  # they live anyway
 FAST = SLOW | {"write_bw": 1e12, "read_bw": 1e12, "latency_s": 0.0}

@@ -12,6 +12,9 @@ from ssd_fx.passes import pipeline, recompute
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan, Recompute
 
+# A machine (the option of that name) whose drive is so slow that recomputing pays.
+SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
+
 
 def all_priced(partition: Partition, analysed: Plan) -> Plan:
     """A plan in which every group that has a price is computed again."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import ssd_fx
 from tests.passes import toys
-from tests.passes.recomputing import everything_recomputed
+from tests.passes.recomputing import SLOW, everything_recomputed
 from tests.passes.test_insert import ours
 
 LENGTHS = (7, 12, 31, 5)
@@ -34,9 +34,6 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.proj(y)
         return x + self.down(F.gelu(self.up(x)))
-
-
-SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
 
 
 def gradients(budget: float, inner: str, **more: Any) -> list[torch.Tensor]:
