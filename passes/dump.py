@@ -13,7 +13,7 @@ Layers that are alike are told once (`layers.py`); `plan.json` has them all.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.layers import Row, fold
@@ -32,8 +32,14 @@ def node_names(partition: Partition) -> Names:
     return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
 
 
-def source_lines(partition: Partition) -> Sources:
-    return {n.name: line for n in partition.forward.graph.nodes if (line := source_line(n))}
+def source_lines(partition: Partition, arguments: Sequence[str] = ()) -> Sources:
+    """Of inputs, `arguments` by their place, as AOTAutograd's descriptors have it."""
+    lines = {n.name: line for n in partition.forward.graph.nodes if (line := source_line(n))}
+    for node in partition.forward.graph.find_nodes(op="placeholder"):
+        index = getattr(node.meta.get("desc"), "idx", None)
+        if isinstance(index, int) and index < len(arguments):
+            lines[node.name] = f"argument {arguments[index]}"
+    return lines
 
 
 def table(plan: Plan, names: Names, sources: Sources = NO_SOURCES) -> str:
@@ -154,9 +160,11 @@ def _price(seconds: float) -> str:
 
 
 LEGEND = """
-# One row per alias group, a storage that is saved: its base, its module, the line of the model, its bytes, what becomes
-# of it, where or why, [the saved tensors that are views of it]. "{0..3} x 4": rows of four layers that are alike.
-# Sizes are exact below a MiB; all are exact in the .plan.json.
+# One row per alias group, a storage that is saved: its base, its module, its line in the model or the argument that it
+# is, its bytes, what becomes of it, where or why, [the saved tensors that are views of it]. "{0..3} x 4": rows of four
+# layers that are alike.
+# Sizes are exact below a MiB; the .plan.json has all bytes exactly, every layer, and the slot by which messages and
+# traces of the runtime call a group.
 # store>, release>: the forward node behind which the write starts, and the memory is given up; load<, wait<: the
 # backward node before which the read starts, and ends at the latest.
 # floor: the peak if everything that can leave left at once. allowed: the floor, and for a share its part of what is
@@ -164,9 +172,9 @@ LEGEND = """
 """
 
 
-def files(partition: Partition, plan: Plan, names: Names) -> dict[str, str]:
+def files(partition: Partition, plan: Plan, names: Names, arguments: Sequence[str] = ()) -> dict[str, str]:
     """The dump of a graph behind insertion: `<graph>.plan.txt`, `.plan.json`, `.forward.py` and `.backward.py`."""
-    sources = source_lines(partition)
+    sources = source_lines(partition, arguments)
     return {
         f"{plan.graph}.plan.txt": table(plan, names, sources) + LEGEND,
         f"{plan.graph}.plan.json": json.dumps(_details(plan, names, sources), indent=1) + "\n",
@@ -180,7 +188,7 @@ def _details(plan: Plan, names: Names, sources: Sources) -> dict[str, object]:
     groups = []
     for group in plan.groups:
         row = _row(plan, group, names, sources)
-        found: dict[str, object] = {"name": row.name, "module": row.module, "source": row.source}
+        found: dict[str, object] = {"slot": group.slot, "name": row.name, "module": row.module, "source": row.source}
         found |= {"nbytes": group.nbytes, "stored_nbytes": group.stored_nbytes}
         found |= {"decision": row.decision, "reason": row.reason, "members": list(row.members)}
         groups.append(found | {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()})

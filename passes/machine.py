@@ -98,6 +98,22 @@ class Machine:
         return self.with_rates({name: _rounded(value, digits) for name, value in self.rates().items()})
 
 
+def described(rates: Mapping[str, object]) -> list[str]:
+    """A line for each of `rates`, as `Machine.rates` has them, with its unit."""
+    flat: dict[str, object] = {}
+    for name, value in rates.items():
+        flat |= {f"{name} {dtype}": rate for dtype, rate in value.items()} if isinstance(value, dict) else {name: value}
+    return [f"{name:36} {float(str(value)):<8.3g} {_unit(name)}" for name, value in flat.items()]
+
+
+def _unit(name: str) -> str:
+    if name.endswith("_bw"):
+        return "bytes/s"
+    if name.endswith("_s_per_byte"):
+        return "s/byte"
+    return "s" if name.endswith("_s") else "flops/s"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -32,11 +32,13 @@ from ssd_fx.passes.recompute import Joint
 class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph and puts its saved activations on disk.
 
-    `write` gets the dump of every graph, texts by the names of their files; None where none is wanted.
+    `write` gets the dump of every graph, texts by the names of their files; None where none is wanted. `arguments` are
+    what the dump calls the inputs of the Dynamo graph, in their order.
     """
 
     options: pipeline.PlanOptions
     write: Callable[[Mapping[str, str]], None] | None = None
+    arguments: tuple[str, ...] = ()
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -49,7 +51,7 @@ class Partitioner(CustomPartitionerFn):
         names = dump.node_names(partition)
         pipeline.rewrite(partition, plan, self.options, consume=bool(functorch_config.donated_buffer))
         if self.write is not None:
-            self.write(dump.files(partition, plan, names))
+            self.write(dump.files(partition, plan, names, self.arguments))
         return partition.forward, partition.backward
 
     def uuid(self) -> str:

@@ -109,8 +109,6 @@ def decide(
     plan = analysed.undecided() if analysed else Plan(graph=fingerprint(partition))
     if options.profile is not None:
         machine = options.profile.machine(machine, plan.graph)
-        if options.profile.of(plan.graph) is None:
-            log.info("the profile does not know graph %s, whose times are predicted", plan.graph)
     budget, host_tier = options.budget if budget is None else budget, device.type != "cpu"
     passes = () if analysed else analyses(options, machine)
     passes += decisions(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
@@ -197,6 +195,7 @@ def rewrite(partition: Partition, plan: Plan, options: PlanOptions, *, consume: 
     """Put the nodes of the plan into both graphs. `consume`: the backward runs at most once."""
     _tell_kept(plan, options)
     _tell_full_host(plan)
+    _tell_unprofiled(plan, options.profile)
     before = verify.Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config, hand_over=options.hand_over, consume=consume)
@@ -231,6 +230,17 @@ def _tell_full_host(plan: Plan) -> None:
             f"drive: {listed}; host_budget would have to be larger",
             RuntimeWarning,
             stacklevel=2,
+        )
+
+
+def _tell_unprofiled(plan: Plan, profile: Profile | None) -> None:
+    if profile is not None and profile.of(plan.graph) is None:
+        log.info(
+            "graph %s is not in the profile, whose graphs are %s: another model, or the same one cut otherwise, as "
+            "after a change of the options. Its times are predicted, times %.3g, as the measured ones were longer",
+            plan.graph,
+            ", ".join(g.graph for g in profile.graphs),
+            profile.scale,
         )
 
 

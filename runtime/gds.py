@@ -204,9 +204,11 @@ def check_machine(driver: Driver, *, forced: bool = False) -> None:
     """
     found = cufile.status(driver, forced)
     if not found.version or not (found.real or forced):
+        name = f"{driver.name}-forced" if forced else driver.name
+        without = f"; engine='{driver.name}-forced' would go through cuFile's all the same" if found.version else ""
         raise RuntimeError(
-            f"engine {driver.name!r} has no GPUDirect Storage here: {found.reason}. Use engine='posix', which goes "
-            f"through pinned host memory; engine='{driver.name}-forced' would go through cuFile's all the same."
+            f"engine {name!r} has no {'cuFile' if forced else 'GPUDirect Storage'} here: {found.reason}. "
+            f"Use engine='posix', which goes through pinned host memory{without}."
         )
 
 

@@ -57,14 +57,35 @@ class Stats(GraphStats):
     graphs: dict[str, GraphStats] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A table of what is not 0, per step; `repr` has every field, and those of every graph."""
+        """A table per step of what was planned and moved, and of whatever else is not 0; `repr` has every field, and
+        those of every graph."""
         steps = max(self.steps, 1)
-        moved = {name: getattr(self, name) / steps for name in _SUMMED if name.endswith("_bytes")}
-        rows = [f"{name.removesuffix('_bytes'):14}{_mib(nbytes)}" for name, nbytes in moved.items() if nbytes]
+        moved = {name: getattr(self, f"{name}_bytes") / steps for name in _MEANING}
+        rows = [
+            f"{name:14}{_mib(nbytes)}   {_MEANING[name]}" for name, nbytes in moved.items() if nbytes or name in _ALWAYS
+        ]
         space = {name: getattr(self, f"{name}_bytes") for name in ("staging", "staging_peak", "disk")}
         held = ", ".join(f"{name.replace('_', ' ')} {_mib(nbytes).strip()}" for name, nbytes in space.items())
         head = f"{self.steps} steps, {len(self.graphs)} graphs, {1e3 * self.stall_s / steps:.1f} ms of stall per step"
         return "\n".join([f"{head}; bytes per step:", *rows, f"at the moment: {held}"])
+
+
+_MEANING = {
+    "saved": "by the forward for the backward",
+    "offloaded": "of these planned to leave",
+    "written": "to the drive or host memory",
+    "read": "back from there",
+    "forwarded": "not read: still in memory when wanted",
+    "freed": "stored, and gone from memory meanwhile",
+    "kept": "in memory, because storing them failed",
+    "cancelled": "writes cut short, because the backward came",
+    "wasted": "written in vain: somebody else held the tensor",
+    "held": "not written: known to be held by somebody else",
+    "prefetched": "of what was read, before the graph asked",
+    "encoded_from": "what compression got",
+    "encoded_to": "what it made of that",
+}
+_ALWAYS = ("saved", "offloaded", "written", "read", "forwarded", "freed")
 
 
 def _mib(nbytes: float) -> str:

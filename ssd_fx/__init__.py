@@ -6,6 +6,7 @@ from ssd_fx import versions  # noqa: F401
 # isort: split
 from ssd_fx.backend import backend, check_options
 from ssd_fx.config import Config
+from ssd_fx.explain import Explanation, explain
 from ssd_fx.marks import keep, offload
 from ssd_fx.profile import save_profile
 from ssd_fx.runtime.chrome import export as export_trace
@@ -13,10 +14,12 @@ from ssd_fx.runtime.stats import GraphStats, Stats, reset_stats, stats
 
 __all__ = [
     "Config",
+    "Explanation",
     "GraphStats",
     "Stats",
     "backend",
     "check_options",
+    "explain",
     "export_trace",
     "keep",
     "offload",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,10 +52,11 @@ def backend(
     """
     with user_errors():
         config = _checked(options, mode)
-        if config.dump:
-            os.makedirs(config.own_dump, exist_ok=True)
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
-        partitioner = Partitioner(plan, partial(_write, config.own_dump, config.share()) if config.dump else None)
+        partitioner = Partitioner(plan)
+        if config.dump:
+            write = partial(_write, config.own_dump, config.share())
+            partitioner = replace(partitioner, write=write, arguments=patterns.arguments(gm))
     if config.share():
         log.info("%s", config.share())
     heap.keep_freed_memory()
@@ -72,7 +74,8 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
     Raises:
         ValueError: an option that is unknown or whose value is none, an engine that this machine lacks, a profile that
             cannot be read.
-        OSError: a directory that is missing, not writable, or in memory (tmpfs); the message names it.
+        OSError: a directory that is missing, not writable, or in memory (tmpfs), or a `dump` that cannot be made; the
+            message names it.
     """
     config = _checked(options, mode)
     if config.profile:
@@ -93,7 +96,16 @@ def _checked(options: Mapping[str, Any] | None, mode: str | None) -> Config:
     if config.engine != "memory":
         for directory in config.dirs:
             check_directory(directory, allow_tmpfs=config.allow_tmpfs)
+    if config.dump:
+        _make_dump(config.own_dump)
     return config
+
+
+def _make_dump(directory: str) -> None:
+    """Raises: OSError, which names it, if `directory` cannot be made or written to."""
+    os.makedirs(directory, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 def _write(directory: str, share: str, files: Mapping[str, str]) -> None:

@@ -40,6 +40,16 @@ _OTHERS = 0.15  # share of the cores that other processes may use while they are
 T = TypeVar("T")
 Rates = dict[str, object]
 Cached = dict[str, dict[str, Rates]]  # section -> key -> rates
+_WITHOUT = (
+    "results are the same, but a step may wait for the drive, or compute again, where another plan would not. "
+    "`ssd-fx calibrate DIRECTORY` measures when the machine is idle; options={'machine': 'default'} takes the typical "
+    "rates without asking"
+)
+
+
+class _Unmeasured(Exception):
+    """What was measured says nothing of this machine; the text names what, and why."""
+
 
 _lock = threading.Lock()
 _known: Cached = {section: {} for section in _SECTIONS}  # what this process has read or measured
@@ -59,7 +69,7 @@ def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = Fals
                 for section in _SECTIONS:
                     found = None if anew else kept[section].get(keys[section])
                     if found is None:
-                        found = _rounded(_in_thread(measure[section]))
+                        found = _measured(measure[section])
                     _known[section][keys[section]] = found
                     if found:
                         kept[section][keys[section]] = found
@@ -67,6 +77,16 @@ def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = Fals
         for section in _SECTIONS:
             machine = machine.with_rates(_known[section][keys[section]])
         return machine
+
+
+def _measured(measure: Callable[[], Rates]) -> Rates:
+    """What `measure` finds; nothing, after a RuntimeWarning, where that is no measure of this machine."""
+    try:
+        return _rounded(_in_thread(measure))
+    except _Unmeasured as error:
+        told = f"ssd_fx could not measure {error}, and plans with typical rates: {_WITHOUT}"
+        warnings.warn(told, RuntimeWarning, stacklevel=3)
+        return {}
 
 
 def cached() -> Cached:
@@ -127,16 +147,12 @@ def _compute(device: torch.device) -> Rates:
     found = rates.Compute(device).rates() | host_copies(device)
     cores_s = max(time.perf_counter() - started, 1.0) * len(os.sched_getaffinity(0))  # the kernel counts in 10 ms
     others = (_others_s() - others_s) / cores_s
-    if float(str(found["kernel_s"])) < _BUSY_S and others < _OTHERS:
-        return found
-    took = f"a small kernel took {found['kernel_s']:.3g} s"
-    warnings.warn(
-        f"ssd_fx plans with typical rates: other processes use {others:.0%} of the cores, and {took}; "
-        "`ssd-fx calibrate DIRECTORY` measures when they are idle",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return {}
+    if others >= _OTHERS:
+        raise _Unmeasured(f"how fast this machine computes (other processes use {others:.0%} of its cores)")
+    if float(str(found["kernel_s"])) >= _BUSY_S:
+        took = f"the smallest kernel took {found['kernel_s']:.3g} s, as with more threads than cores that run them"
+        raise _Unmeasured(f"how fast this machine computes ({took})")
+    return found
 
 
 def _others_s() -> float:
@@ -157,11 +173,7 @@ def _disk(config: RuntimeConfig, device: torch.device) -> Rates:
     try:
         return dict(asdict(rates.Transfers(config, device).measure()))
     except OSError as error:
-        where = ", ".join(config.dirs)
-        warnings.warn(
-            f"ssd_fx could not measure {where} ({error}) and plans with typical rates", RuntimeWarning, stacklevel=2
-        )
-        return {}
+        raise _Unmeasured(f"how fast {', '.join(config.dirs)} is ({error})") from error
 
 
 def _rounded(found: Mapping[str, object]) -> Rates:

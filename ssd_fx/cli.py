@@ -20,6 +20,7 @@ import torch
 import ssd_fx
 from ssd_fx import calibrate
 from ssd_fx.config import Config
+from ssd_fx.passes.machine import described
 from ssd_fx.runtime import cufile
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.preflight import check_directory
@@ -50,7 +51,8 @@ def _info() -> int:
     print(f"options  {json.dumps(dataclasses.asdict(Config.make()), default=str)}")
     for section, entries in calibrate.cached().items():
         for hardware, rates in entries.items():
-            print(f"{section:8} {hardware}\n         {json.dumps(rates)}")
+            print(f"{section:8} {hardware}")
+            print(*(f"         {line}" for line in described(rates)), sep="\n")
     return 0
 
 
@@ -71,8 +73,7 @@ def _calibrate(directory: str) -> int:
     started = time.perf_counter()
     config = parse(Config.make({"dirs": [directory]}).runtime_json())
     machine = calibrate.calibrated(config, device, anew=True)
-    for name, value in machine.rates().items():
-        print(f"{name:24} {value if isinstance(value, dict) else f'{value:.3g}'}")
+    print(*described(machine.rates()), sep="\n")
     took = f"measured in {time.perf_counter() - started:.1f} s"
     missed = calibrate.unmeasured(config, device)
     if missed:

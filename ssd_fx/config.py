@@ -115,7 +115,8 @@ class Config:
             if name not in names:
                 raise ValueError(f"ssd_fx has no option {name!r}{_known(str(name), names)}")
             given[name] = value
-        values = {name: _PARSERS[name](name, value) for name, value in given.items()}
+        said = options or {}
+        values = {n: _PARSERS[n](n, value) if n in said else _from_environment(n, value) for n, value in given.items()}
         values.setdefault("dirs", (os.path.abspath(tempfile.gettempdir()),))
         values.setdefault("ranks", _parse_ranks("ranks", "auto"))
         return Config(**values)
@@ -165,6 +166,13 @@ class Config:
         half |= {"compression": dict(self.compression)}
         half |= {"resident": self.budget if isinstance(self.budget, int) else 0}
         return json.dumps(half, sort_keys=True, separators=(",", ":"))
+
+
+def _from_environment(name: str, value: str) -> Any:
+    try:
+        return _PARSERS[name](name, value)
+    except ValueError as error:
+        raise ValueError(f"SSD_FX_{name.upper()} in the environment: {error}") from None
 
 
 def _known(name: str, names: list[str]) -> str:
@@ -253,7 +261,7 @@ def _parse_machine(name: str, value: object) -> str:
     if value in ("auto", "default"):
         return str(value)
     try:
-        given = json.loads(value) if isinstance(value, str) else value
+        given = _json(value) if isinstance(value, str) else value
         if not isinstance(given, Mapping):
             raise ValueError("no dictionary of rates")
         Machine.default(torch.device("cpu"), 1).with_rates(given)
@@ -263,6 +271,13 @@ def _parse_machine(name: str, value: object) -> str:
             "right would be 'auto', 'default' or rates such as {\"flops\": 3e14, \"write_bw\": 6e9}"
         ) from None
     return json.dumps(dict(given), sort_keys=True)
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
 
 
 def _parse_ranks(name: str, value: object) -> Ranks:

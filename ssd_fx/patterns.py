@@ -74,6 +74,21 @@ def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: dict[str, 
             raise ValueError(_no_match(pattern, names))
 
 
+def arguments(graph_module: fx.GraphModule) -> tuple[str, ...]:
+    """What the user calls the inputs of a Dynamo graph: `tokens`, `batch['mask']`, `self.head.weight`."""
+    names = []
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        name = getattr(source, "name", None)
+        names.append(_called(str(name() if callable(name) else name or node.target)))  # a method before torch 2.12
+    return tuple(names)
+
+
+def _called(source: str) -> str:
+    local = re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", local)
+
+
 def annotation_digest(graph_module: fx.GraphModule, *, names: bool) -> str:
     """A digest of the marks at the nodes of a Dynamo graph, and of the modules' names where they matter.
 

@@ -62,7 +62,8 @@ def parse_budget(name: str, value: object) -> int | float | str:
     if isinstance(value, float):
         if 0.0 <= value <= 1.0:
             return value
-        raise ValueError(right)
+        hint = f"; as bytes it would be {int(value)}" if value.is_integer() and value > 1 else ""
+        raise ValueError(right + hint)
     try:
         nbytes = parse_bytes(name, value)
     except ValueError:

@@ -28,6 +28,7 @@ def complaint_of_the_backend(options: dict[str, object]) -> Exception:
         {"dirs": ["/proc"]},
         {"profile": "/nowhere/at/all"},
         {"machine": {"flops": "many"}},
+        {"dump": "/proc/nothing"},
         pytest.param({"engine": "kvikio"}, marks=NO_GPU),
     ],
     ids=lambda options: next(iter(options)),

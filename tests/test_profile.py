@@ -112,4 +112,4 @@ def test_a_run_s_times_are_in_the_next_plan(
         assert starts[last] - starts[first] == pytest.approx(last_ms - first_ms)
     with caplog.at_level(logging.INFO, logger="ssd_fx"):
         train(lambda x, w: model(x, w).cos(), profile=str(path))
-    assert f"the profile does not know graph {plans[2].graph}" in caplog.text
+    assert f"graph {plans[2].graph} is not in the profile, whose graphs are {graph}: another model" in caplog.text

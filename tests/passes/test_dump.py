@@ -92,6 +92,7 @@ def test_all_detail_is_in_the_json() -> None:
         json.dumps(groups[0], indent=1),
         """\
 {
+ "slot": 0,
  "name": "sigmoid",
  "module": "blocks.0.attn",
  "nbytes": 256,

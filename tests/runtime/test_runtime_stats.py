@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from ssd_fx.runtime import stats
 from ssd_fx.runtime.stats import GraphStats, Stats
 
 MIB = 2**20
@@ -13,20 +16,31 @@ def test_what_happened_in_a_step() -> None:
         saved_bytes=3 * MIB,
         offloaded_bytes=2 * MIB,
         written_bytes=MIB,
+        wasted_bytes=MIB // 2,
         stall_s=0.003,
         staging_peak_bytes=MIB // 4,
         graphs={"ab12": GraphStats(steps=2)},
     )
     assert str(found).splitlines() == [
         "2 steps, 1 graphs, 1.5 ms of stall per step; bytes per step:",
-        "saved               1.50 MiB",
-        "offloaded           1.00 MiB",
-        "written             0.50 MiB",
+        "saved               1.50 MiB   by the forward for the backward",
+        "offloaded           1.00 MiB   of these planned to leave",
+        "written             0.50 MiB   to the drive or host memory",
+        "read                0.00 MiB   back from there",
+        "forwarded           0.00 MiB   not read: still in memory when wanted",
+        "freed               0.00 MiB   stored, and gone from memory meanwhile",
+        "wasted              0.25 MiB   written in vain: somebody else held the tensor",
         "at the moment: staging 0.00 MiB, staging peak 0.25 MiB, disk 0.00 MiB",
     ]
 
 
 def test_nothing_happened() -> None:
-    head, foot = str(Stats()).splitlines()
+    head, *rows, foot = str(Stats()).splitlines()
+    assert all("0.00 MiB" in row for row in rows)
     assert head == "0 steps, 0 graphs, 0.0 ms of stall per step; bytes per step:"
     assert foot.startswith("at the moment: staging 0.00 MiB")
+
+
+def test_every_count_of_bytes_is_explained() -> None:
+    summed = {f.name.removesuffix("_bytes") for f in dataclasses.fields(GraphStats) if f.name.endswith("_bytes")}
+    assert set(stats._MEANING) == summed

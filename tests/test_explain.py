@@ -1,0 +1,87 @@
+"""`ssd_fx.explain`: plans and rewritten graphs as values, as a test of a toy wants them."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ssd_fx
+from tests.passes import toys
+
+TOY = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0, "recompute": False}
+
+
+def test_a_toy() -> None:
+    (found,) = ssd_fx.explain(toys.relu_chain, options=TOY)(*toys.inputs())
+    assert str(found).startswith(f"graph {found.graph}: 3 alias groups, 768 B saved, 3 groups and 768 B offloaded")
+    inputs, (relu,) = found.plan["groups"][:2], found.plan["groups"][2:]
+    assert [group["source"] for group in inputs] == ["argument x", "argument w"]
+    assert (relu["name"], relu["decision"], relu["load"]) == ("relu", "offload", "threshold_backward")
+    assert found.forward.count("ssd_fx.store.default(") == 3
+    assert found.backward.count("ssd_fx.load.default(") == 3
+
+
+def test_the_graphs_around_a_break_come_in_their_order() -> None:
+    def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).relu() @ w
+        torch._dynamo.graph_break()
+        return (y @ w).sigmoid()
+
+    first, second = ssd_fx.explain(broken, options=TOY)(*toys.inputs())
+    assert "relu" in first.table
+    assert "sigmoid" not in first.table
+    assert first.graph != second.graph
+
+
+def test_what_the_inputs_are_called() -> None:
+    """In whatever they are handed over; of the model's own tensors only buffers are saved at times."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.full((8, 8), 2.0))
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return (batch["tokens"] * batch["mask"] * self.scale).sum()
+
+    x, w = toys.inputs()
+    (found,) = ssd_fx.explain(Scaled(), options=TOY)({"tokens": x, "mask": w})
+    sources = [group["source"] for group in found.plan["groups"]]
+    assert {"argument batch['tokens']", "argument batch['mask']"} <= set(sources)
+
+
+def test_a_model_with_inductor_and_keyword_arguments() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(8, 16), nn.Sigmoid(), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+            return self.down(self.act(self.up(x))) * scale
+
+    said = TOY | {"inner": "inductor", "keep": ["act"]}
+    (found,) = ssd_fx.explain(Model(), options=said, fullgraph=True)(torch.randn(8, 8), scale=2.0)
+    assert "keep=['act']" in found.table
+
+
+def test_as_often_as_one_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo gives a function up that it compiled eight times; and no directory is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for _ in range(10):
+        assert len(ssd_fx.explain(toys.relu_chain, options=TOY)(*toys.inputs())) == 1
+    assert list(tmp_path.glob("ssd_fx-explain-*")) == []
+
+
+def test_nothing_to_explain() -> None:
+    explained = ssd_fx.explain(toys.relu_chain, options=TOY)
+    with pytest.raises(ValueError, match=r"no graph of <function relu_chain .* was compiled for a backward"):
+        explained(*(x.detach() for x in toys.inputs()))
+
+
+def test_bad_options_at_once() -> None:
+    with pytest.raises(ValueError, match="no option 'bugdet'; did you mean 'budget'"):
+        ssd_fx.explain(toys.relu_chain, options={"bugdet": 0})
