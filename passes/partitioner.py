@@ -25,7 +25,7 @@ import ssd_fx.runtime
 from ssd_fx.errors import user_errors
 from ssd_fx.passes import dump, pipeline
 from ssd_fx.passes.marks import lift
-from ssd_fx.passes.recompute import Joint
+from ssd_fx.passes.recompute import Joint, save_what_reads_changed_inputs
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
         lift(gm.graph)  # under Inductor it has run: LiftMarks
+        save_what_reads_changed_inputs(gm.graph)
         with user_errors():
             partition, plan = pipeline.decide_joint(Joint(gm, joint_inputs, kwargs), self.options)
         # Autograd refuses a second backward through a graph with donated buffers, so that loads may give tensors away.

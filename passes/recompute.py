@@ -36,12 +36,24 @@ _REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_act
 LONGEST = 200  # nodes of a chain: what depends on more is not worth it
 
 
+def save_what_reads_changed_inputs(graph: fx.Graph) -> None:
+    """Tags all that is computed in a joint graph from inputs which the step changes, for PyTorch's min-cut would read
+    them again in the backward (tests/test_recompute.py; plain Inductor of torch 2.13 has wrong gradients there)."""
+    changed = changed_inputs(graph)
+    for node in graph.nodes if changed else ():
+        reads = any(storage_of(source) in changed for source in node.all_input_nodes)
+        if reads and node.op == "call_function" and storage_of(node) not in changed:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 class Joint:
-    """A joint graph that can be partitioned several times, each time with other operators recomputed."""
+    """A joint graph that can be partitioned several times, each time with other operators recomputed.
+
+    What has to be done to the graph before it is cut (`save_what_reads_changed_inputs`, `marks.lift`) is done.
+    """
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any]) -> None:
         self._module, self._inputs, self._arguments = module, inputs, arguments
-        _save_what_reads(module.graph, changed_inputs(module.graph))
         self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
 
     @property
@@ -90,15 +102,6 @@ def _recompute(node: fx.Node) -> None:
         made_by = node.all_input_nodes[0]
         if made_by.op == "call_function" and "recompute" not in made_by.meta:
             _recompute(made_by)
-
-
-def _save_what_reads(graph: fx.Graph, changed: Collection[int]) -> None:
-    """Tags all that is computed from inputs which the step changes, for PyTorch's min-cut would read them again in the
-    backward (tests/test_recompute.py; plain Inductor of torch 2.13 has wrong gradients there)."""
-    for node in graph.nodes if changed else ():
-        reads = any(storage_of(source) in changed for source in node.all_input_nodes)
-        if reads and node.op == "call_function" and storage_of(node) not in changed:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _lazy(module: fx.GraphModule) -> fx.GraphModule:

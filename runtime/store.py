@@ -170,8 +170,9 @@ def _find(entry: Entry, x: Tensor) -> Load:
         if load.out.data_ptr() == address:
             return load
     raise RuntimeError(
-        f"a wait for {entry.name} was given a tensor that no load of it returned, or one waited for already; so it is "
-        "where compiled autograd has another backend than ssd_fx"
+        f"a wait for {entry.name} was given a tensor that no load of it returned, or one waited for already. Compiled "
+        "autograd does that behind another backend: name ssd_fx as the backend of compiled autograd too, or turn "
+        "torch._dynamo.config.compiled_autograd off"
     )
 
 

@@ -177,14 +177,17 @@ def _inductor(
 
     inductor.register()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
-    patches["custom_partitioner_fn"] = _for_cpp(partitioner) if inductor_config.cpp_wrapper else partitioner
-    patches["joint_custom_pre_pass"] = LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass))
-    patches["_pre_fusion_custom_pass"] = order.KeepCommunication(inductor_config._pre_fusion_custom_pass)
-    patches["_post_fusion_custom_pass"] = order.PinOrder(inductor_config._post_fusion_custom_pass)
-    # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on the
-    # example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to reuse.
-    patches["allow_buffer_reuse"] = False
-    patches["combo_kernels"] = False  # made behind our pass, across the planned order
+    patches |= {
+        "custom_partitioner_fn": _for_cpp(partitioner) if inductor_config.cpp_wrapper else partitioner,
+        "joint_custom_pre_pass": LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass)),
+        "_pre_fusion_custom_pass": order.KeepCommunication(inductor_config._pre_fusion_custom_pass),
+        "_post_fusion_custom_pass": order.PinOrder(inductor_config._post_fusion_custom_pass),
+        # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on
+        # the example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to
+        # reuse.
+        "allow_buffer_reuse": False,
+        "combo_kernels": False,  # made behind our pass, across the planned order
+    }
     annotation = gm.meta.pop("cudagraph_annotation", None)  # of torch.compiler's override_cudagraphs
     if patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs) or getattr(annotation, "fwd", False):
         patches["triton.cudagraphs"] = False

@@ -66,6 +66,7 @@ def test_gradients_are_those_without_offload(job: str, mode: str, tmp_path_facto
     found = sorted((each for each in every if each.mode == mode), key=lambda each: each.rank)
     assert [each.rank for each in found] == list(range(JOBS[job].ranks)), _outputs[job][-4000:]
     assert [each.difference for each in found] == [0.0] * len(found)
+    assert all(each.near_plain for each in found)
     for each in found:
         _check_offload(each)
     sizes = sum(each.saved_bytes for each in found), sum(each.written_bytes for each in found)

@@ -35,12 +35,13 @@ PATIENCE = timedelta(minutes=5)  # for the other ranks, whose plans may take lon
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank says of one mode; bytes of all steps."""
+    """What one rank says of one mode; bytes of all steps. `near_plain`: whether Inductor computes about the same."""
 
     mode: str
     inner: str
     rank: int
     difference: float
+    near_plain: bool
     saved_bytes: int
     offloaded_bytes: int
     written_bytes: int
@@ -57,14 +58,15 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def train(mode: str, options: Mapping[str, Any]) -> tuple[Trial, ssd_fx.Stats]:
-    """The trial, with bytes of all steps, and the counters."""
+def train(mode: str, options: Mapping[str, Any] | None) -> tuple[Trial, ssd_fx.Stats]:
+    """The trial, with bytes of all steps, and the counters; `options` None is plain Inductor."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._dynamo.config.optimize_ddp = True
     ssd_fx.reset_stats()
     torch.manual_seed(0)
-    model, step = MODES[mode]({"backend": ssd_fx.backend, "options": dict(options)})
+    how = {"backend": "inductor"} if options is None else {"backend": ssd_fx.backend, "options": dict(options)}
+    model, step = MODES[mode](how)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     values = {}
     for number in range(STEPS):
@@ -98,7 +100,8 @@ def compare(name: str, inner: str, directory: str) -> Found:
     sizes = (trial.saved_bytes, trial.offloaded_bytes, trial.written_bytes, trial.read_bytes)
     counts = (stats.stores, recomputed(Path(dump)), len(stats.graphs), trial.graph_breaks, len(trial.values))
     seconds = time.perf_counter() - started
-    return Found(name, inner, dist.get_rank(), trial.difference(kept), *sizes, *counts, seconds)
+    near = inner != "inductor" or kept.close_to(train(mode, None)[0])
+    return Found(name, inner, dist.get_rank(), trial.difference(kept), near, *sizes, *counts, seconds)
 
 
 def recomputed(dump: Path) -> int:

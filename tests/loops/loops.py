@@ -15,7 +15,7 @@ import ssd_fx
 from ssd_fx.runtime.entries import living
 from tests.compatibility import Result, record
 from tests.faults.toys import settle
-from tests.models import assert_same_bits, deterministic
+from tests.models import assert_same_bits, close, deterministic
 
 Compile = Callable[..., Any]  # `torch.compile` with its backend and options given
 Loop = Callable[[Compile], list[Tensor]]  # trains a model of its own; whatever has to be the same in both runs
@@ -70,16 +70,26 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 def run(loop: Loop, directory: Path, inner: str = "aot_eager", **more: Any) -> list[Tensor]:
     """What `loop` returns, with everything that can leave on disk; `more` are options that say otherwise."""
+    options = {"dirs": [str(directory)], "inner": inner, "budget": 0, "min_bytes": 0} | more
+    return _run(loop, partial(torch.compile, backend="ssd_fx", options=options))
+
+
+def _run(loop: Loop, compile: Compile) -> list[Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     ssd_fx.reset_stats()
-    options = {"dirs": [str(directory)], "inner": inner, "budget": 0, "min_bytes": 0} | more
     with deterministic():
-        return loop(partial(torch.compile, backend="ssd_fx", options=options))
+        return loop(compile)
 
 
-def assert_no_bit_changes(loop: Loop, directory: Path, inner: str = "aot_eager", **more: Any) -> ssd_fx.Stats:
-    """What `loop` returns is the same with everything kept; the counters are those of the run with all on disk."""
+def assert_no_bit_changes(
+    loop: Loop, directory: Path, inner: str = "aot_eager", *, apart: float = 1e-3, **more: Any
+) -> ssd_fx.Stats:
+    """What `loop` returns is the same with everything kept; the counters are those of the run with all on disk. Under
+    Inductor it is also that of plain Inductor, but for `apart`."""
+    if inner == "inductor":
+        plain, ours = _run(loop, partial(torch.compile, backend="inductor")), run(loop, directory, inner, **more)
+        assert [i for i, pair in enumerate(zip(ours, plain, strict=True)) if not close(*pair, apart)] == []
     kept = run(loop, directory, inner, **more, **_KEPT[inner])
     assert_same_bits(run(loop, directory, inner, **more), kept)
     assert living() == []

@@ -64,11 +64,12 @@ def test_loads_are_not_moved_to_their_uses(tmp_path: Path) -> None:
     assert planned == 2 * list(range(half))
 
 
-@pytest.mark.slow
-def test_another_backend_behind_it_is_refused(tmp_path: Path) -> None:
-    """Nothing pins the order of the loads there."""
+@pytest.mark.parametrize("other", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_another_backend_behind_it_is_refused(tmp_path: Path, other: str) -> None:
+    """Nothing pins the order of the loads there, and a wait may be given a copy."""
     options = {"dirs": [str(tmp_path)], "min_bytes": 0}
+    ssd_fx.reset_stats()
     loss = torch.compile(lambda x: x.sin().exp().sum(), backend="ssd_fx", options=options)(batch(0).requires_grad_())
     assert ssd_fx.stats().stores == 1  # the input, of which PyTorch computes the rest again
-    with _enable(torch.compile(backend="inductor")), pytest.raises(Exception, match="name ssd_fx as the backend of"):
+    with _enable(torch.compile(backend=other)), pytest.raises(Exception, match="name ssd_fx as the backend of"):
         loss.backward()

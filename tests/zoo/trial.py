@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ssd_fx
+from tests.models import close
 from tests.zoo.models import Builder
 
 STEPS, RATE = 3, 1e-3
@@ -40,7 +41,7 @@ class Trial:
         if set(self.values) != set(other.values):
             return False
         pairs = ((self.values[name], other.values[name]) for name in self.values)
-        return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-7) for a, b in pairs)
+        return all(close(a, b) for a, b in pairs)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
