@@ -38,8 +38,8 @@ from ssd_fx.passes.communication import may_communicate
 from ssd_fx.passes.fault import require
 from ssd_fx.passes.partitioner import source_digest
 
-# Before torch 2.13 a scheduler pass is any callable, and Inductor compiles without its cache when there is one.
-_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+# Before torch 2.13 a scheduler pass may be any callable; the cache of Inductor takes what is of a graph pass's class.
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,10 @@ def assert_same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
         assert torch.equal(x, y), f"tensor {i} differs by {(x - y).abs().max().item():.3g}"
 
 
-def close(x: torch.Tensor, y: torch.Tensor, apart: float = 1e-3) -> bool:
+def close(x: torch.Tensor, y: torch.Tensor, apart: float = 1e-3, least: float = 1e-7) -> bool:
     """Whether they are within what other kernels of the same operators make of float32: a share `apart` of each value,
-    and a tenth of that of the largest one."""
-    return torch.allclose(x, y, rtol=apart, atol=0.1 * apart * float(y.abs().max()) + 1e-7)
+    a tenth of that of the largest one, and `least`."""
+    return torch.allclose(x, y, rtol=apart, atol=0.1 * apart * float(y.abs().max()) + least)
 
 
 @contextlib.contextmanager

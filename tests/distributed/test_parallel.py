@@ -18,6 +18,7 @@ from tests.compatibility import Result, record
 from tests.distributed.launch import torchrun
 from tests.distributed.modes import MODES
 from tests.distributed.worker import AGREED, UNLIKE, Found
+from tests.older import DYNAMIC_STAYS
 
 FOUR = ("FSDP2 and tensor parallel",)  # ranks, the others two
 QUICK = ("DDP, compiled outside", "FSDP2, graph per block", "sequence parallel", "pipeline, 1F1B")
@@ -39,8 +40,15 @@ JOBS = {
     "inductor": Job("inductor", ALL),
     "inductor four": Job("inductor", FOUR, ranks=4),
 }
+
+
+def _marks(job: str, mode: str) -> list[pytest.MarkDecorator]:
+    slow = [] if job == "quick" else [pytest.mark.slow]
+    return [*slow, DYNAMIC_STAYS] if "interleaved" in mode else slow  # whose micro-batches are of two sizes
+
+
 CASES = [
-    pytest.param(name, mode, id=f"{job.inner} {mode}", marks=() if name == "quick" else pytest.mark.slow)
+    pytest.param(name, mode, id=f"{job.inner} {mode}", marks=_marks(name, mode))
     for name, job in JOBS.items()
     for mode in job.modes
 ]

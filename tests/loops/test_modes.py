@@ -31,6 +31,7 @@ from tests.loops.loops import (
     run,
 )
 from tests.models import assert_same_bits, deterministic
+from tests.older import DYNAMIC_STAYS
 
 
 def trained(make: Callable[[], nn.Module], *batches: Tensor, **arguments: Any) -> Loop:
@@ -100,6 +101,7 @@ def test_fullgraph_refuses_a_break_as_stock_does(tmp_path: Path) -> None:
     assert complaint(backend="ssd_fx", options={"dirs": [str(tmp_path)]}) == complaint(backend="inductor")
 
 
+@DYNAMIC_STAYS
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_the_last_batch_is_smaller(tmp_path: Path, dynamic: bool | None) -> None:
     """With `dynamic=None` torch compiles for the second size with a symbol in its place."""

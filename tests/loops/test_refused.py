@@ -132,4 +132,5 @@ def test_a_second_derivative_is_refused_as_stock_does(tmp_path: Path, donated: b
         assert ssd_fx.stats().loads == ssd_fx.stats().stores == 3
         assert_same(ours, attempt(lambda f: torch.compile(f, backend="aot_eager"), second=second))
     assert ours[0] == "RuntimeError"
-    assert "does not currently support double backward" in ours[1]
+    refusals = ("does not currently support double backward", "does not require grad")  # the latter of torch 2.11
+    assert any(refusal in ours[1] for refusal in refusals)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ssd_fx
+from tests.older import DYNAMIC_STAYS
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
 from tests.passes.test_insert import ours
@@ -51,6 +52,7 @@ def gradients(budget: float, inner: str, **more: Any) -> list[torch.Tensor]:
     return found
 
 
+@DYNAMIC_STAYS
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_several_lengths_and_one_graph(inner: str) -> None:
     kept = gradients(1.0, inner)
@@ -95,6 +97,7 @@ def wide(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (a.sin() @ w).sum() + (b @ w).sum()
 
 
+@DYNAMIC_STAYS
 def test_plan() -> None:
     assert_expected_inline(
         symbolic(wide).table.strip("\n"),
@@ -105,6 +108,7 @@ sin   256 B  offload  store>sin release>t_5 load<expand wait<mm_5   [t_2]""",
     )
 
 
+@DYNAMIC_STAYS
 def test_the_forward_counts_bytes_and_the_backward_computes_sizes_from_saved_integers() -> None:
     partition = symbolic(wide).partition
     text = "\n".join(ours(m.graph) for m in (partition.forward, partition.backward))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from tests.older import OTHER_BACKWARD
 from tests.passes import toys
 
 
@@ -58,6 +59,7 @@ mm_1  256 B  offload  store>mm_1 release>t_3 load<expand wait<add    [mm_1]""",
     )
 
 
+@OTHER_BACKWARD
 def test_multi_output() -> None:
     check(
         toys.multi_output,
@@ -345,6 +347,7 @@ mul      256 B  offload  store>mul release>t_6 load<expand wait<mm_2       [t_2]
     )
 
 
+@OTHER_BACKWARD
 def test_small_ones_are_kept() -> None:
     check(
         toys.multi_output,

@@ -19,8 +19,8 @@ N = 300_001
 
 @pytest.fixture
 def slow(tmp_path):
-    """Writes start 50 to 100 ms late."""
-    with registered(DelayedEngine) as name:
+    """Writes start 0.3 to 0.5 s late: long enough for what tests do meanwhile, on a busy machine too."""
+    with registered(lambda inner: DelayedEngine(inner, 0.3, 0.5)) as name:
         yield config_json(tmp_path, name)
 
 

@@ -37,11 +37,12 @@ class Trial:
         return max(0.0 if _same_bits(a, b) else _apart(a, b) for a, b in pairs)
 
     def close_to(self, other: Trial) -> bool:
-        """Within what other kernels of the same operators make of float32."""
+        """Within what other kernels of the same operators make of float32; what is a millionth of the largest value is
+        nothing but rounding, as gradients are that a normalization behind them makes zero."""
         if set(self.values) != set(other.values):
             return False
-        pairs = ((self.values[name], other.values[name]) for name in self.values)
-        return all(close(a, b) for a, b in pairs)
+        least = 1e-6 * max(float(x.abs().max()) for x in other.values.values())
+        return all(close(x, other.values[name], least=least) for name, x in self.values.items())
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
