@@ -18,7 +18,7 @@ from tests.compatibility import Result, record
 from tests.distributed.launch import torchrun
 from tests.distributed.modes import MODES
 from tests.distributed.worker import AGREED, UNLIKE, Found
-from tests.older import DYNAMIC_STAYS
+from tests.unlike import DYNAMIC_STAYS
 
 FOUR = ("FSDP2 and tensor parallel",)  # ranks, the others two
 QUICK = ("DDP, compiled outside", "FSDP2, graph per block", "sequence parallel", "pipeline, 1F1B")

@@ -22,7 +22,7 @@ from tests.loops.loops import (
     gradients,
     parameters,
 )
-from tests.older import unlike_older
+from tests.unlike import before
 
 
 def trained(make: Callable[[], nn.Module]) -> Loop:
@@ -68,7 +68,7 @@ def test_frozen_layers(tmp_path: Path, frozen: int) -> None:
     assert stats.saved_bytes == 3 * (trains + 1) * ACTIVATION_BYTES
 
 
-@unlike_older("a layer that is frozen after the model was compiled is saved for as before")
+@before((2, 13), "a layer that is frozen after the model was compiled is saved for as before")
 def test_layers_that_are_frozen_later(tmp_path: Path) -> None:
     """torch compiles again when a parameter stops to train; from then on less is saved."""
     saved: list[int] = []

@@ -31,7 +31,7 @@ from tests.loops.loops import (
     run,
 )
 from tests.models import assert_same_bits, deterministic
-from tests.older import DYNAMIC_STAYS
+from tests.unlike import DYNAMIC_STAYS
 
 
 def trained(make: Callable[[], nn.Module], *batches: Tensor, **arguments: Any) -> Loop:

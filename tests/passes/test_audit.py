@@ -52,11 +52,16 @@ def stored(kernel: inductor.AuditedKernel) -> Any:
 
 
 def loaded(kernel: inductor.AuditedKernel) -> Any:
-    return kernel.outputs[0]
+    return _returned(kernel)
+
+
+def _returned(kernel: inductor.AuditedKernel) -> Any:
+    """Before torch 2.14 or 2.15 an item of the tuple that every operator seems to return."""
+    return kernel.outputs[0] if kernel.outputs else kernel
 
 
 def reuse_stored(wrapper: Any, kernel: inductor.AuditedKernel, seen: list[str]) -> None:
-    wrapper.writeline(ReuseLine(wrapper, stored(kernel), kernel.outputs[0]))
+    wrapper.writeline(ReuseLine(wrapper, stored(kernel), _returned(kernel)))
 
 
 def free_stored(wrapper: Any, kernel: inductor.AuditedKernel, seen: list[str]) -> None:
@@ -178,7 +183,8 @@ def test_stored_after_it_was_handed_over() -> None:
 def first_transfer(nodes: list[BaseSchedulerNode], target: object) -> tuple[int, str]:
     """The first call of `target` that stores or loads what the graph made: where it stands, and the buffer."""
     calls = [(i, n.node) for i, n in enumerate(nodes) if getattr(n.node, "op_overload", None) is target]
-    buffers = [(i, (c.inputs if target is ops.store.default else c.outputs)[0].get_name()) for i, c in calls]  # type: ignore[union-attr]
+    moved = stored if target is ops.store.default else loaded
+    buffers = [(i, moved(call).get_name()) for i, call in calls]  # type: ignore[arg-type]
     return next((i, name) for i, name in buffers if name.startswith("buf"))
 
 

@@ -17,6 +17,7 @@ from ssd_fx.passes import marks
 from ssd_fx.passes.modules import enclosing, matches, module_of
 from ssd_fx.passes.plan import Keep, Offload
 from tests.passes import toys
+from tests.unlike import OTHER_NAMES
 
 Caller = Callable[[torch.Tensor], torch.Tensor]
 
@@ -117,6 +118,7 @@ mm_1  256 B  offload  store>mm_1 release>t_7 load<expand wait<mm_3  [t_1]""",
     )
 
 
+@OTHER_NAMES
 def test_what_is_written_after_the_mark_is_another_tensor(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ssd_fx"):
         check(overwritten, """relu  256 B  offload  store>relu release>t_3 load<expand wait<mm_2  [alias_2]""")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from tests.older import OTHER_BACKWARD
 from tests.passes import toys
+from tests.unlike import OTHER_BACKWARD, OTHER_NAMES
 
 
 def check(toy: toys.Toy, expected: str, **changes: object) -> None:
@@ -129,6 +129,7 @@ mm_1       512 B  offload  store>mm_1 release>t_6 load<expand wait<sgn        [m
     )
 
 
+@OTHER_NAMES
 def test_so_are_lazy_negatives() -> None:
     check(
         toys.lazy_negative,
