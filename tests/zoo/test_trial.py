@@ -34,6 +34,23 @@ def test_the_largest_difference(ours: torch.Tensor, difference: float) -> None:
     assert trial(ONE, ours).difference(trial(ONE, ONE)) == difference
 
 
+@pytest.mark.parametrize(
+    ("change", "close"),
+    [
+        ({}, True),
+        ({"0 small": 1.001 * ONE}, True),
+        ({"0 small": 1.004 * ONE}, False),
+        ({"0 zero": 8e-4 * ONE}, True),  # a millionth of the largest value
+        ({"0 zero": 8e-3 * ONE}, False),
+        ({"1 large": 2000 * ONE}, True),  # a later step
+        ({"0 more": ONE}, False),
+    ],
+)
+def test_what_is_close(change: dict[str, torch.Tensor], close: bool) -> None:
+    values = {"0 large": 1000 * ONE, "0 small": ONE, "0 zero": 1e-4 * ONE, "1 large": 1000 * ONE}
+    assert Trial(values | change, 0, 0, 0, 0, 0).close_to(Trial(values, 0, 0, 0, 0, 0)) == close
+
+
 def test_equal_nans_are_equal() -> None:
     assert trial(torch.tensor([NAN])).difference(trial(torch.tensor([NAN]))) == 0.0
 
