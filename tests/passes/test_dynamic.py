@@ -69,6 +69,7 @@ def test_several_lengths_and_one_graph(inner: str) -> None:
     assert stats.read_bytes + stats.forwarded_bytes == stats.offloaded_bytes
 
 
+@DYNAMIC_STAYS
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_computed_again_at_every_length(inner: str) -> None:
     with everything_recomputed() as groups:
