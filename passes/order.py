@@ -131,11 +131,19 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
 
 def _named(node: BaseSchedulerNode) -> str:
     """The FX nodes that it computes; of a library call, the call alone."""
-    origin = getattr(node.node, "origin_node", None)
-    if isinstance(origin, torch.fx.Node):
-        return origin.name
-    origins = {o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
-    return " + ".join(sorted(origins)) or node.get_name()
+    call = _call(node)
+    return call.name if call is not None else " + ".join(sorted(o.name for o in _origins(node))) or node.get_name()
+
+
+def _call(node: BaseSchedulerNode) -> torch.fx.Node | None:
+    """The FX node of a library call. An operator that changes nothing, such as an `expand` to the same sizes, puts
+    itself into its place in `origin_node`, and not into the origins."""
+    call = getattr(node.node, "origin_node", None)
+    return call if isinstance(call, torch.fx.Node) and call in _origins(node) else None
+
+
+def _origins(node: BaseSchedulerNode) -> set[torch.fx.Node]:
+    return {o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
 
 
 def _behind_their_wait(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int]]:
@@ -155,11 +163,9 @@ def _is_wait(node: BaseSchedulerNode) -> bool:
 
 
 def _position(node: BaseSchedulerNode, position: dict[torch.fx.Node, int]) -> int:
-    origin = getattr(node.node, "origin_node", None)
-    if isinstance(node, ExternKernelSchedulerNode) and isinstance(origin, torch.fx.Node):
-        return position.get(origin, len(position))
-    origins = [o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()]
-    return max((position[o] for o in origins if o in position), default=len(position))
+    call = _call(node) if isinstance(node, ExternKernelSchedulerNode) else None
+    computed = _origins(node) if call is None else {call}
+    return max((position[o] for o in computed if o in position), default=len(position))
 
 
 def _links(order: list[BaseSchedulerNode]) -> Iterator[tuple[BaseSchedulerNode, BaseSchedulerNode]]:

@@ -26,6 +26,7 @@ from ssd_fx.errors import user_errors
 from ssd_fx.passes import dump, pipeline
 from ssd_fx.passes.marks import lift
 from ssd_fx.passes.recompute import Joint, save_what_reads_changed_inputs
+from ssd_fx.passes.rejoin import rejoin_views
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
         lift(gm.graph)  # under Inductor it has run: LiftMarks
+        rejoin_views(gm.graph)
         save_what_reads_changed_inputs(gm.graph)
         with user_errors():
             partition, plan = pipeline.decide_joint(Joint(gm, joint_inputs, kwargs), self.options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest import mock
 
 import pytest
@@ -110,6 +111,20 @@ wait_load_ (3,)
 loops sum_1
 extern mm_2""",
     )
+
+
+def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The product of two batches of matrices expands what was loaded to the sizes that it has, which is no kernel."""
+    heads = w.view(1, 2, 8, 4)
+    return ((heads.transpose(-2, -1) @ heads * x[:4, :4]).softmax(-1) @ heads.transpose(-2, -1)).sum()
+
+
+def test_an_operator_that_changes_nothing_is_not_the_load_that_it_reads() -> None:
+    """Inductor has the `expand` for the origin of the load, which is then behind its own wait."""
+    _, backward = lower(attention, *toys.inputs(), options={"recompute": False, "machine": "default"})
+    planned = [int(seq) for seq in re.findall(r"^(?:load|wait_load_) \((\d+)", text(backward), re.MULTILINE)]
+    assert planned == list(range(len(planned)))
+    assert "expand" in backward.code
 
 
 def circle(x: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> object:
