@@ -70,7 +70,8 @@ def page(results: Iterable[Result], peers: Iterable[Mapping[str, Any]], versions
     used = ", ".join(sorted({r.torch for r in latest.values()}))
     parts = [f"{INTRODUCTION}\n\ntorch {used}, Python {platform.python_version()}, {platform.machine()}."]
     for section, (what, about) in ABOUT.items():
-        lines = [_line(r) for r in latest.values() if r.section == section]
+        own = [r for r in latest.values() if r.section == section]
+        lines = [_line(r) for r in sorted(own, key=lambda r: (r.name.casefold(), r.inner))]
         head = HEAD.format(what=what)
         table = "\n".join([head, "|" + "---|" * (head.count("|") - 1), *lines]) if lines else NOT_RUN
         parts += [f"## {section.capitalize()}", about, table]
