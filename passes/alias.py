@@ -23,7 +23,7 @@ from ssd_fx.passes.communication import may_communicate
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.kernels import hint
 from ssd_fx.passes.packing import Stored, is_dense, may_restride, pack
-from ssd_fx.passes.partition import Partition, known_symbols, nodes_by_storage, storage_of, tensor_of, written
+from ssd_fx.passes.partition import COPIED, Partition, known_symbols, nodes_by_storage, storage_of, tensor_of, written
 from ssd_fx.passes.plan import Plan
 
 DYNAMIC = "dynamic shape"
@@ -112,6 +112,8 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
         return "aliases disagree"
     if any(storage_of(facts.placeholders[n.name]) in facts.changed for n in saved):
         return "the backward writes into it"  # an input, mostly, whose owner wants to see that
+    if COPIED in facts.owner(key).meta:  # were it stored, Inductor would take the copy out, and store the input
+        return "copy of an input that the step changes"
     if _may_be_under_way(facts.owner(key)):
         return "a collective may still be writing it"
     obstacle = _input_obstacle(facts.inputs(key), saved)

@@ -13,6 +13,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, P
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
+COPIED = "ssd_fx_copied"  # in the meta of a copy that a pass made of an input which the step changes
 
 
 @dataclass

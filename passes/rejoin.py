@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from ssd_fx.passes.groups import Layout
-from ssd_fx.passes.partition import storage_key, tensor_of, tensors_of
+from ssd_fx.passes.partition import storage_key, tensors_of
 
 Value = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 
@@ -44,8 +44,8 @@ def _viewed(node: fx.Node, rejoined: set[fx.Node]) -> fx.Node | None:
         return None
     if node.target is operator.getitem:
         return source if source in rejoined else None
-    if not isinstance(node.target, torch._ops.OpOverload) or tensor_of(source) is None:
-        return None
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return None  # what others run for metadata is theirs to know
     schema = node.target._schema
     views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
     return source if views and not schema.is_mutable and schema.arguments[0].alias_info is not None else None
@@ -55,14 +55,17 @@ def _anew(node: fx.Node, source: fx.Node) -> Value | None:
     """The result of `node` on the metadata that its arguments have now; None where it would not be as it was, but for
     its storage, or is no view after all."""
     before = tensors_of(node)
-    if any(not isinstance(t, FakeTensor) or Layout.of(t).is_symbolic for t in (*before, *tensors_of(source))):
+    involved = [*before, *(t for n in node.all_input_nodes for t in tensors_of(n))]
+    if any(not isinstance(t, FakeTensor) or Layout.of(t).is_symbolic for t in involved):
+        return None
+    if len({id(t.fake_mode) for t in involved}) > 1:  # type: ignore[attr-defined]
         return None
     if node.target is operator.getitem:
         found = source.meta["val"][node.args[1]]
     else:
         args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
         try:
-            with before[0].fake_mode:  # type: ignore[attr-defined]
+            with torch.no_grad(), before[0].fake_mode:  # type: ignore[attr-defined]
                 found = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, ValueError):  # no view of these strides is possible: Inductor makes a copy there
             return None

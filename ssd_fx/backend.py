@@ -66,7 +66,8 @@ def backend(
 
 
 def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None = None) -> Config:
-    """Complain of `options`, and of those in the environment, at once, as `backend` does when a model first runs.
+    """Complain of `options`, and of those in the environment, at once, as `backend` does when a model first runs. The
+    directory of `dump` is made.
 
     Returns all options as they would be in force. What only a graph can tell is not looked at: patterns of `keep` and
     `offload` that name no module, a budget in bytes that is too small.

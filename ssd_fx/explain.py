@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo import config as dynamo_config
 
 from ssd_fx.backend import backend, check_options
 
 _END = ".plan.txt"
-_OFTEN = 1 << 20  # compilations of one function that Dynamo takes before it runs it uncompiled: a test has many
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,21 @@ class Explanation:
 
 
 def explain(
-    model: Callable[..., Any], *, options: Mapping[str, Any] | None = None, **how: Any
+    model: Callable[..., Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
 ) -> Callable[..., list[Explanation]]:
-    """A function that takes the inputs of `model` and returns what `ssd_fx.backend` makes of each of its graphs, in the
-    order in which they run.
+    """A function that takes the inputs of `model` and returns what `ssd_fx.backend` makes of each of its graphs, equal
+    ones once, in the order in which they were compiled.
 
         for graph in ssd_fx.explain(model, options={"budget": 0.5})(tokens, targets):
             print(graph)
 
-    It compiles and runs the forward once, which draws random numbers and changes buffers as a forward does. `options`
-    are those of the backend, `how` what else `torch.compile` takes (`dynamic`, `fullgraph`). For a test of a toy:
+    It compiles and runs the forward once, which draws random numbers and changes buffers as a forward does, and calls
+    `torch._dynamo.reset()`: what the process has compiled before is compiled again when it runs next. `options` are
+    those of the backend, `dynamic` and `fullgraph` as in `torch.compile`. For a test of a toy:
     `{"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0}` plans the same everywhere, in a
     second and without a drive.
 
@@ -61,9 +64,12 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> list[Explanation]:
         with tempfile.TemporaryDirectory(prefix="ssd_fx-explain-") as directory:
             said = {**(options or {}), "dump": directory}
-            compiled = torch.compile(model, backend=backend, options=said, **how)
-            with dynamo_config.patch(recompile_limit=_OFTEN, accumulated_recompile_limit=_OFTEN):
+            torch._dynamo.reset()  # a function that was compiled eight times is not compiled again
+            compiled = torch.compile(model, backend=backend, options=said, dynamic=dynamic, fullgraph=fullgraph)
+            try:
                 compiled(*args, **kwargs)
+            finally:
+                torch._dynamo.reset()
             plans = sorted(Path(directory).rglob(f"*{_END}"), key=lambda path: path.stat().st_mtime_ns)
             found = [_read(path) for path in plans]
         if not found:

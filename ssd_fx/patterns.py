@@ -85,7 +85,7 @@ def arguments(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _called(source: str) -> str:
-    local = re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
+    local = re.sub(r"[LG]\['([^']*)'\]", r"\1", source, count=1)
     return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", local)
 
 

@@ -31,8 +31,8 @@ ABOUT: dict[Section, tuple[str, str]] = {
     "models": (
         "model",
         "Tiny configurations of transformers and timm with random weights, three steps each, with dropout and without "
-        "(`tests/zoo`). Inductor's rows are near plain Inductor in the first step as well. *recomputed*: with dropout, planned for a "
-        "drive so slow that what can be is computed again (`recompute=True`, the default).",
+        "(`tests/zoo`). Inductor's rows are near plain Inductor in the first step as well. *recomputed*: with dropout, "
+        "planned for a drive so slow that what can be is computed again (`recompute=True`, the default).",
     ),
     "training loops": ("loop", "`tests/loops`, on a small network."),
     "trainers": ("trainer", "The scripts in `examples/trainers`; [how to](trainers.md)."),
