@@ -108,7 +108,8 @@ class Reads:
         """Raises `VerifyError` where a reader of an offloaded tensor is given other bytes than it was given before."""
         slots = {m.name: g.slot for g in plan.offloaded for m in g.members}
         planned = {c.node for g in plan.offloaded for m in g.members if m.copy for c in m.copy.chain}
-        then = {f.filled.storage: f for name, f in self.copies.items() if name in planned}
+        again = {n.name for n in partition.backward.graph.nodes if n.target in COPIES}  # as the cut has it, perhaps
+        then = {f.filled.storage: f for name, f in self.copies.items() if name in planned | again}
         now = then | _fills(partition, plan)
         names = {key: n.name for n in reversed(partition.forward.graph.nodes) if (key := storage_of(n)) is not None}
         nodes = {n.name: n for n in partition.backward.graph.nodes}

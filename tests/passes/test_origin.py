@@ -123,3 +123,19 @@ def test_other_bytes(toy: toys.Toy, break_it: Callable[[toys.Planned], None], me
     break_it(planned)
     with pytest.raises(VerifyError, match=message):
         verify_graphs(planned.partition, planned.plan, planned.before)
+
+
+def saved_and_copied_again(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """PyTorch's cut saves a view of a copy, and computes the copy again in the backward for its other readers."""
+    c = (x.sin() * 1).permute(1, 0).split(4)[0]
+    d = c.clone().split(2)[0]
+    u = (c * c).expand(4, 8).split(2)[1]
+    loss = (d * d.detach().cos()).sum() + (d.sin() * d).sum() + (u * u.detach().cos()).sum() + (u.sin() * u).sum()
+    return loss * w.sum()
+
+
+def test_a_copy_that_is_computed_again_is_what_it_was() -> None:
+    planned = toys.planned(saved_and_copied_again)
+    again = {n.name for n in nodes(planned.partition.backward.graph, aten.clone.default)}
+    assert again & {n.name for n in planned.partition.forward.graph.nodes}
+    verify_graphs(planned.partition, planned.plan, planned.before)
