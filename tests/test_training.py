@@ -32,7 +32,9 @@ def test_aot_eager_is_bitwise_everything_kept(options: dict[str, object]) -> Non
     stats = ssd_fx.stats()
     assert stats.steps == 5
     assert stats.written_bytes >= 0.9 * stats.saved_bytes
-    assert stats.freed_bytes == stats.written_bytes
+    # What is wanted again before its memory has gone may just have been written.
+    assert 0 <= stats.written_bytes - stats.freed_bytes <= stats.forwarded_bytes + stats.wasted_bytes
+    assert stats.freed_bytes >= 0.9 * stats.written_bytes
 
 
 def test_inductor_is_bitwise_the_memory_engine_and_plain_inductor(options: dict[str, object]) -> None:
