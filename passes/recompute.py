@@ -75,7 +75,7 @@ def _copy_saved(partition: Partition, node: fx.Node) -> None:
     received, output = partition.bwd_placeholders.get(node.name), partition.fwd_output
     tensor = tensor_of(node)
     if received is None or tensor is None:
-        return
+        return  # the backward does not get it, and so cannot read it
     last = forward.find_nodes(op="placeholder")[-1]
     with forward.inserting_after(last if node.op == "placeholder" else node):
         name = f"{node.name}_copied"
