@@ -117,8 +117,13 @@ def test_unconsumed_loads_copy_and_the_write_goes_on(slow):
     assert stats().written_bytes == 4 * N
 
 
-def written(config):
-    """The handle of a tensor whose write is done, its entry, and what was written; nothing else holds the tensor."""
+def written(config, monkeypatch):
+    """The handle of a tensor whose write is done, its entry, and what was written; nothing else holds the tensor.
+
+    For the writer the write goes on: it does not look before the test's end. So it is when a write ends just behind
+    its look.
+    """
+    monkeypatch.setattr(get_store(config).writer, "reap", lambda: None)
     x = torch.randn(N)
     expected = x.clone()
     h = store(x, config)
@@ -128,9 +133,9 @@ def written(config):
     return h, entry, expected
 
 
-def test_given_after_the_write_was_done_stays_on_disk(config):
+def test_given_after_the_write_was_done_stays_on_disk(config, monkeypatch):
     """The race: the write ends between the look and the cancel. Then a second load reads it."""
-    h, entry, expected = written(config)
+    h, entry, expected = written(config, monkeypatch)
     with entries.GUARD.lock:  # the write is done and not reaped
         entry.store.writer.cancel(entry)
     assert entry.state is State.ON_DISK
@@ -139,8 +144,7 @@ def test_given_after_the_write_was_done_stays_on_disk(config):
 
 def test_given_although_its_write_was_done(config, monkeypatch):
     """The same race in a load: the tensor is given away, can be read again, and its write was no waste."""
-    h, entry, expected = written(config)
-    monkeypatch.setattr(entry.store.writer, "reap", lambda: None)  # the write ends behind the look
+    h, entry, expected = written(config, monkeypatch)
     given = load(h, expected)
     assert entry.state is State.ON_DISK
     assert torch.equal(given, expected)
