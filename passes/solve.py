@@ -22,6 +22,8 @@ from ssd_fx.passes.simulate import Step
 # items, as many changes at most and at least; a second for a dozen items. Few long walks find what many short ones do
 # not.
 WALKS = 3
+# Seconds of a step that must be there to gain: a second of search is worth what it gains in ten thousand steps.
+WORTHWHILE = 1e-4
 WALKED = 600_000
 MOST_WALK = 10_000
 LEAST_WALK = 4_000
@@ -82,7 +84,7 @@ def solve(
     for start in search.pool:
         best = _better(refined(start), best)
     trials = min(WALKED // size(step), MOST_WALK)
-    if WALKS and trials >= LEAST_WALK and best.pays:
+    if WALKS and trials >= LEAST_WALK and best.pays and best.outcome.seconds - sum(step.seconds) > WORTHWHILE:
         search.kick(KICKED)
         best = _better(refined(search.best), best)
         walk = partial(

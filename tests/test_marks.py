@@ -142,7 +142,7 @@ def test_what_is_marked_leaves_whatever_the_budget(options: dict[str, object], i
 
 
 @pytest.mark.parametrize(
-    "toy", [attention, pytest.param(layers, marks=pytest.mark.slow), pytest.param(written, marks=pytest.mark.slow)]
+    "toy", [layers, pytest.param(attention, marks=pytest.mark.slow), pytest.param(written, marks=pytest.mark.slow)]
 )
 def test_inductor_writes_the_same_code(options: dict[str, object], toy: Toy) -> None:
     """Line for line where all is kept, but for the graph's name, which is made of node names, and for comments."""

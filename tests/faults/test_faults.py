@@ -29,6 +29,7 @@ def test_the_nth_call_of_a_step_fails(tmp_path: Path) -> None:
     assert_all_hit(done.stdout, 20)
 
 
+@pytest.mark.slow
 def test_the_second_directory_cannot_be_opened(tmp_path: Path) -> None:
     """No descriptor is left of the first one, which would keep its space until the process ends."""
     done = faultio.run("tests.faults.nth_call", tmp_path, "--two")
@@ -43,10 +44,10 @@ def test_the_nth_call_of_a_step_fails_in_every_way(tmp_path: Path) -> None:
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    """300 faults of all kinds but damaged bytes."""
-    done = faultio.run("tests.faults.soak", tmp_path, "--faults", 300)
+    """100 faults of all kinds but damaged bytes."""
+    done = faultio.run("tests.faults.soak", tmp_path, "--faults", 100)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_met(done.stdout, 300, ["right", "dropped"])
+    assert_met(done.stdout, 100, ["right", "dropped"])
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_fx.passes import solve as planner
 from ssd_fx.passes.anneal import anneal
 from ssd_fx.passes.machine import Machine
 from ssd_fx.passes.place import floor, place
@@ -20,7 +21,7 @@ from tests.passes.instances import Instance, instances, limits, random_instance
 shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(instances, shares)
 def test_a_plan_stays_within_the_budget(instance: Instance, share: float) -> None:
     step, at = instance.step, limits(instance.step, share)
@@ -31,7 +32,7 @@ def test_a_plan_stays_within_the_budget(instance: Instance, share: float) -> Non
     assert all(c in i.choices for i, c in pairs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(instances, shares)
 def test_the_nodes_of_an_item_are_in_order(instance: Instance, share: float) -> None:
     step, at = instance.step, limits(instance.step, share)
@@ -44,7 +45,7 @@ def test_the_nodes_of_an_item_are_in_order(instance: Instance, share: float) -> 
         assert step.forward <= transfer.load_before <= item.first_use
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(instances, shares, st.sampled_from([10.0, 1000.0]))
 def test_a_slower_drive_costs_time_and_no_memory_that_is_waited_for(
     instance: Instance, share: float, slower: float
@@ -60,7 +61,29 @@ def test_a_slower_drive_costs_time_and_no_memory_that_is_waited_for(
     assert late.seconds >= planned.seconds
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize(("seconds", "walks"), [(1e-3, 3), (1e-5, 0)])
+def test_only_steps_that_lose_time_worth_the_search_are_walked(
+    seconds: float, walks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the step that is a hundred times as fast the stalls of ten thousand steps are less than a second of search."""
+    walked = []
+
+    def stay(step: object, machine: object, start: Solution, **_: object) -> Solution:
+        walked.append(start)
+        return start
+
+    monkeypatch.setattr(planner, "WALKS", 3)
+    monkeypatch.setattr(planner, "anneal", stay)
+    items = (Item(1000, 0, 0, 3, 3), Item(1000, 1, 1, 2, 2))
+    step = Step((seconds,) * 4, (0,) * 4, 2, items)
+    rate = 500 / seconds
+    machine = Machine(flops=1e9, memory_bw=1e9, write_bw=rate, read_bw=rate, latency_s=0.0, node_s=0.0)
+    found = solve(step, machine, limit=floor(step), share_bytes=0)
+    assert found.outcome.stall_s > 0.1 * seconds
+    assert len(walked) == walks
+
+
+@settings(max_examples=15, deadline=None)
 @given(instances)
 def test_a_budget_under_the_floor_is_an_error_that_says_the_floor(instance: Instance) -> None:
     least = floor(instance.step)
@@ -78,7 +101,7 @@ def test_the_floor_can_be_met_where_writes_end_later_than_placed() -> None:
     assert found.outcome.peak == floor(step) == 256
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(instances, st.integers(0, 3))
 def test_no_more_than_the_window_is_read_ahead(instance: Instance, items: int) -> None:
     """Of what is loaded before the operator that reads it, at most `prefetch` bytes wait at a time, or one item."""

@@ -184,7 +184,7 @@ def test_fragmentation_of_random_lifetimes(seed):
 
 
 def test_steady_rounds_touch_nothing_new():
-    """1,000 rounds of mixed sizes: no growth, and no page fault by the arena."""
+    """300 rounds of mixed sizes: no growth, and no page fault by the arena."""
     pool, rng = BufferPool(), random.Random(0)
     sizes = [rng.choice([4 * KIB, 64 * KIB, MIB, 3 * MIB, 5 * MIB]) + rng.randrange(9) * PAGE for _ in range(8)]
 
@@ -199,10 +199,10 @@ def test_steady_rounds_touch_nothing_new():
     for _ in range(3):
         one_round()
     grown, faults = pool.mappings, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(1000):
+    for _ in range(300):
         one_round()
     assert pool.mappings == grown
-    # An arena that came back untouched in every round would fault 1,000 times at least; the rest is the interpreter's.
+    # An arena that came back untouched in every round would fault 300 times at least; the rest is the interpreter's.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 100
 
 
