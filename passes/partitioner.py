@@ -24,8 +24,9 @@ import ssd_fx.passes
 import ssd_fx.runtime
 from ssd_fx.errors import user_errors
 from ssd_fx.passes import dump, pipeline
+from ssd_fx.passes.changed import save_what_reads_changed_inputs
 from ssd_fx.passes.marks import lift
-from ssd_fx.passes.recompute import Joint, save_what_reads_changed_inputs
+from ssd_fx.passes.recompute import Joint
 from ssd_fx.passes.rejoin import rejoin_views
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from unittest import mock
 
 import pytest
@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from ssd_fx.passes import pipeline
+from ssd_fx.passes import order, pipeline
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
 from ssd_fx.runtime.store import close_stores
 from tests.passes.lazy_engines import engines
+from tests.passes.lowered import lower
 from tests.passes.random_graphs import Input, Program, arguments, programs
 from tests.passes.random_runs import FAST_IO, KEPT, SLOW_IO, Trial, Variant, assert_bitwise, count, through_compile
 from tests.passes.recomputing import everything_recomputed
@@ -322,3 +323,52 @@ def test_through_inductor() -> None:
         assert_bitwise(kept, gone, "Inductor")
 
     attempt()
+
+
+def lowers(program: Program, options: Mapping[str, object] | None) -> str | None:
+    """What goes wrong when Inductor makes code of the program, without a compiler or a run; `options` None: alone."""
+    try:
+        lower(program.function(), *arguments(program.inputs)[1].values(), options=options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def search_lowered(examples: int) -> int:
+    """Programs that Inductor makes code of; returns how many.
+
+    Raises: AssertionError for one of which it makes none with our operators, or runs them in another order.
+    """
+    seen: set[str] = set()
+    done = 0
+
+    @settings(SETTINGS, max_examples=examples, derandomize=True, phases=[Phase.generate])
+    @given(programs(10))
+    def attempt(program: Program) -> None:
+        nonlocal done
+        assume(program.trains)
+        if program.source in seen:
+            return
+        found = lowers(program, {"recompute": False})
+        if found and not lowers(program, None):
+            raise AssertionError(f"{found}\n{program.source}")
+        seen.add(program.source)
+        done += found is None
+
+    attempt()
+    return done
+
+
+def test_inductor_makes_code_of_what_it_makes_code_of_alone() -> None:
+    assert search_lowered(3) > 0
+
+
+@pytest.mark.slow
+def test_a_hundred_programs_through_inductor_s_lowering() -> None:
+    assert search_lowered(100) > 50
+
+
+def test_the_search_through_the_lowering_finds_a_graph_that_it_refuses() -> None:
+    refused = mock.patch.object(order, "planned_order", side_effect=ValueError("planted"))
+    with refused, pytest.raises(AssertionError, match="planted"):
+        search_lowered(3)
