@@ -116,9 +116,9 @@ class Writer:
         entry.early = entry.binding or self._live.rise(entry) > self._room
         if self._room and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
-        # In this order: if a signal comes in between, too much is counted, not too little.
-        self.resting_bytes += entry.moved_bytes
+        nbytes = entry.moved_bytes
         self._resting[entry] = None
+        self.resting_bytes += nbytes
         if entry.binding:
             self._resting.move_to_end(entry, last=False)
 
@@ -146,9 +146,9 @@ class Writer:
         except OSError:  # the engine warned; the tensor stays in memory
             counters(entry.graph).kept_bytes += entry.nbytes
             return
-        entry.extent = extent
-        self._writing[entry] = None
-        self.writing_bytes += entry.moved_bytes
+        entry.extent, nbytes = extent, entry.moved_bytes
+        self._writing[entry] = None  # from here to the sum no call, in which a signal might end it
+        self.writing_bytes += nbytes
         try:
             entry.write = self._engine.write(extent, Memory.of(held))
             entry.write.start()
@@ -159,16 +159,18 @@ class Writer:
             raise
 
     def _leave_rest(self, entry: Entry) -> None:
+        nbytes = entry.moved_bytes
         del self._resting[entry]
-        self.resting_bytes -= entry.moved_bytes
+        self.resting_bytes -= nbytes
 
     def _forget_write(self, entry: Entry, how: str) -> None:
+        nbytes = entry.moved_bytes
         del self._writing[entry]
-        self.writing_bytes -= entry.moved_bytes
+        self.writing_bytes -= nbytes
         write, entry.write = entry.write, None
         if write:
             engine = self._engine.name
-            trace.transfer("write", entry.graph, entry.slot, entry.seq, write.span(), entry.moved_bytes, how, engine)
+            trace.transfer("write", entry.graph, entry.slot, entry.seq, write.span(), nbytes, how, engine)
 
     def _encode(self, entry: Entry, name: str) -> None:
         habit = self._habits.of(entry.graph, entry.slot)

@@ -1,5 +1,8 @@
 """Who holds the bytes when: forwarding, giving away, cancelling, and what the death of a handle frees."""
 
+import contextlib
+import itertools
+import sys
 import threading
 import time
 
@@ -8,7 +11,7 @@ import torch
 from engines import DelayedEngine, registered
 from harness import CPU, begin, config_json, load, op, raw, release, settle, start_load, store, wait, watch
 
-from ssd_fx.runtime import entries, trace
+from ssd_fx.runtime import entries, trace, writer
 from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import counters, reset_stats, stats
@@ -461,6 +464,53 @@ def test_counts_per_graph(config):
     reset_stats()
     assert stats().stores == 0
     assert stats().graphs == {}
+
+
+class Interrupt:
+    """Ctrl-C at the `nth` call or return within the writer, where Python looks for signals; `at` is where it was."""
+
+    def __init__(self, nth):
+        self.left, self.at = nth, None
+
+    def __call__(self, frame, event, arg):
+        callers = {f.f_code.co_filename for f in (frame, frame.f_back) if f}
+        if writer.__file__ not in callers or frame.f_code.co_name == "__init__":  # of torch's weak references
+            return
+        self.left -= event in ("call", "return", "c_return")
+        if self.left == 0:
+            self.at = f"{event} of {frame.f_code.co_name}, line {frame.f_lineno}"
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+def test_interrupts_anywhere_in_the_writer_leave_nothing_counted(config):
+    """What a step leaves behind that was interrupted dies with its handle, and the next one finds the drive idle."""
+
+    def step():
+        x = torch.randn(1000)
+        h = store(x, config)
+        release(h, x)
+        settle(h)
+        load(h, torch.empty(1000))
+
+    step()
+    ours, places = get_store(config).writer, []
+    for nth in itertools.count(1):
+        interrupt = Interrupt(nth)
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(interrupt)
+            try:
+                step()
+            finally:
+                sys.setprofile(None)
+        if interrupt.at is None:
+            break
+        places.append(interrupt.at)
+        assert entries.GUARD.lock.acquire(timeout=10), interrupt.at
+        entries.GUARD.lock.release()
+        step()
+        assert (ours.writing_bytes, ours.resting_bytes, entries.living()) == (0, 0, []), interrupt.at
+    assert len(places) > 50
 
 
 @pytest.mark.parametrize(
