@@ -16,6 +16,8 @@ from ssd_fx.sizes import format_bytes
 from tests.models import SMALL, assert_same_bits, deterministic, train
 from tests.runtime.engines import DelayedEngine, registered
 
+TINY = Shape(layers=1, width=32, heads=2, seq=32, dropout=0.1)
+
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, object]:
@@ -39,15 +41,12 @@ def test_aot_eager_is_bitwise_everything_kept(options: dict[str, object]) -> Non
 
 def test_inductor_is_bitwise_the_memory_engine_and_plain_inductor(options: dict[str, object]) -> None:
     with deterministic():
-        on_disk = train(options)
+        on_disk = train(options, shape=TINY)
         stats = ssd_fx.stats()
         assert stats.written_bytes >= 0.9 * stats.saved_bytes
-        assert_same_bits(on_disk, train(options | {"engine": "memory"}))
-        for ours, theirs in zip(on_disk, train(None), strict=True):
+        assert_same_bits(on_disk, train(options | {"engine": "memory"}, shape=TINY))
+        for ours, theirs in zip(on_disk, train(None, shape=TINY), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
-TINY = Shape(layers=1, width=32, heads=2, seq=32, dropout=0.1)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
