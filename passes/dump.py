@@ -83,6 +83,7 @@ def predicted(plan: Plan) -> dict[str, float]:
         "limit_bytes": int(found.limits.memory),
         "floor_bytes": found.floor,
         "kept_peak_bytes": found.everything,
+        **({"shared_budget_bytes": found.shared} if found.shared else {}),
         **_host(found),
     }
 
@@ -105,7 +106,18 @@ def _predicted(plan: Plan) -> list[str]:
         f"predicted step {step:.3g} ms: compute {compute:.3g}, waiting for writes {writes:.3g}, for reads {reads:.3g}",
         f"predicted peak {sizes['peak_bytes']} of {sizes['limit_bytes']} allowed; "
         f"floor (infinitely fast I/O) {sizes['floor_bytes']}, everything kept {sizes['kept_peak_bytes']}",
+        *_shared(sizes),
         *_predicted_host(sizes),
+    ]
+
+
+def _shared(sizes: dict[str, str]) -> list[str]:
+    """A plan says what may leave; a budget in bytes is over all graphs, so that what stays shows at run time only."""
+    if "shared_budget_bytes" not in sizes:
+        return []
+    much = sizes["shared_budget_bytes"]
+    return [
+        f"up to {much} of what is offloaded stay at run time, the latest of all graphs; this plan is as if none did"
     ]
 
 

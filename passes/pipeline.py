@@ -85,6 +85,7 @@ def decisions(
             prefetch=options.prefetch,
             host_budget=tiered,
             resting=resting,
+            shared=options.budget if isinstance(options.budget, int) else 0,
             quick=quick,
         ),
         schedule,  # from operators of the simulated step to nodes of the graphs

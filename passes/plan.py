@@ -144,6 +144,7 @@ class Prediction:
 
     `limits`: what the budget allows; `floor`: the peak that infinitely fast I/O would leave; `everything`:
     the peak with everything kept. `resting`: bytes that the runtime may let rest in the same memory beyond the peak.
+    `shared`: a budget in bytes, up to which the runtime lets the latest tensors of all graphs stay.
     """
 
     modelled: Modelled
@@ -152,6 +153,7 @@ class Prediction:
     floor: int
     everything: int
     resting: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ def select(
     prefetch: int,
     host_budget: int = 0,
     resting: int = 0,
+    shared: int = 0,
     quick: bool = False,
 ) -> Plan:
     """Fill `plan.decisions` and `plan.prediction`.
@@ -44,8 +45,8 @@ def select(
     may be in memory beyond what the fastest drive would leave; `"auto"`: the least share without a predicted stall.
     Groups under `min_bytes` and those with an obstacle always stay; those with a price may be recomputed. Marks are
     obeyed before all that; what only prefers to go goes unless everything may stay. `host_budget`: bytes that may go to
-    host memory instead of the drive; `resting`: bytes that the runtime lets rest where they are, which is only told.
-    `quick`: `solve` has it.
+    host memory instead of the drive; `resting`: bytes that the runtime lets rest where they are, `shared`: bytes up to
+    which it lets the latest tensors of all graphs stay, which both are only told. `quick`: `solve` has it.
 
     Raises:
         BudgetError: a budget in bytes, other than 0, is less than what always stays.
@@ -60,7 +61,7 @@ def select(
     tiers = {modelled.slots[i]: t.tier for i, t in solution.transfers.items()} if host_budget else {}
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
     decisions = {g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups}
-    prediction = Prediction(modelled, solution, at, floor(step), everything(step), resting)
+    prediction = Prediction(modelled, solution, at, floor(step), everything(step), resting, shared)
     return plan.with_(decisions=decisions, prediction=prediction)
 
 

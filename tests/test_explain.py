@@ -25,6 +25,16 @@ def test_a_toy() -> None:
     assert found.backward.count("ssd_fx.load.default(") == 3
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_budget_in_bytes_says_what_stays_at_run_time(recompute: bool) -> None:
+    told = "up to 512 B of what is offloaded stay at run time, the latest of all graphs; this plan is as if none did"
+    for budget, shared in (("512B", 512), (0.5, None), (0, None)):
+        options = TOY | {"budget": budget, "recompute": recompute}
+        (found,) = ssd_fx.explain(toys.relu_chain, options=options)(*toys.inputs())
+        assert (told in found.table) == (shared is not None)
+        assert found.plan["predicted"].get("shared_budget_bytes") == shared
+
+
 def test_the_graphs_around_a_break_come_in_their_order() -> None:
     def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = (x @ w).relu() @ w
