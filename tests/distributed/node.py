@@ -72,7 +72,9 @@ def main() -> None:
     run = DistributedDataParallel(torch.compile(model, backend=ssd_fx.backend, options=options))
     tokens, targets = batch(rank)
     loss_of(run(tokens), targets).backward()
-    said = {"pid": os.getpid(), "files": open_files(out), "written": ssd_fx.stats().written_bytes}
+    stats = ssd_fx.stats()
+    left = stats.written_bytes + stats.cancelled_bytes  # cancelled: wanted before it was written
+    said = {"pid": os.getpid(), "files": open_files(out), "left": left}
     said["kept"] = measured(out, directories[0], "cache")
     said["unkept"] = measured(out, directories[0], "no_directory")
     loss = loss_of(run(tokens), targets)

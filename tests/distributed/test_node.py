@@ -38,7 +38,7 @@ def test_every_rank_writes_to_its_directory(job: tuple[Path, list[dict[str, Any]
     files = [{Path(path).name: nbytes for path, nbytes in rank["files"].items()} for rank in ranks]
     assert [list(each) for each in files] == [["a"], ["b"]]
     assert all(nbytes == 256 << 20 for each in files for nbytes in each.values())  # preallocated
-    assert ranks[0]["written"] == ranks[1]["written"] != 0  # the same graph
+    assert ranks[0]["left"] == ranks[1]["left"] != 0  # the same graph
 
 
 def test_every_rank_dumps_its_plan(job: tuple[Path, list[dict[str, Any]]]) -> None:
