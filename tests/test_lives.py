@@ -257,6 +257,7 @@ def test_ctrl_c_in_each_wait(tmp_path: Path) -> None:
     The engine is stuck until it is told to go on. The next step is right.
     """
     code = """
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what shells run in the background ignores it
         class Stuck(Counting):
             stuck = False
             def write(self, extent, memory):

@@ -115,6 +115,7 @@ def test_kill_leaves_nothing(tmp_path):
 def test_interrupts(tmp_path):
     """Ctrl-C anywhere: in a blocked release, in a blocked store, and at random points; the store goes on working."""
     code = """
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what shells run in the background ignores it
         stuck = slow(3600, 3600)
         def expect_interrupt(action):
             timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
