@@ -39,6 +39,7 @@ from tests.faults.toys import (
     settle,
 )
 from tests.runtime.engines import Failure, registered
+from tests.unlike import since
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -334,6 +335,7 @@ def test_workers_of_a_data_loader(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@since((2, 15), "PyTorch itself refuses a backward in the child of a process that ran a compiled one")
 def test_a_fork_between_forward_and_backward(tmp_path: Path) -> None:
     """The child's backward of the parent's graph is refused, its own step is right, and so is the parent's backward."""
     code = """
