@@ -23,7 +23,16 @@ from ssd_fx.passes.communication import may_communicate
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.kernels import hint
 from ssd_fx.passes.packing import Stored, is_dense, may_restride, pack
-from ssd_fx.passes.partition import COPIED, Partition, known_symbols, nodes_by_storage, storage_of, tensor_of, written
+from ssd_fx.passes.partition import (
+    COPIED,
+    NOT_CHECKED,
+    Partition,
+    known_symbols,
+    nodes_by_storage,
+    storage_of,
+    tensor_of,
+    written,
+)
 from ssd_fx.passes.plan import Plan
 
 DYNAMIC = "dynamic shape"
@@ -239,6 +248,6 @@ def _input_obstacle(inputs: list[fx.Node], saved: list[fx.Node]) -> str:
     """
     if len(inputs) > 1:
         return "inputs that alias"
-    if inputs and any(n.meta.get("saved_tensor_with_no_vc_check") for n in saved):
+    if inputs and any(n.meta.get(NOT_CHECKED) for n in saved):
         return "saved without a version check"
     return ""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ssd_fx.passes.partition import COPIED, Partition, changed_inputs, storage_of, tensor_of, written
+from ssd_fx.passes.partition import COPIED, NOT_CHECKED, Partition, changed_inputs, storage_of, tensor_of, written
 from ssd_fx.passes.rejoin import rejoin_views
 
 
@@ -28,37 +29,68 @@ def save_what_reads_changed_inputs(graph: fx.Graph) -> None:
 
 
 def copy_changed_inputs(partition: Partition) -> None:
-    """Saves a copy in the place of every input, or view of one, that is saved although the step changes it.
+    """Saves a copy of every input, or view of one, that the backward reads although the step changes it.
 
     A model makes that copy itself (`x.clone()`), for eager autograd would refuse it, and Inductor takes it out again.
+    What the backward writes into goes on to be the input itself.
     """
     changed = changed_inputs(partition.forward.graph)
     stale = [n for n in dict.fromkeys(partition.saved) if storage_of(n) in changed and not written(n)]
-    for node in stale:
-        _copy_saved(partition, node)
-    if stale:
+    received = partition.bwd_placeholders
+    copied = [_copy_saved(partition, n, received[n.name]) for n in stale if n.name in received]
+    if any(copied):
         rejoin_views(partition.backward.graph)
         partition.recompile()
 
 
-def _copy_saved(partition: Partition, node: fx.Node) -> None:
-    forward, backward = partition.forward.graph, partition.backward.graph
-    received, output = partition.bwd_placeholders.get(node.name), partition.fwd_output
-    tensor = tensor_of(node)
-    if received is None or tensor is None:
-        return  # the backward does not get it, and so cannot read it
+def _copy_saved(partition: Partition, node: fx.Node, received: fx.Node) -> bool:
+    """Whether there is anything that reads it. The copy is the first of what is saved: the tensors that PyTorch hands
+    over without a look at their versions, as this one may be, are the last."""
+    tensor, backward = tensor_of(node), partition.backward.graph
+    writers = _writers(received)
+    readers = [user for user in received.users if user not in writers]
+    if tensor is None or not readers:
+        return False
+    with backward.inserting_before(partition.bwd_placeholders[partition.saved[0].name]):
+        placeholder = backward.placeholder(f"{node.name}_copied")
+    copied = _copy(partition.forward.graph, node, placeholder.name, tensor)
+    placeholder.meta = {**received.meta, "val": copied.meta["val"]}
+    placeholder.meta.pop(NOT_CHECKED, None)
+    _save(partition, copied, instead_of=None if writers else node)
+    for reader in readers:
+        reader.replace_input_with(received, placeholder)
+    if not writers:
+        backward.erase_node(received)
+    return True
+
+
+def _save(partition: Partition, copied: fx.Node, instead_of: fx.Node | None) -> None:
+    output, first = partition.fwd_output, partition.num_fwd_outputs
+    values, descs = list(output.args[0]), output.meta.get("desc")  # type: ignore[arg-type]
+    gone = [i for i, v in enumerate(values) if i >= first and v is instead_of]
+    output.args = ((*values[:first], copied, *(v for i, v in enumerate(values) if i >= first and i not in gone)),)
+    if descs is not None:
+        desc = SavedForBackwardsAOTOutput(len(values))
+        rest = (d for i, d in enumerate(descs) if i >= first and i not in gone)
+        output.meta["desc"] = type(descs)((*descs[:first], desc, *rest))
+
+
+def _copy(forward: fx.Graph, node: fx.Node, name: str, tensor: torch.Tensor) -> fx.Node:
     last = forward.find_nodes(op="placeholder")[-1]
     with forward.inserting_after(last if node.op == "placeholder" else node):
-        name = f"{node.name}_copied"
         copied = forward.create_node("call_function", torch.ops.aten.clone.default, (node,), name=name)
     with torch.no_grad(), tensor.fake_mode:  # type: ignore[attr-defined]
         copied.meta = {"val": tensor.clone(), COPIED: True}
-    first = partition.num_fwd_outputs
-    values = output.args[0]
-    assert isinstance(values, (list, tuple))
-    output.args = ((*values[:first], *(copied if v is node else v for v in values[first:])),)
-    with backward.inserting_before(received):
-        placeholder = backward.placeholder(copied.name)
-    placeholder.meta = {**received.meta, "val": copied.meta["val"]}
-    received.replace_all_uses_with(placeholder)
-    backward.erase_node(received)
+    return copied
+
+
+def _writers(received: fx.Node) -> set[fx.Node]:
+    """What in the backward writes into what it received, and views through which it does."""
+    key, found = storage_of(received), set()
+    for node in received.graph.nodes:
+        work = [(node, target) for target in written(node) if storage_of(target) == key]
+        while work:
+            user, target = work.pop()
+            found.add(user)
+            work += [(target, source) for source in target.all_input_nodes if storage_of(source) == key]
+    return found

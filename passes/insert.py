@@ -24,7 +24,7 @@ import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes import copies, rebuild
 from ssd_fx.passes.groups import AliasGroup, Copy, Layout, Member
 from ssd_fx.passes.lifetime import first_read, view_closure
-from ssd_fx.passes.partition import Partition, storage_key
+from ssd_fx.passes.partition import NOT_CHECKED, Partition, storage_key
 from ssd_fx.passes.plan import Offload, Plan
 
 ops = torch.ops.ssd_fx
@@ -146,9 +146,9 @@ class _ForwardWriter:
 
     def _inherit_saved_meta(self, group: AliasGroup) -> None:
         """How autograd saves a tensor (with a version check or without) stands at its node: the handle inherits it."""
-        key = "saved_tensor_with_no_vc_check"
-        if key in self.base[group.members[0].name].meta:
-            self.handles[group.slot].meta[key] = self.base[group.members[0].name].meta[key]
+        saved, handle = self.base[group.members[0].name], self.handles[group.slot]
+        if NOT_CHECKED in saved.meta:
+            handle.meta[NOT_CHECKED] = saved.meta[NOT_CHECKED]
 
 
 class _BackwardWriter:

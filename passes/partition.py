@@ -13,6 +13,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, P
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
+NOT_CHECKED = "saved_tensor_with_no_vc_check"  # PyTorch's, in the meta of what autograd hands over whatever its version
 COPIED = "ssd_fx_copied"  # in the meta of a copy that a pass made of an input which the step changes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -377,3 +377,39 @@ def test_the_backward_has_a_changed_input_as_it_was(toy: toys.Toy, inner: str) -
     options = {"inner": inner, "engine": "memory", "min_bytes": 0, "machine": "default"}
     ours = gradient(torch.compile(toy, backend=ssd_fx.backend, options=options))
     torch.testing.assert_close(ours, gradient(toy))
+
+
+class Counted(torch.autograd.Function):
+    """Adds to `count` in the forward and in the backward, which may scale by what it was before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: torch.Tensor, reads: bool) -> torch.Tensor:
+        ctx.count, ctx.before = count, count.clone() if reads else None
+        count.add_(1)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.count.add_(10)
+        return grad if ctx.before is None else grad * ctx.before, None, None
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_input_that_forward_and_backward_change_is_the_input_itself(inner: str, reads: bool) -> None:
+    def run(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        torch._dynamo.reset()
+        x, *counts = torch.ones(8, 8, requires_grad=True), torch.full((8, 8), 3.0), torch.full((8, 8), 4.0)
+        (function(x, *counts) * x).sum().backward()
+        assert x.grad is not None
+        return x.grad, *counts
+
+    def counted(x: torch.Tensor, *counts: torch.Tensor) -> torch.Tensor:
+        for count in counts:
+            x = Counted.apply(x.sin(), count, reads)  # type: ignore[no-untyped-call]
+        return x
+
+    options = {"inner": inner, "engine": "memory", "min_bytes": 0, "machine": "default"}
+    ours = run(torch.compile(counted, backend=ssd_fx.backend, options=options))
+    assert [count.unique().item() for count in ours[1:]] == [14, 15]
+    torch.testing.assert_close(ours, run(counted))
