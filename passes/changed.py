@@ -8,13 +8,15 @@ Functional graphs hide both: the change is a copy_ at the end of the forward, an
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes.partition import COPIED, NOT_CHECKED, Partition, changed_inputs, storage_of, tensor_of, written
-from ssd_fx.passes.rejoin import rejoin_views
+from ssd_fx.passes.rejoin import is_view, rejoin_views
 
 
 def save_what_reads_changed_inputs(graph: fx.Graph) -> None:
@@ -23,9 +25,21 @@ def save_what_reads_changed_inputs(graph: fx.Graph) -> None:
     gradients there). What of them the backward reads itself is for `copy_changed_inputs`."""
     changed = changed_inputs(graph)
     for node in graph.nodes if changed else ():
-        reads = any(storage_of(source) in changed for source in node.all_input_nodes)
-        if reads and node.op == "call_function" and storage_of(node) not in changed:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        reads = any(_is_one_of(source, changed) for source in node.all_input_nodes)
+        if reads and node.op == "call_function" and not _is_one_of(node, changed):
+            items = [user for user in node.users if user.target is operator.getitem]
+            for each in (node, *items):  # a checkpoint's policy is of both
+                each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_one_of(node: fx.Node, storages: frozenset[int]) -> bool:
+    """Whether it is one of them or a view of one, also where its metadata still knows a copy that Inductor took out."""
+    while storage_of(node) not in storages:
+        made_by = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(made_by, fx.Node) or not is_view(made_by) or not isinstance(made_by.args[0], fx.Node):
+            return False
+        node = made_by.args[0]
+    return True
 
 
 def copy_changed_inputs(partition: Partition) -> None:
@@ -35,7 +49,7 @@ def copy_changed_inputs(partition: Partition) -> None:
     What the backward writes into goes on to be the input itself.
     """
     changed = changed_inputs(partition.forward.graph)
-    stale = [n for n in dict.fromkeys(partition.saved) if storage_of(n) in changed and not written(n)]
+    stale = [n for n in dict.fromkeys(partition.saved) if _is_one_of(n, changed) and not written(n)]
     received = partition.bwd_placeholders
     copied = [_copy_saved(partition, n, received[n.name]) for n in stale if n.name in received]
     if any(copied):

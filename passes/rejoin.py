@@ -44,11 +44,16 @@ def _viewed(node: fx.Node, rejoined: set[fx.Node]) -> fx.Node | None:
         return None
     if node.target is operator.getitem:
         return source if source in rejoined else None
+    return source if is_view(node) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether what `node` yields, one tensor or several, is a view of its first argument, by its schema."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
-        return None  # what others run for metadata is theirs to know
+        return False  # what others run for metadata is theirs to know
     schema = node.target._schema
     views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
-    return source if views and not schema.is_mutable and schema.arguments[0].alias_info is not None else None
+    return views and not schema.is_mutable and schema.arguments[0].alias_info is not None
 
 
 def _anew(node: fx.Node, source: fx.Node) -> Value | None:

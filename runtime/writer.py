@@ -139,15 +139,15 @@ class Writer:
         encoding = self._host_codec if entry.tier == "host" else self._codec
         if encoding and not entry.encoded:
             self._encode(entry, encoding)
-        held = entry.held
+        held, nbytes = entry.held, entry.moved_bytes
         assert held is not None, "what rests is held"
         try:
-            extent = self._engine.alloc(entry.moved_bytes, entry.tier)
+            extent = self._engine.alloc(nbytes, entry.tier)
         except OSError:  # the engine warned; the tensor stays in memory
             counters(entry.graph).kept_bytes += entry.nbytes
             return
-        entry.extent, nbytes = extent, entry.moved_bytes
-        self._writing[entry] = None  # from here to the sum no call, in which a signal might end it
+        entry.extent = extent
+        self._writing[entry] = None  # from the extent to the sum no call, in which a signal might end it
         self.writing_bytes += nbytes
         try:
             entry.write = self._engine.write(extent, Memory.of(held))

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
 from ssd_fx.passes import pipeline, recompute
@@ -362,9 +363,10 @@ CHANGING = (clone_of_a_changed_input, items_of_a_clone_of_a_changed_input, view_
 CHANGING += (read_by_the_backward_alone,)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("toy", CHANGING, ids=toys.name)
-def test_the_backward_has_a_changed_input_as_it_was(toy: toys.Toy, inner: str) -> None:
+def test_the_backward_has_a_changed_input_as_it_was(toy: toys.Toy, inner: str, dynamic: bool) -> None:
     """Inductor takes the clone out, and with it plain Inductor of torch 2.13 has wrong gradients here."""
 
     def gradient(run: toys.Toy) -> torch.Tensor:
@@ -375,8 +377,29 @@ def test_the_backward_has_a_changed_input_as_it_was(toy: toys.Toy, inner: str) -
         return w.grad
 
     options = {"inner": inner, "engine": "memory", "min_bytes": 0, "machine": "default"}
-    ours = gradient(torch.compile(toy, backend=ssd_fx.backend, options=options))
+    ours = gradient(torch.compile(toy, backend=ssd_fx.backend, options=options, dynamic=dynamic))
     torch.testing.assert_close(ours, gradient(toy))
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_statistics_that_change_within_a_checkpoint(inner: str) -> None:
+    """An operator of several results reads them, which the checkpoint wants computed again."""
+    linear, norm = torch.nn.Linear(8, 8, bias=False), torch.nn.BatchNorm1d(8)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: norm(linear(x)).relu(), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        torch._dynamo.reset()
+        linear.zero_grad()
+        torch.manual_seed(0)
+        function(torch.randn(16, 8)).square().sum().backward()
+        assert linear.weight.grad is not None
+        return linear.weight.grad.clone()
+
+    options = {"inner": inner, "engine": "memory", "min_bytes": 0, "machine": "default"}
+    ours = gradient(torch.compile(run, backend=ssd_fx.backend, options=options))
+    torch.testing.assert_close(ours, gradient(run), rtol=1e-4, atol=1e-4)
 
 
 class Counted(torch.autograd.Function):
