@@ -1,9 +1,9 @@
 """Inputs that the step changes (running statistics, counters, caches): the backward needs them as they were.
 
     before the cut    what is computed from them is saved, not computed again from what they have become
-    behind the cut    what is saved of them itself is saved as a copy
+    behind the cut    what the backward reads of them itself is saved as a copy; what it writes into stays the input
 
-Functional graphs hide both: the change is a copy_ at the end of the forward, and the backward runs after it.
+Functional graphs hide both: the change comes last in the forward or behind it, and the backward runs after it.
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ def lowers(program: Program, options: Mapping[str, object] | None) -> str | None
 def search_lowered(examples: int) -> int:
     """Programs that Inductor makes code of; returns how many.
 
-    Raises: AssertionError for one of which it makes none with our operators, or runs them in another order.
+    Raises: AssertionError for one of which it makes none with our operators, or puts them into another order.
     """
     seen: set[str] = set()
     done = 0
