@@ -135,7 +135,7 @@ class Ours:
 
     def _load(self, handle: torch.Tensor, seq: int) -> torch.Tensor:
         x = self._sources[0]
-        y: torch.Tensor = op.load(handle, x.shape, x.stride(), x.dtype, CPU, seq, True)
+        y: torch.Tensor = op.load(handle, x.shape, x.stride(), x.dtype, CPU, seq)
         return y
 
 

@@ -80,7 +80,10 @@ def _lower_load(handle: Any, *args: Any) -> Any:
             "the backward of a model compiled with ssd_fx was traced into a graph that another backend compiles; "
             "name ssd_fx as the backend of compiled autograd too, or turn torch._dynamo.config.compiled_autograd off"
         )
-    return tree_map_only(ir.IRNode, ir.TensorBox.create, AuditedKernel.create(ops.load.default, handle, *args))
+    names = [a.name for a in ops.load.default._schema.arguments[1:]]
+    given = dict(zip(names, args, strict=False)) | {"relies_on": "address"}
+    made = AuditedKernel.create(ops.load.default, handle, *(given.get(name, False) for name in names))
+    return tree_map_only(ir.IRNode, ir.TensorBox.create, made)
 
 
 def with_constant(schema: Any, constants: Sequence[Any], name: str, value: Any) -> tuple[Any, ...]:

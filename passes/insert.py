@@ -1,14 +1,16 @@
 """The nodes of the plan, put into both graphs.
 
     forward                                        backward
-      relu = ...                                     handle = placeholder
+      relu = ...; view = view(relu)                  handle, other = placeholders
       handle = store(relu)                           x = load(handle, size, stride, ...)
+      other = stand_in(size of view)
       mm = mm(relu, w)                               ...
       wait_store_(handle, relu)                      wait_load_(x, handle)
-      return (mm, handle)                            relu = as_strided(x, ...); use(relu)
+      return (mm, handle, other)                     view = as_strided(x, ...); use(view)
 
-One handle takes the place of all members of a group among the saved tensors. Every node carries its place in the
-planned order, so that the trace of a run can be compared with it.
+The handle takes the place of the first member of a group among the saved tensors, a stand-in that of each other one:
+autograd, and whoever looks at what it saves, sees the shapes, dtypes and devices that it would see without us. Our
+nodes in planned order carry their place there, so that the trace of a run can be compared with it.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.node import Argument
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes import copies, rebuild
 from ssd_fx.passes.groups import AliasGroup, Copy, Layout, Member
 from ssd_fx.passes.lifetime import first_read, view_closure
+from ssd_fx.passes.packing import statically_equal
 from ssd_fx.passes.partition import NOT_CHECKED, Partition, storage_key
 from ssd_fx.passes.plan import Offload, Plan
 
@@ -42,16 +46,16 @@ class _Insertion:
     build: Callable[[AliasGroup, int], None]
 
 
-def insert(partition: Partition, plan: Plan, *, config: str, hand_over: bool, consume: bool) -> None:
+def insert(partition: Partition, plan: Plan, *, config: str, hand_over: bool) -> None:
     """Rewrite both graphs. `config` is the runtime's configuration as JSON and travels in the nodes.
 
-    `hand_over` and `consume` are the arguments of `wait_store_` and `load` (docs/design.md): whether whoever runs the
-    forward drops its references in time by itself, and whether the backward runs at most once.
+    `hand_over` is the argument of `wait_store_` (docs/design.md): whether whoever runs the forward drops its references
+    in time by itself.
     """
     forward = _ForwardWriter(partition, plan, config, hand_over)
-    backward = _BackwardWriter(partition, plan, consume)
+    backward = _BackwardWriter(partition, plan)
     forward.write()
-    backward.write(forward.handles)
+    backward.write(forward.in_place)
     partition.recompile()
 
 
@@ -63,7 +67,9 @@ class _ForwardWriter:
         self.base = {n.name: n for n in self.nodes}
         self.stored: dict[int, fx.Node] = {}
         self.handles: dict[int, fx.Node] = {}
+        self.in_place: dict[str, fx.Node] = {}  # by member: what takes its place
         self.fake_mode = rebuild.fake_mode(self.graph)
+        self.sizes = rebuild.Sizes(self.graph)
 
     def write(self) -> None:
         self._begin()
@@ -77,9 +83,9 @@ class _ForwardWriter:
 
     def _begin(self) -> None:
         with self.graph.inserting_before(_first_compute(self.nodes)):
-            token = self.graph.call_function(aten.empty.memory_format, ([0],), {"dtype": torch.int64, "device": _CPU})
-            token.meta["val"] = _fake(self.fake_mode, (0,))
-            totals = rebuild.Sizes(self.graph).all(_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
+            device = next((g.layout.device for g in self.plan.offloaded if g.layout), torch.device("cpu"))
+            token = rebuild.call(self.graph, aten.empty.memory_format, [0], dtype=torch.int64, device=device)
+            totals = self.sizes.all(_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
             args = (token, self.config, self.plan.graph, *totals, self._positions())
             begin = self.graph.call_function(ops.begin_.default, args)
             begin.meta["val"] = None
@@ -105,13 +111,36 @@ class _ForwardWriter:
         self.stored[group.slot] = stored
         decision = self.plan.decisions[group.slot]
         assert isinstance(decision, Offload)
-        defaults: tuple[str | bool, ...] = (decision.tier, decision.binding)
-        while defaults and not defaults[-1]:  # are left out
-            defaults = defaults[:-1]
-        args = (stored, self.config, self.plan.graph, group.slot, seq, *defaults)
-        handle = self.graph.create_node("call_function", ops.store.default, args, {}, name=handle_name(group))
-        handle.meta["val"] = _fake(self.fake_mode, ())
+        saved = [self.base[m.name].meta["val"] for m in group.members]
+        sizes, val = self._sizes(group), stored.meta["val"]
+        alike = val.dtype == saved[0].dtype and _same(val.shape, saved[0].shape)
+        optional = [decision.tier, decision.binding, *([] if alike else [sizes[0], saved[0].dtype])]
+        while optional and not optional[-1]:  # defaults are left out
+            optional.pop()
+        arguments: tuple[Argument, ...] = (stored, self.config, self.plan.graph, group.slot, seq, *optional)
+        handle = self._saved_instead(group.members[0], ops.store.default, arguments, handle_name(group))
+        for k, (member, val, size) in enumerate(zip(group.members[1:], saved[1:], sizes[1:], strict=True), 1):
+            arguments = (size, val.dtype, val.device)
+            self._saved_instead(member, ops.stand_in.default, arguments, f"{handle_name(group)}_{k}")
         self.handles[group.slot] = handle
+
+    def _saved_instead(
+        self, member: Member, target: torch._ops.OpOverload, args: tuple[Argument, ...], name: str
+    ) -> fx.Node:
+        """The node that is saved instead of a member, which looks like it."""
+        node = self.graph.create_node("call_function", target, args, name=name)
+        saved = self.base[member.name]
+        node.meta["val"] = _stand_in(self.fake_mode, saved.meta["val"])
+        if NOT_CHECKED in saved.meta:  # how autograd saves a tensor: with a version check or without
+            node.meta[NOT_CHECKED] = saved.meta[NOT_CHECKED]
+        self.in_place[member.name] = node
+        return node
+
+    def _sizes(self, group: AliasGroup) -> list[list[fx.Node | int]]:
+        """The sizes of the members, as arguments of nodes."""
+        shapes = [self.base[m.name].meta["val"].shape for m in group.members]
+        self.sizes.prepare(i for shape in shapes for i in shape)
+        return [self.sizes.of(shape) for shape in shapes]
 
     def _release(self, group: AliasGroup, seq: int) -> None:
         block = self.plan.points[group.slot].block
@@ -120,18 +149,11 @@ class _ForwardWriter:
         node.meta["val"] = None
 
     def _replace_outputs(self) -> None:
-        """The first member of every group becomes the handle, the others go."""
-        first = {g.members[0].name: self.handles[g.slot] for g in self.plan.offloaded}
-        gone = {m.name for g in self.plan.offloaded for m in g.members[1:]}
         output, cut = self.partition.fwd_output, self.partition.num_fwd_outputs
-        outputs, descs = list(output.args[0]), output.meta.get("desc")  # type: ignore[arg-type]
-        keep = [i for i, n in enumerate(outputs) if i < cut or not isinstance(n, fx.Node) or n.name not in gone]
-        replaced = [outputs[i] if i < cut else first.get(getattr(outputs[i], "name", ""), outputs[i]) for i in keep]
-        output.args = (tuple(replaced),)
-        if descs is not None:
-            output.meta["desc"] = type(descs)(descs[i] for i in keep)
+        outputs = list(output.args[0])  # type: ignore[arg-type]
+        saved = (self.in_place.get(getattr(n, "name", ""), n) for n in outputs[cut:])
+        output.args = ((*outputs[:cut], *saved),)
         for group in self.plan.offloaded:
-            self._inherit_saved_meta(group)
             self._erase_dead_views(group)
 
     def _erase_dead_views(self, group: AliasGroup) -> None:
@@ -144,16 +166,10 @@ class _ForwardWriter:
                 self.graph.erase_node(node)
                 node = source
 
-    def _inherit_saved_meta(self, group: AliasGroup) -> None:
-        """How autograd saves a tensor (with a version check or without) stands at its node: the handle inherits it."""
-        saved, handle = self.base[group.members[0].name], self.handles[group.slot]
-        if NOT_CHECKED in saved.meta:
-            handle.meta[NOT_CHECKED] = saved.meta[NOT_CHECKED]
-
 
 class _BackwardWriter:
-    def __init__(self, partition: Partition, plan: Plan, consume: bool) -> None:
-        self.plan, self.consume = plan, consume
+    def __init__(self, partition: Partition, plan: Plan) -> None:
+        self.plan = plan
         self.graph = partition.backward.graph
         self.nodes = list(self.graph.nodes)
         self.position = {n: i for i, n in enumerate(self.nodes)}
@@ -163,9 +179,10 @@ class _BackwardWriter:
         self.loads: dict[int, fx.Node] = {}
         self.fake_mode = rebuild.fake_mode(self.graph)
 
-    def write(self, forward_handles: dict[int, fx.Node]) -> None:
+    def write(self, in_place: dict[str, fx.Node]) -> None:
         for group in self.plan.offloaded:
-            self._add_handle(group, forward_handles[group.slot].name)
+            received = [self._receive(member, in_place[member.name].name) for member in group.members]
+            self.handles[group.slot] = received[0]
         with self.graph.inserting_before(_first_compute(self.nodes)):
             self.sizes = rebuild.Sizes(self.graph)
             self.sizes.prepare(i for g in self.plan.offloaded for layout in _layouts(g) for i in layout.numbers)
@@ -181,22 +198,22 @@ class _BackwardWriter:
             for member in group.members:
                 self.graph.erase_node(self.placeholders[member.name])
 
-    def _add_handle(self, group: AliasGroup, name: str) -> None:
-        """A placeholder in the place of the group's first member, under the handle's name in the forward."""
-        first = self.placeholders[group.members[0].name]
-        with self.graph.inserting_before(first):
-            handle = self.graph.create_node("placeholder", name, name=name)
-        handle.meta["val"] = _fake(self.fake_mode, ())
-        if "desc" in first.meta:
-            handle.meta["desc"] = first.meta["desc"]
-        self.handles[group.slot] = handle
+    def _receive(self, member: Member, name: str) -> fx.Node:
+        """A placeholder in the place of the member's, for what takes its place in the forward under that name."""
+        saved = self.placeholders[member.name]
+        with self.graph.inserting_before(saved):
+            node = self.graph.create_node("placeholder", name, name=name)
+        node.meta["val"] = _stand_in(self.fake_mode, saved.meta["val"])
+        if "desc" in saved.meta:
+            node.meta["desc"] = saved.meta["desc"]
+        return node
 
     def _load(self, group: AliasGroup, seq: int) -> None:
         layout = group.layout
         assert layout is not None
         where = (self.sizes.of(layout.size), self.sizes.of(layout.stride), layout.dtype, layout.device)
         strict = self.plan.points[group.slot].strict
-        args = (self.handles[group.slot], *where, seq, self.consume, strict)
+        args = (self.handles[group.slot], *where, seq, strict, _relies_on(group))
         self.loads[group.slot] = load = self.graph.call_function(ops.load.default, args)
         with self.fake_mode:  # what the operator would make: to call it takes three times as long
             load.meta["val"] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
@@ -258,7 +275,14 @@ def _layouts(group: AliasGroup) -> list[Layout]:
     return [group.layout, *(m.layout for m in group.members)]
 
 
-_CPU = torch.device("cpu")
+def _relies_on(group: AliasGroup) -> str:
+    """What the nodes that rebuild the members rely on (`runtime/layout.py`)."""
+    stored = group.layout
+    assert stored is not None
+    sources = [m.copy.chain[0].source if m.copy else m.layout for m in group.members]
+    if any(source.dtype != stored.dtype for source in sources):
+        return "dtype"
+    return "" if all(rebuild.same_view(stored, source) for source in sources) else "strides"
 
 
 def handle_name(group: AliasGroup) -> str:
@@ -279,6 +303,13 @@ def _first_compute(nodes: list[fx.Node]) -> fx.Node:
     return next(n for n in nodes if n.op != "placeholder")
 
 
-def _fake(mode: FakeTensorMode, size: tuple[int, ...]) -> torch.Tensor:
+def _stand_in(mode: FakeTensorMode, saved: torch.Tensor) -> torch.Tensor:
     with mode:
-        return torch.empty(size, dtype=torch.int64, device=_CPU)
+        made: torch.Tensor = ops.stand_in(saved.shape, saved.dtype, saved.device)
+    return made
+
+
+def _same(a: Iterable[int | torch.SymInt], b: Iterable[int | torch.SymInt]) -> bool:
+    """Whether two shapes are equal for certain; asking adds no guard."""
+    sizes = tuple(a), tuple(b)
+    return len(sizes[0]) == len(sizes[1]) and all(map(statically_equal, *sizes))

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import ssd_fx
@@ -35,10 +34,12 @@ class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph and puts its saved activations on disk.
 
     `write` gets the dump of every graph, texts by the names of their files; None where none is wanted. `arguments` are
-    what the dump calls the inputs of the Dynamo graph, in their order.
+    what the dump calls the inputs of the Dynamo graph, in their order. `keeps_all`: nothing leaves, and PyTorch's own
+    partition is taken.
     """
 
     options: pipeline.PlanOptions
+    keeps_all: bool = False
     write: Callable[[Mapping[str, str]], None] | None = None
     arguments: tuple[str, ...] = ()
 
@@ -49,18 +50,20 @@ class Partitioner(CustomPartitionerFn):
         lift(gm.graph)  # under Inductor it has run: LiftMarks
         rejoin_views(gm.graph)
         save_what_reads_changed_inputs(gm.graph)
+        if self.keeps_all:
+            partition = Joint(gm, joint_inputs, kwargs).partition()
+            return partition.forward, partition.backward
         with user_errors():
             partition, plan = pipeline.decide_joint(Joint(gm, joint_inputs, kwargs), self.options)
-        # Autograd refuses a second backward through a graph with donated buffers, so that loads may give tensors away.
         names = dump.node_names(partition)
-        pipeline.rewrite(partition, plan, self.options, consume=bool(functorch_config.donated_buffer))
+        pipeline.rewrite(partition, plan, self.options)
         if self.write is not None:
             self.write(dump.files(partition, plan, names, self.arguments))
         return partition.forward, partition.backward
 
     def uuid(self) -> str:
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
-        parts = [source_digest(), repr(self.options), torch.__version__, str(functorch_config.donated_buffer)]
+        parts = [source_digest(), repr(self.options), str(self.keeps_all), torch.__version__]
         if self.write is not None:
             parts.append(_PROCESS)  # a dump must be written: a cached result of another process would write none
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -192,14 +192,14 @@ def _could_gain(prediction: Prediction) -> bool:
     return seconds - sum(prediction.modelled.step.seconds) > GAIN * seconds
 
 
-def rewrite(partition: Partition, plan: Plan, options: PlanOptions, *, consume: bool) -> None:
-    """Put the nodes of the plan into both graphs. `consume`: the backward runs at most once."""
+def rewrite(partition: Partition, plan: Plan, options: PlanOptions) -> None:
+    """Put the nodes of the plan into both graphs."""
     _tell_kept(plan, options)
     _tell_full_host(plan)
     _tell_unprofiled(plan, options.profile)
     before = verify.Before.of(partition)
     if plan.groups:
-        insert(partition, plan, config=options.runtime_config, hand_over=options.hand_over, consume=consume)
+        insert(partition, plan, config=options.runtime_config, hand_over=options.hand_over)
         verify.verify_graphs(partition, plan, before)
 
 

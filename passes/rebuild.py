@@ -92,7 +92,7 @@ def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes
     if wanted.dtype != held.dtype:
         flat = call(graph, aten.as_strided.default, node, [held.numel], [1], 0)
         node = call(graph, aten.view.dtype, flat, wanted.dtype)
-    if node is not source or not _same_view(held, wanted):
+    if node is not source or not same_view(held, wanted):
         where = (sizes.of(wanted.size), sizes.of(wanted.stride), *sizes.of([wanted.offset]))
         node = call(graph, aten.as_strided.default, node, *where)
     if wanted.conj:
@@ -102,7 +102,8 @@ def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes
     return node
 
 
-def _same_view(a: Layout, b: Layout) -> bool:
+def same_view(a: Layout, b: Layout) -> bool:
+    """Whether two layouts have the same sizes, strides and offset for certain; asking adds no guard."""
     pairs = zip(a.numbers, b.numbers, strict=True) if len(a.size) == len(b.size) else ((0, 1),)
     return all(statically_equal(i, k) for i, k in pairs)
 

@@ -1,12 +1,14 @@
 """Handles and what they stand for.
 
-A handle is a 0-dim int64 tensor whose value is the number of an entry. The entry lives until the handle's *storage*
-dies: a weakref on the ctypes object under that storage tells, whatever views or copies of the tensor object existed.
+A stand-in takes the place of a saved tensor. Whoever looks at it (autograd's hooks, `torch.utils.checkpoint`) sees the
+shape, dtype and device of that tensor. All its strides are 0: its storage has one element, with any value.
+A handle is a stand-in whose storage bears the number of an entry, so views of it are handles too. The entry lives until
+that storage dies, which a weakref on the storage tells.
 """
 
-import ctypes
 import enum
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,6 +51,8 @@ class Load:
 class Entry:
     """One stored tensor.
 
+    `layout` is what is moved: dense. `seen` is the layout that the forward's tensor has. The two differ where that one
+    has gaps or overlaps: then `layout` is the range of memory that it spans.
     `held` is our reference, None once the bytes are elsewhere: an alias of our own of the tensor, or its encoded bytes.
     `counter` tells the tensor's version, also when its bytes have gone; `version` is the one it had when it was stored.
     """
@@ -60,6 +64,7 @@ class Entry:
     nbytes: int
     ptr: int
     layout: Layout
+    seen: Layout
     device: torch.device
     tier: str = ""  # where the plan wants it, if there is such a tier
     binding: bool = False  # it may not rest
@@ -97,38 +102,56 @@ _entries: dict[int, Entry] = {}
 _numbers = itertools.count(1)
 _inherited_below = 0
 _closed = False
-_Cell = ctypes.c_int64 * 1
 
 
-def register(entry: Entry) -> Tensor:
-    """A handle for `entry`, which is released when the handle's storage dies."""
+def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of that shape, dtype and device whose storage has one element."""
+    return torch.empty_strided(size, (0,) * len(size), dtype=dtype, device=device)
+
+
+def mark(made: Tensor, number: int = 0) -> Tensor:
+    """`made`, a stand-in whose storage says so; of a handle it bears the number of the entry."""
+    made.untyped_storage().ssd_fx = number  # type: ignore[attr-defined]
+    return made
+
+
+def is_stand_in(x: Tensor) -> bool:
+    return hasattr(x.untyped_storage(), "ssd_fx")
+
+
+def register(entry: Entry, handle: Tensor) -> None:
+    """Makes the stand-in `handle` stand for `entry`, which is released when the handle's storage dies."""
     if _closed:
         raise RuntimeError(f"store of {entry.name}: the interpreter is shutting down")
     number = next(_numbers)
-    cell = _Cell(number)
-    GUARD.watch(cell, number)
-    _entries[number] = entry  # last: from here on the cell's death takes it out again
-    return torch.frombuffer(cell, dtype=torch.int64).resize_(())
+    mark(handle, number)
+    GUARD.watch(handle.untyped_storage(), number)
+    _entries[number] = entry  # last: from here on the storage's death takes it out again
 
 
 def lookup(handle: Tensor) -> Entry:
     """The entry of a handle.
 
-    Raises: RuntimeError for a handle whose storage died, or that comes from before a fork.
+    Raises: RuntimeError for a tensor that is no handle, and for a handle from before a fork.
     """
     GUARD.drain()  # what is half buried is dead
-    number = int(handle.item())
-    entry = _entries.get(number)
+    number = getattr(handle.untyped_storage(), "ssd_fx", None)
+    entry = _entries.get(number) if number else None
     if entry is not None:
         return entry
-    if number < _inherited_below:
+    if number and number < _inherited_below:
         message = "was stored by the parent process before a fork; run forward and backward in the same process"
+    elif number:
+        message = "is gone: the store was closed while a backward was still to come"
     else:
         message = (
-            "is not known any more: its storage died, as happens when torch.autograd.graph.saved_tensors_hooks copy a "
-            "saved handle and drop the original; take the compiled region out of those hooks"
+            "is none: what the forward saved was exchanged for another tensor. "
+            "torch.autograd.graph.saved_tensors_hooks do that when they copy what they pack (save_on_cpu does), and "
+            "the handle's storage died then; take the compiled region out of those hooks. torch.utils.checkpoint does it "
+            "where the forward that runs again runs another compiled graph, as for another size; mark what varies with "
+            "torch._dynamo.mark_dynamic"
         )
-    raise RuntimeError(f"ssd_fx handle {number} {message}")
+    raise RuntimeError(f"an ssd_fx handle of shape {list(handle.shape)} and {handle.dtype} {message}")
 
 
 def living() -> list[Entry]:

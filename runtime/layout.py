@@ -1,7 +1,5 @@
 """Layouts of what is stored and of what is asked for; the bytes on disk are the dense storage in memory order."""
 
-import enum
-import math
 import sys
 from typing import NamedTuple
 
@@ -19,11 +17,14 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
-class Match(enum.Enum):
-    """How an asked layout relates to the stored bytes."""
+RELIES_ON = ("", "strides", "dtype", "address")
+"""What the reader of a load relies on.
 
-    SAME = "the same bytes in the same order"
-    PERMUTED = "the same elements in another order"
+""         nothing: it asks the tensor. So it gets what the forward had, whatever the metadata of the graph said.
+"strides"  the strides asked for, and that the tensor begins its storage: views are rebuilt by their places in it.
+"dtype"    the dtype too: there are views of another dtype.
+"address"  strides and dtype, but not where in its storage the tensor begins: code that Inductor generated.
+"""
 
 
 def is_dense(size: Ints, stride: Ints) -> bool:
@@ -36,40 +37,38 @@ def is_dense(size: Ints, stride: Ints) -> bool:
     return True
 
 
-def check_storable(x: Tensor, where: str) -> None:
-    """Raises: TypeError, naming `where`, for a tensor whose bytes in memory order do not stand for it."""
-    if not (x.is_contiguous() or is_dense(tuple(x.shape), x.stride())):
-        layout = f"size {tuple(x.shape)} and stride {x.stride()}"
-        raise TypeError(f"{where}: a tensor of {layout} has gaps or overlaps; store its base or a dense copy")
+def dense_form(x: Tensor) -> Layout:
+    """What is moved for `x`: its own layout if that is dense, else the range of memory that it spans."""
+    size, stride = tuple(x.shape), x.stride()
+    if x.is_contiguous() or not x.numel() or is_dense(size, stride):
+        return Layout(size, stride, x.dtype)
+    return Layout((1 + sum((n - 1) * t for n, t in zip(size, stride, strict=True)),), (1,), x.dtype)
 
 
-def match(stored: Layout, asked: Layout, where: str) -> Match:
-    """How `asked` is had from a dense tensor that was stored.
+def returned(seen: Layout, asked: Layout, relies_on: str, where: str) -> Layout:
+    """The layout that a load returns where the forward had `seen` and the graph asks for `asked`.
 
-    Raises: RuntimeError, naming `where`, if it is not had from those bytes.
+    They differ where an operator returns something else than its FakeTensor promised.
+    Raises: RuntimeError, naming `where`, if the reader could not do with it.
     """
-    if asked == stored:
-        return Match.SAME
-    size, stride, dtype = stored
-    if size == asked[0] and dtype == asked[2]:
-        steps = [[t for s, t in zip(size, strides, strict=True) if s != 1] for strides in (stride, asked[1])]
-        return Match.SAME if steps[0] == steps[1] else Match.PERMUTED
-    nbytes, wanted = (math.prod(s) * d.itemsize for s, d in ((size, dtype), (asked[0], asked[2])))
-    if nbytes == wanted and _is_contiguous(size, stride) and _is_contiguous(asked[0], asked[1]):
-        return Match.SAME
-    raise RuntimeError(
-        f"{where}: a load asks for size {asked[0]}, stride {asked[1]}, {asked[2]}, but what was stored has size "
-        f"{size}, stride {stride}, {dtype}, and the bytes of one are not those of the other"
-    )
-
-
-def _is_contiguous(size: Ints, stride: Ints) -> bool:
-    expected = 1
-    for length, step in zip(reversed(size), reversed(stride), strict=True):
-        if length != 1 and step != expected:
-            return False
-        expected *= length
-    return True
+    if relies_on not in RELIES_ON:
+        raise ValueError(f"{where}: a load says that it relies on {relies_on!r}; right would be one of {RELIES_ON}")
+    if asked == seen:
+        return seen
+    if asked.dtype != seen.dtype and relies_on in ("dtype", "address"):
+        raise RuntimeError(
+            f"{where}: the forward stored a tensor of {seen.dtype}, and the backward was compiled for {asked.dtype}. "
+            "An operator returns another dtype than its fake (meta) implementation says: correct that"
+        )
+    if asked.size != seen.size:
+        raise RuntimeError(
+            f"{where}: a load asks for size {asked.size}, and what was stored has size {seen.size}: the backward and "
+            "the forward that stored it are not of the same graph"
+        )
+    pairs = (steps for n, *steps in zip(seen.size, seen.stride, asked.stride, strict=True) if n != 1)
+    # Strides along dimensions of size 1 are the forward's too: a kernel may choose its path by them.
+    same = not relies_on or all(a == b for a, b in pairs)
+    return seen if same else Layout(asked.size, asked.stride, seen.dtype)
 
 
 def _holders(x: Tensor) -> tuple[int, int]:
@@ -89,20 +88,22 @@ _VERSIONED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def alias(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor object of its own on x's bytes, in `layout`."""
+    """A tensor object of its own on x's bytes, in `layout`; it begins where `x` does."""
     offset = x.storage_offset() * x.itemsize // layout.dtype.itemsize
     made = torch.empty(0, dtype=layout.dtype, device=x.device)
     return made.set_(x.untyped_storage(), offset, layout.size, layout.stride)
 
 
-def versioned_alias(x: Tensor) -> Tensor:
-    """A tensor object of our own on x's storage that shares x's version counter: it tells when somebody writes into it.
+def versioned_alias(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor object of our own on x's bytes, in `layout`, that shares x's version counter: it tells when somebody
+    writes into them.
 
     Inductor's code runs with the dispatch key excluded under which `detach` shares the counter; 10 us to include it.
     """
     exclude = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude - _VERSIONED):
-        return x.detach()
+        same = layout.size == tuple(x.shape)
+        return x.detach() if same else x.detach().as_strided(layout.size, layout.stride, x.storage_offset())
 
 
 def let_go(alias: Tensor) -> None:

@@ -2,14 +2,15 @@
 
     begin_      counts a run of a forward
     store       starts to write a tensor; a handle that takes its place among the saved tensors
+    stand_in    takes the place of another saved tensor that is on the same storage
     wait_store_ the release: the graph reads the tensor no more
     load        starts to read it back; undefined until
     wait_load_  returned
 
 `config` is the JSON of a `RuntimeConfig`, `graph` a name for reports, `slot` the number of the alias group, `seq` the
 planned position of the node among ours in its graph, `tier` where the plan wants the tensor: "host", "ssd", or
-empty; `binding`: it does not rest where the budget has room. Handle and token are CPU tensors. docs/design.md has the
-promises.
+empty; `binding`: it does not rest where the budget has room. `relies_on` is one of `layout.RELIES_ON`. docs/design.md
+has the promises.
 Mutating schemas keep the waits: nothing that FX or Inductor knows may drop or merge them.
 """
 
@@ -21,20 +22,25 @@ from torch import Tensor
 from torch.library import Library
 
 from ssd_fx.runtime import device_trace, trace
-from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.entries import lookup, mark, stand_in
 from ssd_fx.runtime.heap import HUGE_PAGES
 from ssd_fx.runtime.layout import Layout
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
 from ssd_fx.runtime.streams import check_not_captured
 
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether this backward may come again (`retain_graph`, `create_graph`). Outside of a backward: yes."""
+
 _SCHEMAS = (
     "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes,"
     " str positions='') -> ()",
-    "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False) -> Tensor",
+    "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False,"
+    " SymInt[]? size=None, ScalarType? dtype=None) -> Tensor",
+    "stand_in(SymInt[] size, ScalarType dtype, Device device) -> Tensor",
     "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
-    "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq, bool consume,"
-    " bool strict=False) -> Tensor",
+    "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq,"
+    " bool strict=False, str relies_on='dtype') -> Tensor",
     "wait_load_(Tensor(a!) x, Tensor handle, int seq) -> ()",
 )
 
@@ -50,10 +56,26 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
     trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
 
 
-def _store(x: Tensor, config: str, graph: str, slot: int, seq: int, tier: str = "", binding: bool = False) -> Tensor:
+def _store(
+    x: Tensor,
+    config: str,
+    graph: str,
+    slot: int,
+    seq: int,
+    tier: str = "",
+    binding: bool = False,
+    size: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     check_not_captured(x.device)
+    handle = stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
     with device_trace.node("store", graph, slot, seq, x.device):
-        return get_store(config).store(x, graph, slot, seq, tier, binding)
+        get_store(config).store(x, handle, graph, slot, seq, tier, binding)
+    return handle
+
+
+def _stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return mark(stand_in(size, dtype, device))
 
 
 def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
@@ -69,15 +91,16 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     seq: int,
-    consume: bool,
     strict: bool = False,
+    relies_on: str = "dtype",
 ) -> Tensor:
     entry = lookup(handle)
     if device.type != entry.device.type:
         raise RuntimeError(f"{entry.name} was stored from {entry.device} and cannot be loaded to {device}")
     check_not_captured(entry.device)
+    asked = Layout(tuple(size), tuple(stride), dtype)
     with device_trace.node("load", entry.graph, entry.slot, seq, entry.device):
-        return entry.store.load(entry, Layout(tuple(size), tuple(stride), dtype), seq, consume, strict)
+        return entry.store.load(entry, asked, seq, consume=not keeps_graph(), strict=strict, relies_on=relies_on)
 
 
 def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
@@ -93,9 +116,17 @@ def _fake_begin(
 
 
 def _fake_store(
-    x: Tensor, config: str, graph: str, slot: int, seq: int, tier: str = "", binding: bool = False
+    x: Tensor,
+    config: str,
+    graph: str,
+    slot: int,
+    seq: int,
+    tier: str = "",
+    binding: bool = False,
+    size: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
+    return stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
 
 
 def _fake_wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
@@ -109,8 +140,8 @@ def _fake_load(
     dtype: torch.dtype,
     device: torch.device,
     seq: int,
-    consume: bool,
     strict: bool = False,
+    relies_on: str = "dtype",
 ) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -122,6 +153,7 @@ def _fake_wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "begin_": (_begin, _fake_begin),
     "store": (_store, _fake_store),
+    "stand_in": (_stand_in, stand_in),
     "wait_store_": (_wait_store, _fake_wait_store),
     "load": (_load, _fake_load),
     "wait_load_": (_wait_load, _fake_wait_load),

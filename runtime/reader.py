@@ -1,4 +1,7 @@
-"""Tensors on their way back: from memory while they are still there, else from the disk. All but `complete` locked."""
+"""Tensors on their way back: from memory while they are still there, else from the disk. All but `complete` locked.
+
+What a load returns is `alias(stored bytes, layout)` wherever those bytes are: every source gives the same tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from torch import Tensor
 from ssd_fx.runtime import memory, trace
 from ssd_fx.runtime.engines import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
-from ssd_fx.runtime.layout import Layout, Match, alias, is_alone, match
+from ssd_fx.runtime.layout import Layout, alias, is_alone, returned
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
 
 ATTEMPTS = 3
+ALIGNMENT = 16  # bytes that Inductor takes what a graph makes to be aligned to, on a device
 now = time.perf_counter
 
 
@@ -25,31 +29,31 @@ class Reader:
         self._engine, self._writer = engine, writer
         self.outstanding_bytes = 0  # of reads that were begun and not waited for
 
-    def begin(self, entry: Entry, asked: Layout, seq: int, consume: bool) -> Load:
-        """A load in the asked layout, noted down in the entry; its read, if it needs one, is yet to be started.
+    def begin(self, entry: Entry, asked: Layout, seq: int, *, consume: bool, relies_on: str) -> Load:
+        """A load for a reader that `relies_on` parts of the asked layout, noted down in the entry; its read, if it
+        needs one, is yet to be started.
 
         Raises: RuntimeError if the tensor was changed in place, given away before, or cannot be had in that layout.
         """
-        same = match(entry.layout, asked, entry.name) is Match.SAME
-        if same and (asked.size, asked.dtype) == (entry.layout.size, entry.layout.dtype):
-            asked = entry.layout  # a kernel may choose its path by the strides of dimensions of size 1
+        layout = returned(entry.seen, asked, relies_on, entry.name)
         if entry.counter is not None and entry.counter._version != entry.version:
             raise RuntimeError(_changed_in_place(entry, entry.counter._version))
         match entry.state:
             case State.GIVEN:
                 raise RuntimeError(
-                    f"{entry.name} was given away by an earlier backward; a second one (retain_graph=True) needs "
-                    "torch._functorch.config.donated_buffer=False when the model is compiled"
+                    f"{entry.name} was given away to a backward that did not keep the graph; a graph that several "
+                    "backwards go through needs retain_graph=True in all but the last"
                 )
             case State.IN_MEMORY:
-                load = self._forward(entry, asked, same, seq, consume)
+                load = self._forward(entry, layout, seq, consume, relies_on)
                 entry.loads.append(load)
                 return load
             case State.ON_DISK if not entry.nbytes:
-                out = torch.empty_strided(asked.size, asked.stride, dtype=asked.dtype, device=entry.device)
+                size, stride, dtype = layout
+                out = torch.empty_strided(size, stride, dtype=dtype, device=entry.device)
                 return Load(out, out, None, seq)
             case State.ON_DISK:
-                return self._read(entry, asked, same, seq)
+                return self._read(entry, layout, seq)
 
     def ahead(self, entry: Entry) -> None:
         """Begins a read that nobody asked for yet; `begin` will find it."""
@@ -104,34 +108,34 @@ class Reader:
             _place(entry, load)
         return error
 
-    def _forward(self, entry: Entry, asked: Layout, same: bool, seq: int, consume: bool) -> Load:
+    def _forward(self, entry: Entry, layout: Layout, seq: int, consume: bool, relies_on: str) -> Load:
         """From memory: the stored tensor itself if it may be given away and nobody else has it, else a copy."""
-        held = entry.held
+        held, same = entry.held, layout == entry.seen
         assert held is not None, "in memory"
         if entry.encoded:
-            load = Load(memory.empty(asked, entry.device, entry.ptr % 4096), held, None, seq, same)
+            load = Load(self._new(entry, layout), held, None, seq, same)
             _place(entry, load)
             return load
-        if consume and same and is_alone(held):
-            out = alias(held, asked)  # first: a write that had ended after all lets go of `held`
+        if consume and same and _may_begin_there(held, relies_on) and is_alone(held):
+            out = alias(held, layout)  # first: a write that had ended after all lets go of `held`
             self._writer.cancel(entry)
             drop(entry)
             entry.storage = None  # the backward has it now, which says nothing about what the write freed
-        elif same:
-            out = memory.empty(asked, entry.device, entry.ptr % 4096)
-            memory.copy_bytes(out, held)
+            return Load(out, out, None, seq)
+        out = self._new(entry, layout)
+        if same:
+            memory.copy_bytes(alias(out, entry.layout), held)
         else:
-            out = memory.empty(asked, entry.device)
-            memory.copy_elements(out, held)
+            memory.copy_elements(out, alias(held, entry.seen))
         return Load(out, out, None, seq)
 
-    def _read(self, entry: Entry, asked: Layout, same: bool, seq: int) -> Load:
-        ahead = entry.ahead
+    def _read(self, entry: Entry, layout: Layout, seq: int) -> Load:
+        ahead, same = entry.ahead, layout == entry.seen
         landing = ahead.landing if ahead else self._landing(entry)
         if entry.encoded or not same:
-            out = memory.empty(asked, entry.device, entry.ptr % 4096)
+            out = self._new(entry, layout)
         else:
-            out = landing if asked == entry.layout else alias(landing, asked)
+            out = landing if layout == entry.layout else alias(landing, layout)
         if ahead:  # it keeps its owner until the load is noted down: something may raise in between
             load = Load(out, landing, ahead.read, seq, same, started=True)
             entry.loads.append(load)
@@ -142,6 +146,13 @@ class Reader:
             entry.loads.append(load)
         self._count(load, entry.moved_bytes)
         return load
+
+    def _new(self, entry: Entry, layout: Layout) -> Tensor:
+        """Memory for a tensor of `layout`; it begins its storage."""
+        if layout != entry.seen:
+            return memory.empty(layout, entry.device)
+        stored = memory.empty(entry.layout, entry.device, entry.ptr % 4096)
+        return stored if layout == entry.layout else alias(stored, layout)
 
     def _count(self, load: Load, nbytes: int) -> None:
         """So many bytes of the window are the load's."""
@@ -160,6 +171,17 @@ def _extent(entry: Entry) -> Extent:
     return entry.extent
 
 
+def _may_begin_there(held: Tensor, relies_on: str) -> bool:
+    """Whether the backward can use this memory as it is.
+
+    `as_strided` counts from the start of the storage, unless Inductor made an address of it. Inductor's kernels for a
+    device take 16 bytes at a time of what it loads.
+    """
+    if relies_on != "address":
+        return held.storage_offset() == 0
+    return held.device.type == "cpu" or held.data_ptr() % ALIGNMENT == 0
+
+
 def _place(entry: Entry, load: Load) -> None:
     """The bytes have landed; if that is not in `out` already, they go there."""
     stored = load.landing
@@ -167,7 +189,7 @@ def _place(entry: Entry, load: Load) -> None:
         stored = alias(load.out, entry.layout) if load.same else memory.empty(entry.layout, entry.device)
         entry.encoded.decode(load.landing, stored)
     if not load.same:
-        memory.copy_elements(load.out, stored)
+        memory.copy_elements(load.out, alias(stored, entry.seen))
 
 
 def _changed_in_place(entry: Entry, version: int) -> str:

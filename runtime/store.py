@@ -1,6 +1,7 @@
 """The store: what the ops do with an entry. `docs/runtime.md` has the picture."""
 
 import atexit
+import math
 import os
 import time
 
@@ -12,7 +13,7 @@ from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.engines import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.layout import Layout, check_storable, is_alone
+from ssd_fx.runtime.layout import Layout, dense_form, is_alone
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
 from ssd_fx.runtime.stats import counters
@@ -37,9 +38,12 @@ class Store:
         with GUARD.lock:
             self.prefetcher.begin(graph)
 
-    def store(self, x: Tensor, graph: str, slot: int, seq: int, tier: str = "", binding: bool = False) -> Tensor:
-        """Starts the write of `x`, or keeps it in memory if that fails or it may rest (not if `binding`); the handle.
+    def store(
+        self, x: Tensor, handle: Tensor, graph: str, slot: int, seq: int, tier: str = "", binding: bool = False
+    ) -> None:
+        """Starts the write of `x`, or keeps it in memory if that fails or it may rest (not if `binding`).
 
+        `handle` stands for `x` from now on.
         Raises: ValueError for a tier that is none.
         """
         started = now()
@@ -49,10 +53,10 @@ class Store:
             )
         GUARD.drain()
         engines.check_device(self.engine, x.device)
-        check_storable(x, f"store of slot {slot} of graph {graph!r}")
-        layout, nbytes = Layout(tuple(x.shape), x.stride(), x.dtype), x.numel() * x.itemsize
-        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, x.device, tier, binding)
-        handle = entries.register(entry)  # first: whatever happens next, its death releases the entry
+        seen, layout = Layout(tuple(x.shape), x.stride(), x.dtype), dense_form(x)
+        nbytes = math.prod(layout.size) * x.itemsize if x.numel() else 0
+        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding)
+        entries.register(entry, handle)  # first: whatever happens next, the handle's death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
         with GUARD.lock:
             self.prefetcher.stored(entry)
@@ -61,7 +65,6 @@ class Store:
             c.stall_s += stall
             c.forward(seq)
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.value)
-        return handle
 
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
         """The release: afterwards the entry does not depend on the caller's buffer.
@@ -88,10 +91,13 @@ class Store:
             c.forward(seq)
             self._record("release", entry, seq, started, entry.state.value)
 
-    def load(self, entry: Entry, asked: Layout, seq: int, consume: bool, strict: bool = False) -> Tensor:
-        """A tensor of that layout, valid after `wait_load_`.
+    def load(
+        self, entry: Entry, asked: Layout, seq: int, *, consume: bool, strict: bool = False, relies_on: str = "dtype"
+    ) -> Tensor:
+        """A tensor of that layout as far as the reader `relies_on` it, valid after `wait_load_`.
 
-        `strict`: the plan has no memory to read it earlier, whatever it is waited for.
+        `consume`: nobody asks for it again, so what is still in memory may be given away. `strict`: the plan has no
+        memory to read it earlier, whatever it is waited for.
         """
         started = now()
         with GUARD.lock:
@@ -99,7 +105,7 @@ class Store:
             where = entry.state
             entry.strict = strict
             self._judge(entry)
-            load = self.reader.begin(entry, asked, seq, consume)
+            load = self.reader.begin(entry, asked, seq, consume=consume, relies_on=relies_on)
             self.reader.start(load)
             self.prefetcher.asked(entry)
             self.writer.wanted(entry)

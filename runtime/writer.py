@@ -105,7 +105,7 @@ class Writer:
         self._live.fall(entry)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
-        entry.held = alias = versioned_alias(x)
+        entry.held = alias = versioned_alias(x, entry.layout)
         if not x.is_inference():
             entry.counter, entry.version = alias, x._version
         entry.storage = StorageWeakRef(x.untyped_storage())

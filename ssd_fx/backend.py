@@ -26,7 +26,7 @@ from ssd_fx.passes.marks import LiftMarks
 from ssd_fx.passes.partitioner import Partitioner, source_digest
 from ssd_fx.passes.pipeline import PlanOptions
 from ssd_fx.profile import read_profile
-from ssd_fx.runtime import heap
+from ssd_fx.runtime import entries, heap
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines import check_engine
 from ssd_fx.runtime.preflight import check_directory
@@ -53,7 +53,7 @@ def backend(
     with user_errors():
         config = _checked(options, mode)
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
-        partitioner = Partitioner(plan)
+        partitioner = Partitioner(plan, keeps_all=_keeps_all())
         if config.dump:
             write = partial(_write, config.own_dump, config.share())
             partitioner = replace(partitioner, write=write, arguments=patterns.arguments(gm))
@@ -100,6 +100,25 @@ def _checked(options: Mapping[str, Any] | None, mode: str | None) -> Config:
     if config.dump:
         _make_dump(config.own_dump)
     return config
+
+
+def _keeps_all() -> bool:
+    """Whether nothing of what is compiled now leaves, because somebody else disposes of what autograd saves.
+
+    A checkpoint drops it, and computes it again right before it is needed. The forward that runs again may be another
+    graph (for dynamic sizes): its saved tensors go to the backward of the first one, which only plain tensors can.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return False
+    if hooks[0].__module__ == "torch.utils.checkpoint":
+        reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
+    elif isinstance(hooks[0], fx.GraphModule):
+        reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"
+    else:
+        return False
+    warnings.warn(f"ssd_fx keeps all tensors of a graph in memory: {reason}", RuntimeWarning, stacklevel=2)
+    return True
 
 
 def _make_dump(directory: str) -> None:
@@ -238,5 +257,35 @@ def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: 
         gm.recompile()
         return boxed_nop(gm, list(inputs))
 
-    compiler = aot_autograd(fw_compiler=boxed_nop, inference_compiler=inference, partition_fn=partitioner)
+    def backward(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
+        return _refusing_stand_ins(gm, boxed_nop(gm, list(inputs)))
+
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=backward, inference_compiler=inference, partition_fn=partitioner
+    )
     return compiler(gm, list(inputs))
+
+
+def _refusing_stand_ins(gm: fx.GraphModule, run: Compiled) -> Compiled:
+    """`run`, the interpreted backward `gm`, which must not take a stand-in of another graph for data.
+
+    Autograd's hooks can bring one here: a checkpoint's forward that runs again as another graph. Inductor's code
+    refuses it by its strides.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    plain = [
+        i for i, n in enumerate(placeholders) if any(getattr(u.target, "namespace", "") != "ssd_fx" for u in n.users)
+    ]
+
+    def checked(args: list[Any]) -> Any:
+        for i in plain:
+            if isinstance(args[i], torch.Tensor) and entries.is_stand_in(args[i]):
+                raise RuntimeError(
+                    f"the backward of a graph that keeps {placeholders[i].name!r} was given what another compiled "
+                    "graph saved in its place. torch.utils.checkpoint does that where the forward that runs again runs "
+                    "another graph, as for another size; mark what varies with torch._dynamo.mark_dynamic"
+                )
+        return run(args)
+
+    checked._boxed_call = True  # type: ignore[attr-defined]
+    return checked

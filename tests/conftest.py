@@ -10,6 +10,7 @@ import ssd_fx
 from ssd_fx.passes import solve
 from ssd_fx.runtime import device_trace, trace
 from ssd_fx.runtime.store import close_stores
+from tests import sources
 
 # Tests of the I/O want their tensors on disk. Those of recomputing turn it on.
 os.environ.setdefault("SSD_FX_RECOMPUTE", "0")
@@ -31,3 +32,10 @@ def fresh() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     close_stores()
+
+
+@pytest.fixture(params=sources.ALL, ids=lambda source: source.name)
+def source(request: pytest.FixtureRequest) -> sources.Source:
+    """Each source of a loaded value in turn: `with source.forced() as options`."""
+    found: sources.Source = request.param
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import ssd_fx
 from examples.train_gpt import Shape
 from ssd_fx.runtime import trace
 from ssd_fx.sizes import format_bytes
+from tests import sources
 from tests.models import SMALL, assert_same_bits, deterministic, train
 from tests.runtime.engines import DelayedEngine, registered
 
@@ -153,6 +155,35 @@ def test_retain_graph_with_donated_buffers_is_refused(options: dict[str, object]
         loss = compiled(x)
         with pytest.raises(RuntimeError, match="donated_buffer"):
             loss.backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_two_losses_on_one_graph(inner: str) -> None:
+    """The first backward that a graph ever gets keeps it: stock compiles a backward that is donated nothing."""
+
+    def two(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = (t @ t).sin().exp()
+        return y.sum(), (y * y).sum()
+
+    def gradients(compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        one, other = compiled(x)
+        first = torch.autograd.grad(one, x, retain_graph=True)
+        again = torch.autograd.grad(one, x, retain_graph=True)
+        return [*first, *again, *torch.autograd.grad(other, x)]
+
+    stock = gradients(torch.compile(two, backend=inner))
+    torch._dynamo.reset()
+    given = sources.OPTIONS | {"inner": inner}
+    kept = gradients(torch.compile(two, backend=ssd_fx.backend, options=given | {"budget": 1.0}))
+    torch._dynamo.reset()
+    compiled = torch.compile(two, backend=ssd_fx.backend, options=given)
+    for source in sources.ALL:
+        with source.forced():
+            found = gradients(compiled)
+            source.check(ssd_fx.stats())
+        assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True)), source.name
+    assert all(torch.allclose(a, b) for a, b in zip(stock, kept, strict=True))
 
 
 def test_by_name(options: dict[str, object]) -> None:

@@ -30,6 +30,7 @@ from tests.loops.loops import (
     gradients,
     run,
 )
+from tests.models import assert_same_bits
 
 Region = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
@@ -71,11 +72,56 @@ def reentrant(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return checkpoint(block, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("region", [checkpointed, reentrant])
-def test_around_compiled_blocks(tmp_path: Path, region: Region) -> None:
+def test_around_compiled_blocks(tmp_path: Path) -> None:
     """The forward that runs again in the backward stores for it once more; nothing of the first run stays."""
-    stats = assert_no_bit_changes(through(region, compile_blocks=True), tmp_path)
+    stats = assert_no_bit_changes(through(reentrant, compile_blocks=True), tmp_path)
     assert stats.read_bytes + stats.forwarded_bytes + stats.held_bytes >= stats.offloaded_bytes // 2
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_is_compiled_within_a_checkpoint_stays(tmp_path: Path, inner: str) -> None:
+    """It is dropped by the first run, and wanted at once by the backward of the second."""
+    loop = through(checkpointed, compile_blocks=True)
+    kept = run(loop, tmp_path, inner, budget=1.0, recompute=False)
+    with pytest.warns(RuntimeWarning, match=r"keeps all tensors.*within torch\.utils\.checkpoint"):
+        assert_same_bits(run(loop, tmp_path, inner), kept)
+    assert ssd_fx.stats().stores == 0
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_was_compiled_before_leaves_within_a_checkpoint_too(tmp_path: Path, inner: str) -> None:
+    def loop(compile: Compile) -> list[Tensor]:
+        model = Net(dropout=0.0)
+        block = compile(model.blocks[0])
+        found = []
+        for region in (plain, checkpointed, checkpointed):
+            x = batch(0).requires_grad_()
+            backward(region(block, x).square().mean())
+            found += [x.grad] if x.grad is not None else []
+        return found + gradients(model)
+
+    kept = run(loop, tmp_path, inner, engine="memory")
+    assert_same_bits(run(loop, tmp_path, inner), kept)
+    assert ssd_fx.stats().stores > ssd_fx.stats().loads > 0
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", ["leaves", "stays"])
+def test_a_checkpoint_that_runs_another_graph_again_is_refused(tmp_path: Path, inner: str, first: str) -> None:
+    """The graph for dynamic sizes keeps what the one before stored, or the other way round: no wrong value comes."""
+
+    def loop(compile: Compile) -> list[Tensor]:
+        block = compile(Net(dropout=0.0).blocks[0])
+        sizes = (64, 48) if first == "leaves" else (48, 64)
+        block(batch(0, sizes[0]).requires_grad_()).sum().backward()  # compiled outside of the checkpoint
+        losses = [checkpointed(block, batch(0, sizes[0]).requires_grad_()).sum()]
+        block(batch(0, sizes[1]).requires_grad_()).sum().backward()
+        for loss in losses:
+            loss.backward()
+        return []
+
+    with pytest.raises((RuntimeError, AssertionError), match=r"ssd_fx handle|another compiled graph|stride|Recomputed"):
+        run(loop, tmp_path, inner, min_bytes=7 << 10)
 
 
 def test_within_a_compiled_model(tmp_path: Path) -> None:
@@ -87,10 +133,60 @@ def test_within_a_compiled_model(tmp_path: Path) -> None:
     assert little.saved_bytes < 0.5 * everything.saved_bytes
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_around_blocks_of_one_code_with_sizes_that_change(tmp_path: Path, recompute: bool) -> None:
+    """What runs again in the backward may be the graph for dynamic sizes. A checkpoint compares what both runs save.
+
+    The first graph's tensors have 8 KiB and would leave; those of the second one have 6 when it is compiled.
+    """
+
+    def loop(compile: Compile) -> list[Tensor]:
+        model = Net(dropout=0.0)
+        blocks = [compile(block) for block in model.blocks]
+        seen = []
+        for sizes in ((64, 48), (48, 64), (32, 48, 64)):
+            inputs = [batch(size, size).requires_grad_() for size in sizes]
+            losses = []
+            for x in inputs:
+                for block in blocks:
+                    x = x + checkpointed(block, x)
+                losses.append(x.square().mean())
+            for loss in losses:
+                loss.backward()
+            seen += [x.grad for x in inputs if x.grad is not None]
+        return seen + gradients(model)
+
+    kept = run(loop, tmp_path, budget=1.0, recompute=False)
+    assert_same_bits(run(loop, tmp_path, recompute=recompute, min_bytes=7 << 10), kept)
+
+
+def test_what_autograd_saves_looks_as_without_us(tmp_path: Path) -> None:
+    """Shapes, dtypes and devices of what pack hooks are given, which a checkpoint compares."""
+
+    def packed(backend: str, options: dict[str, Any] | None) -> list[tuple[object, ...]]:
+        torch._dynamo.reset()
+        seen: list[tuple[object, ...]] = []
+
+        def pack(x: Tensor) -> Tensor:
+            seen.append((tuple(x.shape), x.dtype, x.device))
+            return x
+
+        model = Net(dropout=0.0)
+        step = torch.compile(lambda x: model(x.bfloat16().float().chunk(2)[0]), backend=backend, options=options)
+        for size in (64, 48, 32):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                loss = step(batch(0, size))
+            loss.backward()
+        return seen
+
+    options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0, "recompute": False}
+    assert packed("ssd_fx", options) == packed("aot_eager", None)
+    assert ssd_fx.stats().loads > 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("compile_blocks", [True, False])
-def test_under_inductor(tmp_path: Path, compile_blocks: bool) -> None:
-    assert_no_bit_changes(through(checkpointed, compile_blocks=compile_blocks), tmp_path, "inductor")
+def test_under_inductor(tmp_path: Path) -> None:
+    assert_no_bit_changes(through(checkpointed, compile_blocks=False), tmp_path, "inductor")
 
 
 class Chain(nn.Module):

@@ -228,8 +228,8 @@ def recorded(plans: list[tuple[Partition, Plan]]) -> Iterator[None]:
     """Notes what the pipeline did."""
     rewrite = pipeline.rewrite
 
-    def noted(partition: Partition, plan: Plan, options: pipeline.PlanOptions, *, consume: bool) -> None:
-        rewrite(partition, plan, options, consume=consume)
+    def noted(partition: Partition, plan: Plan, options: pipeline.PlanOptions) -> None:
+        rewrite(partition, plan, options)
         plans.append((partition, plan))
 
     with mock.patch.object(pipeline, "rewrite", noted):

@@ -139,7 +139,7 @@ def released_twice(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]
 
 def stored_while_loaded(handle: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """[load, store, wait, release] -> mm"""
-    loaded = ops.load(handle, [8, 8], [8, 1], torch.float32, w.device, 0, True)
+    loaded = ops.load(handle, [8, 8], [8, 1], torch.float32, w.device, 0)
     again = ops.store(loaded, toys.CONFIG, "g", 0, 1)
     ops.wait_load_(loaded, handle, 2)
     ops.wait_store_(again, loaded, 3)
@@ -148,7 +148,7 @@ def stored_while_loaded(handle: torch.Tensor, w: torch.Tensor) -> tuple[torch.Te
 
 def waited_for_twice(handle: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """[load, wait, wait] -> mm"""
-    loaded = ops.load(handle, [8, 8], [8, 1], torch.float32, w.device, 0, True)
+    loaded = ops.load(handle, [8, 8], [8, 1], torch.float32, w.device, 0)
     ops.wait_load_(loaded, handle, 1)
     ops.wait_load_(loaded, handle, 2)
     return (loaded @ w,)

@@ -56,7 +56,7 @@ def test_backward_of_a_chain() -> None:
     assert_expected_inline(
         ours(toys.planned(toys.relu_chain).partition.backward.graph),
         """\
-load_default = load.default(ssd_fx_handle_0, [8, 8], [8, 1], torch.float32, cpu, 0, True, False)
+load_default = load.default(ssd_fx_handle_0, [8, 8], [8, 1], torch.float32, cpu, 0, False, )
 threshold_backward = threshold_backward.default(tangents_1, detach_2, 0)
 wait_load__default = wait_load_.default(load_default, ssd_fx_handle_0, 1)
 t = t.default(load_default)
@@ -77,9 +77,9 @@ def test_views_are_replayed_behind_the_wait() -> None:
     assert_expected_inline(
         ours(toys.planned(toys.views_only).partition.backward.graph),
         """\
-load_default = load.default(ssd_fx_handle_0, [8, 24], [24, 1], torch.float32, cpu, 0, True, False)
-load_default_1 = load.default(ssd_fx_handle_1, [8, 24], [24, 1], torch.float32, cpu, 1, True, False)
-load_default_2 = load.default(ssd_fx_handle_2, [8, 8], [8, 1], torch.float32, cpu, 2, True, False)
+load_default = load.default(ssd_fx_handle_0, [8, 24], [24, 1], torch.float32, cpu, 0, False, strides)
+load_default_1 = load.default(ssd_fx_handle_1, [8, 24], [24, 1], torch.float32, cpu, 1, False, strides)
+load_default_2 = load.default(ssd_fx_handle_2, [8, 8], [8, 1], torch.float32, cpu, 2, False, strides)
 expand = expand.default(tangents_1, [8, 8])
 wait_load__default = wait_load_.default(load_default_2, ssd_fx_handle_2, 3)
 as_strided_default = as_strided.default(load_default_2, [8, 8], [1, 8], 0)

@@ -82,10 +82,10 @@ def test_without_the_pins_inductor_chooses_another_order() -> None:
 def split_reader(handle: torch.Tensor, g: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> object:
     """Inductor fuses what reads `first` with `early`, splits its loops for that, and forgets that it needs the wait."""
     float32, cpu = torch.float32, torch.device("cpu")
-    first = ops.load(handle, [128, 64], [64, 1], float32, cpu, 0, False)
+    first = ops.load(handle, [128, 64], [64, 1], float32, cpu, 0)
     early = g.view(128, 64) * bias + 1
     used = (early @ w).sin() @ w
-    second = ops.load(handle, [128, 64], [64, 1], float32, cpu, 1, False)
+    second = ops.load(handle, [128, 64], [64, 1], float32, cpu, 1)
     ops.wait_load_(first, handle, 2)
     late = first * g.view(128, 64) * 2
     ops.wait_load_(second, handle, 3)

@@ -231,8 +231,8 @@ def test_a_planted_fault_is_found(fault: Callable[[Partition, Plan], None], name
     """The rewritten graphs are broken behind the verifier's back."""
     rewrite, found = pipeline.rewrite, pytest.raises((AssertionError, RuntimeError), match=FAULTS[fault])
 
-    def broken(partition: Partition, plan: Plan, options: pipeline.PlanOptions, *, consume: bool) -> None:
-        rewrite(partition, plan, options, consume=consume)
+    def broken(partition: Partition, plan: Plan, options: pipeline.PlanOptions) -> None:
+        rewrite(partition, plan, options)
         fault(partition, plan)
         partition.recompile()
 

@@ -158,7 +158,7 @@ def planned(toy: toys.Toy, *args: torch.Tensor, **changes: object) -> tuple[str,
     partition = toys.partitioned(toy, *(args or device_inputs()))
     names = dump.node_names(partition)
     plan = pipeline.decide(partition, toys.options(**changes))
-    pipeline.rewrite(partition, plan, toys.options(**changes), consume=True)
+    pipeline.rewrite(partition, plan, toys.options(**changes))
     lines = dump.table(plan, names).splitlines()[1:]
     told = ("predicted step", "predicted peak")
     return "\n".join(line for line in lines if not line.startswith(told)), plan, partition

@@ -163,7 +163,7 @@ def store_twice(planned: toys.Planned) -> None:
 
 def store_into_another_tier(planned: toys.Planned) -> None:
     store = find(planned.partition.forward.graph, ops.store.default)
-    store.args = (*store.args, "host")
+    store.args = (*store.args[:5], "host")
 
 
 def save_the_base_too(planned: toys.Planned) -> None:

@@ -357,7 +357,7 @@ def planned(toy: Toy, *args: torch.Tensor, **changes: object) -> Planned:
     before = Before.of(partition)
     chosen = options(**changes)
     plan = pipeline.decide(partition, chosen)
-    pipeline.rewrite(partition, plan, chosen, consume=True)
+    pipeline.rewrite(partition, plan, chosen)
     table = dump.table(plan, names)
     lines = table.splitlines()
     return Planned(partition, plan, "\n".join(line for line in lines[1:] if not line.startswith("predicted")), before)

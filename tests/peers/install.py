@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 
 from ssd_fx.backend import plan_options
@@ -122,7 +121,7 @@ class _Default:
         forward, backward = _instead["default_partition"].stock(gm, inputs, **kwargs)  # type: ignore[attr-defined]
         partition = Partition(forward, backward, kwargs["num_fwd_outputs"], activations)
         plan = pipeline.decide(partition, self._options)
-        pipeline.rewrite(partition, plan, self._options, consume=bool(functorch_config.donated_buffer))
+        pipeline.rewrite(partition, plan, self._options)
         return partition.forward, partition.backward
 
 

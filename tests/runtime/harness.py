@@ -2,12 +2,13 @@
 
 import ctypes
 import json
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime import ops  # noqa: F401  registers the operators
+from ssd_fx.runtime import ops
 from ssd_fx.runtime.entries import Entry, lookup
 
 op = torch.ops.ssd_fx
@@ -32,8 +33,10 @@ def release(handle: Tensor, x: Tensor, seq: int = 1, hand_over: bool = True) -> 
     op.wait_store_(handle, x, seq, hand_over)
 
 
-def start_load(handle: Tensor, like: Tensor, consume: bool = True, seq: int = 0) -> Tensor:
-    y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, CPU, seq, consume)
+def start_load(handle: Tensor, like: Tensor, consume: bool = True, seq: int = 0, relies_on: str = "dtype") -> Tensor:
+    """`consume`: as in a backward that does not keep its graph."""
+    with mock.patch.object(ops, "keeps_graph", return_value=not consume):
+        y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, CPU, seq, False, relies_on)
     return y
 
 
@@ -42,8 +45,8 @@ def wait(y: Tensor, handle: Tensor, seq: int = 1) -> Tensor:
     return y
 
 
-def load(handle: Tensor, like: Tensor, consume: bool = True) -> Tensor:
-    return wait(start_load(handle, like, consume), handle)
+def load(handle: Tensor, like: Tensor, consume: bool = True, relies_on: str = "dtype") -> Tensor:
+    return wait(start_load(handle, like, consume, relies_on=relies_on), handle)
 
 
 def settle(handle: Tensor) -> Entry:

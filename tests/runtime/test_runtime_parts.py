@@ -316,9 +316,9 @@ def test_fake_tensors(config):
         x = torch.empty(4, 5)
         begin(config)
         h = store(x, config)
-        assert (h.shape, h.dtype, h.device) == ((), torch.int64, CPU)
+        assert (h.shape, h.stride(), h.dtype, h.device) == ((4, 5), (0, 0), torch.float32, CPU)
         op.wait_store_(h, x, 1)
-        y = op.load(h, [5, 4], [1, 5], torch.bfloat16, CPU, 0, True)
+        y = op.load(h, [5, 4], [1, 5], torch.bfloat16, CPU, 0)
         assert (y.shape, y.stride(), y.dtype) == ((5, 4), (1, 5), torch.bfloat16)
         wait(y, h)
 
@@ -329,7 +329,7 @@ def test_make_fx(config, mode):
         op.begin_(token, config, "g", 1, 1)
         h = op.store(x, config, "g", 0, 0)
         op.wait_store_(h, x, 1, hand_over=False)
-        y = op.load(h, x.shape, x.stride(), x.dtype, x.device, 0, False)
+        y = op.load(h, x.shape, x.stride(), x.dtype, x.device, 0)
         op.wait_load_(y, h, 1)
         return y + 1
 
@@ -345,7 +345,7 @@ def test_load_to_another_device(config):
     x = torch.randn(10)
     h = store(x, config)
     with pytest.raises(RuntimeError, match=r"slot 0 of graph 'g' \(40 B\) was stored from cpu and cannot .* to cuda"):
-        op.load(h, [10], [1], torch.float32, torch.device("cuda"), 0, True)
+        op.load(h, [10], [1], torch.float32, torch.device("cuda"), 0)
 
 
 def test_posix_and_memory_agree(tmp_path):

@@ -98,7 +98,7 @@ def test_second_load_of_a_given_tensor(stuck):
     like = torch.empty(N)
     del x
     y = load(h, like, consume=True)
-    with pytest.raises(RuntimeError, match=r"slot 9 of graph 'g'.*retain_graph=True.*donated_buffer=False"):
+    with pytest.raises(RuntimeError, match=r"slot 9 of graph 'g'.*did not keep the graph.*retain_graph=True"):
         start_load(h, like)
     assert y.numel() == N
 
@@ -274,7 +274,7 @@ def test_death_of_a_handle_frees_extent_and_memory(config):
         h = store(x, config)
         offsets.append(settle(h).extent.offset)
         release(h, x)
-        view = h.view(1)
+        view = h[:1]
         del h
         assert len(entries.living()) == 1  # a view keeps the storage
         del view
@@ -310,8 +310,8 @@ def test_dead_handle(config):
     h = store(torch.randn(N), config)
     copy = h.clone()
     del h
-    with pytest.raises(RuntimeError, match=r"storage died.*saved_tensors_hooks"):
-        op.load(copy, [N], [1], torch.float32, CPU, 0, True)
+    with pytest.raises(RuntimeError, match=r"saved_tensors_hooks.*storage died"):
+        op.load(copy, [N], [1], torch.float32, CPU, 0)
 
 
 def test_handle_dies_inside_a_critical_section(config):

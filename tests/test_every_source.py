@@ -1,0 +1,72 @@
+"""Toys, compiled once, under every source of a loaded value: bit for bit the gradients of everything kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import ssd_fx
+from tests import sources
+from tests.passes import toys
+
+
+def condition(x: Tensor, w: Tensor) -> Tensor:
+    """linalg.cond saves the tail of a storage: a slice that does not begin it."""
+    return torch.linalg.cond(x @ w) * (x @ w).sum()
+
+
+def sort_s_tail(x: Tensor, w: Tensor) -> Tensor:
+    """The largest of sorted values and their indices: a slice of both is needed."""
+    values, indices = (x @ w).sort(dim=0)
+    return (values[5:] @ w).sum() + (values[5:] * indices[5:]).sum()
+
+
+def matrix_norms(x: Tensor, w: Tensor) -> Tensor:
+    """Singular values, of which the extremes are looked at."""
+    singular = torch.linalg.svdvals(x @ w)
+    return singular[-1] / singular[0] + torch.linalg.matrix_norm(x @ w, 2)
+
+
+TOYS = (*toys.ALL, condition, sort_s_tail, matrix_norms)
+
+
+def train(toy: Callable[..., object], size: int = 8) -> list[Tensor]:
+    """Outputs and gradients."""
+    args = toys.inputs(size)
+    torch.manual_seed(0)
+    outputs = toy(*args)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    loss = sum((o.float() * (k + 1)).sum() for k, o in enumerate(outputs))
+    gradients = torch.autograd.grad(loss, args, allow_unused=True)  # type: ignore[arg-type]
+    return [t.detach() for t in (*outputs, *gradients) if t is not None]
+
+
+def every_source(toy: toys.Toy, inner: str) -> None:
+    kept = train(torch.compile(toy, backend=ssd_fx.backend, options=sources.OPTIONS | {"inner": inner, "budget": 1.0}))
+    torch._dynamo.reset()
+    compiled = torch.compile(toy, backend=ssd_fx.backend, options=sources.OPTIONS | {"inner": inner})
+    for source in sources.ALL:
+        with source.forced():
+            found = train(compiled)
+            if ssd_fx.stats().loads:
+                source.check(ssd_fx.stats())
+        same = [torch.equal(a, b) for a, b in zip(kept, found, strict=True)]
+        assert all(same), f"{source.name}: of outputs and gradients these are the same: {same}"
+
+
+@pytest.mark.parametrize("toy", TOYS, ids=toys.name)
+def test_toys(toy: toys.Toy) -> None:
+    every_source(toy, "aot_eager")
+
+
+INDUCTOR = (toys.views_only, toys.narrow, condition)  # shared, with an offset, behind library calls
+
+
+@pytest.mark.parametrize(
+    "toy", [pytest.param(t, marks=() if t in INDUCTOR else pytest.mark.slow) for t in TOYS], ids=toys.name
+)
+def test_toys_through_inductor(toy: toys.Toy) -> None:
+    every_source(toy, "inductor")

@@ -1,0 +1,109 @@
+"""Operators whose kernels return another dtype or other strides than their metadata (fake implementations) promise.
+
+Autograd saves what the kernel returned. So does ssd_fx, wherever the value comes from when the backward wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import Library
+
+import ssd_fx
+from tests import sources
+
+Kernel = Callable[[Tensor], Tensor]
+# What `kernel` returns for a float32 matrix, and what the metadata promises of it.
+KERNELS: dict[str, tuple[Kernel, Kernel]] = {
+    "wider": (lambda x: x.double(), lambda x: x),
+    "narrower": (lambda x: x.bfloat16(), lambda x: x),
+    "another_half": (lambda x: x.bfloat16(), lambda x: x.half()),
+    "transposed": (lambda x: x.t().contiguous().t(), lambda x: x),
+    "gaps": (lambda x: torch.cat([x, x], 1)[:, : x.shape[1]], lambda x: x),
+    "offset": (lambda x: torch.cat([x, x])[x.shape[0] :], lambda x: x),
+    "overlapping": (lambda x: x[:, :1].clone().expand(x.shape), lambda x: x),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> Iterator[None]:
+    made = Library("unlike", "FRAGMENT")
+    for name, (kernel, promised) in KERNELS.items():
+        made.define(f"{name}(Tensor x) -> Tensor")
+        made.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(
+            f"unlike::{name}", lambda x, f=promised: torch.empty_like(f(x.new_empty(x.shape))), lib=made
+        )
+        torch.library.register_autograd(
+            f"unlike::{name}",
+            _backward,
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+            lib=made,
+        )
+    yield
+    made._destroy()
+
+
+def _backward(ctx: object, grad: Tensor) -> Tensor:
+    (saved,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    return (grad.float() * saved.float().sin()).float()
+
+
+def step(name: str) -> Callable[[Tensor], Tensor]:
+    def f(x: Tensor) -> Tensor:
+        return getattr(torch.ops.unlike, name)(x * 2).float().sum()  # type: ignore[no-any-return]
+
+    return f
+
+
+def train(compiled: Callable[..., Tensor], *shared: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The loss and the gradients of the input and of `shared`, after one step."""
+    x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    loss = compiled(x)
+    gradients = torch.autograd.grad(loss, [x, *shared])
+    return [loss.detach(), *gradients]
+
+
+def assert_every_source_gives(
+    expected: list[Tensor], compiled: Callable[..., Tensor], *given: Any, **more: Any
+) -> None:
+    for source in sources.ALL:
+        with source.forced():
+            ours = train(compiled, *given, **more)
+            source.check(ssd_fx.stats())
+        assert all(torch.equal(a, b) for a, b in zip(expected, ours, strict=True)), source.name
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_backward_gets_what_the_kernel_returned(name: str) -> None:
+    stock = train(torch.compile(step(name), backend="aot_eager"))
+    torch._dynamo.reset()
+    assert_every_source_gives(stock, torch.compile(step(name), backend=ssd_fx.backend, options=sources.OPTIONS))
+
+
+@pytest.mark.parametrize("name", ["wider", "narrower", "another_half"])
+def test_generated_code_for_another_dtype_is_refused(name: str) -> None:
+    """Inductor's code would read the bits of one dtype as another one."""
+    compiled = torch.compile(step(name), backend=ssd_fx.backend, options=sources.OPTIONS | {"inner": "inductor"})
+    for name in ("read", "given_away", "copied"):
+        with sources.SOURCES[name].forced(), pytest.raises(RuntimeError, match=r"a tensor of torch\..*compiled for"):
+            train(compiled)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layer_norm_of_bfloat16_with_float32_weights(autocast: bool) -> None:
+    """Its metadata say that mean and rstd are bfloat16; the kernel returns float32."""
+    weights = [torch.randn(64, generator=torch.Generator().manual_seed(k)).requires_grad_() for k in range(2)]
+
+    def f(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return torch.nn.functional.layer_norm(x, (64,), *weights).sin().float().sum()
+
+    stock = train(torch.compile(f, backend="aot_eager"), *weights, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend=ssd_fx.backend, options=sources.OPTIONS)
+    assert_every_source_gives(stock, compiled, *weights, dtype=torch.bfloat16)
