@@ -147,9 +147,9 @@ def lookup(handle: Tensor) -> Entry:
         message = (
             "is none: what the forward saved was exchanged for another tensor. "
             "torch.autograd.graph.saved_tensors_hooks do that when they copy what they pack (save_on_cpu does), and "
-            "the handle's storage died then; take the compiled region out of those hooks. torch.utils.checkpoint does it "
-            "where the forward that runs again runs another compiled graph, as for another size; mark what varies with "
-            "torch._dynamo.mark_dynamic"
+            "the handle's storage died then; take the compiled region out of those hooks. torch.utils.checkpoint does "
+            "it where the forward that runs again runs another compiled graph, as for another size; mark what varies "
+            "with torch._dynamo.mark_dynamic"
         )
     raise RuntimeError(f"an ssd_fx handle of shape {list(handle.shape)} and {handle.dtype} {message}")
 
