@@ -16,11 +16,20 @@ from ssd_fx.runtime.config import RuntimeConfig
 
 
 class Memory(NamedTuple):
-    """`nbytes` at address `ptr` of a device, which its owner keeps alive for as long as somebody transfers it."""
+    """`nbytes` at address `ptr` of a device, which its owner keeps alive for as long as somebody transfers it.
+
+    `home`: the device whose tensor these bytes are, where they are a copy in host memory: it will ask for them.
+    """
 
     ptr: int
     nbytes: int
     device: torch.device
+    home: torch.device | None = None
+
+    @property
+    def reader(self) -> torch.device:
+        """The device to which what is written from here will be read: an engine writes so that it can."""
+        return self.home or self.device
 
     @staticmethod
     def of(x: torch.Tensor) -> "Memory":
@@ -140,14 +149,15 @@ class Copy:
 
 
 class _HostExtent(Extent):
-    """`region` holds what came from the CPU, `pinned` what came from a device with streams."""
+    """`region` holds the tensor of a CPU, `pinned` that of a device with streams, which is `reader`."""
 
-    __slots__ = ("pinned", "region")
+    __slots__ = ("pinned", "reader", "region")
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, "memory")
         self.region: Region | None = None
         self.pinned: torch.Tensor | None = None
+        self.reader = torch.device("cpu")
 
 
 class MemoryEngine:
@@ -174,9 +184,12 @@ class MemoryEngine:
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
-        queued = streams.of(memory.device)
+        extent.reader = memory.reader
+        queued = streams.of(memory.reader)
         if queued:
             extent.pinned = queued.pinned(memory.nbytes)
+            if memory.home:
+                return Copy(extent.pinned.data_ptr(), memory.ptr, memory.nbytes)
             return self._copy(queued, memory, extent.pinned, write=True)
         extent.region = POOL.take(memory.nbytes)
         return Copy(extent.region.address, memory.ptr, memory.nbytes)
@@ -184,17 +197,19 @@ class MemoryEngine:
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
         queued = streams.of(memory.device)
-        if queued:
-            assert extent.pinned is not None, "what came from a device goes back there"
+        if queued and extent.pinned is not None:
             return self._copy(queued, memory, extent.pinned, write=False)
-        assert extent.region, "what came from the CPU goes back there"
-        return Copy(memory.ptr, extent.region.address, memory.nbytes)
+        if not queued and extent.region:
+            return Copy(memory.ptr, extent.region.address, memory.nbytes)
+        raise not_readable(extent.reader, memory.device)
 
     def located(self, extent: Extent) -> Memory:
         """The host memory of an extent that was written."""
         assert isinstance(extent, _HostExtent)
-        at = extent.region.address if extent.region else 0
-        return Memory(extent.pinned.data_ptr() if extent.pinned is not None else at, extent.nbytes, torch.device("cpu"))
+        if extent.pinned is not None:
+            return Memory(extent.pinned.data_ptr(), extent.nbytes, torch.device("cpu"), extent.reader)
+        assert extent.region, "it was written"
+        return Memory(extent.region.address, extent.nbytes, torch.device("cpu"))
 
     def _copy(self, queued: streams.Streams, memory: Memory, pinned: torch.Tensor, write: bool) -> Completion:
         def enqueue(side: streams.Stream) -> streams.Check:
@@ -210,6 +225,15 @@ class MemoryEngine:
 
     def close(self) -> None:
         return
+
+
+def not_readable(stored: torch.device, wanted: torch.device) -> NotImplementedError:
+    """To be raised by a read for another device than the one the bytes were written for, where it has not their form.
+
+    What a graph stores it loads to the same device, so nobody should see it.
+    """
+    origin = "the CPU" if stored.type == "cpu" else str(stored)
+    return NotImplementedError(f"what was stored from {origin} cannot be loaded to {wanted}")
 
 
 def check_device(engine: Engine, device: torch.device) -> None:

@@ -4,7 +4,8 @@
 * **Blocks are not verified**: the data never passes the host, where the checksums of engine "posix" are computed.
 * Tensor memory is not registered with cuFile. A registration is by address and would outlive the tensor in a caching
   allocator; cuFile moves what is not registered through a buffer on the GPU.
-* CPU tensors go through a `PosixEngine` beside, with files of its own, made when the first one comes.
+* What lies in host memory goes through a `PosixEngine` beside, with files of its own, made when the first one comes:
+  tensors of the CPU, and those of a GPU that a host tier hands on. Both come back the way they went.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ import torch
 from ssd_fx.runtime import cufile, streams
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.cufile import Driver, DriverFile
-from ssd_fx.runtime.engines import Completion, Engine, Extent, Memory, make_engine
+from ssd_fx.runtime.engines import Completion, Engine, Extent, Memory, make_engine, not_readable
 from ssd_fx.runtime.extents import STEP, SlabFile
 from ssd_fx.runtime.preflight import check_directory
 
@@ -29,7 +30,7 @@ _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
 
 
 class GdsExtent(Extent):
-    """Room in a file of `GdsEngine`; if the bytes come `from_cpu` they are in `host` instead."""
+    """Room in a file of `GdsEngine`, which it has no more if the bytes come `from_cpu`: they are in `host` instead."""
 
     __slots__ = ("file", "from_cpu", "host", "size")
 
@@ -122,11 +123,12 @@ class GdsEngine:
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, GdsExtent)
-        if streams.of(memory.device):
-            return self._queued("read", extent, memory)
-        assert self._host, "where it was written"
-        assert extent.host, "what came from the CPU goes back there"
-        return self._host.read(extent.host, memory)
+        if extent.host:
+            assert self._host, "where it was written"
+            return self._host.read(extent.host, memory)
+        if extent.from_cpu or not streams.of(memory.device):
+            raise not_readable(torch.device("cpu" if extent.from_cpu else "cuda"), memory.device)
+        return self._queued("read", extent, memory)
 
     def failed(self, extent: Extent, error: OSError) -> None:
         assert isinstance(extent, GdsExtent)

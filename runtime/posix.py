@@ -4,7 +4,8 @@ Torch's CPU allocations sit 64 bytes behind a page boundary, where direct I/O do
 *body*, from the first boundary on, is transferred in place, and its *head* and *tail* (each shorter than the alignment)
 stay in memory with the extent. A load into memory of the same phase (address modulo a page) does the same without a
 copy. What is small, or has another phase, bounces through an aligned buffer, padded to the alignment. What is on a CUDA
-device goes whole, and padded, through pinned memory of the I/O threads (`native/staging.h`).
+device goes whole, and padded, through pinned memory of the I/O threads (`native/staging.h`); what lies in host memory
+and will be read by such a device is written whole too, as only that can be read so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from ssd_fx.runtime import driver, native
 from ssd_fx.runtime.buffers import PAGE, POOL, Region
-from ssd_fx.runtime.engines import Completion, Extent, Memory
+from ssd_fx.runtime.engines import Completion, Extent, Memory, not_readable
 from ssd_fx.runtime.extents import STEP, SlabFile
 from ssd_fx.runtime.pool import CUDA_FAILED, OnDevice, Sums, sums_for
 from ssd_fx.runtime.preflight import check_directory
@@ -166,12 +167,13 @@ class PosixEngine:
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, FileExtent)
-        ptr, nbytes, device = memory
+        ptr, nbytes, device, _ = memory
         align = extent.file.align
         if device.type == "cuda":
             extent.body_at, extent.body_bytes, extent.head, extent.tail = 0, nbytes, b"", b""
             return self._staged(True, extent, ptr, device)
-        if nbytes < self._small and align > 1:
+        whole = memory.reader.type == "cuda" and (ptr % align or nbytes % align)
+        if whole or (nbytes < self._small and align > 1):
             return self._write_bounced(extent, ptr, nbytes, align)
         head = -ptr % align
         body = (nbytes - head) // align * align
@@ -224,7 +226,7 @@ class PosixEngine:
     def _staged(self, write: bool, extent: FileExtent, ptr: int, device: torch.device) -> Completion:
         """All of the tensor's bytes between the device and the file, padded to the alignment."""
         if extent.body_bytes != extent.nbytes:
-            raise NotImplementedError(f"what was stored from the CPU cannot be loaded to {device}")
+            raise not_readable(torch.device("cpu"), device)
         assert device.index is not None, "the device of a tensor has a number"
         cuda, index = self._cuda(), device.index
         found = self._devices.get(index) or self._devices.setdefault(index, driver.describe(cuda, index))

@@ -43,7 +43,7 @@ class _Part(NamedTuple):
 
     def of(self, memory: Memory) -> Memory:
         """The stripe's share of the tensor's memory."""
-        return Memory(memory.ptr + self.start, self.extent.nbytes, memory.device)
+        return Memory(memory.ptr + self.start, self.extent.nbytes, memory.device, memory.home)
 
 
 class StripedExtent(Extent):

@@ -38,7 +38,7 @@ def library():
     found.fake_count.restype = ctypes.c_long
     found.fake_declare.argtypes = (pointer, size)
     found.fake_launch.argtypes = (pointer, pointer, size)
-    found.fake_event_destroy.argtypes = (pointer,)
+    found.fake_forget.argtypes = found.fake_event_destroy.argtypes = (pointer,)
     return found
 
 
