@@ -1,4 +1,4 @@
-"""What moves bytes: the interface of the engines, the one in memory, and their names.
+"""What moves bytes: the interface of the engines, and their names.
 
 An engine's methods are called by one thread at a time (the store's lock); completions are used by any thread.
 """
@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ssd_fx.runtime import streams
-from ssd_fx.runtime.buffers import POOL, Region
 from ssd_fx.runtime.config import RuntimeConfig
 
 
@@ -148,85 +146,6 @@ class Copy:
         return self._span[1] - self._span[0]
 
 
-class _HostExtent(Extent):
-    """`region` holds the tensor of a CPU, `pinned` that of a device with streams, which is `reader`."""
-
-    __slots__ = ("pinned", "reader", "region")
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes, "memory")
-        self.region: Region | None = None
-        self.pinned: torch.Tensor | None = None
-        self.reader = torch.device("cpu")
-
-
-class MemoryEngine:
-    """Extents are host memory and transfers are copies: the reference that others are compared with.
-
-    Torch rounds pinned memory up to a power of two, so what is stored from a GPU may take twice its size here.
-    """
-
-    name = "memory"
-    devices = frozenset({"cpu", "cuda"})
-    disk_bytes = 0
-
-    def __init__(self) -> None:
-        self._sides = streams.SideStreams()
-
-    def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        return _HostExtent(nbytes)  # the memory comes with the write, which knows the device
-
-    def free(self, extent: Extent) -> None:
-        assert isinstance(extent, _HostExtent)
-        region, extent.region, extent.pinned = extent.region, None, None
-        if region:
-            POOL.give(region)
-
-    def write(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, _HostExtent)
-        extent.reader = memory.reader
-        queued = streams.of(memory.reader)
-        if queued:
-            extent.pinned = queued.pinned(memory.nbytes)
-            if memory.home:
-                return Copy(extent.pinned.data_ptr(), memory.ptr, memory.nbytes)
-            return self._copy(queued, memory, extent.pinned, write=True)
-        extent.region = POOL.take(memory.nbytes)
-        return Copy(extent.region.address, memory.ptr, memory.nbytes)
-
-    def read(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, _HostExtent)
-        queued = streams.of(memory.device)
-        if queued and extent.pinned is not None:
-            return self._copy(queued, memory, extent.pinned, write=False)
-        if not queued and extent.region:
-            return Copy(memory.ptr, extent.region.address, memory.nbytes)
-        raise not_readable(extent.reader, memory.device)
-
-    def located(self, extent: Extent) -> Memory:
-        """The host memory of an extent that was written."""
-        assert isinstance(extent, _HostExtent)
-        if extent.pinned is not None:
-            return Memory(extent.pinned.data_ptr(), extent.nbytes, torch.device("cpu"), extent.reader)
-        assert extent.region, "it was written"
-        return Memory(extent.region.address, extent.nbytes, torch.device("cpu"))
-
-    def _copy(self, queued: streams.Streams, memory: Memory, pinned: torch.Tensor, write: bool) -> Completion:
-        def enqueue(side: streams.Stream) -> streams.Check:
-            ours = queued.view(memory.ptr, memory.nbytes, memory.device)
-            target, source = (pinned, ours) if write else (ours, pinned)
-            queued.copy(side, target, source)
-            return lambda: None
-
-        return streams.Queued(memory.device, self._sides.get(memory.device, write), enqueue)
-
-    def failed(self, extent: Extent, error: OSError) -> None:
-        raise AssertionError(f"a copy in memory cannot fail: {error}")
-
-    def close(self) -> None:
-        return
-
-
 def not_readable(stored: torch.device, wanted: torch.device) -> NotImplementedError:
     """To be raised by a read for another device than the one the bytes were written for, where it has not their form.
 
@@ -242,6 +161,12 @@ def check_device(engine: Engine, device: torch.device) -> None:
         reach = " and ".join(sorted(engine.devices))
         message = f"engine {engine.name!r} moves tensors on {reach}, and got one on {device}; compile for one of those"
         raise NotImplementedError(message)
+
+
+def _memory(_: RuntimeConfig) -> Engine:
+    from ssd_fx.runtime.host import MemoryEngine
+
+    return MemoryEngine()
 
 
 def _posix(config: RuntimeConfig) -> Engine:
@@ -297,7 +222,7 @@ def _auto(config: RuntimeConfig) -> Engine:
 ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
     "auto": _auto,
     "posix": _posix,
-    "memory": lambda _: MemoryEngine(),
+    "memory": _memory,
     **{name: _gds(name) for name in _GDS},
 }
 
@@ -314,6 +239,7 @@ def make_tiers(config: RuntimeConfig) -> tuple[Engine, int]:
     engine = make_engine(config)
     if not (config.host_budget and torch.cuda.is_available() and "cuda" in engine.devices):
         return engine, config.resident + config.host_budget
+    from ssd_fx.runtime.host import MemoryEngine
     from ssd_fx.runtime.tiered import TieredEngine
 
     host = MemoryEngine()

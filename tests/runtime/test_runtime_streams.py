@@ -13,8 +13,9 @@ from harness import config_json, load, raw, release, settle, start_load, store, 
 
 from ssd_fx.runtime import entries, memory, stats, streams
 from ssd_fx.runtime.buffers import POOL
-from ssd_fx.runtime.engines import Memory, MemoryEngine
+from ssd_fx.runtime.engines import Memory
 from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.host import MemoryEngine
 from ssd_fx.runtime.store import close_stores
 
 N = 50_000

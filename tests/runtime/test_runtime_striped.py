@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from ssd_fx.runtime import entries, striped
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.engines import Memory, MemoryEngine, make_engine, outcome
+from ssd_fx.runtime.engines import Memory, make_engine, outcome
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.extents import SlabFile
+from ssd_fx.runtime.host import MemoryEngine
 from ssd_fx.runtime.posix import PosixEngine
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store

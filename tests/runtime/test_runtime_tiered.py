@@ -9,7 +9,8 @@ from engines import DelayedEngine, FailingEngine
 from fake_gpu import ORDERS, installed
 from harness import config_json, load, op, raw, release, settle
 
-from ssd_fx.runtime.engines import Memory, MemoryEngine, outcome
+from ssd_fx.runtime.engines import Memory, outcome
+from ssd_fx.runtime.host import MemoryEngine
 from ssd_fx.runtime.posix import PosixEngine
 from ssd_fx.runtime.store import close_stores
 from ssd_fx.runtime.tiered import TieredEngine
