@@ -42,7 +42,8 @@ def anchor(streams: Streams, device: torch.device) -> Anchor:
     if found is None or now() - found.fired_s > FRESH_S:
         with _making:
             event = streams.idle(device)
-            event.synchronize()  # not behind kernels, so some 20 us
+            with streams.on(device):
+                event.synchronize()  # not behind kernels, so some 20 us
             found = _anchors[streams, device] = Anchor(event, now())
     return found
 

@@ -53,11 +53,13 @@ class Node:
 
     def fired(self) -> bool:
         """Whether the device is past it."""
-        return self._ended.query()
+        with self._streams.on(self._device):
+            return self._ended.query()
 
     def wait(self) -> None:
         """Returns when the device is past it."""
-        self._ended.synchronize()
+        with self._streams.on(self._device):
+            self._ended.synchronize()
 
     def event(self) -> trace.Event:
         """With the device's times, once it has fired."""

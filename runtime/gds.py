@@ -191,6 +191,7 @@ def _checked(what: str, extent: GdsExtent, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except RuntimeError as error:  # what kvikio and cuda.bindings raise, with cuFile's message
+        error.__traceback__ = None  # its frames have the future, which is to be dropped with the transfer
         raise _failure(what, extent, f"failed: {error}") from None
 
 

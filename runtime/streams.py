@@ -7,11 +7,16 @@ Three rules keep a transfer from seeing or leaving garbage:
 * its owner keeps the memory until an event recorded behind it has fired, as the *host* saw it. So no allocator has to
   know of side streams (`record_stream`), and memory goes back in the order of the compute stream, where it came from;
 * what was transferred is asked for only after that event: asking earlier would block the host, or be wrong.
+
+And one for GPUs that are not the first: a thread is on device 0 until somebody says otherwise, and a call there about
+an event or a stream of another device makes a context on device 0, of some 500 MiB. So whoever asks an event, or calls
+a library, is within `Streams.on`: the garbage of a tensor may be collected in any thread.
 """
 
 import errno
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +33,7 @@ Enqueue = Callable[["Stream"], Check]
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """A point in a stream. To be asked within `Streams.on`."""
 
     def query(self) -> bool:
         """Whether the device has come there."""
@@ -52,6 +57,9 @@ class Stream(Protocol):
 
 class Streams(Protocol):
     """The streams and the memory of one type of device."""
+
+    def on(self, device: torch.device) -> AbstractContextManager[None]:
+        """Within it `device` is the one that this thread is on."""
 
     def current(self, device: torch.device) -> Stream:
         """The stream on which this thread computes."""
@@ -97,7 +105,11 @@ class Exposed:
 
 
 class CudaStreams:
-    """torch.cuda's."""
+    """torch.cuda's. Its calls go to the device of their stream, but for `query` and `synchronize` of an event."""
+
+    def on(self, device: torch.device) -> AbstractContextManager[None]:
+        within: AbstractContextManager[None] = torch.cuda.device(device)
+        return within
 
     def current(self, device: torch.device) -> Stream:
         return torch.cuda.current_stream(device)
@@ -141,7 +153,11 @@ def of(device: torch.device) -> Streams | None:
 def check_not_captured(device: torch.device) -> None:
     """Raises: RuntimeError within the capture of a CUDA graph."""
     found = of(device)
-    if found and found.capturing():
+    if not found:
+        return
+    with found.on(device):
+        capturing = found.capturing()
+    if capturing:
         raise RuntimeError(
             "ssd_fx cannot be captured in a CUDA graph: a replay runs kernels and no code of the host, which issues "
             "the transfers; right would be torch.cuda.graph around what is not compiled with ssd_fx"
@@ -161,8 +177,9 @@ class SideStreams:
         if stream is None:
             queued = of(device)
             assert queued, "asked for such a device"
-            stream = queued.side(device)
-            self._prepare(stream)
+            with queued.on(device):
+                stream = queued.side(device)
+                self._prepare(stream)
             self._made[device, write] = stream
         return stream
 
@@ -192,6 +209,10 @@ class Queued:
     def start(self) -> None:
         streams = of(self._device)
         assert streams, "made for such a device"
+        with streams.on(self._device):
+            self._start(streams)
+
+    def _start(self, streams: Streams) -> None:
         self._anchor = anchor(streams, self._device)
         self._side.wait_event(streams.record(streams.current(self._device)))
         self._begun = streams.record(self._side)
@@ -204,7 +225,10 @@ class Queued:
             self._ended = streams.record(self._side)
 
     def done(self) -> bool:
-        return self._ended is not None and self._ended.query()
+        if self._ended is None:
+            return False
+        with self._on_device():
+            return self._ended.query()
 
     def wait(self) -> None:
         self._see_end()
@@ -228,15 +252,24 @@ class Queued:
         """Returns when the device has come to the end, or at once if it was never to start."""
         if self._ended is None:
             return
-        self._ended.synchronize()
+        with self._on_device():
+            self._ended.synchronize()
+            self._read_end(self._ended)
+
+    def _read_end(self, ended: Event) -> None:
         with self._lock:
             if self._over is None:
                 assert self._begun, "recorded before the end"
                 assert self._anchor, "taken before the events"
-                self._over = (self._anchor.when(self._begun), self._anchor.when(self._ended))
+                self._over = (self._anchor.when(self._begun), self._anchor.when(ended))
             if self._check:
                 try:
                     self._check()
-                except OSError as error:
-                    self._error = error
+                except OSError as error:  # its frames have what `_check` has, which is to go here and nowhere else
+                    self._error = error.with_traceback(None)
                 self._check = None
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        streams = of(self._device)
+        assert streams, "made for such a device"
+        return streams.on(self._device)

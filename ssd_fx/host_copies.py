@@ -22,9 +22,10 @@ def host_copies(device: torch.device, nbytes: int = _NBYTES) -> dict[str, float]
     queued = streams.of(device)
     if queued is None:
         return {}
-    large, small = _Copies(queued, device, nbytes), _Copies(queued, device, _SMALL_BYTES)
-    there_s, back_s = large.seconds(write=True), large.seconds(write=False)
-    small_s = (small.seconds(write=True) + small.seconds(write=False)) / 2
+    with queued.on(device):
+        large, small = _Copies(queued, device, nbytes), _Copies(queued, device, _SMALL_BYTES)
+        there_s, back_s = large.seconds(write=True), large.seconds(write=False)
+        small_s = (small.seconds(write=True) + small.seconds(write=False)) / 2
     latency_s = max(small_s - _SMALL_BYTES * (there_s + back_s) / 2 / nbytes, 0.0)
     return {"to_host_bw": nbytes / there_s, "from_host_bw": nbytes / back_s, "host_latency_s": latency_s}
 

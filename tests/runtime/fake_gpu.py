@@ -3,6 +3,9 @@
 Registered for the device type "cpu", so that the store, the engines and the ops run as they do on a GPU. Kernels and
 copies work on addresses, as those of a GPU do: they keep nothing alive and see what is there when they run.
 
+It is none of the devices that a thread has by itself: whoever asks an event, or calls what takes the thread's device,
+has to be within `on`. On a GPU that is not the first, the call would make a context on the first.
+
 Orders: "sides first": side streams run as soon as they may, the compute stream only when somebody waits for it.
 "compute first": the other way round. "lazy": nothing runs before somebody waits for it. An int: random, with that seed.
 """
@@ -10,6 +13,7 @@ Orders: "sides first": side streams run as soon as they may, the compute stream 
 import contextlib
 import ctypes
 import random
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,10 +35,16 @@ class FakeEvent:
         self.fired, self.ms = True, self.stream.gpu.ms
 
     def query(self) -> bool:
+        self.stream.gpu.check_thread("a query of an event")  # of torch's calls it sets no device, as CUDAEvent.h shows
         self.stream.gpu.progress()
         return self.fired
 
     def synchronize(self) -> None:
+        self.stream.gpu.check_thread("a wait for an event")  # nor does this one
+        self.reach()
+
+    def reach(self) -> None:
+        """The device comes here."""
         while not self.fired:
             self.stream.run_first()
 
@@ -59,7 +69,7 @@ class FakeStream:
         """Runs one task, and before it what it waits for."""
         first = self.tasks[0]
         if isinstance(first, FakeEvent):
-            first.synchronize()
+            first.reach()
         self.tasks.popleft()
         if not isinstance(first, FakeEvent):
             first()
@@ -91,8 +101,18 @@ class FakeGpu:
         self.ms = 0.0  # the device's time: it does one thing at a time
         self._free: dict[int, list[Block]] = {}
         self._running = False
+        self._thread = threading.local()
+        self.threads: set[str] = set()  # in which somebody asked it
 
     # ---- what the runtime uses
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self._thread.entered = self.entered, True
+        try:
+            yield
+        finally:
+            self._thread.entered = before
 
     def current(self, device: torch.device) -> FakeStream:
         return self.compute
@@ -108,6 +128,7 @@ class FakeGpu:
         return event
 
     def capturing(self) -> bool:
+        self.check_thread("whether a graph is captured was asked")
         return self.captures
 
     def idle(self, device: torch.device) -> FakeEvent:
@@ -142,6 +163,17 @@ class FakeGpu:
 
     # ---- what tests use
 
+    @property
+    def entered(self) -> bool:
+        """Whether this is the device of the thread."""
+        return getattr(self._thread, "entered", False)
+
+    def check_thread(self, what: str) -> None:
+        """Notes a violation if the thread's device is another."""
+        self.threads.add(threading.current_thread().name)
+        if not self.entered:
+            self.violations.append(f"{what} in a thread ({threading.current_thread().name}) that is on another device")
+
     def queue(self, stream: FakeStream, task: Callable[[], None], ms: float = 1.5) -> None:
         """A kernel or copy that takes so long."""
 
@@ -171,12 +203,12 @@ class FakeGpu:
         seen: list[bytes] = []
         address, nbytes = x.data_ptr(), x.numel() * x.itemsize
         self.queue(self.compute, lambda: seen.append(ctypes.string_at(address, nbytes)))
-        self.record(self.compute).synchronize()
+        self.record(self.compute).reach()
         return seen[0]
 
     def scrub(self) -> None:
         """Runs every kernel, then spoils the memory that nobody has: what is right afterwards is no leftover."""
-        self.record(self.compute).synchronize()
+        self.record(self.compute).reach()
         for block in self.blocks.values():
             if not block.live:
                 ctypes.memset(block.address, GARBAGE, block.nbytes)

@@ -1,8 +1,8 @@
 """The part of kvikio 26.10 that the engine uses, on a fake GPU, checking the rules that kvikio only states.
 
-What breaks one goes to `gpu.violations`, which ends the test: a buffer or file that is gone when the transfer runs, a
-stream that was not registered, a transfer ahead of the kernels queued before it, a result asked for before the transfer
-is over, a future dropped before. Files are real; transfers run when the fake GPU gets to them.
+What breaks one goes to `gpu.violations`, which ends the test: a call in a thread that is on another device, a buffer
+or file that is gone when the transfer runs, a stream that was not registered, a transfer ahead of the kernels queued
+before it, a result asked for before the transfer is over, a future dropped before. Files are real; transfers run when the fake GPU gets to them.
 """
 
 import ctypes
@@ -38,6 +38,7 @@ class StreamFuture:
         self.over, self.moved = False, 0
 
     def check_bytes_done(self) -> int:
+        self._stub.gpu.check_thread("the result of a transfer was asked for")
         if not self.over:
             self._stub.gpu.violations.append("the result was asked for before the transfer was over")
         if self.moved < 0:
@@ -45,6 +46,7 @@ class StreamFuture:
         return self.moved
 
     def __del__(self) -> None:
+        self._stub.gpu.check_thread("a future was dropped")
         if not self.over:
             self._stub.gpu.violations.append("a future was dropped before its transfer was over")
 
@@ -106,6 +108,7 @@ class Kvikio:
         return {"is_gds_available": self.nvidia_fs, "allow_compat_mode": self.cufile_compat}[config_name]
 
     def _stream_register(self, raw_stream: int, flags: int) -> None:
+        self.gpu.check_thread("a stream was registered")
         self.registered[raw_stream] = flags
 
 
@@ -140,6 +143,7 @@ class _CuFile:
         self, what: str, move: Callable[[int, Any, int], int], buf: Any, raw_stream: int, size: int | None, at: int
     ) -> StreamFuture:
         stub, gpu = self._stub, self._stub.gpu
+        gpu.check_thread(f"a {what} was queued")
         fault = stub.faults.get((what, stub.counts[what]))
         stub.counts[what] += 1
         if fault == "submit":

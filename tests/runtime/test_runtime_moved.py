@@ -36,7 +36,7 @@ class Driver(FakeDriver):
         self.gpu = gpu
 
     def record(self, index: int) -> FakeEvent:
-        self.gpu.record(self.gpu.compute).synchronize()
+        self.gpu.record(self.gpu.compute).reach()
         return super().record(index)
 
 

@@ -4,6 +4,7 @@ x is "in the making" where its kernel is queued and has not run. Every engine th
 """
 
 import json
+import time
 
 import pytest
 import stub_kvikio
@@ -222,6 +223,28 @@ def test_nothing_of_a_dead_tensor_is_kept(gpu, config):
     entries.living()
     close_stores()
     assert [block.nbytes for block in gpu.blocks.values() if block.live] == []
+
+
+def test_what_dies_unseen_is_ended_on_its_device():
+    """By the thread that follows deaths up, which is on device 0 by itself; the fake notes calls from there."""
+    with installed("lazy") as fake:
+        x = fake.tensor(numbers())
+        handle = store(x, MEMORY)
+        release(handle, x)
+        fake.threads.clear()
+        del x, handle
+        for _ in range(100):
+            if "ssd_fx-janitor" in fake.threads:
+                break
+            time.sleep(0.02)
+        entries.living()
+        assert fake.threads == {"ssd_fx-janitor"}
+        close_stores()
+
+
+def test_the_device_of_a_thread_is_torch_s():
+    within = streams.CudaStreams().on(torch.device("cuda", 3))
+    assert (type(within), within.idx) == (torch.cuda.device, 3)
 
 
 # ---- the transfer itself
