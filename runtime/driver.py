@@ -69,17 +69,20 @@ def describe(driver: Driver, index: int) -> Device:
 class CudaDriver:
     """libcuda.so.1, and the streams of torch.
 
-    Raises: OSError if there is no driver, or it does not work.
+    Raises: RuntimeError if there is no driver, or it does not work. No OSError: that would be held against a directory.
     """
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
         self._contexts: dict[int, int] = {}
+        try:
+            self._library = load_library("libcuda.so.1")
+            self._functions = [_address(getattr(self._library, name)) for name in FUNCTIONS]
+        except (OSError, AttributeError) as error:
+            raise _unusable(str(error)) from error
         self._call("cuInit", ctypes.c_uint(0))
 
     def functions(self) -> Sequence[int]:
-        found = [ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value for name in FUNCTIONS]
-        return [address for address in found if address]
+        return self._functions
 
     def context(self, index: int) -> int:
         if index not in self._contexts:  # retained once, for as long as the process lives
@@ -97,13 +100,30 @@ class CudaDriver:
     def _call(self, name: str, *arguments: object) -> None:
         result = getattr(self._library, name)(*arguments)
         if result:
-            raise OSError(f"{name} of the CUDA driver returned {result}")
+            raise _unusable(f"{name} returned {result}")
+
+
+def load_library(name: str) -> ctypes.CDLL:
+    """The shared library. Raises: OSError if it does not load."""
+    return ctypes.CDLL(name)
+
+
+def _address(function: object) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+def _unusable(reason: str) -> RuntimeError:
+    rocm = f"; torch is built for ROCm {torch.version.hip}, whose memory they do not reach" if torch.version.hip else ""
+    return RuntimeError(
+        f"the I/O threads of engine 'posix' copy what is on a GPU with NVIDIA's driver, which cannot be used here: "
+        f"{reason}{rocm}. engine='memory' does without, and keeps in host memory what leaves the GPU"
+    )
 
 
 @functools.cache
 def cuda() -> Driver:
     """The driver of this process.
 
-    Raises: OSError if there is none.
+    Raises: RuntimeError if there is none.
     """
     return CudaDriver()

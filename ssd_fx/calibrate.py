@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +28,9 @@ import torch
 from ssd_fx import rates
 from ssd_fx.host_copies import host_copies
 from ssd_fx.passes.machine import Machine
+from ssd_fx.runtime import streams
 from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.timing import NoClock
 
 _VERSION = 2
 _SECTIONS = ("compute", "disk")
@@ -37,6 +39,7 @@ _DIGITS = 3
 # the scheduler, and products were measured at a hundredth of their rate.
 _BUSY_S = 5e-4
 _OTHERS = 0.15  # share of the cores that other processes may use while they are measured
+_WHAT = {"compute": "how fast {device} computes", "disk": "how fast tensors of {device} are written and read"}
 T = TypeVar("T")
 Rates = dict[str, object]
 Cached = dict[str, dict[str, Rates]]  # section -> key -> rates
@@ -58,9 +61,11 @@ _known: Cached = {section: {} for section in _SECTIONS}  # what this process has
 def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = False) -> Machine:
     """The machine that computes on `device` with the drives of `config`: as cached, else measured, which takes seconds.
 
-    `anew` measures in any case. What cannot be measured, a drive that is full or cores that others use, has typical
-    rates in this process and is not kept, after a RuntimeWarning.
+    `anew` measures in any case. What cannot be measured, a drive that is full, cores that others use or a device that
+    has no memory left, has typical rates in this process and is not kept, after a RuntimeWarning.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # this thread's; what measures is another
     keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
     measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
     with _lock:
@@ -69,7 +74,7 @@ def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = Fals
                 for section in _SECTIONS:
                     found = None if anew else kept[section].get(keys[section])
                     if found is None:
-                        found = _measured(measure[section])
+                        found = _measured(section, measure[section], device)
                     _known[section][keys[section]] = found
                     if found:
                         kept[section][keys[section]] = found
@@ -79,14 +84,22 @@ def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = Fals
         return machine
 
 
-def _measured(measure: Callable[[], Rates]) -> Rates:
+def _measured(section: str, measure: Callable[[], Rates], device: torch.device) -> Rates:
     """What `measure` finds; nothing, after a RuntimeWarning, where that is no measure of this machine."""
     try:
-        return _rounded(_in_thread(measure))
+        return _rounded(_in_thread(measure, device))
     except _Unmeasured as error:
-        told = f"ssd_fx could not measure {error}, and plans with typical rates: {_WITHOUT}"
-        warnings.warn(told, RuntimeWarning, stacklevel=3)
-        return {}
+        reason = str(error)
+    except NoClock as error:
+        reason = f"{_WHAT[section].format(device=device)} ({error})"
+    except (RuntimeError, MemoryError) as error:
+        if not rates.out_of_memory(error):
+            raise
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        reason = f"{_WHAT[section].format(device=device)} (there is no memory for it: {first})"
+    told = f"ssd_fx could not measure {reason}, and plans with typical rates: {_WITHOUT}"
+    warnings.warn(told, RuntimeWarning, stacklevel=3)
+    return {}
 
 
 def cached() -> Cached:
@@ -181,13 +194,17 @@ def _rounded(found: Mapping[str, object]) -> Rates:
     return {name: whole[name] for name in found}
 
 
-def _in_thread(work: Callable[[], T]) -> T:
-    """The result of `work` in a thread of its own, where no autocast, mode or compilation of the caller is in force."""
+def _in_thread(work: Callable[[], T], device: torch.device) -> T:
+    """The result of `work` in a thread of its own, where no autocast, mode or compilation of the caller is in force.
+
+    The thread is on `device`: by itself it would be on device 0, whatever the caller's is.
+    """
     outcome: list[T | BaseException] = []
+    queued = streams.of(device)
 
     def run() -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), queued.on(device) if queued else nullcontext():
                 outcome.append(work())
         except BaseException as error:
             outcome.append(error)

@@ -19,12 +19,11 @@ import torch
 from ssd_fx.passes.machine import dtype_name
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines import ENGINES, Completion, Engine, Extent, Memory
+from ssd_fx.timing import Clock
 
 aten = torch.ops.aten
 MIB = 2**20
-_REPEATS = 5
-_ENOUGH_S = 0.1  # of one figure's repeats, and no more than _MOST_S unless a single one takes longer
-_MOST_S = 0.2
+_NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of one of our nodes on the host: the wrapper's line, the dispatcher, the op without I/O; a GPU runs behind it.
 _NODE_S = 40e-6
@@ -44,32 +43,11 @@ class Disk:
     drag_s_per_byte: float
 
 
-class Clock:
-    """Times work on one device: by CUDA events where there are any, else by the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def once(self, work: Callable[[], object]) -> float:
-        """Seconds of one run."""
-        if self.device.type != "cuda":
-            started = time.perf_counter()
-            work()
-            return time.perf_counter() - started
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def typical(self, work: Callable[[], object]) -> float:
-        """Seconds of one run, as the median of some behind a warm-up; of few where a single one takes long."""
-        self.once(work)
-        runs = [self.once(work)]
-        while sum(runs) < _ENOUGH_S or (len(runs) < _REPEATS and sum(runs) < _MOST_S):
-            runs.append(self.once(work))
-        return statistics.median(runs)
+def out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that the host or the device has no memory left: torch has several ways to say so."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 class Compute:
@@ -114,8 +92,10 @@ class Compute:
                 self.clock.typical(lambda: forward(q, k, v)),
                 self.clock.typical(lambda: backward(grad, q, k, v, saved)),
             )
-        except (RuntimeError, NotImplementedError):  # no kernel for this type on this device: products stand in
-            return 0.0, 0.0
+        except (RuntimeError, NotImplementedError) as error:
+            if out_of_memory(error):
+                raise
+            return 0.0, 0.0  # no kernel for this type on this device: products stand in
         pairs = shape[0] * heads * length * length
         return 4.0 * pairs * 64 / times[0], 10.0 * pairs * 64 / times[1]
 

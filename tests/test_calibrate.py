@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssd_fx
-from ssd_fx import Config, calibrate, cli, rates
+from ssd_fx import Config, calibrate, cli, rates, timing
 from ssd_fx.backend import machine_of
 from ssd_fx.host_copies import host_copies
 from ssd_fx.passes.machine import Machine
@@ -245,14 +246,14 @@ def test_the_rate_of_products_is_that_of_their_dtype(monkeypatch: pytest.MonkeyP
     speed = {torch.float32: 1e12, torch.bfloat16: 5e11, torch.float16: 1e9}
     largest: Counter[torch.dtype] = Counter()
 
-    def typical(self: rates.Clock, work: Callable[[], object]) -> float:
+    def typical(self: timing.Clock, work: Callable[[], object]) -> float:
         with Products() as products:
             work()
         for dtype, flops in products.flops.items():
             largest[dtype] = max(largest[dtype], flops)
         return sum(flops / speed[t] for t, flops in products.flops.items()) or 1.0
 
-    monkeypatch.setattr(rates.Clock, "typical", typical)
+    monkeypatch.setattr(timing.Clock, "typical", typical)
     found = rates.Compute(CPU).rates()
     assert found["flops_by_dtype"] == pytest.approx({"float32": 1e12, "bfloat16": 5e11, "float16": 1e9}, rel=1e-12)
     machine = Machine.default(CPU, 1).with_rates({name: found[name] for name in ("flops", "flops_by_dtype")})
@@ -267,7 +268,7 @@ def test_the_program_s_random_numbers_and_autocast_are_left_alone() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
-        seconds, product = calibrate._in_thread(lambda: (rates.Compute(CPU).random_s(), ONES.mm(ONES)))
+        seconds, product = calibrate._in_thread(lambda: (rates.Compute(CPU).random_s(), ONES.mm(ONES)), CPU)
     assert product.dtype == torch.float32
     assert 1e-12 < seconds < 1e-3
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -301,6 +302,112 @@ def test_transfers_of_a_device_take_the_time_of_its_events(monkeypatch: pytest.M
         found = rates.Transfers(RuntimeConfig(engine="memory"), CPU).measure()
     assert found.write_bw == pytest.approx(rates._TRANSFER_BYTES / 1.5e-3, rel=0.01)
     assert found.read_bw == pytest.approx(rates._TRANSFER_BYTES / 1.5e-3, rel=0.01)
+
+
+def test_work_on_a_device_is_timed_by_its_events_in_any_thread() -> None:
+    """Its kernels take 5 ms, and the host no time to launch them; a new thread is on another device."""
+    with installed("lazy") as gpu:
+        clock = timing.Clock(CPU)
+        seen: list[float] = []
+
+        def work() -> None:
+            assert gpu.entered
+            gpu.queue(gpu.compute, lambda: None, ms=5.0)
+
+        thread = threading.Thread(target=lambda: seen.extend((clock.once(work), clock.typical(work))))
+        thread.start()
+        thread.join()
+    assert seen == pytest.approx([5e-3, 5e-3])
+
+
+def test_a_clock_that_stands_still_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would go on for as long as its events say that no time has passed."""
+    monkeypatch.setattr(timing, "_PATIENCE_S", 0.2)
+    launched = 0
+    with installed("lazy") as gpu:
+
+        def work() -> None:
+            nonlocal launched
+            launched += 1
+            gpu.queue(gpu.compute, lambda: None, ms=0.0)
+
+        with pytest.raises(timing.NoClock, match=r"0\.2 s on the host and no time by the events of cpu"):
+            timing.Clock(CPU).typical(work)
+    assert 1 < launched < 1e6
+
+
+def test_measuring_is_on_the_device_that_is_measured(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread of its own, which is on device 0 by itself: kernels, events and what kvikio does go by that."""
+    with installed("lazy") as gpu:
+        where: list[tuple[str, bool]] = []
+        monkeypatch.setattr(rates.Compute, "rates", lambda self: where.append(("compute", gpu.entered)) or COMPUTE)
+        monkeypatch.setattr(rates.Transfers, "measure", lambda self: where.append(("disk", gpu.entered)) or DISK)
+        monkeypatch.setattr(calibrate, "host_copies", lambda device: {})
+        calibrate.calibrated(config_for(tmp_path), CPU)
+    assert where == [("compute", True), ("disk", True)]
+
+
+def test_a_device_without_a_number_is_the_caller_s(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that measures would take its own, the first."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(calibrate, "_compute", lambda device: seen.append(device) or COMPUTE)
+    monkeypatch.setattr(calibrate, "_disk", lambda config, device: seen.append(device) or asdict(DISK))
+    monkeypatch.setattr(calibrate.streams, "of", lambda device: None)
+    calibrate.calibrated(config_for(tmp_path), torch.device("cuda"))
+    assert seen == [torch.device("cuda", 3)] * 2
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: f"{type(error).__name__} {error}"[:40])
+def test_no_memory_to_measure_with_is_not_the_end(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The model may be on the device already, and fit; it is measured when there is room."""
+
+    def full(self: rates.Compute) -> float:
+        raise error
+
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(rates.Compute, "memory_bw", full)
+    monkeypatch.setattr(timing.Clock, "typical", lambda self, work: 1.0)
+    monkeypatch.setattr(rates.Transfers, "measure", lambda self: self.engine.close() or DISK)
+    with pytest.warns(RuntimeWarning, match=r"could not measure how fast .* \(there is no memory for it: "):
+        machine = calibrate.calibrated(config_for(tmp_path), CPU)
+    assert machine.flops == Machine.default(CPU, torch.get_num_threads()).flops
+    assert calibrate.cached()["compute"] == {}
+
+
+def test_attention_without_memory_is_not_attention_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> tuple[torch.Tensor, ...]:
+        raise OUT_OF_MEMORY[0]
+
+    monkeypatch.setattr(rates, "_attention_ops", lambda device: (full, full))
+    with pytest.raises(torch.OutOfMemoryError):
+        rates.Compute(CPU).attention_flops(torch.float32)
+
+
+def test_another_error_is_not_lack_of_memory(calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: rates.Compute) -> dict[str, object]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(rates.Compute, "rates", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        calibrate.calibrated(config_for(tmp_path), CPU)
 
 
 def test_the_cpu_copies_nothing(calls: Calls, tmp_path: Path) -> None:

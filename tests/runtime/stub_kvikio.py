@@ -2,7 +2,8 @@
 
 What breaks one goes to `gpu.violations`, which ends the test: a call in a thread that is on another device, a buffer
 or file that is gone when the transfer runs, a stream that was not registered, a transfer ahead of the kernels queued
-before it, a result asked for before the transfer is over, a future dropped before. Files are real; transfers run when the fake GPU gets to them.
+before it, a result asked for before the transfer is over, a future dropped before. Files are real; transfers run when
+the fake GPU gets to them.
 """
 
 import ctypes

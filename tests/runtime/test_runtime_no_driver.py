@@ -1,0 +1,87 @@
+"""A machine whose GPU the I/O threads cannot reach: no libcuda, or one that does not work, or none of NVIDIA's."""
+
+import ctypes
+import warnings
+
+import pytest
+import torch
+from harness import config_json, load, store
+
+from ssd_fx.runtime import driver, posix
+from ssd_fx.runtime.engines import Memory
+from ssd_fx.runtime.store import get_store
+
+N = 10_000  # small, so that it is whole on the drive and a device could read it
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    driver.cuda.cache_clear()
+    yield
+    driver.cuda.cache_clear()
+
+
+class Library:
+    """A libcuda whose function `broken` returns `code`, or is missing."""
+
+    def __init__(self, broken, code=None):
+        self.broken, self.code = broken, code
+
+    def __getattr__(self, name):
+        if name != self.broken:
+            return ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+        if self.code is None:
+            raise AttributeError(f"undefined symbol: {name}")
+        return lambda *arguments: self.code
+
+
+def no_library(name):
+    raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+
+CASES = {
+    "none": (no_library, "libcuda.so.1: cannot open shared object file"),
+    "no device": (lambda name: Library("cuInit", 100), "cuInit returned 100"),
+    "too old": (lambda name: Library("cuMemHostAlloc"), "undefined symbol: cuMemHostAlloc"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_said_at_once_and_what_would_do(monkeypatch, case):
+    load_library, reason = CASES[case]
+    monkeypatch.setattr(driver, "load_library", load_library)
+    with pytest.raises(RuntimeError, match=rf"NVIDIA's driver.*{reason}.*engine='memory'") as raised:
+        driver.cuda()
+    assert not isinstance(raised.value, OSError)  # which would be taken for the directory's
+
+
+def test_rocm_is_named(monkeypatch):
+    monkeypatch.setattr(driver, "load_library", no_library)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(RuntimeError, match=r"torch is built for ROCm 6\.4"):
+        driver.cuda()
+
+
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_the_directory_is_not_to_blame(monkeypatch, tmp_path, operation):
+    """A store on the GPU raises; it is no failed write, after which a directory takes nothing any more."""
+    monkeypatch.setattr(driver, "load_library", no_library)
+    x = torch.randn(N)
+    config = config_json(tmp_path)
+    handle = store(x, config) if operation == "read" else None
+    if handle is not None:
+        (entry,) = (e for e in get_store(config).writer._writing)
+        entry.write.wait()
+        get_store(config).writer.reap()
+        del x
+    on_gpu = classmethod(lambda cls, t: cls(t.data_ptr(), t.numel() * t.itemsize, torch.device("cuda", 0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with monkeypatch.context() as patch:
+            patch.setattr(Memory, "of", on_gpu)
+            with pytest.raises(RuntimeError, match="libcuda"):
+                load(handle, torch.empty(N)) if operation == "read" else store(x, config)
+        engine = get_store(config).engine
+        assert isinstance(engine, posix.PosixEngine)
+        extent = engine.alloc(100)  # raises where a directory takes no more
+        engine.free(extent)
