@@ -8,9 +8,9 @@ VERSIONS ?= 2.11.0 2.13.0 2.15.0
 # Extra flags for pytest, e.g. PYTEST_FLAGS="-x -k store".
 PYTEST_FLAGS ?=
 
-# For "make gpu": the drive, where the results go, extra flags for benchmarks/gpu.py.
+# For "make gpu": the drive, where the results go, extra flags for benchmarks/gpu_parts.py (--dry-run shows what it runs).
 GPU_DIR ?= demo-out/gpu
-GPU_RESULTS ?= benchmarks/results
+GPU_RESULTS ?= demo-out/gpu-results
 GPU_FLAGS ?=
 
 PY := $(VENV)/bin/python
@@ -29,7 +29,8 @@ help:
 	@echo "make peers     PyTorch's own test suites, stock and ours: TESTS=DIR, a checkout of pytorch (an hour)"
 	@echo "make compatibility  docs/compatibility.md, of what zoo, loops, peers and matrix found"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
-	@echo "make gpu       on a GPU: its tests, then bandwidth and steps into benchmarks/results;  make bench;  make clean"
+	@echo "make gpu       on a GPU: tests, rates, bandwidth, steps (25 minutes); gpu-PART: one of its parts, GPU_FLAGS=--dry-run"
+	@echo "make bench     the demo at its full size;  make clean"
 
 setup: $(STAMP)
 
@@ -86,11 +87,12 @@ peers: $(STAMP)
 	$(PY) -m tests.peers.results $(RESULTS)/peers.jsonl
 
 # Runs in .venv if there is one, else with $(PYTHON) as it is: a GPU machine often has its torch already, and no network.
+# "make gpu-info", "make gpu-bandwidth", ...: one part, of those that benchmarks/gpu_parts.py lists.
 gpu:
-	@PYTHONPATH=. $(GPU_PY) -c 'import sys, torch; \
-		sys.exit(None if torch.cuda.is_available() else "no GPU here: torch sees no CUDA device, so nothing was run")'
-	PYTHONPATH=. $(GPU_PY) -m pytest -m gpu tests/gpu $(PYTEST_FLAGS)
-	PYTHONPATH=. $(GPU_PY) benchmarks/gpu.py --dir $(GPU_DIR) --results $(GPU_RESULTS) $(GPU_FLAGS)
+	PYTHONPATH=. $(GPU_PY) benchmarks/gpu_parts.py --dir $(GPU_DIR) --out $(GPU_RESULTS) $(GPU_FLAGS)
+
+gpu-%:
+	PYTHONPATH=. $(GPU_PY) benchmarks/gpu_parts.py --dir $(GPU_DIR) --out $(GPU_RESULTS) $(GPU_FLAGS) $*
 
 lint: $(STAMP)
 	bash -n .ci/run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,10 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 
 def run(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     places = ["--dir", str(tmp_path / "spill"), "--results", str(tmp_path / "results")]
-    return subprocess.run([sys.executable, str(SCRIPT), *places, *flags], capture_output=True, text=True)
+    environment = {**os.environ, "SSD_FX_MACHINE": "default"}  # to measure it takes as long as the trial
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *places, *flags], env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -31,15 +36,48 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trial_on_the_cpu(tmp_path: Path) -> None:
-    small = ["--layers", "1", "--width", "64", "--heads", "1", "--batch", "2", "--seq", "64", "--pairs", "2"]
-    done = run(tmp_path, "--device", "cpu", "--engines", "memory,kvikio", "--total", str(8 << 20), "--no-amp", *small)
+    small = ["--layers", "1", "--width", "128", "--heads", "1", "--batch", "16", "--seq", "256", "--pairs", "2"]
+    small += ["--warmup", "1", "--total", str(8 << 20), "--no-amp", "--host-budget", "1MiB"]
+    done = run(tmp_path, "--device", "cpu", "--engines", "memory,kvikio", "--profile", "--predicted", *small)
     assert done.returncode == 0, done.stderr
     written = sorted((tmp_path / "results").iterdir())
+    trace = written.pop(0)
+    assert trace.name.endswith("-memory.trace.json.gz")
+    kinds = {
+        event.get("name", "").split()[0] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    }
+    assert {"store", "release", "load", "wait"} <= kinds
     assert [path.suffix for path in written] == [".json", ".md"]
     result = json.loads(written[0].read_text())
     assert result["system"]["device"] == "cpu: a trial of this script, not a measurement"
     assert list(result["serving"]) == ["memory"]
     assert "torch sees no CUDA device" in result["missing"]["kvikio"]
     assert [(row["engine"], row["size_mib"]) for row in result["bandwidth"]] == [("memory", 1), ("memory", 8)]
-    assert [len(taken) for taken in result["steps"].values()] == [2]
-    assert "| memory | 8 |" in written[1].read_text()
+    assert [len(found["pairs"]) for found in result["steps"].values()] == [2]
+    assert result["system"]["model"].endswith("float32, budget 0, host budget 1MiB")
+    assert result["steps"]["memory"]["kernels"]["ours"]["count"] == 0  # the CPU has no kernels of a device
+    text = written[1].read_text()
+    assert "| memory | 8 |" in text
+    assert "## Predicted and measured, engine memory" in text
+    assert (
+        text
+        == subprocess.run(
+            [sys.executable, str(SCRIPT), "--report", str(written[0])], capture_output=True, text=True, check=True
+        ).stdout
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("only", "empty"), [("--bandwidth-only", "steps"), ("--steps-only", "bandwidth")])
+def test_one_half_of_it(tmp_path: Path, only: str, empty: str) -> None:
+    small = ["--layers", "1", "--width", "64", "--heads", "1", "--batch", "2", "--seq", "64", "--no-amp", "--no-md"]
+    small += ["--pairs", "1", "--warmup", "0", "--total", str(4 << 20), "--sizes", "1", "2", "--name", "half"]
+    done = run(tmp_path, "--device", "cpu", "--engines", "posix", "--allow-tmpfs", only, *small)
+    assert done.returncode == 0, done.stderr
+    (written,) = (tmp_path / "results").iterdir()
+    assert written.name.endswith("-half.json")
+    result = json.loads(written.read_text())
+    assert not result.pop(empty)
+    for row in result.get("bandwidth", ()):
+        assert 0.0 <= row["cpu_s_per_gb"] < 100.0
+    assert [row["size_mib"] for row in result.get("bandwidth", ())] in ([], [1, 2])

@@ -1,0 +1,81 @@
+"""What the small things cost on the host: an event, a device guard, one of our nodes without its transfer.
+
+python benchmarks/gpu_costs.py                # on the GPU
+python benchmarks/gpu_costs.py --device cpu   # try the script out
+
+Each is repeated in a row; the best of five rows, in microseconds a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+import ssd_fx  # noqa: F401 - registers the operators
+from ssd_fx.runtime import native, streams
+
+ROWS = 5
+KEEPS = json.dumps({"engine": "memory", "resident": 1 << 40, "adapt": False})  # nothing leaves: the node alone
+WRITES = json.dumps({"engine": "memory", "adapt": False})
+
+
+def cost_us(work: Callable[[], object], times: int) -> float:
+    """Of one of `times` in a row."""
+    rows = []
+    for _ in range(ROWS):
+        started = time.perf_counter()
+        for _ in range(times):
+            work()
+        rows.append(time.perf_counter() - started)
+    return min(rows) / times * 1e6
+
+
+def node(x: torch.Tensor, config: str) -> Callable[[], object]:
+    """Store and release of `x`, and the death of its handle."""
+    ops = torch.ops.ssd_fx
+
+    def work() -> None:
+        handle = ops.store(x, config, "cost", 0, 0)
+        ops.wait_store_(handle, x, 1, True)
+
+    return work
+
+
+def costs(device: torch.device, times: int) -> dict[str, float]:
+    """By what it is."""
+    x = torch.ones(1024, device=device)
+    works = {
+        "store and release of 4 KiB that stays": node(x, KEEPS),
+        "store and release of 4 KiB to host memory": node(x, WRITES),
+    }
+    queued = streams.of(device)
+    if queued:
+        stream = queued.current(x.device)
+        fired = queued.record(stream)
+        torch.cuda.synchronize(x.device)
+
+        def guard() -> None:
+            with queued.on(x.device):
+                pass
+
+        works |= {"event made and recorded": lambda: queued.record(stream), "event asked": fired.query}
+        works |= {"device guard": guard}
+    return {name: cost_us(work, times) for name, work in works.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--times", type=int, default=1000, help="in a row, default %(default)s")
+    flags = parser.parse_args(arguments)
+    print(f"I/O threads: {'the C pool' if native.library() else 'Python threads, for the C pool was not built'}")
+    for name, us in costs(torch.device(flags.device), flags.times).items():
+        print(f"{name:44}{us:8.2f} us")
+
+
+if __name__ == "__main__":
+    main()

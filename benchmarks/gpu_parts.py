@@ -1,0 +1,311 @@
+"""All that is to be seen on a GPU, in parts that fit a short loan: `make gpu`, or one of them: `make gpu-calibrate`.
+
+python benchmarks/gpu_parts.py --dir DIR --out OUT                  # all, about 25 minutes
+python benchmarks/gpu_parts.py --dir DIR --out OUT info bandwidth   # these
+python benchmarks/gpu_parts.py --dry-run                            # what would be run
+
+Every part is a row of processes of its own, has less than five minutes, and stops no other part when it fails. What
+they print goes to OUT/log.txt too, and how they ended to OUT/summary.json; the last thing printed is a table of it.
+The exit status is 1 if a part failed. The parts follow the order in which one would want to know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = "{python} benchmarks/gpu.py --dir {dir} --results {out} --no-md"
+STEPS = f"{BENCH} --steps-only --pairs 5"
+TESTS = "{python} -m pytest -m gpu -q"
+
+
+@dataclass(frozen=True)
+class Part:
+    """`commands` run one after the other, together for at most `limit_s`; with {python}, {dir} and {out} filled in.
+
+    `needs`: a program, or "module NAME", without which there is nothing to run.
+    """
+
+    name: str
+    what: str
+    limit_s: int
+    commands: tuple[str, ...]
+    needs: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a part ended: "ok", "skipped: ..." or what failed."""
+
+    name: str
+    result: str
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return self.result != "ok" and not self.result.startswith("skipped")
+
+
+PARTS = (
+    Part(
+        "info",
+        "the machine, the package, what small things cost",
+        120,
+        (
+            "nvidia-smi",
+            "df -hT {dir}",
+            "{python} -m ssd_fx info",
+            "{python} benchmarks/gpu_costs.py",
+        ),
+    ),
+    Part(
+        "roundtrips",
+        "the ops on CUDA tensors, bitwise: engines memory and posix, and torch's streams",
+        240,
+        (TESTS + " tests/gpu/test_gpu_roundtrip.py",),
+        environment={"GPU_ENGINES": "memory,posix"},
+    ),
+    Part(
+        "sanitizer",
+        "one round trip of posix under compute-sanitizer",
+        180,
+        (
+            "compute-sanitizer --error-exitcode 9 "
+            + TESTS
+            + " tests/gpu/test_gpu_roundtrip.py -k 'test_round_trip and dtype1 and 999'",
+        ),
+        needs="compute-sanitizer",
+        environment={"GPU_ENGINES": "posix"},
+    ),
+    Part(
+        "training",
+        "a small GPT: gradients bitwise those of engine memory, near plain Inductor's, and the peak",
+        290,
+        (TESTS + " tests/gpu/test_gpu_training.py",),
+        environment={"GPU_ENGINES": "memory,posix"},
+    ),
+    Part(
+        "calibrate",
+        "the rates that plans are made for; to be compared with the card's data sheet",
+        120,
+        ("{python} -m ssd_fx calibrate {dir}", "cp {cache}/ssd_fx/machine.json {out}/machine.json"),
+    ),
+    Part(
+        "bandwidth",
+        "engines memory and posix with 1, 8 and 64 MiB, and the CPU time of the I/O threads",
+        180,
+        (BENCH + " --name bandwidth --bandwidth-only --engines memory,posix",),
+    ),
+    Part(
+        "steps-memory",
+        "12 layers, engine memory, nothing stays on the GPU; with kernels and timeline",
+        290,
+        (STEPS + " --name steps-memory --engines memory --profile",),
+    ),
+    Part(
+        "steps-auto",
+        "12 layers, engine posix, budget auto; with kernels and timeline",
+        290,
+        (STEPS + " --name steps-auto --engines posix --budget auto --profile",),
+    ),
+    Part(
+        "steps-host",
+        "12 layers, engine posix behind 32 GiB of host memory",
+        290,
+        (STEPS + " --name steps-host --engines posix --host-budget 32GiB",),
+    ),
+    Part(
+        "steps-drive",
+        "4 layers, engine posix, nothing stays; with kernels and timeline",
+        290,
+        (STEPS + " --name steps-drive --engines posix --layers 4 --profile",),
+    ),
+    Part(
+        "predicted",
+        "4 layers, what the plan said of time and peak beside what was measured",
+        290,
+        (
+            STEPS + " --name predicted-auto --engines posix --layers 4 --budget auto --predicted",
+            STEPS + " --name predicted-half --engines memory --layers 4 --budget 0.5 --predicted",
+        ),
+    ),
+    Part(
+        "kvikio",
+        "real GPUDirect Storage: round trips and bandwidth",
+        240,
+        (
+            TESTS + " tests/gpu/test_gpu_roundtrip.py -k kvikio",
+            BENCH + " --name kvikio --bandwidth-only --engines kvikio --sizes 1 8 64",
+        ),
+        needs="module kvikio",
+        environment={"GPU_ENGINES": "kvikio"},
+    ),
+    Part(
+        "kvikio-forced",
+        "kvikio's compatibility mode, which checks the calls only",
+        180,
+        (
+            TESTS + " tests/gpu/test_gpu_roundtrip.py -k kvikio",
+            BENCH + " --name kvikio-forced --bandwidth-only --engines kvikio-forced --sizes 64",
+        ),
+        needs="module kvikio",
+        environment={"GPU_ENGINES": "kvikio-forced"},
+    ),
+)
+
+
+def filled(command: str, where: Mapping[str, str]) -> list[str]:
+    """The command's words. What is filled in is one word, whatever it is made of."""
+    return [word.format(**where) for word in shlex.split(command)]
+
+
+def run(parts: Sequence[Part], where: Mapping[str, str], log: TextIO) -> list[Ended]:
+    """All parts, whatever becomes of them."""
+    ended = []
+    for part in parts:
+        tell(log, f"\n==== {part.name}: {part.what}\n")
+        started = time.monotonic()
+        result = run_part(part, where, log)
+        ended.append(Ended(part.name, result, time.monotonic() - started))
+        tell(log, f"==== {part.name}: {result}, {ended[-1].seconds:.0f} s\n")
+    return ended
+
+
+def run_part(part: Part, where: Mapping[str, str], log: TextIO) -> str:
+    """How it ended: the first of its commands that failed says so, and the others run all the same."""
+    if part.needs and not there(part.needs):
+        return f"skipped: there is no {part.needs}"
+    deadline, failures = time.monotonic() + part.limit_s, []
+    for command in part.commands:
+        words = filled(command, where)
+        tell(log, f"$ {shlex.join(words)}\n")
+        failure = run_command(words, dict(os.environ) | dict(part.environment), deadline, log)
+        if failure:
+            failures.append(f"{Path(words[0]).name} {' '.join(words[1:3])}: {failure}")
+    return failures[0] if failures else "ok"
+
+
+def there(needed: str) -> bool:
+    kind, _, name = needed.rpartition(" ")
+    return bool(importlib.util.find_spec(name) if kind == "module" else shutil.which(name))
+
+
+def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: float, log: TextIO) -> str:
+    """Empty if it ended well before the deadline; all of its processes are ended there."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return "no time was left for it"
+    try:
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env={**environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return error.strerror or str(error)
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(left, end)
+    timer.start()
+    try:
+        assert process.stdout, "a pipe"
+        for line in process.stdout:
+            tell(log, line)
+        status = process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        return "took longer than the part may"
+    return f"exit status {status}" if status else ""
+
+
+def tell(log: TextIO, text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    log.write(text)
+    log.flush()
+
+
+def table(ended: Sequence[Ended]) -> str:
+    return "\n".join(["", f"{'part':16}{'s':>6}  result", *(f"{e.name:16}{e.seconds:6.0f}  {e.result}" for e in ended)])
+
+
+def keep(path: Path, ended: Sequence[Ended]) -> None:
+    """Adds the parts to those that an earlier run left there."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | {e.name: asdict(e) for e in ended}, indent=1) + "\n")
+
+
+def chosen(names: Sequence[str]) -> list[Part]:
+    """Parts by name, in the order of PARTS; all without names. "steps" are all whose name begins so.
+
+    Raises: SystemExit for a name that is none.
+    """
+    unknown = [name for name in names if not any(named(part, name) for part in PARTS)]
+    if unknown:
+        raise SystemExit(f"no part is called {', '.join(unknown)}; there are {', '.join(part.name for part in PARTS)}")
+    return [part for part in PARTS if not names or any(named(part, name) for name in names)]
+
+
+def named(part: Part, name: str) -> bool:
+    return part.name == name or (name == "steps" and part.name.startswith("steps-"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(part.name for part in PARTS)}; steps: all of these")
+    parser.add_argument("--dir", default="demo-out/gpu", help="directory on the drive, default %(default)s")
+    parser.add_argument("--out", default="demo-out/gpu-results", help="where results go, default %(default)s")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    flags = parser.parse_args(arguments)
+    parts = chosen(flags.parts)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    where = {"python": sys.executable, "dir": os.path.abspath(flags.dir), "out": os.path.abspath(flags.out)}
+    where["cache"] = cache
+    if flags.dry_run:
+        for part in parts:
+            print(f"{part.name}, at most {part.limit_s} s: {part.what}")
+            print(*(f"    {shlex.join(filled(command, where))}" for command in part.commands), sep="\n")
+        return 0
+    import torch  # not before: a dry run needs none
+
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU here: torch sees no CUDA device, so nothing was run")
+    for path in (where["dir"], where["out"]):
+        os.makedirs(path, exist_ok=True)
+    with open(Path(where["out"]) / "log.txt", "a") as log:
+        ended = run(parts, where, log)
+        tell(log, table(ended) + "\n")
+    keep(Path(where["out"]) / "summary.json", ended)
+    return int(any(each.failed for each in ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Steps of a GPT on a GPU, plain Inductor and ssd_fx in turns: the second half of gpu.py."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))  # the model is the example's
+
+import torch
+import train_gpt
+from gpu_bandwidth import synchronize
+from moved import Moved
+from predicted import MissingPrediction
+from predicted import read as read_plan
+from torch.profiler import ProfilerActivity
+
+import ssd_fx
+from ssd_fx.runtime import device_trace
+
+LARGEST = 8  # kernels that are named
+COPIES = ("Memcpy", "Memset")  # how the profiler calls what is no kernel
+
+
+@dataclass(frozen=True)
+class Step(Moved):
+    """`graph_s`: forward and backward, 0 where they were not timed apart from the optimizer."""
+
+    time_s: float
+    peak_bytes: int
+    loss: float
+    graph_s: float = 0.0
+
+
+class Training:
+    """A model of its own under one backend; `step` makes one step. `engine` None: plain Inductor."""
+
+    def __init__(self, flags: argparse.Namespace, engine: str | None, dump: str = "") -> None:
+        self.device, self.amp, self.ours = torch.device(flags.device), flags.amp, engine is not None
+        self.apart = flags.predicted
+        torch.manual_seed(flags.seed)
+        shape = train_gpt.Shape(flags.layers, flags.width, flags.heads, flags.seq, flags.dropout)
+        self.model = train_gpt.GPT(shape).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=flags.lr)
+        self.batches = train_gpt.batches(flags.batch, flags.seq, flags.seed)
+        if engine is None:
+            self.compiled = torch.compile(self.model)
+        else:
+            self.compiled = torch.compile(self.model, backend=ssd_fx.backend, options=options(flags, engine, dump))
+
+    def step(self) -> Step:
+        inputs, targets = (x.to(self.device) for x in next(self.batches))
+        self.optimizer.zero_grad(set_to_none=False)
+        ssd_fx.reset_stats()
+        synchronize(self.device)
+        level = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start, graph_s = time.perf_counter(), 0.0
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+            loss = self.compiled(inputs, targets)
+        loss.backward()
+        if self.apart:
+            synchronize(self.device)
+            graph_s = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() - level if self.device.type == "cuda" else 0
+        self.optimizer.step()
+        synchronize(self.device)
+        seconds = time.perf_counter() - start
+        seen = asdict(ssd_fx.stats()) if self.ours else {}
+        return Step(seconds, peak, loss.item(), graph_s, **Step.figures(seen))
+
+
+def options(flags: argparse.Namespace, engine: str, dump: str = "") -> dict[str, Any]:
+    """What ssd_fx is told."""
+    made = {"dirs": [flags.dir], "engine": engine, "allow_tmpfs": flags.allow_tmpfs}
+    return made | {"budget": flags.budget, "host_budget": flags.host_budget} | ({"dump": dump} if dump else {})
+
+
+def steps(engine: str, flags: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """What was measured of an engine: `pairs` of (plain, ours) in neighbouring steps; `kernels` and `predicted` if
+    the flags want them, the former beside `path`-ENGINE.trace.json.gz."""
+    torch._dynamo.reset()
+    device_trace.clear()  # another engine's graphs may have the same names, and their runs are counted
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="ssd_fx-gpu-") as scratch:
+        trainings = (Training(flags, None), Training(flags, engine, scratch if flags.predicted else ""))
+        taken = []
+        for number in range(flags.warmup + flags.pairs):
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            made = {which: trainings[which].step() for which in order}
+            taken.append((asdict(made[0]), asdict(made[1])))
+        found["pairs"] = taken[flags.warmup :]
+        if flags.profile:
+            traces = (None, Path(f"{path}-{engine}.trace.json.gz"))
+            names = ("plain", "ours")
+            found["kernels"] = {n: kernels(t, f) for n, t, f in zip(names, trainings, traces, strict=True)}
+        if flags.predicted:
+            found["predicted"] = predicted(Path(scratch))
+    return found
+
+
+def predicted(directory: Path) -> dict[str, Any] | str:
+    """Of the plan of one graph; else why there is nothing."""
+    try:
+        return asdict(read_plan(directory))
+    except (MissingPrediction, ValueError) as error:
+        return str(error)
+
+
+def kernels(training: Training, trace: Path | None) -> dict[str, Any]:
+    """Kernels and copies of one step: how many, their time on the device, and which take longest. Its timeline goes to
+    `trace`, with our events beside torch's."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (training.device.type == "cuda")
+    with torch.profiler.profile(activities=activities) as profile:
+        training.step()
+    if trace is not None:
+        with tempfile.TemporaryDirectory(prefix="ssd_fx-gpu-") as scratch:
+            plain, both = Path(scratch) / "torch.json", Path(scratch) / "both.json"
+            profile.export_chrome_trace(str(plain))
+            ssd_fx.export_trace(both, profile=plain)
+            trace.write_bytes(gzip.compress(both.read_bytes()))
+    on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return summed([(e.name, e.time_range.elapsed_us()) for e in on_device])
+
+
+def summed(events: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """Of (name, microseconds)."""
+    computing = [(name, us) for name, us in events if not name.startswith(COPIES)]
+    by_name: dict[str, float] = {}
+    for name, us in computing:
+        by_name[name] = by_name.get(name, 0.0) + us
+    largest = sorted(by_name.items(), key=lambda item: -item[1])[:LARGEST]
+    return {
+        "count": len(computing),
+        "ms": sum(us for _, us in computing) / 1e3,
+        "copies_ms": sum(us for name, us in events if name.startswith(COPIES)) / 1e3,
+        "largest": {name: us / 1e3 for name, us in largest},
+    }

@@ -1,0 +1,209 @@
+"""`make gpu` in parts: what they run is there and takes its flags, and none of them stops the others."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpu
+import gpu_parts
+import pytest
+import torch
+from gpu_parts import PARTS, Ended, Part, filled, run
+from gpu_report import kernel_lines, report
+from gpu_steps import options, summed
+
+ROOT = Path(__file__).parents[2]
+WHERE = {"python": sys.executable, "dir": "/drive", "out": "/out", "cache": "/cache"}
+COMMANDS = [(part, filled(command, WHERE)) for part in PARTS for command in part.commands]
+
+
+def arguments(script: str) -> list[tuple[str, list[str]]]:
+    """(part, arguments) of all commands that run `script`."""
+    return [(part.name, words[words.index(script) + 1 :]) for part, words in COMMANDS if script in words]
+
+
+def test_every_part_has_less_than_five_minutes_and_a_name_of_its_own() -> None:
+    assert all(part.limit_s < 300 for part in PARTS)
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert PARTS[-1].name == "kvikio-forced"
+
+
+def test_what_the_parts_run_is_there() -> None:
+    for _, words in COMMANDS:
+        assert all((ROOT / word).exists() for word in words if re.fullmatch(r"(tests|benchmarks)/.*", word)), words
+
+
+@pytest.mark.parametrize(("name", "given"), arguments("benchmarks/gpu.py"), ids=lambda value: str(value)[:20])
+def test_the_benchmark_takes_the_flags_of_its_parts(name: str, given: list[str]) -> None:
+    """None of the steps that are measured is traced, and results of one part do not replace those of another."""
+    flags = gpu.parse_flags(given)
+    assert flags.name.startswith(name)
+    assert (flags.dir, flags.results, flags.md) == ("/drive", "/out", False)
+    assert flags.bandwidth_only != flags.steps_only
+    if flags.steps_only:
+        assert flags.warmup == 17
+        assert flags.pairs <= 15
+
+
+def test_results_of_the_parts_have_different_names() -> None:
+    names = [gpu.parse_flags(given).name for _, given in arguments("benchmarks/gpu.py")]
+    assert len(set(names)) == len(names)
+
+
+def test_the_forced_engine_has_processes_of_its_own() -> None:
+    for part, words in COMMANDS:
+        engines = {part.environment.get("GPU_ENGINES", ""), *(w for w in words if w.startswith("kvikio"))} - {
+            "",
+            "kvikio",
+        }
+        if "kvikio-forced" in engines:
+            assert part.name == "kvikio-forced"
+
+
+REFUSED = {
+    "no directory": ([], "--dir is needed"),
+    "not alone": (["--dir", "d", "--engines", "posix,kvikio-forced"], "kvikio-forced needs a process of its own"),
+    "both halves": (["--dir", "d", "--bandwidth-only", "--steps-only"], "not allowed with"),
+    "too early": (["--dir", "d", "--warmup", "3"], "pair 3 would be measured, and has events around every node"),
+    "too long": (["--dir", "d", "--pairs", "16"], "pair 32 would be measured.*--pairs of at most 15"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_flags_that_would_mislead_are_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given, message = REFUSED[case]
+    with pytest.raises(SystemExit):
+        gpu.parse_flags(given)
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
+def test_the_budgets_reach_the_options() -> None:
+    flags = gpu.parse_flags(["--dir", "/drive", "--host-budget", "32GiB", "--budget", "auto"])
+    found = options(flags, "posix")
+    assert found == {
+        "dirs": ["/drive"],
+        "engine": "posix",
+        "allow_tmpfs": False,
+        "budget": "auto",
+        "host_budget": "32GiB",
+    }
+
+
+def python(code: str) -> str:
+    return f"{{python}} -c {shlex.quote(code)}"
+
+
+FAKES = (
+    Part("first", "fails", 60, (python("import sys; print('one'); sys.exit(3)"), python("print('two')"))),
+    Part("absent", "is not there", 60, ("there-is-no-such-program-here",)),
+    Part("needy", "needs it", 60, (python("print('never')"),), needs="there-is-no-such-program-here"),
+    Part("slow", "never ends", 1, (python("import time; print('three'); time.sleep(60)"), python("print('never')"))),
+    Part("last", "works", 60, (python("import os; print('four', os.environ['GPU'])"),), environment={"GPU": "yes"}),
+)
+
+
+def test_a_part_that_fails_stops_no_other() -> None:
+    log, started = io.StringIO(), time.monotonic()
+    ended = run(FAKES, WHERE, log)
+    assert time.monotonic() - started < 30
+    results = {each.name: each.result for each in ended}
+    assert list(results) == ["first", "absent", "needy", "slow", "last"]
+    assert re.fullmatch(r"python\S* -c import sys.*: exit status 3", results["first"])
+    assert "No such file" in results["absent"]
+    assert results["needy"] == "skipped: there is no there-is-no-such-program-here"
+    assert results["slow"].endswith("took longer than the part may")
+    assert results["last"] == "ok"
+    assert [each.failed for each in ended] == [True, True, False, True, False]
+    lines = log.getvalue().splitlines()
+    assert [line for line in lines if line in ("one", "two", "three", "four yes", "never")] == [
+        "one",
+        "two",
+        "three",
+        "four yes",
+    ]
+
+
+def test_a_part_that_is_too_slow_leaves_no_process(tmp_path: Path) -> None:
+    """What it had started is ended with it."""
+    child = f"import time, os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    (ended,) = run([Part("slow", "", 2, (python(starts),))], WHERE, io.StringIO())
+    assert ended.failed
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    os.kill(pid, 9)
+    pytest.fail("its child lives on")
+
+
+def test_a_table_and_a_file_that_later_parts_add_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_parts, "PARTS", FAKES)
+    places = ["--dir", str(tmp_path / "drive"), "--out", str(tmp_path / "out")]
+    assert gpu_parts.main([*places, "last"]) == 0
+    assert gpu_parts.main([*places, "needy", "first"]) == 1
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {name: each["result"].split()[0] for name, each in found.items()} == {
+        "last": "ok",
+        "first": Path(sys.executable).name,
+        "needy": "skipped:",
+    }
+    assert (tmp_path / "out" / "log.txt").read_text().count("part                 s  result") == 2
+    assert gpu_parts.table([Ended("a", "ok", 3.2)]).splitlines()[-1] == "a                    3  ok"
+
+
+def test_a_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert gpu_parts.main(["--dry-run", "--dir", str(tmp_path / "drive"), "steps", "info"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\S+), at most", out, re.MULTILINE) == [
+        *("info", "steps-memory", "steps-auto", "steps-host", "steps-drive")
+    ]
+    assert not (tmp_path / "drive").exists()
+    with pytest.raises(SystemExit, match="no part is called nothing; there are info, roundtrips,"):
+        gpu_parts.main(["--dry-run", "nothing"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no GPU here"):
+        gpu_parts.main(["--dir", str(tmp_path / "drive"), "--out", str(tmp_path / "out")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_make_passes_the_part_on() -> None:
+    command = ["make", "-n", "gpu-steps-host", "GPU_DIR=/drive", "GPU_RESULTS=/out", "GPU_FLAGS=--dry-run"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.rstrip().endswith("benchmarks/gpu_parts.py --dir /drive --out /out --dry-run steps-host")
+
+
+def test_kernels_are_told_from_copies() -> None:
+    events = [("triton_a", 500.0), ("Memcpy DtoH", 250.0), ("triton_b", 2000.0), ("triton_a", 500.0)]
+    found = summed(events)
+    assert found == {"count": 3, "ms": 3.0, "copies_ms": 0.25, "largest": {"triton_b": 2.0, "triton_a": 1.0}}
+    lines = kernel_lines("posix", {"plain": found, "ours": found})
+    assert "| ours | 3 | 3.00 | 0.25 |" in lines
+    assert "- triton_b: 2.000" in lines
+
+
+def test_half_a_result_has_half_a_report() -> None:
+    system = {"device": "a GPU"}
+    result = {
+        "system": system,
+        "date": "today",
+        "serving": {},
+        "missing": {"kvikio": "no"},
+        "bandwidth": [],
+        "steps": {},
+    }
+    assert report(result).splitlines()[-2:] == ["- device: a GPU", "- engine kvikio: not here: no"]
