@@ -39,7 +39,7 @@ def test_on_the_cpu(name: str, engine: str, tmp_path: Path, monkeypatch: pytest.
         test(config, **case)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.slow
 @pytest.mark.parametrize("engines", ["", "kvikio-forced"])
 def test_every_engine_is_tried_and_the_forced_one_alone(engines: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({"GPU_ENGINES": engines} if engines else {})
