@@ -26,8 +26,9 @@ import ssd_fx
 from ssd_fx.runtime import codec, ops
 from ssd_fx.runtime.codec import Encoded
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines import ENGINES, Completion, Engine, Extent, Memory, MemoryEngine
+from ssd_fx.runtime.engines import ENGINES, Completion, Engine, Extent, Memory
 from ssd_fx.runtime.entries import Entry, State
+from ssd_fx.runtime.host import MemoryEngine
 from ssd_fx.runtime.layout import Layout, alias
 from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
