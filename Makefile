@@ -23,7 +23,8 @@ STAMP := $(VENV)/.ssd_fx-installed
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
 	@echo "make test      tests without the slow ones;  make test-all: every test"
-	@echo "make zoo       other people's models (an hour);  make loops: training loops, trainers, several processes (half)"
+	@echo "make zoo       other people's models (an hour);  make loops: training loops, trainers, several processes (half;"
+	@echo "               with EVERY_SOURCE=1 each loop under five of the places that a loaded value may come from)"
 	@echo "make matrix    the tests under torch $(VERSIONS), an environment for each (VERSIONS=...)"
 	@echo "make bigger-than-memory  train what saves three times the memory that the process may have (ten minutes)"
 	@echo "make peers     PyTorch's own test suites, stock and ours: TESTS=DIR, a checkout of pytorch (an hour)"
@@ -66,7 +67,7 @@ zoo: $(STAMP)
 
 loops: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,trainers]'
-	$(RECORDED) $(PY) -m pytest tests/loops tests/trainers tests/distributed $(PYTEST_FLAGS)
+	EVERY_SOURCE=$(EVERY_SOURCE) $(RECORDED) $(PY) -m pytest tests/loops tests/trainers tests/distributed $(PYTEST_FLAGS)
 
 compatibility: $(STAMP)
 	$(PY) -m tests.compatibility $(RESULTS) --tidy > docs/compatibility.md

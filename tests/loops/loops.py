@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ssd_fx
 from ssd_fx.runtime.entries import living
+from tests import sources
 from tests.compatibility import Result, record
 from tests.faults.toys import settle
 from tests.models import assert_same_bits, close, deterministic
@@ -74,10 +75,11 @@ def run(loop: Loop, directory: Path, inner: str = "aot_eager", **more: Any) -> l
     return _run(loop, partial(torch.compile, backend="ssd_fx", options=options))
 
 
-def _run(loop: Loop, compile: Compile) -> list[Tensor]:
+def _run(loop: Loop, compile: Compile, *, reset: bool = True) -> list[Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    ssd_fx.reset_stats()
+    if reset:
+        ssd_fx.reset_stats()
     with deterministic():
         return loop(compile)
 
@@ -97,7 +99,17 @@ def assert_no_bit_changes(
     record(Result("training loops", current_test(), inner, stats.saved_bytes, stats.written_bytes))
     assert stats.offloaded_bytes >= 0.9 * stats.saved_bytes > 0
     assert stats.written_bytes + stats.held_bytes + stats.cancelled_bytes == stats.offloaded_bytes
+    if os.environ.get("EVERY_SOURCE"):  # make loops EVERY_SOURCE=1
+        _assert_every_source_gives(kept, loop, inner, **more)
     return stats
+
+
+def _assert_every_source_gives(kept: list[Tensor], loop: Loop, inner: str, **more: Any) -> None:
+    """Every compilation of a loop is its own, so these are the sources that differ most."""
+    for name in ("read_ahead", "given_away", "copied", "host_tier_moved_on", "decoded"):
+        with sources.SOURCES[name].forced(**{**more, "inner": inner}) as options:
+            found = _run(loop, partial(torch.compile, backend="ssd_fx", options=options), reset=False)
+        assert_same_bits(found, kept)
 
 
 def current_test() -> str:

@@ -10,7 +10,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.passes.plan import Plan
+from tests import sources
 from tests.passes.random_graphs import Program, arguments, cotangents
 
 # Compute that is slow or fast against the I/O: releases and loads at their uses, or as far away as the graphs allow.
@@ -37,7 +38,10 @@ FAST_IO = Machine(flops=1e6, memory_bw=1e6, write_bw=1e9, read_bw=1e9, latency_s
 
 @dataclass(frozen=True)
 class Variant:
-    """How one copy of the graph is planned, and which engine moves its bytes; `prefetch` in bytes."""
+    """How one copy of the graph is planned, and which engine moves its bytes; `prefetch` in bytes.
+
+    With the engine of `tests.sources` the copy runs once under every source.
+    """
 
     budget: float
     engine: str = "memory"
@@ -62,6 +66,7 @@ class Variant:
 
 
 KEPT = Variant(1.0)
+EVERY_SOURCE = Variant(0.0, sources.ENGINE)
 
 
 class UnlikeTraced(Exception):
@@ -73,14 +78,21 @@ class UnlikeTraced(Exception):
 
 @dataclass
 class Compiled:
-    """Both graphs of one variant, and the saved tensors between them."""
+    """Both graphs of one variant, under one source if it is said, and the saved tensors between them."""
 
+    name: str
     forward: fx.GraphModule
     backward: fx.GraphModule
+    source: sources.Source | None = None
     saved: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.run, self.run_backward = boxed_nop(self.forward, []), boxed_nop(self.backward, [])
+        self._runs = boxed_nop(self.forward, []), boxed_nop(self.backward, [])
+
+    def run(self, args: list[Any], *, backward: bool = False) -> Sequence[Any]:
+        with self.source.forced() if self.source else nullcontext():
+            found: Sequence[Any] = self._runs[backward](args)
+        return found
 
 
 @dataclass
@@ -135,8 +147,13 @@ class Trial:
             return tuple(_make_graph_module(half, copy.deepcopy(half.graph)) for half in halves)
 
         with mock.patch.object(recompute, "min_cut_rematerialization_partition", min_cut):
-            for variant in self.variants:
-                self.compiled.append(Compiled(*variant.partitioner()(gm, joint_inputs, **kwargs)))
+            for number, variant in enumerate(self.variants):
+                name, graphs = f"variant {number}", variant.partitioner()(gm, joint_inputs, **kwargs)
+                if variant.engine != sources.ENGINE:
+                    self.compiled.append(Compiled(name, *graphs))
+                    continue
+                for source in sources.ALL:
+                    self.compiled.append(Compiled(f"{name}, {source.name}", *graphs, source))
         return self.compiled[0].forward, self.compiled[0].backward
 
     def _forward(self, args: list[Any]) -> Sequence[Any]:
@@ -147,13 +164,13 @@ class Trial:
         self.saved = len(results) - self.num_outputs
         _check_strides(self.compiled[0].forward, results)
         changed = [i for i, t in enumerate(given) if t._version != versions[i]]
-        for number, one in enumerate(self.compiled[1:], 1):
+        for one in self.compiled[1:]:
             own = copies.pop(0)
             held = [own[i] for i in changed]  # of the others nobody but the graph has a reference
             torch.set_rng_state(state)
             got = one.run(own)
-            assert_bitwise(results[: self.num_outputs], got[: self.num_outputs], f"outputs of variant {number}")
-            assert_bitwise([given[i] for i in changed], held, f"changed arguments of variant {number}")
+            assert_bitwise(results[: self.num_outputs], got[: self.num_outputs], f"outputs of {one.name}")
+            assert_bitwise([given[i] for i in changed], held, f"changed arguments of {one.name}")
             one.saved = list(got[self.num_outputs :])
             del got
         return results
@@ -161,10 +178,10 @@ class Trial:
     def _backward(self, args: list[Any]) -> Sequence[Any]:
         tangents = args[self.saved :]
         copies = [clones(tangents) for _ in self.compiled[1:]]
-        results = self.compiled[0].run_backward(args)
-        for number, one in enumerate(self.compiled[1:], 1):
+        results = self.compiled[0].run(args, backward=True)
+        for one in self.compiled[1:]:
             own, one.saved = one.saved + copies.pop(0), []
-            assert_bitwise(results, one.run_backward(own), f"gradients of variant {number}")
+            assert_bitwise(results, one.run(own, backward=True), f"gradients of {one.name}")
         return results
 
 

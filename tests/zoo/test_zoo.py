@@ -16,10 +16,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="the zoo needs pip install -e '.[zoo]'")
 
+import ssd_fx
+from tests import sources
 from tests.compatibility import Result, record
 from tests.passes.recomputing import SLOW
 from tests.zoo.models import MODELS
-from tests.zoo.trial import Trial, deterministic, train
+from tests.zoo.trial import Compiled, Trial, deterministic, train
 
 FAST = ("GPT-2", "BERT")  # with dropout and eager kernels: twenty seconds each
 LEAST_OFFLOADED = 0.9  # of the saved bytes: what cannot leave is small
@@ -62,6 +64,20 @@ def test_computed_again(name: str, tmp_path: Path) -> None:
     record(Result("models", f"{name}, recomputed", "aot_eager", *sizes, difference, ours.graph_breaks))
     assert difference == 0.0
     assert ours.saved_bytes < kept.saved_bytes or name not in FAST
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", MODELS)
+def test_every_source(name: str) -> None:
+    """Wherever a value comes from; one compilation."""
+    with deterministic():
+        kept = train(MODELS[name], 0.1, sources.OPTIONS | {"budget": 1.0})
+        compiled = Compiled(MODELS[name], 0.1, sources.OPTIONS)
+        for source in sources.ALL:
+            with source.forced():
+                ours = compiled.train()
+                source.check(ssd_fx.stats())
+            assert ours.difference(kept) == 0.0, source.name
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,29 +66,47 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 def train(build: Builder, dropout: float, options: Mapping[str, Any] | None) -> Trial:
     """`options`: of ssd_fx; None for plain Inductor."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    ssd_fx.reset_stats()
-    torch.manual_seed(0)
-    case = build(dropout)
-    model = case.model.train()
-    compiled = torch.compile(model, backend="inductor") if options is None else _ours(model, options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    values = {}
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        loss = case.loss(compiled(**case.inputs))
-        loss.backward()
-        values[f"{step} loss"] = loss.detach().reshape(1).clone()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                values[f"{step} {name}"] = parameter.grad.detach().clone().contiguous()
-        optimizer.step()
+    return Compiled(build, dropout, options).train()
+
+
+class Compiled:
+    """A model that trains from the same start as often as one likes, compiled once."""
+
+    def __init__(self, build: Builder, dropout: float, options: Mapping[str, Any] | None) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self._case = build(dropout)
+        self._model = self._case.model.train()
+        self._start = copy.deepcopy(self._model.state_dict())
+        self._compiled = (
+            torch.compile(self._model, backend="inductor") if options is None else _ours(self._model, options)
+        )
+
+    def train(self) -> Trial:
+        torch._dynamo.utils.counters.clear()
+        ssd_fx.reset_stats()
+        self._model.load_state_dict(self._start)
+        optimizer = torch.optim.SGD(self._model.parameters(), lr=RATE)
         optimizer.zero_grad()
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    found = ssd_fx.stats()  # of plain Inductor all 0
-    sizes = (found.saved_bytes, found.offloaded_bytes, found.written_bytes, found.read_bytes)
-    return Trial(values, *(nbytes // STEPS for nbytes in sizes), breaks)
+        values = {}
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            loss = self._case.loss(self._compiled(**self._case.inputs))
+            loss.backward()
+            values[f"{step} loss"] = loss.detach().reshape(1).clone()
+            for name, parameter in self._model.named_parameters():
+                if parameter.grad is not None:
+                    values[f"{step} {name}"] = parameter.grad.detach().clone().contiguous()
+            optimizer.step()
+            optimizer.zero_grad()
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        found = ssd_fx.stats()  # of plain Inductor all 0
+        sizes = (found.saved_bytes, found.offloaded_bytes, found.written_bytes, found.read_bytes)
+        return Trial(values, *(nbytes // STEPS for nbytes in sizes), breaks)
+
+
+def _plain(model: torch.nn.Module) -> Any:
+    return torch.compile(model, backend="inductor")
 
 
 def _ours(model: torch.nn.Module, options: Mapping[str, Any]) -> Any:
