@@ -117,6 +117,7 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     graph.add_edges_from(_behind_their_wait(nodes))
     ours = sorted((i for i, n in enumerate(nodes) if is_ours(n)), key=lambda i: _position(nodes[i], position))
     graph.add_edges_from(itertools.pairwise(ours))  # one that a fused kernel needs early takes those before it along
+    _release_behind_readers(graph, nodes, position)
     if not nx.is_directed_acyclic_graph(graph):
         circle = " -> ".join(_named(nodes[before]) for before, _ in nx.find_cycle(graph))
         text = (
@@ -127,6 +128,37 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     for i in reversed(list(nx.topological_sort(graph))):
         wanted[i] = min([wanted[i], *(wanted[k] for k in graph.successors(i))])
     return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
+
+
+def _release_behind_readers(
+    graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode], position: dict[torch.fx.Node, int]
+) -> None:
+    """Adds an edge from each kernel that reads what is released, but is planned behind the release, to that release.
+
+    No FX node reads behind a release, but Inductor may compute a reader where another kernel uses it. A release that is
+    not the last use hands nothing over and blocks. So such a kernel runs before it, if what must come along is
+    loops only: moving library calls, or others of ours, would undo the plan.
+    """
+    readers: dict[str, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for name in {d.name for d in node.read_writes.reads} if not is_ours(node) else ():
+            readers.setdefault(name, []).append(i)
+    for i, node in enumerate(nodes):
+        at = _position(node, position)
+        for reader in readers.get(_released(node), []):
+            if _position(nodes[reader], position) > at:
+                along = [
+                    nodes[k] for k in (reader, *nx.ancestors(graph, reader)) if _position(nodes[k], position) >= at
+                ]
+                if not any(is_ours(n) or n.is_extern() for n in along):
+                    graph.add_edge(reader, i)
+
+
+def _released(node: BaseSchedulerNode) -> str:
+    """The buffer that a release is about; empty for other nodes."""
+    release = _calls(node, torch.ops.ssd_fx.wait_store_.default)
+    kept = node.node.inputs[1] if release and isinstance(node.node, ir.FallbackKernel) else None
+    return str(kept.get_name()) if isinstance(kept, ir.IRNode) else ""
 
 
 def _named(node: BaseSchedulerNode) -> str:
@@ -159,7 +191,11 @@ def _behind_their_wait(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, in
 
 
 def _is_wait(node: BaseSchedulerNode) -> bool:
-    return is_ours(node) and getattr(node.node, "op_overload", None) is torch.ops.ssd_fx.wait_load_.default
+    return _calls(node, torch.ops.ssd_fx.wait_load_.default)
+
+
+def _calls(node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> bool:
+    return getattr(node.node, "op_overload", None) is overload
 
 
 def _position(node: BaseSchedulerNode, position: dict[torch.fx.Node, int]) -> int:

@@ -113,6 +113,50 @@ extern mm_2""",
     )
 
 
+def late_reader(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> object:
+    """mm [store] -> mul [release] -> add; Inductor computes mul where add is, so mm is read behind its release."""
+    product = x @ w
+    handle = ops.store(product, toys.CONFIG, "g", 0, 0)
+    doubled = product * 2
+    ops.wait_store_(handle, product, 1, True)
+    return handle, doubled + bias
+
+
+def far_reader(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> object:
+    """mm [store] -> mul [release]; mm_1 -> mul_1 of both."""
+    product = x @ w
+    handle = ops.store(product, toys.CONFIG, "g", 0, 0)
+    doubled = product * 2
+    ops.wait_store_(handle, product, 1, True)
+    return handle, doubled * (bias @ w)
+
+
+def test_what_is_read_by_a_kernel_a_little_behind_is_handed_over_behind_it() -> None:
+    lowered = lower_alone(late_reader, torch.randn(64, 64), torch.randn(64, 64), torch.randn(64))
+    assert_expected_inline(
+        text(lowered),
+        """\
+extern mm
+store (0, 0)
+loops add, mul
+wait_store_ (True, False)""",
+    )
+
+
+def test_no_library_call_is_moved_to_hand_over() -> None:
+    """The release blocks where it is planned."""
+    lowered = lower_alone(far_reader, torch.randn(64, 64), torch.randn(64, 64), torch.randn(64, 64))
+    assert_expected_inline(
+        text(lowered),
+        """\
+extern mm
+store (0, 0)
+wait_store_ (False, False)
+extern mm_1
+loops mul, mul_1""",
+    )
+
+
 def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The product of two batches of matrices expands what was loaded to the sizes that it has, which is no kernel."""
     heads = w.view(1, 2, 8, 4)
