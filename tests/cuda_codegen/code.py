@@ -1,0 +1,85 @@
+"""What is counted in the code that Inductor generated for one graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_DEFINED = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.DOTALL | re.MULTILINE)
+_DEFINITIONS_END = "async_compile.wait(globals())"
+_GUARD = re.compile(r"with torch\.cuda\._DeviceGuard\(")
+_LAUNCHED = re.compile(r"(\w+)\.run\(")
+_LIBRARY = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.(?!ssd_fx\.)[\w.]+\(")
+_STORED = re.compile(r"torch\.ops\.ssd_fx\.store\.default\(")
+_LOADED = re.compile(r"torch\.ops\.ssd_fx\.load\.default\(")
+_RELEASED = re.compile(r"torch\.ops\.ssd_fx\.wait_store_\.default\(.*, (True|False), (True|False)\)")
+_SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
+_ALIGNED = re.compile(r"divisible_by_16=\(([\d, ]*)\)")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one graph.
+
+    `guards`: how often the code enters a device; `kernels`: launches of Triton's; `library`: calls of others that are
+    not ours; `tensors`: arguments of all launches that are tensors, and `aligned`: those of them that Triton is told
+    begin at a multiple of 16 bytes; `handed_over`: releases that return at once, `asked`: those that the plan has wait
+    for the write.
+    """
+
+    guards: int
+    kernels: int
+    library: int
+    tensors: int
+    aligned: int
+    stores: int
+    loads: int
+    releases: int
+    handed_over: int
+    asked: int
+
+    @property
+    def blocking(self) -> int:
+        """Releases that wait for the write though the plan does not ask for it."""
+        return self.releases - self.handed_over
+
+
+def count(code: str) -> Counts:
+    """Of generated code.
+
+    Raises: ValueError for code without calls, or a kernel that does not say what it takes.
+    """
+    definitions, end, calls = code.partition(_DEFINITIONS_END)
+    if not end:
+        raise ValueError(f"no {_DEFINITIONS_END!r} in the code:\n{code}")
+    kernels = {name: _arguments(name, source) for name, source in _DEFINED.findall(definitions)}
+    launched = [kernels[name] for name in _LAUNCHED.findall(calls)]
+    released = _RELEASED.findall(calls)
+    return Counts(
+        guards=len(_GUARD.findall(calls)),
+        kernels=len(launched),
+        library=len(_LIBRARY.findall(calls)),
+        tensors=sum(len(arguments) for arguments in launched),
+        aligned=sum(sum(arguments) for arguments in launched),
+        stores=len(_STORED.findall(calls)),
+        loads=len(_LOADED.findall(calls)),
+        releases=len(released),
+        handed_over=sum(hand_over == "True" for hand_over, _ in released),
+        asked=sum(block == "True" for _, block in released),
+    )
+
+
+def _arguments(name: str, source: str) -> list[bool]:
+    """For each tensor that a kernel takes, whether it is known to be aligned."""
+    signature, aligned = _SIGNATURE.search(source), _ALIGNED.search(source)
+    if signature is None or aligned is None:
+        raise ValueError(f"kernel {name} says no signature or no alignment:\n{source}")
+    known = set(map(int, re.findall(r"\d+", aligned[1])))
+    return list(_tensors(signature[1], known))
+
+
+def _tensors(signature: str, known: set[int]) -> Iterator[bool]:
+    for i, kind in enumerate(re.findall(r"'\w+': '([^']*)'", signature)):
+        if kind.startswith("*"):
+            yield i in known

@@ -1,0 +1,58 @@
+"""Generates the code of cases and prints, for each and each backend, a line of JSON: a `Generated`.
+
+python -m tests.cuda_codegen.generate [--code DIR] CASE...     # started by process.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ssd_fx.passes import audit, solve
+from tests.cuda_codegen import pretend
+from tests.cuda_codegen.code import count
+from tests.cuda_codegen.models import CASES
+from tests.passes.lowered import lower
+
+OPTIONS: dict[str, dict[str, Any] | None] = {"inductor": None, "ssd_fx": {"machine": "default", "recompute": False}}
+
+
+def generate(name: str, backend: str, directory: Path | None) -> dict[str, Any]:
+    """Both graphs of a case, counted; the code goes into the directory."""
+    model, inputs = CASES[name]()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, mock.patch.object(audit, "audit_lines", wraps=audit.audit_lines) as audited:
+        pretend.move(model)
+        # Folding constants would compute them on the device.
+        moved = [torch.empty_like(x, device=pretend.DEVICE) for x in inputs]
+        graphs = lower(model, *moved, options=OPTIONS[backend], joint_graph_constant_folding=False)
+    found = {"case": name, "backend": backend, "audited": audited.call_count}
+    for half, graph in zip(("forward", "backward"), graphs, strict=True):
+        found[half] = asdict(count(graph.code))
+        if directory is not None:
+            (directory / f"{name} {backend} {half}.py".replace(" ", "_")).write_text(graph.code)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", choices=list(CASES), metavar="CASE")
+    parser.add_argument("--code", type=Path)
+    flags = parser.parse_args()
+    pretend.device()
+    solve.WALKS = 0  # as in all tests
+    torch.set_float32_matmul_precision("high")  # else Inductor warns
+    for name in flags.cases:
+        for backend in OPTIONS:
+            print(json.dumps(generate(name, backend, flags.code)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The CUDA code of our graphs beside plain Inductor's: as few device guards, as much known of alignment, no block."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda_codegen.__main__ import table
+from tests.cuda_codegen.code import Counts, count
+from tests.cuda_codegen.models import CASES
+from tests.cuda_codegen.process import Generated, generated
+
+FAST = ("MLP", "MLP of odd sizes", "GPT, 1 layer")
+SLOW = tuple(case for case in CASES if case not in FAST)
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="pretends a device to torch 2.13; others ask for other things"
+)
+
+
+class Found:
+    """What was generated, each group of cases by one process, when the first test asks for one of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], Generated] = {}
+
+    def __call__(self, case: str) -> tuple[Generated, Generated]:
+        """Under plain Inductor and under ssd_fx."""
+        if (case, "ssd_fx") not in self._found:
+            cases = FAST if case in FAST else SLOW
+            self._found |= {(each.case, each.backend): each for each in generated(cases)}
+        return self._found[case, "inductor"], self._found[case, "ssd_fx"]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return Found()
+
+
+def cases() -> list[Any]:
+    return [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+def graphs(pair: tuple[Generated, Generated]) -> list[tuple[Counts, Counts]]:
+    """Of plain Inductor and ours, the forwards, and the backwards."""
+    plain, ours = pair
+    return [(plain.forward, ours.forward), (plain.backward, ours.backward)]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_every_graph_enters_the_device_once(found: Found, case: str) -> None:
+    assert [(plain.guards, ours.guards) for plain, ours in graphs(found(case))] == [(1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_nothing_that_was_known_to_be_aligned_is_forgotten(found: Found, case: str) -> None:
+    unknown = [(plain.tensors - plain.aligned, ours.tensors - ours.aligned) for plain, ours in graphs(found(case))]
+    assert all(ours <= plain for plain, ours in unknown), unknown
+
+
+@pytest.mark.parametrize("case", cases())
+def test_every_release_hands_over(found: Found, case: str) -> None:
+    _, ours = found(case)
+    assert (ours.forward.releases, ours.forward.blocking) == (ours.forward.stores, 0)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_both_graphs_are_audited_and_use_the_drive(found: Found, case: str) -> None:
+    plain, ours = found(case)
+    assert (plain.audited, ours.audited) == (0, 2)
+    assert ours.forward.stores == ours.backward.loads > 2
+
+
+@pytest.mark.parametrize("case", cases())
+def test_no_kernel_is_lost_or_made(found: Found, case: str) -> None:
+    """Fusion may differ by a kernel or two, as what is stored is realized; the calls of libraries are the same."""
+    for plain, ours in graphs(found(case)):
+        assert ours.library == plain.library
+        assert abs(ours.kernels - plain.kernels) <= 2
+
+
+CODE = """
+triton_a = async_compile.triton('triton_a', '''
+    triton_meta={'signature': {'in_ptr0': '*bf16', 'in_ptr1': '*i64', 'xnumel': 'i32'}, 'constants': {},
+        'configs': [AttrsDescriptor(divisible_by_16=(0, 2), equal_to_1=())]},
+''', device_str='cuda')
+
+triton_b = async_compile.triton('triton_b', '''
+    triton_meta={'signature': {'out_ptr0': '*fp32'}, 'configs': [AttrsDescriptor(divisible_by_16=(), equal_to_1=())]},
+''', device_str='cuda')
+
+async_compile.wait(globals())
+
+def call(self, args):
+        with torch.cuda._DeviceGuard(0):
+            triton_a.run(a, b, 3, stream=raw_stream0)
+            extern_kernels.mm(a, reinterpret_tensor(b, (1, 2), (3, 4), 5), out=c)
+            handle = torch.ops.ssd_fx.store.default(c, 'config', 'graph', 0, 0)
+            triton_a.run(c, b, 3, stream=raw_stream0)
+        torch.ops.ssd_fx.wait_store_.default(handle, reinterpret_tensor(c, (1,), (1,), 0), 1, True, False)
+        with torch.cuda._DeviceGuard(0):
+            triton_b.run(d, stream=raw_stream0)
+            e = torch.ops.aten.convolution.default(a, b)
+        torch.ops.ssd_fx.wait_store_.default(handle_1, d, 2, False, True)
+        loaded = torch.ops.ssd_fx.load.default(handle, [1], [1], torch.float32, device(type='cuda'), 0, True)
+"""
+
+
+def test_what_is_counted() -> None:
+    counts = count(CODE)
+    assert counts == Counts(
+        guards=2, kernels=3, library=2, tensors=5, aligned=2, stores=1, loads=1, releases=2, handed_over=1, asked=1
+    )
+    assert counts.blocking == 1
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [("divisible_by_16", "kernel triton_a says no signature or no alignment"), ("async_compile.wait", "in the code")],
+)
+def test_code_that_cannot_be_counted(cut: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        count(CODE.replace(cut, "something"))
+
+
+def test_the_table() -> None:
+    counts = count(CODE)
+    lines = table([Generated("a case", backend, 2, counts, counts) for backend in ("inductor", "ssd_fx")]).splitlines()
+    assert lines[2] == "| a case | forward | 2 / 2 | 3 / 3 | 2 / 2 | 2 of 5 / 2 of 5 | 1 stores | 1 of 2 |"
+    assert [line.count("|") for line in lines] == [9] * 4
+
+
+def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"false -m tests\.cuda_codegen\.generate MLP ended with 1"):
+        generated(["MLP"])
