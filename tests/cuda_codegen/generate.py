@@ -14,11 +14,12 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ssd_fx.passes import audit, solve
 from tests.cuda_codegen import pretend
 from tests.cuda_codegen.code import count
-from tests.cuda_codegen.models import CASES
+from tests.cuda_codegen.models import CASES, DYNAMIC
 from tests.passes.lowered import lower
 
 OPTIONS: dict[str, dict[str, Any] | None] = {"inductor": None, "ssd_fx": {"machine": "default", "recompute": False}}
@@ -27,12 +28,13 @@ OPTIONS: dict[str, dict[str, Any] | None] = {"inductor": None, "ssd_fx": {"machi
 def generate(name: str, backend: str, directory: Path | None) -> dict[str, Any]:
     """Both graphs of a case, counted; the code goes into the directory."""
     model, inputs = CASES[name]()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with mode, mock.patch.object(audit, "audit_lines", wraps=audit.audit_lines) as audited:
         pretend.move(model)
         # Folding constants would compute them on the device.
         moved = [torch.empty_like(x, device=pretend.DEVICE) for x in inputs]
-        graphs = lower(model, *moved, options=OPTIONS[backend], joint_graph_constant_folding=False)
+        patches: dict[str, Any] = {"joint_graph_constant_folding": False}
+        graphs = lower(model, *moved, options=OPTIONS[backend], dynamic=name in DYNAMIC, **patches)
     found = {"case": name, "backend": backend, "audited": audited.call_count}
     for half, graph in zip(("forward", "backward"), graphs, strict=True):
         found[half] = asdict(count(graph.code))

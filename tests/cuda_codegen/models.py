@@ -105,7 +105,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "GPT, 2 layers": partial(gpt, 2),
     "GPT, 3 layers": partial(gpt, 3),
     "GPT, 2 layers, flash attention": partial(gpt, 2, flash=True),
+    "GPT, 1 layer, sizes in symbols": partial(gpt, 1),
     "conv net": conv_net,
     "LSTM": lambda: (LSTM(), (torch.randn(4, 32, 64),)),
     "Mamba": lambda: (Mamba(), (torch.randint(0, 256, (4, 4)),)),
 }
+DYNAMIC = ("GPT, 1 layer, sizes in symbols",)

@@ -40,7 +40,11 @@ class _NotCompiled(Exception):
 
 
 def lower(
-    function: Callable[..., Any], *args: torch.Tensor, options: Mapping[str, Any] | None = None, **patches: Any
+    function: Callable[..., Any],
+    *args: torch.Tensor,
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool = False,
+    **patches: Any,
 ) -> tuple[Lowered, Lowered]:
     """Forward and backward; `options` are ours, or None for plain Inductor; `patches` go to Inductor's config."""
     torch._dynamo.reset()
@@ -51,7 +55,7 @@ def lower(
         functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
         contextlib.suppress(_NotCompiled),
     ):
-        torch.compile(function, backend=backend, options=settings, fullgraph=True, dynamic=False)(*args)
+        torch.compile(function, backend=backend, options=settings, fullgraph=True, dynamic=dynamic)(*args)
     forward, backward = found
     return forward, backward
 
