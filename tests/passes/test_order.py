@@ -12,13 +12,14 @@ from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 
 from examples.train_gpt import GPT, Shape
-from ssd_fx.passes import order
+from ssd_fx.passes import audit, order
 from tests.communicating import exchange
 from tests.models import batch
 from tests.passes import toys
 from tests.passes.lowered import Lowered, lower, lower_alone
 
 ops = torch.ops.ssd_fx
+SHOWN = {"store": ("slot", "seq"), "wait_store_": ("hand_over", "block"), "load": ("seq",), "wait_load_": ("seq",)}
 
 
 def branches(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -37,7 +38,8 @@ def _line(node: BaseSchedulerNode) -> str:
     if order.is_ours(node):
         assert node.node is not None
         name = str(node.node.op_overload._opname)
-        return name if name == "begin_" else f"{name} {node.node.constant_args[-2:]}"
+        shown = (audit._argument(node.node, argument) for argument in SHOWN.get(name, ()))
+        return " ".join([name, *map(str, shown)])
     origins = {o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
     kind = "nop" if isinstance(node, NopKernelSchedulerNode) else "extern" if node.is_extern() else "loops"
     return f"{kind} {', '.join(sorted(origins))}"
@@ -100,14 +102,14 @@ def test_a_kernel_that_was_split_to_be_fused_runs_behind_its_wait() -> None:
     assert_expected_inline(
         text(lowered),
         """\
-load (0, False)
-load (1, False)
-wait_load_ (2,)
+load 0
+load 1
+wait_load_ 2
 loops add, mul, mul_1, mul_2, view, view_1
 extern mm
 loops sin
 extern mm_1, sin
-wait_load_ (3,)
+wait_load_ 3
 loops sum_1
 extern mm_2""",
     )
@@ -137,9 +139,9 @@ def test_what_is_read_by_a_kernel_a_little_behind_is_handed_over_behind_it() -> 
         text(lowered),
         """\
 extern mm
-store (0, 0)
+store 0 0
 loops add, mul
-wait_store_ (True, False)""",
+wait_store_ True False""",
     )
 
 
@@ -150,8 +152,8 @@ def test_no_library_call_is_moved_to_hand_over() -> None:
         text(lowered),
         """\
 extern mm
-store (0, 0)
-wait_store_ (False, False)
+store 0 0
+wait_store_ False False
 extern mm_1
 loops mul, mul_1""",
     )
@@ -166,7 +168,7 @@ def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_an_operator_that_changes_nothing_is_not_the_load_that_it_reads() -> None:
     """Inductor has the `expand` for the origin of the load, which is then behind its own wait."""
     _, backward = lower(attention, *toys.inputs(), options={"recompute": False, "machine": "default"})
-    waits = [int(seq) for seq in re.findall(r"^wait_load_ \((\d+)", text(backward), re.MULTILINE)]
+    waits = [int(seq) for seq in re.findall(r"^wait_load_ (\d+)", text(backward), re.MULTILINE)]
     assert waits == sorted(waits) != []
 
 
@@ -213,29 +215,29 @@ def test_the_order_of_branches() -> None:
         """\
 nop empty_memory_format
 begin_
-store (0, 0)
+store 0 0
 loops repeat
-store (2, 1)
+store 2 1
 extern mm
-store (3, 2)
+store 3 2
 loops sigmoid, sum_1
 extern mm_1
-store (1, 3)
-store (5, 4)
+store 1 3
+store 5 4
 loops sin
-store (4, 5)
-store (6, 6)
+store 4 5
+store 6 6
 extern mm_2
-store (7, 7)
+store 7 7
 loops add, exp, sum_2
-wait_store_ (True, False)
-wait_store_ (True, False)
-wait_store_ (True, False)
-wait_store_ (True, False)
-wait_store_ (True, False)
-wait_store_ (True, False)
-wait_store_ (True, False)
-wait_store_ (True, False)""",
+wait_store_ True False
+wait_store_ True False
+wait_store_ True False
+wait_store_ True False
+wait_store_ True False
+wait_store_ True False
+wait_store_ True False
+wait_store_ True False""",
     )
 
 
