@@ -175,11 +175,12 @@ def _may_begin_there(held: Tensor, relies_on: str) -> bool:
     """Whether the backward can use this memory as it is.
 
     `as_strided` counts from the start of the storage, unless Inductor made an address of it. Inductor's kernels for a
-    device take 16 bytes at a time of what it loads.
+    device take 16 bytes at a time of what it loads, and its code compares the offset alone with that.
     """
     if relies_on != "address":
         return held.storage_offset() == 0
-    return held.device.type == "cpu" or held.data_ptr() % ALIGNMENT == 0
+    offset = held.storage_offset() * held.itemsize
+    return held.device.type == "cpu" or (held.data_ptr() % ALIGNMENT == 0 and offset % ALIGNMENT == 0)
 
 
 def _place(entry: Entry, load: Load) -> None:
