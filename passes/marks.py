@@ -76,7 +76,8 @@ def _put(node: fx.Node, name: str, aliases: dict[int, list[fx.Node]]) -> None:
 
 def _take_out(node: fx.Node) -> None:
     """An output of the graph stays: that it is a view of another tensor is known to those who call the graph."""
-    del node.meta["custom"][ANNOTATION]
+    custom = node.meta["custom"]  # one dictionary may be that of several nodes: all that were made under one `annotate`
+    node.meta["custom"] = {key: value for key, value in custom.items() if key != ANNOTATION}
     if node.target is torch.ops.aten.alias.default:
         node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")  # type: ignore[arg-type]
         if not node.users:

@@ -127,6 +127,29 @@ def test_no_bit_changes(options: dict[str, object], toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("mark", [ssd_fx.keep, ssd_fx.offload], ids=["keep", "offload"])
+def test_an_input_that_is_changed_and_that_another_one_is_a_view_of(
+    options: dict[str, object], inner: str, mark: Mark
+) -> None:
+    """It is viewed anew from the memory of both: two nodes that were made under one annotation, and share it."""
+
+    def function(mark: Mark, a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a.mul_(2)
+        return ((mark(a) @ w).relu() * b.sum()).sum()
+
+    found = []
+    for who in (mark, none):
+        base, w = (x.detach() for x in inputs())
+        compiled = torch.compile(
+            functools.partial(function, who), backend=ssd_fx.backend, options=options | {"inner": inner}
+        )
+        found.append(
+            (*gradients(lambda w, base=base, c=compiled: c(base.view(64, 64), base[:16], w), w.requires_grad_()), base)
+        )
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("budget", [0, 1.0, "1TiB"])
 def test_what_is_marked_leaves_whatever_the_budget(options: dict[str, object], inner: str, budget: object) -> None:
     """Where the budget has room for everything too, be it a share or bytes."""
