@@ -5,6 +5,7 @@ An engine's methods are called by one thread at a time (the store's lock); compl
 
 import ctypes
 import time
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -226,7 +227,7 @@ ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
     **{name: _gds(name) for name in _GDS},
 }
 
-_made: list[Engine] = []
+_made: list[weakref.ref[Engine]] = []
 
 
 def make_tiers(config: RuntimeConfig) -> tuple[Engine, int]:
@@ -254,15 +255,15 @@ def make_engine(config: RuntimeConfig) -> Engine:
     if config.engine not in ENGINES:
         raise ValueError(f"unknown engine {config.engine!r}; known are {sorted(ENGINES)}")
     engine = ENGINES[config.engine](config)
-    _made.append(engine)
+    _made[:] = [*(made for made in _made if made()), weakref.ref(engine)]
     return engine
 
 
 def disk_bytes() -> int:
-    """Space on disk that the engines of this process hold."""
-    return sum(engine.disk_bytes for engine in list(_made))
+    """Space on disk that the engines of this process hold; those that are closed hold none."""
+    return sum(engine.disk_bytes for made in list(_made) if (engine := made()))
 
 
 def forget_engines() -> None:
-    """Their files do not count any more: they are closed, or a parent's before a fork."""
+    """Their files do not count any more: they are a parent's, before a fork."""
     _made.clear()

@@ -32,6 +32,7 @@ class State(enum.Enum):
     IN_MEMORY = "memory"
     ON_DISK = "disk"
     GIVEN = "none"
+    LOST = "lost"
 
 
 @dataclass(eq=False, slots=True)
@@ -77,12 +78,15 @@ class Entry:
     write: Completion | None = None
     early: bool = False
     strict: bool = False  # there is no memory to read it before the plan says
+    lost: bool = False  # its store ended, and the bytes were on the drive only
     run: "Run | None" = None
     ahead: Load | None = None
     loads: list[Load] = field(default_factory=list)
 
     @property
     def state(self) -> State:
+        if self.lost:
+            return State.LOST
         if self.held is not None:
             return State.IN_MEMORY
         return State.ON_DISK if self.extent or not self.nbytes else State.GIVEN
@@ -154,10 +158,28 @@ def lookup(handle: Tensor) -> Entry:
     raise RuntimeError(f"an ssd_fx handle of shape {list(handle.shape)} and {handle.dtype} {message}")
 
 
+def lost(entry: Entry) -> RuntimeError:
+    """What to raise where the bytes of an entry are asked for that went with its store."""
+    return RuntimeError(
+        f"{entry.name} was lost: ssd_fx.close() was called between its forward and its backward, and closed the file "
+        "that it was in; run the forward again"
+    )
+
+
 def living() -> list[Entry]:
     """All entries whose handles live."""
     GUARD.drain()
     return list(_entries.values())
+
+
+def of(store: "Store") -> list[Entry]:
+    """Those in `store`. Called under the lock."""
+    return [entry for entry in _entries.values() if entry.store is store]
+
+
+def has(store: "Store") -> bool:
+    """Whether any is in `store`. Called under the lock."""
+    return any(entry.store is store for entry in _entries.values())
 
 
 def forget() -> None:
@@ -184,6 +206,8 @@ def _bury(number: int) -> None:
     if entry is not None:
         entry.store.release(entry)
         del _entries[number]  # last: a release that a signal ended early is done again
+        if entry.store.when_left:
+            entry.store.when_left()
 
 
 GUARD: Guard[int] = Guard(_bury)

@@ -48,16 +48,18 @@ class SlabFile:
 
     @property
     def nbytes(self) -> int:
-        """The file's space in bytes."""
-        return self._allocator.end
+        """The file's space in bytes, 0 once it is closed."""
+        return 0 if self.fd < 0 else self._allocator.end
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
         """(offset, size) of an extent of at least `nbytes`.
 
-        Raises: OSError if the file is full and cannot grow.
+        Raises: OSError if the file is full and cannot grow, or closed.
         """
         size = round_up(nbytes, self._granularity)
         with self._lock:
+            if self.fd < 0:
+                raise OSError(errno.EBADF, "the file is closed", self.directory)
             offset = self._allocator.allocate(size)
             if offset is None:
                 self._grow(size - self._allocator.tail_bytes())
@@ -71,8 +73,11 @@ class SlabFile:
             self._allocator.free(offset, size)
 
     def close(self) -> None:
-        """Closes the descriptor, with which the file's space goes back."""
-        os.close(self.fd)
+        """Closes the descriptor, with which the file's space goes back. Again is once."""
+        with self._lock:
+            fd, self.fd = self.fd, -1  # the number will be another file's
+        if fd >= 0:
+            os.close(fd)
 
     def _grow(self, missing: int) -> None:
         nbytes = self.nbytes + missing

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -25,6 +25,12 @@ class _Watcher(weakref.ref):  # type: ignore[type-arg]
     """A reference that knows what is to be done when its object is dead."""
 
     __slots__ = ("item",)
+    item: Any
+
+
+class _Wake(NamedTuple):
+    """For the janitor: `item` is the guard that has something to do, as in a `_Watcher`."""
+
     item: Any
 
 
@@ -45,13 +51,19 @@ class Guard(Generic[T]):
         self._left: deque[T | _Watcher] = deque()
         self._watchers: dict[int, tuple[_Watcher, _Watcher]] = {}
 
-    def watch(self, thing: object, item: T) -> None:
-        """Handles `item` soon after `thing` died."""
-        waker = _Watcher(thing, _janitor().put)
+    def watch(self, thing: object, item: T, *, now: bool = True) -> None:
+        """Handles `item` soon after `thing` died. Without `now` the thread that does it is not started for that: it is
+        handled once the thread is wanted for something else, or by `drain`."""
+        waker = _Watcher(thing, janitor().put if now else _wake.put)
         waker.item = self
         watcher = _Watcher(thing, self._left.append)  # of two references the later one is called first
         watcher.item = item
         self._watchers[id(watcher)] = (watcher, waker)
+
+    def soon(self, item: T) -> None:
+        """Handles `item` in a thread of its own. For those who hold a lock that `handle` takes."""
+        self._left.append(item)
+        janitor().put(_Wake(self))
 
     def later(self, item: T) -> None:
         """Handles `item`. Not for callbacks of the garbage collector."""
@@ -75,20 +87,29 @@ class Guard(Generic[T]):
         self._left.popleft()
 
 
-_wake: "queue.SimpleQueue[_Watcher]" = queue.SimpleQueue()
+_Queue = queue.SimpleQueue[_Watcher | _Wake]
+_wake: _Queue = queue.SimpleQueue()
 _thread_of_process = 0
 
 
-def _janitor() -> "queue.SimpleQueue[_Watcher]":
-    """The queue of the thread that follows up deaths, started once per process."""
-    global _wake, _thread_of_process
+def janitor() -> _Queue:
+    """The queue of the thread that follows up deaths, which is started once per process."""
+    global _thread_of_process
     if _thread_of_process != os.getpid():
-        _thread_of_process, _wake = os.getpid(), queue.SimpleQueue()
+        _thread_of_process = os.getpid()
         threading.Thread(target=_follow_up, args=(_wake,), daemon=True, name="ssd_fx-janitor").start()
     return _wake
 
 
-def _follow_up(wake: "queue.SimpleQueue[_Watcher]") -> None:
+def _after_fork() -> None:
+    global _wake
+    _wake = queue.SimpleQueue()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _follow_up(wake: _Queue) -> None:
     while True:
         guards = {wake.get().item}
         time.sleep(PAUSE_S)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssd_fx.runtime import memory, trace
 from ssd_fx.runtime.engines import Engine, Extent, Memory, outcome
-from ssd_fx.runtime.entries import GUARD, Entry, Load, State
+from ssd_fx.runtime.entries import GUARD, Entry, Load, State, lost
 from ssd_fx.runtime.layout import Layout, alias, is_alone, returned
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
@@ -44,6 +44,8 @@ class Reader:
                     f"{entry.name} was given away to a backward that did not keep the graph; a graph that several "
                     "backwards go through needs retain_graph=True in all but the last"
                 )
+            case State.LOST:
+                raise lost(entry)
             case State.IN_MEMORY:
                 load = self._forward(entry, layout, seq, consume, relies_on)
                 entry.loads.append(load)
@@ -167,6 +169,8 @@ class Reader:
 
 
 def _extent(entry: Entry) -> Extent:
+    if entry.lost:
+        raise lost(entry)
     assert entry.extent, "on disk"
     return entry.extent
 

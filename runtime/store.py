@@ -4,6 +4,7 @@ import atexit
 import math
 import os
 import time
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.engines import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
+from ssd_fx.runtime.guard import janitor
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import Layout, dense_form, is_alone
 from ssd_fx.runtime.prefetch import Prefetcher
@@ -31,6 +33,7 @@ class Store:
         self.writer = Writer(self.engine, config, self.habits, room)
         self.reader = Reader(self.engine, self.writer)
         self.prefetcher = Prefetcher(self.reader, self.habits, config.prefetch)
+        self.when_left: Callable[[], None] | None = None  # called under the lock when an entry has gone
 
     def begin(self, graph: str) -> None:
         """A forward of `graph` begins."""
@@ -151,8 +154,18 @@ class Store:
         if extent:
             self.engine.free(extent)
 
+    def end(self) -> None:
+        """Nothing goes to the engine from here on: what is in memory stays there, what is not is lost. Called under the
+        lock; `close` follows. A read that somebody waits for may still end well.
+        """
+        self.writer.end()
+        for entry in entries.of(self):
+            self.prefetcher.dead(entry)
+            self.reader.drop_ahead(entry)
+            entry.lost = entry.extent is not None
+
     def close(self) -> None:
-        """Ends all I/O. Called under the lock."""
+        """Joins the threads and closes the files, which may take a second for each GiB of them."""
         self.engine.close()
 
     def _judge(self, entry: Entry) -> None:
@@ -204,7 +217,37 @@ def get_store(config: str) -> Store:
     if found is None:
         with GUARD.lock:
             found = _stores.get(parsed) or _stores.setdefault(parsed, Store(parsed))
+        janitor()  # from here on the death of its last graph is seen
     return found
+
+
+def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
+    """Ends the store of a configuration that no graph uses any more; not while something is stored, for a backward may
+    come: `when_left` is called then, under the lock, whenever an entry has gone."""
+    GUARD.drain()
+    with GUARD.lock:
+        store = _stores.get(config)
+        if store is None:
+            return
+        if entries.has(store):
+            store.when_left = when_left
+            return
+        store.end()
+        del _stores[config]
+    store.close()  # without the lock: other graphs go on
+    if not _stores:
+        POOL.trim()
+
+
+def close_stores() -> None:
+    """Ends all stores: I/O, threads and files. What is in memory can still be loaded; loading another is an error."""
+    GUARD.drain()
+    with GUARD.lock:
+        for config, store in list(_stores.items()):
+            store.end()
+            del _stores[config]
+            store.close()
+    POOL.trim()
 
 
 def _after_fork() -> None:
@@ -216,19 +259,10 @@ def _after_fork() -> None:
     device_trace.clear()
 
 
-def close_stores() -> None:
-    """Ends all I/O, closes the files and forgets the stores; what was stored in them is lost."""
-    with GUARD.lock:
-        for store in _stores.values():
-            store.close()
-        _stores.clear()
-        entries.forget()
-        engines.forget_engines()
-
-
 def _at_exit() -> None:
     entries.close()
     close_stores()
+    entries.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -41,6 +41,7 @@ class Writer:
         self._writing: dict[Entry, None] = {}  # oldest first
         self.resting_bytes = self.writing_bytes = 0
         self._live = _Tide()
+        self._ended = False
 
     def accept(self, entry: Entry, x: Tensor) -> float:
         """Takes a tensor over, and starts what must be written now; seconds waited for the cap on bytes in flight."""
@@ -94,11 +95,15 @@ class Writer:
         if entry.write and not entry.write.cancel():
             self.finish(entry, None)
             return
-        self._forget_write(entry, "cancelled")
-        counters(entry.graph).cancelled_bytes += entry.nbytes
-        extent, entry.extent = entry.extent, None
-        assert extent, "a write has an extent"
-        self._engine.free(extent)
+        self._cut_short(entry)
+
+    def end(self) -> None:
+        """Ends all writes for good. What was being written stays in memory, whatever had been written of it."""
+        self._ended = True
+        for entry in list(self._writing):
+            if entry.write:
+                entry.write.cancel()
+            self._cut_short(entry)
 
     def wanted(self, entry: Entry) -> None:
         """The entry is asked for, or dies: it counts no more among what a step has outstanding."""
@@ -124,7 +129,7 @@ class Writer:
 
     def _due(self) -> Entry | None:
         """The entry that should be written next: the first, if it may not rest, or more do than may or are to come."""
-        oldest = next(iter(self._resting), None)
+        oldest = None if self._ended else next(iter(self._resting), None)
         return oldest if oldest and (oldest.early or self.resting_bytes > self._room) else None
 
     def _start_due(self) -> None:
@@ -157,6 +162,13 @@ class Writer:
         except BaseException:  # Ctrl-C, no memory: nothing may stay among the writes that nobody will ever end
             self.cancel(entry)
             raise
+
+    def _cut_short(self, entry: Entry) -> None:
+        self._forget_write(entry, "cancelled")
+        counters(entry.graph).cancelled_bytes += entry.nbytes
+        extent, entry.extent = entry.extent, None
+        assert extent, "a write has an extent"
+        self._engine.free(extent)
 
     def _leave_rest(self, entry: Entry) -> None:
         nbytes = entry.moved_bytes

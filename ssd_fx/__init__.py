@@ -10,6 +10,7 @@ from ssd_fx.explain import Explanation, explain
 from ssd_fx.marks import keep, offload
 from ssd_fx.profile import save_profile
 from ssd_fx.runtime.chrome import export as export_trace
+from ssd_fx.runtime.graphs import close
 from ssd_fx.runtime.stats import GraphStats, Stats, reset_stats, stats
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Stats",
     "backend",
     "check_options",
+    "close",
     "explain",
     "export_trace",
     "keep",

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.eval_frame import innermost_fn
 from torch._inductor import config as inductor_config
 
 from ssd_fx import calibrate, patterns
@@ -26,7 +27,7 @@ from ssd_fx.passes.marks import LiftMarks
 from ssd_fx.passes.partitioner import Partitioner, source_digest
 from ssd_fx.passes.pipeline import PlanOptions
 from ssd_fx.profile import read_profile
-from ssd_fx.runtime import entries, heap
+from ssd_fx.runtime import entries, graphs, heap
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines import check_engine
 from ssd_fx.runtime.preflight import check_directory
@@ -60,9 +61,10 @@ def backend(
     if config.share():
         log.info("%s", config.share())
     heap.keep_freed_memory()
-    if config.inner == "aot_eager":
-        return _aot_eager(gm, inputs, partitioner)
-    return _inductor(gm, inputs, partitioner, mode)
+    eager = config.inner == "aot_eager"
+    compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode)
+    graphs.uses(innermost_fn(compiled), config.runtime_json())
+    return compiled
 
 
 def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None = None) -> Config:

@@ -8,7 +8,7 @@ import torch
 
 import ssd_fx
 from ssd_fx.passes import solve
-from ssd_fx.runtime import device_trace, trace
+from ssd_fx.runtime import device_trace, entries, trace
 from ssd_fx.runtime.store import close_stores
 from tests import sources
 
@@ -32,6 +32,7 @@ def fresh() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     close_stores()
+    entries.forget()  # of handles that a failed test has left in a traceback
 
 
 @pytest.fixture(params=sources.ALL, ids=lambda source: source.name)

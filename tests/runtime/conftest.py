@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # engines.py and harness.py, wha
 
 from harness import config_json
 
-from ssd_fx.runtime import device_trace, stats, trace
+from ssd_fx.runtime import device_trace, entries, stats, trace
 from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.store import close_stores
 
@@ -19,6 +19,7 @@ def fresh_counters():
     stats.reset_stats()
     yield
     close_stores()
+    entries.forget()  # of handles that a failed test has left in a traceback
     POOL.trim()
 
 

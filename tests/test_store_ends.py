@@ -1,0 +1,336 @@
+"""Stores end with the last graph that uses them, or with `ssd_fx.close()`: threads, descriptors, files and memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ssd_fx
+from ssd_fx.runtime import entries, graphs, ops
+from ssd_fx.runtime.arena import CHUNK
+from ssd_fx.runtime.buffers import POOL
+from ssd_fx.runtime.config import parse
+from ssd_fx.runtime.store import _stores, get_store
+from tests.faults.toys import Counting, Toy, compile_toy, descriptors, gradients, same_bits, settle
+from tests.runtime.engines import DelayedEngine, registered
+
+SETS = 12
+LOST = r"slot \d+ of graph '\w+' \(\d+ B\) was lost: ssd_fx\.close\(\) was called between its forward and its backward"
+
+
+@pytest.fixture(autouse=True)
+def warm(tmp_path: Path) -> None:
+    """What a process has once: the janitor's thread, autograd's, the library."""
+    model = Toy()
+    gradients(compile_toy(model, tmp_path, "posix")(torch.randn(64, 256)), model)
+    forget_graphs()
+    ssd_fx.reset_stats()
+
+
+def forget_graphs() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    comes_true(lambda: not _stores and io_threads() == 0)
+
+
+def io_threads() -> int:
+    """Of the native pools; a thread that was joined is listed for a moment yet."""
+    names = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
+    return sum(name.read_text() == "ssd_fx-io\n" for name in names if name.exists())
+
+
+def comes_true(what: Callable[[], bool], seconds: float = 10.0) -> None:
+    """The janitor follows up deaths a twentieth of a second later."""
+    until = time.perf_counter() + seconds
+    while not what() and time.perf_counter() < until:
+        time.sleep(0.01)
+    assert what()
+
+
+def held(inner: str = "aot_eager") -> dict[str, int]:
+    """What this process has of the system; beside Inductor, which has threads and pipes of its own, what ours has."""
+    files = [name for name in descriptors().values() if "(deleted)" in name]
+    found = {"files": len(files), "pools": io_threads(), "disk": ssd_fx.stats().disk_bytes}
+    found["entries"] = len(entries.living())
+    if inner == "aot_eager":
+        found |= {"descriptors": len(descriptors()), "threads": len(os.listdir("/proc/self/task"))}
+    return found
+
+
+def train(model: Toy, x: Tensor, compiled: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    loss = compiled(x.clone())
+    settle()
+    return gradients(loss, model)
+
+
+@pytest.fixture
+def model() -> Toy:
+    torch.manual_seed(0)
+    return Toy()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def expected(model: Toy, x: Tensor, tmp_path: Path) -> list[Tensor]:
+    return gradients(compile_toy(model, tmp_path, "memory")(x), model)
+
+
+@pytest.mark.parametrize(("inner", "sets"), [("aot_eager", SETS), pytest.param("inductor", 2, marks=pytest.mark.slow)])
+@torch._dynamo.config.patch(recompile_limit=2 * SETS)
+def test_a_reset_gives_back_what_many_sets_of_options_took(
+    model: Toy, x: Tensor, tmp_path: Path, inner: str, sets: int
+) -> None:
+    expected = gradients(compile_toy(model, tmp_path, "memory", inner=inner)(x), model)
+    forget_graphs()
+    before = held(inner)
+    for i in range(sets):
+        compiled = compile_toy(model, tmp_path, "posix", inner=inner, inflight=2**20 + i)
+        assert same_bits(train(model, x, compiled), expected)
+    between = held(inner)
+    assert between["files"] == before["files"] + sets
+    assert between["pools"] == before["pools"] + 2 * sets
+    assert between["disk"] == sets * 2**28
+    del compiled
+    POOL.give(POOL.take(32 * CHUNK))
+    assert POOL.idle_bytes >= 32 * CHUNK
+    forget_graphs()
+    comes_true(lambda: held(inner) == before)
+    comes_true(lambda: POOL.idle_bytes <= CHUNK)
+
+
+class Holding:
+    """`ssd_fx.backend`, whose graphs somebody holds: Dynamo's reset is not their end."""
+
+    __name__ = "holding"
+
+    def __init__(self) -> None:
+        self.held: list[Callable[..., Any]] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Tensor], **kwargs: Any) -> Callable[..., Any]:
+        made = ssd_fx.backend(gm, inputs, **kwargs)
+        self.held.append(lambda *args: made(*args))
+        return self.held[-1]
+
+
+def test_graphs_of_one_set_of_options_share_a_store_until_the_last_has_gone(
+    model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path
+) -> None:
+    forget_graphs()
+    backend = Holding()
+    options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0}
+    for _ in range(2):
+        compiled = torch.compile(model, backend=backend, options=options, dynamic=False)
+        assert same_bits(train(model, x, compiled), expected)
+        torch._dynamo.reset()
+    (store,) = _stores.values()
+    backend.held.pop()
+    gc.collect()
+    time.sleep(0.2)  # the janitor has been there
+    assert list(_stores.values()) == [store]
+    backend.held.clear()
+    gc.collect()
+    comes_true(lambda: not _stores)
+
+
+def test_a_graph_that_somebody_holds_outlives_a_reset(
+    model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path
+) -> None:
+    forget_graphs()
+    backend = Holding()
+    options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0}
+    compiled = torch.compile(model, backend=backend, options=options, dynamic=False)
+    assert same_bits(train(model, x, compiled), expected)
+    (store,) = _stores.values()
+    torch._dynamo.reset()
+    gc.collect()
+    time.sleep(0.2)
+    assert list(_stores.values()) == [store]
+    backend.held.clear()
+    gc.collect()
+    comes_true(lambda: not _stores)
+
+
+def test_a_backward_still_comes_after_its_graph_has_gone(
+    model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path
+) -> None:
+    forget_graphs()
+    compiled = compile_toy(model, tmp_path, "posix")
+    losses = [compiled(x.clone()) for _ in range(3)]
+    settle()
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    time.sleep(0.2)
+    assert len(_stores) == 1
+    for _ in range(3):
+        assert same_bits(gradients(losses.pop(), model), expected)
+        gc.collect()
+    comes_true(lambda: not _stores)
+
+
+def test_what_never_had_a_graph_lives_until_close(tmp_path: Path) -> None:
+    config = ssd_fx.Config.make({"dirs": [str(tmp_path)]}).runtime_json()
+    before = descriptors()
+    handle = torch.ops.ssd_fx.store(torch.ones(2**20), config, "direct", 0, 0)
+    (store,) = _stores.values()
+    del handle
+    torch._dynamo.reset()
+    gc.collect()
+    time.sleep(0.2)
+    assert get_store(config) is store
+    ssd_fx.close()
+    assert _stores == {}
+    assert descriptors() == before
+
+
+def test_a_store_that_is_needed_again_is_made_again(
+    model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path
+) -> None:
+    forget_graphs()
+    for _ in range(3):
+        assert same_bits(train(model, x, compile_toy(model, tmp_path, "posix")), expected)
+        assert len(_stores) == 1
+        forget_graphs()
+
+
+def test_an_op_that_has_the_store_in_hand_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensor stays in memory: nothing may reach the engine any more, whose descriptor may be another file's."""
+    config = ssd_fx.Config.make({"dirs": [str(tmp_path)]}).runtime_json()
+    store, x = get_store(config), torch.arange(2**20)
+    ssd_fx.close()
+    monkeypatch.setattr(ops, "get_store", lambda _: store)
+    handle = torch.ops.ssd_fx.store(x, config, "direct", 0, 0)
+    torch.ops.ssd_fx.wait_store_(handle, x, 1)
+    loaded = torch.ops.ssd_fx.load(handle, list(x.shape), list(x.stride()), x.dtype, x.device, 0, False)
+    torch.ops.ssd_fx.wait_load_(loaded, handle, 1)
+    assert torch.equal(loaded, x)
+    assert ssd_fx.stats().written_bytes == ssd_fx.stats().kept_bytes == 0
+
+
+def test_explain_leaves_no_store(model: Toy, x: Tensor, tmp_path: Path) -> None:
+    before = held()
+    ssd_fx.explain(model, options={"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0})(x)
+    gc.collect()
+    comes_true(lambda: not _stores)
+    comes_true(lambda: held() == before)
+
+
+def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path) -> None:
+    """What is on the drive is lost, and says so; the next step makes a new store."""
+    forget_graphs()
+    before = held()
+    compiled = compile_toy(model, tmp_path, "posix")
+    loss = compiled(x.clone())
+    settle()
+    ssd_fx.close()
+    after = held()
+    assert after.pop("entries") != 0
+    assert after == {name: count for name, count in before.items() if name != "entries"}
+    for _ in range(2):  # asking again helps nobody
+        with pytest.raises(RuntimeError, match=LOST):
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    assert same_bits(train(model, x, compiled), expected)
+    del loss
+    assert len(_stores) == 1
+
+
+@pytest.mark.parametrize("options", [{"budget": "1GiB"}, {"engine": "late"}], ids=["resting", "being written"])
+def test_close_loses_nothing_that_is_in_memory(
+    model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with registered(lambda inner: DelayedEngine(inner, 5.0, 5.0)) as late:
+        engine = late if options.pop("engine", "posix") == "late" else "posix"
+        compiled = compile_toy(model, tmp_path, engine, **options)
+        loss = compiled(x.clone())
+        ssd_fx.close()
+        assert _stores == {}
+        assert same_bits(gradients(loss, model), expected)
+
+
+def test_a_backward_in_another_thread_ends_well_or_says_what_was_lost(
+    model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path
+) -> None:
+    """`close` comes at any time, in a loop; every step is right, or says that it was in the way."""
+    compiled, ended, lost = compile_toy(model, tmp_path, "posix"), threading.Event(), []
+    wrong: list[BaseException] = []
+
+    def steps() -> None:
+        try:
+            for _ in range(150):
+                try:
+                    assert same_bits(gradients(compiled(x.clone()), model), expected)
+                except RuntimeError as error:
+                    lost.append(str(error))
+        except BaseException as error:  # looked at below
+            wrong.append(error)
+        ended.set()
+
+    worker = threading.Thread(target=steps)
+    worker.start()
+    closed = 0
+    while not ended.is_set():
+        ssd_fx.close()
+        closed += 1
+        time.sleep(0.003)
+    worker.join()
+    assert wrong == []
+    assert closed >= 10
+    assert all("was lost: ssd_fx.close() was called" in message for message in lost)
+    assert same_bits(train(model, x, compiled), expected)
+
+
+def test_close_in_a_loop(model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path) -> None:
+    compiled = compile_toy(model, tmp_path, "posix")
+    ssd_fx.close()
+    before = held()
+    for _ in range(20):
+        assert same_bits(train(model, x, compiled), expected)
+        ssd_fx.close()
+        ssd_fx.close()  # nothing is left to end
+    comes_true(lambda: held() == before)
+
+
+def test_no_extent_is_forgotten(model: Toy, x: Tensor, tmp_path: Path) -> None:
+    """Those of lost tensors go back when their handles die."""
+    made: list[Counting] = []
+
+    def counting(inner: Any) -> Counting:
+        made.append(Counting(inner))
+        return made[-1]
+
+    with registered(counting) as name:
+        loss = compile_toy(model, tmp_path, name)(x.clone())
+        settle()
+        ssd_fx.close()
+        del loss
+        gc.collect()
+        assert entries.living() == []
+        assert [engine.out for engine in made] == [set()]
+
+
+def test_graphs_are_told_apart_by_their_options(tmp_path: Path) -> None:
+    """A death under the lock of a store, or in any thread, is dealt with later; one that comes twice is one."""
+    config = ssd_fx.Config.make({"dirs": [str(tmp_path)]}).runtime_json()
+
+    def graph() -> None:
+        return
+
+    get_store(config)
+    graphs.uses(graph, config)
+    with entries.GUARD.lock:
+        del graph
+        gc.collect()
+    comes_true(lambda: parse(config) not in _stores)
