@@ -1,9 +1,14 @@
 """What a directory must be before activations go there."""
 
 import ctypes
+import errno
 import os
 import tempfile
 
+_HELP = {
+    errno.EACCES: "no permission to create files here; give this user write permission",
+    errno.EROFS: "this file system is mounted read-only; name a directory on a drive that can be written to",
+}
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
@@ -17,14 +22,12 @@ def check_directory(path: str, allow_tmpfs: bool = False) -> None:
         raise FileNotFoundError(2, "the directory for activations does not exist; create it on an NVMe drive", path)
     if not os.path.isdir(path):
         raise NotADirectoryError(20, "activations need a directory, and this is something else", path)
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(13, "no permission to create files here; give this user write permission", path)
     try:
-        tempfile.TemporaryFile(dir=path).close()  # access(2) says yes to root, on read-only file systems, over quota
+        tempfile.TemporaryFile(dir=path).close()  # access(2) says yes to root and over quota, and no without a reason
     except OSError as error:
-        raise OSError(
-            error.errno, f"no file can be made here ({error.strerror}); name a directory on a drive", path
-        ) from None
+        code = error.errno or errno.EIO
+        message = _HELP.get(code, f"no file can be made here ({error.strerror}); name a directory on a drive")
+        raise OSError(code, message, path) from None  # EACCES makes a PermissionError
     kind = _IN_MEMORY.get(file_system_type(path))
     if kind and not allow_tmpfs:
         message = f"this is a {kind}, which keeps files in RAM and would save none; name a directory on a drive"

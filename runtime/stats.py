@@ -48,17 +48,19 @@ class Stats(GraphStats):
     """The sums over all graphs (`steps`: of the graph with most), and the state of the process.
 
     `staging_bytes`, `staging_peak_bytes`: memory that the pool of buffers has mapped, now and at most since the start.
-    `disk_bytes`: space of the files. `graphs`: each graph by its name.
+    `disk_bytes`: space of the files. `compiled_graphs`: how often the backend was called, which no reset changes.
+    `graphs`: each graph that ran, by its name.
     """
 
     staging_bytes: int = 0
     staging_peak_bytes: int = 0
     disk_bytes: int = 0
+    compiled_graphs: int = 0
     graphs: dict[str, GraphStats] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A table per step of what was planned and moved, and of whatever else is not 0; `repr` has every field, and
-        those of every graph."""
+        """A table per step of what was planned and moved, and of whatever else is not 0; or what to look at if nothing
+        ran. `repr` has every field, and those of every graph."""
         steps = max(self.steps, 1)
         moved = {name: getattr(self, f"{name}_bytes") / steps for name in _MEANING}
         rows = [
@@ -66,8 +68,23 @@ class Stats(GraphStats):
         ]
         space = {name: getattr(self, f"{name}_bytes") for name in ("staging", "staging_peak", "disk")}
         held = ", ".join(f"{name.replace('_', ' ')} {_mib(nbytes).strip()}" for name, nbytes in space.items())
+        if not self.graphs:
+            return f"{self._nothing_ran()}\nat the moment: {held}"
         head = f"{self.steps} steps, {len(self.graphs)} graphs, {1e3 * self.stall_s / steps:.1f} ms of stall per step"
         return "\n".join([f"{head}; bytes per step:", *rows, f"at the moment: {held}"])
+
+    def _nothing_ran(self) -> str:
+        if self.compiled_graphs:
+            return (
+                f"nothing ran since the start or the last reset_stats(): of the {self.compiled_graphs} graphs that "
+                "ssd_fx was asked to compile none has begun a forward that saves for a backward, as none does under "
+                "torch.no_grad(); TORCH_LOGS=recompiles,graph_breaks tells what runs instead"
+            )
+        return (
+            "nothing ran: torch.compile has not called ssd_fx in this process, so whatever trains does so uncompiled; "
+            "TORCH_LOGS=+dynamo names what Dynamo is 'skipping' (of model.compile() the modules of torch itself, "
+            "such as nn.Sequential, which torch.compile(model) takes)"
+        )
 
 
 _MEANING = {
@@ -146,12 +163,19 @@ _SUMMED = [
     f.name for f in dataclasses.fields(GraphStats) if f.name not in ("steps", "encoding_error", "in_planned_order")
 ]
 _graphs: dict[str, Counters] = {}
+_compiled = 0
 
 
 def counters(graph: str) -> Counters:
     """The counters of `graph`, made at its first node."""
     found = _graphs.get(graph)
     return found if found is not None else _graphs.setdefault(graph, Counters())
+
+
+def compiled() -> None:
+    """The backend compiled a graph."""
+    global _compiled
+    _compiled += 1
 
 
 def stats() -> Stats:
@@ -168,6 +192,7 @@ def stats() -> Stats:
         staging_bytes=POOL.resident_bytes,
         staging_peak_bytes=POOL.peak_bytes,
         disk_bytes=engines.disk_bytes(),
+        compiled_graphs=_compiled,
         graphs={name: _snapshot(c) for name, c in graphs.items()},
     )
 

@@ -27,7 +27,7 @@ from ssd_fx.passes.marks import LiftMarks
 from ssd_fx.passes.partitioner import Partitioner, source_digest
 from ssd_fx.passes.pipeline import PlanOptions
 from ssd_fx.profile import read_profile
-from ssd_fx.runtime import entries, graphs, heap
+from ssd_fx.runtime import entries, graphs, heap, stats
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines import check_engine
 from ssd_fx.runtime.preflight import check_directory
@@ -63,6 +63,7 @@ def backend(
     heap.keep_freed_memory()
     eager = config.inner == "aot_eager"
     compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode)
+    stats.compiled()
     graphs.uses(innermost_fn(compiled), config.runtime_json())
     return compiled
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
+import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -24,12 +27,25 @@ from ssd_fx.passes.machine import described
 from ssd_fx.runtime import cufile
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.preflight import check_directory
+from ssd_fx.sizes import format_bytes
 
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20
+_ALL_TO_THE_DRIVE = {"budget": 0, "host_budget": 0, "compression": "", "adapt": False}  # whatever the environment says
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0 fine, 1 the directory is unfit, or the cores are busy."""
+    """Run the command; returns its exit status: 0 fine, 1 the directory is unfit, or the cores are busy, 2 a wrong word
+    on the command line or in the environment, 141 (as a shell says of SIGPIPE) nobody reads what it prints."""
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="ssd-fx", description="Activations on NVMe: what this machine offers.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="write and read activations in a directory and print the rates")
@@ -38,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure.add_argument("directory")
     commands.add_parser("info", help="versions, device, GPUDirect Storage, default options")
     flags = parser.parse_args(argv)
+    try:
+        Config.make()
+    except ValueError as error:
+        print(f"ssd-fx: {error}", file=sys.stderr)
+        return 2
     if flags.command == "info":
         return _info()
     return _check(flags.directory) if flags.command == "check" else _calibrate(flags.directory)
@@ -100,13 +121,37 @@ def _gds(found: cufile.Status) -> str:
 def _check(directory: str) -> int:
     if not _is_fit(directory):
         return 1
-    config = Config.make({"dirs": [directory], "engine": "posix", "adapt": False, "inflight": _TENSORS * _TENSOR_BYTES})
+    said = {"dirs": [directory], "engine": "posix", "inflight": _TENSORS * _TENSOR_BYTES}
+    config = Config.make(said | _ALL_TO_THE_DRIVE).runtime_json()
     tensors = [torch.full((_TENSOR_BYTES,), i, dtype=torch.uint8) for i in range(_TENSORS)]
-    for name in ("first pass (the file grows)", "second pass (its space is reused)"):
-        write_s, read_s = _round_trip(tensors, config.runtime_json())
-        mb = _TENSORS * _TENSOR_BYTES / 1e6
-        print(f"{name:34} write {mb / write_s:7.0f} MB/s   read {mb / read_s:7.0f} MB/s")
+    free = os.statvfs(directory)
+    try:
+        for name in ("first pass (the file grows)", "second pass (its space is reused)"):
+            print(f"{name:34} {_rates(tensors, config)}")
+    except OSError as error:
+        space = f"{format_bytes(free.f_bavail * free.f_frsize)} were free there"
+        print(f"unfit: {error}; {space}, of which 1 GiB or 5% of the file system stay free", file=sys.stderr)
+        return 1
+    finally:
+        ssd_fx.close()
     return 0
+
+
+def _rates(tensors: list[torch.Tensor], config: str) -> str:
+    """How fast all `tensors` go to the drive and come back; what the runtime warns of is printed.
+
+    Raises: OSError if some do not: rates of what stays in memory are none of the drive.
+    """
+    ssd_fx.reset_stats()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        write_s, read_s = _round_trip(tensors, config)
+    for warning in told:
+        print(warning.message, file=sys.stderr)
+    moved, nbytes = min(ssd_fx.stats().written_bytes, ssd_fx.stats().read_bytes), _TENSORS * _TENSOR_BYTES
+    if moved < nbytes:
+        raise OSError(f"of {format_bytes(nbytes)} only {format_bytes(moved)} went to the drive and came back")
+    return f"write {nbytes / 1e6 / write_s:7.0f} MB/s   read {nbytes / 1e6 / read_s:7.0f} MB/s"
 
 
 def _round_trip(tensors: list[torch.Tensor], config: str) -> tuple[float, float]:
