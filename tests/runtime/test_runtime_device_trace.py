@@ -114,12 +114,14 @@ def test_a_node_that_fails_is_not_timed(gpu):
 def test_a_tensor_of_the_host_is_timed_by_its_graph_s_device(gpu, monkeypatch):
     """An offset or a mask on the CPU among the tensors of a GPU: without it no run would be complete."""
     x = gpu.tensor(torch.zeros(N))
-    store(x, MEMORY, slot=0, seq=0)
-    monkeypatch.setattr(device_trace.streams, "of", lambda device: gpu if device is GPU else None)
-    device_trace._devices["g"] = GPU
-    with device_trace.node("store", "g", 1, 1, torch.device("cpu")):
-        pass
-    assert [(kind, slot) for kind, _, slot, *_ in device_trace.events()] == [("store", 0), ("store", 1)]
+    handle = store(x, MEMORY, slot=0, seq=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_trace.streams, "of", lambda device: gpu if device is GPU else None)
+        device_trace._devices["g"] = GPU
+        with device_trace.node("store", "g", 1, 1, torch.device("cpu")):
+            pass
+        assert [(kind, slot) for kind, _, slot, *_ in device_trace.events()] == [("store", 0), ("store", 1)]
+    del handle
 
 
 def test_a_graph_without_a_complete_run_is_named(gpu, tmp_path):

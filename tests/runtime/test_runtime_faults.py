@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
@@ -266,7 +267,10 @@ def test_directories_that_cannot_be_used(tmp_path):
 
 
 def test_directory_without_permission(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    def refuses(**_):  # root may write everywhere
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuses)
     with pytest.raises(PermissionError, match="write permission") as caught:
         check_directory(str(tmp_path))
     assert caught.value.filename == str(tmp_path)
