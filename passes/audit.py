@@ -116,7 +116,7 @@ class _Flights:
     def step(self, node: Any, where: str) -> None:
         """One of our nodes."""
         kind = _kind(node)
-        if kind in ("begin_", "stand_in"):
+        if kind in ("begin_", "stand_in", "refuse_stand_ins"):
             return
         seq = _argument(node, "seq")
         _require(

@@ -45,6 +45,13 @@ class StoreKernel(AuditedKernel):
     stored: Any
 
 
+class RefusingKernel(AuditedKernel):
+    """`refuse_stand_ins`, which yields and changes nothing."""
+
+    def has_side_effects(self) -> bool:
+        return True
+
+
 class ReleaseKernel(AuditedKernel):
     """`wait_store_`: drops its buffer behind the call if nothing uses it later."""
 
@@ -86,6 +93,10 @@ def _lower_load(handle: Any, *args: Any) -> Any:
     return tree_map_only(ir.IRNode, ir.TensorBox.create, made)
 
 
+def _lower_refuse_stand_ins(saved: Any) -> None:
+    RefusingKernel.create(ops.refuse_stand_ins.default, saved)
+
+
 def with_constant(schema: Any, constants: Sequence[Any], name: str, value: Any) -> tuple[Any, ...]:
     """`constants`, the arguments of an operator that are no tensors, with the one called `name` replaced."""
     names = [a.name for a in schema.arguments if not isinstance(a.type, torch.TensorType)]
@@ -124,3 +135,4 @@ def register() -> None:
     register_lowering(ops.store.default, type_promotion_kind=None)(_lower_store)
     register_lowering(ops.load.default, type_promotion_kind=None)(_lower_load)
     register_lowering(ops.wait_store_.default, type_promotion_kind=None)(_lower_release)
+    register_lowering(ops.refuse_stand_ins.default, type_promotion_kind=None)(_lower_refuse_stand_ins)

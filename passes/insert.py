@@ -28,7 +28,7 @@ from ssd_fx.passes import copies, rebuild
 from ssd_fx.passes.groups import AliasGroup, Copy, Layout, Member
 from ssd_fx.passes.lifetime import first_read, view_closure
 from ssd_fx.passes.packing import statically_equal
-from ssd_fx.passes.partition import NOT_CHECKED, Partition, storage_key
+from ssd_fx.passes.partition import NOT_CHECKED, Partition, storage_key, tensor_of
 from ssd_fx.passes.plan import Offload, Plan
 
 ops = torch.ops.ssd_fx
@@ -56,6 +56,23 @@ def insert(partition: Partition, plan: Plan, *, config: str, hand_over: bool) ->
     backward = _BackwardWriter(partition, plan)
     forward.write()
     backward.write(forward.in_place)
+    partition.recompile()
+
+
+def refuse_stand_ins(partition: Partition) -> None:
+    """The backward begins with a look at the activations that its graph keeps, so that it never takes the stand-in of
+    another graph for data. A checkpoint can bring one there, whose forward runs again as another graph."""
+    graph, placeholders = partition.backward.graph, partition.bwd_placeholders
+    ours = (ops.store.default, ops.stand_in.default)
+    inputs = partition.forward.graph.find_nodes(op="placeholder")
+    not_looked_at = {n for n in inputs if n.name not in partition.activations}
+    saved = [n for n in partition.saved if n.target not in ours and tensor_of(n) is not None]
+    names = [n.name for n in saved if n not in not_looked_at]
+    kept = [p for name in names if (p := placeholders.get(name)) is not None and p.users]
+    if not kept:
+        return
+    with graph.inserting_before(_first_compute(list(graph.nodes))):
+        graph.call_function(ops.refuse_stand_ins.default, (kept,)).meta["val"] = None
     partition.recompile()
 
 
@@ -282,7 +299,8 @@ def _relies_on(group: AliasGroup) -> str:
     sources = [m.copy.chain[0].source if m.copy else m.layout for m in group.members]
     if any(source.dtype != stored.dtype for source in sources):
         return "dtype"
-    return "" if all(rebuild.same_view(stored, source) for source in sources) else "strides"
+    rebuilt = any(m.copy for m in group.members)  # a copy takes its strides from what it copies
+    return "strides" if rebuilt or not all(rebuild.same_view(stored, s) for s in sources) else ""
 
 
 def handle_name(group: AliasGroup) -> str:

@@ -24,6 +24,7 @@ import ssd_fx.runtime
 from ssd_fx.errors import user_errors
 from ssd_fx.passes import dump, pipeline
 from ssd_fx.passes.changed import save_what_reads_changed_inputs
+from ssd_fx.passes.insert import refuse_stand_ins
 from ssd_fx.passes.marks import lift
 from ssd_fx.passes.recompute import Joint
 from ssd_fx.passes.rejoin import rejoin_views
@@ -52,6 +53,7 @@ class Partitioner(CustomPartitionerFn):
         save_what_reads_changed_inputs(gm.graph)
         if self.keeps_all:
             partition = Joint(gm, joint_inputs, kwargs).partition()
+            refuse_stand_ins(partition)
             return partition.forward, partition.backward
         with user_errors():
             partition, plan = pipeline.decide_joint(Joint(gm, joint_inputs, kwargs), self.options)
@@ -59,6 +61,7 @@ class Partitioner(CustomPartitionerFn):
         pipeline.rewrite(partition, plan, self.options)
         if self.write is not None:
             self.write(dump.files(partition, plan, names, self.arguments))
+        refuse_stand_ins(partition)
         return partition.forward, partition.backward
 
     def uuid(self) -> str:

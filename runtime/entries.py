@@ -70,6 +70,9 @@ class Entry:
     tier: str = ""  # where the plan wants it, if there is such a tier
     binding: bool = False  # it may not rest
     held: Tensor | None = None
+    borrowed: bool = (
+        False  # `held` is the memory of the stored tensor, which its owner may write into after the release
+    )
     encoded: Encoded | None = None
     counter: Tensor | None = None
     version: int = 0

@@ -20,7 +20,8 @@ class Layout(NamedTuple):
 RELIES_ON = ("", "strides", "dtype", "address")
 """What the reader of a load relies on.
 
-""         nothing: it asks the tensor. So it gets what the forward had, whatever the metadata of the graph said.
+""         nothing: no view or copy is rebuilt from it, and it asks the tensor. So it gets what the forward had,
+           whatever the metadata of the graph said.
 "strides"  the strides asked for, and that the tensor begins its storage: views are rebuilt by their places in it.
 "dtype"    the dtype too: there are views of another dtype.
 "address"  strides and dtype, but not where in its storage the tensor begins: code that Inductor generated.
@@ -94,16 +95,14 @@ def alias(x: Tensor, layout: Layout) -> Tensor:
     return made.set_(x.untyped_storage(), offset, layout.size, layout.stride)
 
 
-def versioned_alias(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor object of our own on x's bytes, in `layout`, that shares x's version counter: it tells when somebody
-    writes into them.
+def versioned_alias(x: Tensor) -> Tensor:
+    """A tensor object of our own on x's storage that shares x's version counter: it tells when somebody writes into it.
 
     Inductor's code runs with the dispatch key excluded under which `detach` shares the counter; 10 us to include it.
     """
     exclude = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude - _VERSIONED):
-        same = layout.size == tuple(x.shape)
-        return x.detach() if same else x.detach().as_strided(layout.size, layout.stride, x.storage_offset())
+        return x.detach()
 
 
 def let_go(alias: Tensor) -> None:

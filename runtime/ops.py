@@ -3,6 +3,7 @@
     begin_      counts a run of a forward
     store       starts to write a tensor; a handle that takes its place among the saved tensors
     stand_in    takes the place of another saved tensor that is on the same storage
+    refuse_stand_ins   begins a backward: what its own graph keeps must not have been exchanged for what another stores
     wait_store_ the release: the graph reads the tensor no more
     load        starts to read it back; undefined until
     wait_load_  returned
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ssd_fx.runtime import device_trace, trace
-from ssd_fx.runtime.entries import lookup, mark, stand_in
+from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
 from ssd_fx.runtime.heap import HUGE_PAGES
 from ssd_fx.runtime.layout import Layout
 from ssd_fx.runtime.stats import counters
@@ -38,6 +39,7 @@ _SCHEMAS = (
     "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False,"
     " SymInt[]? size=None, ScalarType? dtype=None) -> Tensor",
     "stand_in(SymInt[] size, ScalarType dtype, Device device) -> Tensor",
+    "refuse_stand_ins(Tensor[] saved) -> ()",
     "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
     "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq,"
     " bool strict=False, str relies_on='dtype') -> Tensor",
@@ -76,6 +78,17 @@ def _store(
 
 def _stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     return mark(stand_in(size, dtype, device))
+
+
+def _refuse_stand_ins(saved: Sequence[Tensor]) -> None:
+    for x in saved:
+        if is_stand_in(x):
+            raise RuntimeError(
+                f"a backward was given an ssd_fx handle of shape {list(x.shape)} and {x.dtype} for a tensor that its "
+                "own graph keeps: another compiled graph saved it. torch.utils.checkpoint does that where the forward "
+                "that runs again runs another graph, as for another size; mark what varies with "
+                "torch._dynamo.mark_dynamic"
+            )
 
 
 def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
@@ -129,6 +142,10 @@ def _fake_store(
     return stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
 
 
+def _fake_refuse_stand_ins(saved: Sequence[Tensor]) -> None:
+    return
+
+
 def _fake_wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
     return
 
@@ -154,6 +171,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., object], Callable[..., object]]]
     "begin_": (_begin, _fake_begin),
     "store": (_store, _fake_store),
     "stand_in": (_stand_in, stand_in),
+    "refuse_stand_ins": (_refuse_stand_ins, _fake_refuse_stand_ins),
     "wait_store_": (_wait_store, _fake_wait_store),
     "load": (_load, _fake_load),
     "wait_load_": (_wait_load, _fake_wait_load),
@@ -177,3 +195,4 @@ def _register() -> Library:
 
 
 _library = _register()
+torch.fx.node.has_side_effect(torch.ops.ssd_fx.refuse_stand_ins.default)

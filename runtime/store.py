@@ -197,10 +197,10 @@ def _find(entry: Entry, x: Tensor) -> Load:
 
 def _put_aside(entry: Entry) -> None:
     """From here on the owner of the tensor may write into its memory: what is there only moves elsewhere."""
-    if entry.held is not None and entry.held is entry.counter:
+    if entry.held is not None and entry.borrowed:
         aside = memory.empty(entry.layout, entry.device, entry.ptr % 4096)
         memory.copy_bytes(aside, entry.held)
-        entry.held = aside
+        entry.held, entry.borrowed = aside, False
     entry.counter = None
 
 

@@ -21,7 +21,7 @@ from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines import Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.layout import let_go, versioned_alias
+from ssd_fx.runtime.layout import alias, let_go, versioned_alias
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began: so many unfinished ones are looked past
@@ -110,9 +110,13 @@ class Writer:
         self._live.fall(entry)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
-        entry.held = alias = versioned_alias(x, entry.layout)
+        entry.held = counter = versioned_alias(x)
+        if entry.layout != entry.seen:  # a view of the alias would keep the storage for as long as the counter lives
+            entry.held = alias(x, entry.layout)
+            let_go(counter)
+        entry.borrowed = True
         if not x.is_inference():
-            entry.counter, entry.version = alias, x._version
+            entry.counter, entry.version = counter, x._version
         entry.storage = StorageWeakRef(x.untyped_storage())
         if (x.requires_grad and x.is_leaf) or self._habits.of(entry.graph, entry.slot).keep:
             entry.storage = None
@@ -190,6 +194,8 @@ class Writer:
             return
         x = entry.held
         assert x is not None, "what rests is held"
+        if entry.layout != entry.seen and codec.is_lossy(name, x.dtype):
+            return  # what lies in the gaps would count
         made = codec.encode(name, x)
         if made is None:
             if not codec.is_lossy(name, x.dtype):  # else it was an infinity, which comes and goes
@@ -205,7 +211,7 @@ class Writer:
             habit.error = codec.relative_error(x, decoded)
         c.encoding_error = max(c.encoding_error, habit.error or 0.0)
         drop(entry)
-        entry.held, entry.encoded = payload, encoded
+        entry.held, entry.encoded, entry.borrowed = payload, encoded, False
 
 
 class _Tide:

@@ -27,7 +27,7 @@ from ssd_fx.passes.marks import LiftMarks
 from ssd_fx.passes.partitioner import Partitioner, source_digest
 from ssd_fx.passes.pipeline import PlanOptions
 from ssd_fx.profile import read_profile
-from ssd_fx.runtime import entries, graphs, heap, stats
+from ssd_fx.runtime import graphs, heap, stats
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines import check_engine
 from ssd_fx.runtime.preflight import check_directory
@@ -114,7 +114,7 @@ def _keeps_all() -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return False
-    if hooks[0].__module__ == "torch.utils.checkpoint":
+    if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
     elif isinstance(hooks[0], fx.GraphModule):
         reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"
@@ -260,35 +260,5 @@ def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: 
         gm.recompile()
         return boxed_nop(gm, list(inputs))
 
-    def backward(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
-        return _refusing_stand_ins(gm, boxed_nop(gm, list(inputs)))
-
-    compiler = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=backward, inference_compiler=inference, partition_fn=partitioner
-    )
+    compiler = aot_autograd(fw_compiler=boxed_nop, inference_compiler=inference, partition_fn=partitioner)
     return compiler(gm, list(inputs))
-
-
-def _refusing_stand_ins(gm: fx.GraphModule, run: Compiled) -> Compiled:
-    """`run`, the interpreted backward `gm`, which must not take a stand-in of another graph for data.
-
-    Autograd's hooks can bring one here: a checkpoint's forward that runs again as another graph. Inductor's code
-    refuses it by its strides.
-    """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    plain = [
-        i for i, n in enumerate(placeholders) if any(getattr(u.target, "namespace", "") != "ssd_fx" for u in n.users)
-    ]
-
-    def checked(args: list[Any]) -> Any:
-        for i in plain:
-            if isinstance(args[i], torch.Tensor) and entries.is_stand_in(args[i]):
-                raise RuntimeError(
-                    f"the backward of a graph that keeps {placeholders[i].name!r} was given what another compiled "
-                    "graph saved in its place. torch.utils.checkpoint does that where the forward that runs again runs "
-                    "another graph, as for another size; mark what varies with torch._dynamo.mark_dynamic"
-                )
-        return run(args)
-
-    checked._boxed_call = True  # type: ignore[attr-defined]
-    return checked

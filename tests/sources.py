@@ -192,9 +192,14 @@ def _counted(counts: dict[str, int]) -> Iterator[None]:
 
     def counting(self: Reader, entry: Entry, *args: object, **kwargs: object) -> object:
         where = {State.IN_MEMORY: "memory", State.ON_DISK: "engine"}.get(entry.state)
+        found = [where] if where and entry.nbytes else []
+        if where == "memory" and entry.nbytes:
+            found += [] if entry.borrowed else ["aside"]
         load = begin(self, entry, *args, **kwargs)  # type: ignore[arg-type]
-        if where and entry.nbytes:
-            counts[where] = counts.get(where, 0) + 1
+        if where == "memory" and entry.nbytes:
+            found.append("given" if entry.held is None else "copied")
+        for kind in found:
+            counts[kind] = counts.get(kind, 0) + 1
         return load
 
     # Writes that never end must not hide those that have ended.

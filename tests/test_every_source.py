@@ -57,10 +57,32 @@ def every_source(toy: toys.Toy, inner: str) -> None:
     for source in sources.ALL:
         with source.forced():
             found = train(compiled)
-            if ssd_fx.stats().loads:
-                source.check(ssd_fx.stats())
+            source.check(ssd_fx.stats())
         same = [torch.equal(a, b) for a, b in zip(kept, found, strict=True)]
         assert all(same), f"{source.name}: of outputs and gradients these are the same: {same}"
+
+
+MEANS = {  # what loads of activations are counted as, beside "memory" and "engine", and what none is
+    "given_away": ({"given"}, {"aside"}),
+    "given_away_just_written": ({"given"}, {"aside"}),
+    "copied": ({"copied"}, {"given", "aside"}),
+    "resting": ({"given"}, {"aside"}),
+    "write_failed": ({"given"}, {"aside"}),
+    "no_room": ({"given"}, {"aside"}),
+    "put_aside": ({"aside", "given"}, set()),
+    "decoded_from_memory": ({"aside", "copied"}, {"given"}),
+}
+
+
+def test_sources_are_what_they_are_called() -> None:
+    """Else several of them could be one and the same."""
+    compiled = torch.compile(toys.relu_chain, backend=ssd_fx.backend, options=sources.OPTIONS)
+    for name, (some, none) in MEANS.items():
+        with sources.SOURCES[name].forced():
+            train(compiled)
+            counts = sources.SOURCES[name].counts
+        assert some <= set(counts), f"{name}: {counts}"
+        assert not none & set(counts), f"{name}: {counts}"
 
 
 @pytest.mark.parametrize("toy", TOYS, ids=toys.name)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from engines import DelayedEngine, registered
-from harness import CPU, begin, config_json, load, op, raw, release, settle, store
+from harness import CPU, begin, config_json, load, op, raw, release, settle, store, watch
 
 from ssd_fx.runtime.engines import Memory
 from ssd_fx.runtime.entries import State
@@ -279,6 +279,20 @@ def test_gaps_and_overlaps(tmp_path, view, relies_on, source):
         assert torch.equal(y, expected)
         assert y.stride() == (asked.stride() if relies_on else strides)
         assert y.storage_offset() == 0 or relies_on == "address"
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:, ::2], lambda x: x[:, :1].expand(60, 50)])
+def test_memory_goes_once_it_is_written(config, view):
+    base = torch.randn(60, 50)
+    x, alive = view(base), watch(base)
+    h = store(x, config)
+    release(h, x)
+    del x, base
+    settle(h)
+    begin(config)  # any op sees that the write is done
+    release_nothing = store(torch.randn(3), config, slot=1)
+    assert alive.expired()
+    del h, release_nothing
 
 
 def test_memory_is_left_alone_by_a_partial_page(config):
