@@ -225,7 +225,12 @@ def assert_bitwise(expected: Sequence[Any], got: Sequence[Any], what: str) -> No
             continue
         same = (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
         assert same, f"{what}: number {number} has another layout"
-        assert torch.equal(_as_bits(a), _as_bits(b)), f"{what}: number {number} differs"
+        assert same_bits(a, b), f"{what}: number {number} differs"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Of one size and dtype; every NaN equals every other."""
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(_as_bits(a), _as_bits(b))
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
