@@ -260,5 +260,10 @@ def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: 
         gm.recompile()
         return boxed_nop(gm, list(inputs))
 
-    compiler = aot_autograd(fw_compiler=boxed_nop, inference_compiler=inference, partition_fn=partitioner)
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop,
+        inference_compiler=inference,
+        partition_fn=partitioner,
+        keep_inference_input_mutations=True,  # as stock: behind the graph a checkpoint's second run would miss them
+    )
     return compiler(gm, list(inputs))

@@ -212,6 +212,34 @@ def test_what_autograd_saves_looks_as_without_us(tmp_path: Path) -> None:
     assert ssd_fx.stats().loads > 0
 
 
+class Running(nn.Module):
+    """A running mean, which every forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.seen.mul_(0.5).add_(y.detach().mean(0))
+        return y.sin() * self.seen  # type: ignore[no-any-return]
+
+
+def test_a_buffer_is_changed_again_when_a_checkpoint_computes_again(tmp_path: Path) -> None:
+    """In the graph, for the checkpoint ends its second forward as soon as it has what the backward needs."""
+    found = []
+    for backend in ("aot_eager", "ssd_fx"):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, x = Running(), torch.randn(4, 6)
+        options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0} if backend == "ssd_fx" else None
+        compiled = torch.compile(model, backend=backend, options=options)
+        checkpoint(compiled, x, use_reentrant=False).sum().backward()
+        found.append(model.seen)
+    assert torch.equal(*found)
+
+
 @pytest.mark.slow
 def test_under_inductor(tmp_path: Path) -> None:
     assert_no_bit_changes(through(checkpointed, compile_blocks=False), tmp_path, "inductor")
