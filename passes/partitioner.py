@@ -51,7 +51,7 @@ class Partitioner(CustomPartitionerFn):
         lift(gm.graph)  # under Inductor it has run: LiftMarks
         rejoin_views(gm.graph)
         save_what_reads_changed_inputs(gm.graph)
-        if self.keeps_all:
+        if self.keeps_all or hooks_are_compiled_in():
             partition = Joint(gm, joint_inputs, kwargs).partition()
             refuse_stand_ins(partition)
             return partition.forward, partition.backward
@@ -70,6 +70,12 @@ class Partitioner(CustomPartitionerFn):
         if self.write is not None:
             parts.append(_PROCESS)  # a dump must be written: a cached result of another process would write none
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def hooks_are_compiled_in() -> bool:
+    """Whether AOTAutograd will put saved-tensor hooks into the partitioned graphs. They compute with what is saved."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and isinstance(hooks[0], fx.GraphModule)
 
 
 _PROCESS = uuid.uuid4().hex

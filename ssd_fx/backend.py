@@ -24,7 +24,7 @@ from ssd_fx.errors import user_errors
 from ssd_fx.passes import traced_backward
 from ssd_fx.passes.machine import Machine
 from ssd_fx.passes.marks import LiftMarks
-from ssd_fx.passes.partitioner import Partitioner, source_digest
+from ssd_fx.passes.partitioner import Partitioner, hooks_are_compiled_in, source_digest
 from ssd_fx.passes.pipeline import PlanOptions
 from ssd_fx.profile import read_profile
 from ssd_fx.runtime import graphs, heap, stats
@@ -112,11 +112,9 @@ def _keeps_all() -> bool:
     graph (for dynamic sizes): its saved tensors go to the backward of the first one, which only plain tensors can.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return False
-    if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
-    elif isinstance(hooks[0], fx.GraphModule):
+    elif hooks_are_compiled_in():
         reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"
     else:
         return False

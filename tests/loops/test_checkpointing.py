@@ -240,6 +240,25 @@ def test_a_buffer_is_changed_again_when_a_checkpoint_computes_again(tmp_path: Pa
     assert torch.equal(*found)
 
 
+def test_hooks_that_are_compiled_into_the_graph_get_tensors(tmp_path: Path) -> None:
+    """AOTAutograd calls hooks that are graphs on what is saved, so nothing of such a graph is exchanged."""
+    pack = torch.fx.symbolic_trace(lambda x: x.to(torch.bfloat16))
+    unpack = torch.fx.symbolic_trace(lambda x: x.to(torch.float32))
+    for hook in (pack, unpack):
+        next(iter(hook.graph.nodes)).meta["user_cache_hash"] = "same"  # as PyTorch asks of such hooks
+    found = []
+    for backend in ("aot_eager", "ssd_fx"):
+        torch._dynamo.reset()
+        options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0} if backend == "ssd_fx" else None
+        x, w = batch(0).requires_grad_(), batch(1, WIDTH)
+        warned = pytest.warns(RuntimeWarning, match="keeps all tensors.*saved_tensors_hooks")
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), warned if options else contextlib.nullcontext():
+            loss = torch.compile(product, backend=backend, options=options)(x, w)
+        loss.backward()
+        found.append(x.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_under_inductor(tmp_path: Path) -> None:
     assert_no_bit_changes(through(checkpointed, compile_blocks=False), tmp_path, "inductor")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 FORM = "asserts the exact text of a graph, in which our nodes now stand"
 COUNTS = "counts the nodes of both graphs, and ours are among them"
 SAVED = "looks for the saved tensor among the forward's outputs, where its handle has taken its place"
-HOOKS = "asserts of what autograd hands to a pack hook that it has dynamic sizes; it is a handle, which has none"
 DONATED = "asserts that the backward is donated nothing; it is donated the handle of what was to stay"
 METADATA = "asserts `tensor_meta` on every node; ours have `val`, which is all that the compilers read"
 PICKLE = "pickles the graph, which PyTorch does for its own operators only"
@@ -25,11 +24,6 @@ _BY_REASON = {
             TestPartitioning::test_min_cut_partitioner_raise_getitems
         """,
         COUNTS: "TestAOTAutograd::test_compilation_context",
-        HOOKS: """
-            TestAOTAutograd::test_mark_activations_dynamic
-            TestAOTAutogradWithDynamo::test_mark_activations_dynamic
-            TestAOTAutogradWithCache::test_mark_activations_dynamic
-        """,
         DONATED: "TestAOTModuleSimplified::test_saved_tensors_hooks_donated_buffers",
         METADATA: "TestPartitioning::test_meta_tensor_inplace_op",
     },
