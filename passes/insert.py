@@ -15,6 +15,7 @@ nodes in planned order carry their place there, so that the trace of a run can b
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -67,13 +68,19 @@ def refuse_stand_ins(partition: Partition) -> None:
     inputs = partition.forward.graph.find_nodes(op="placeholder")
     not_looked_at = {n for n in inputs if n.name not in partition.activations}
     saved = [n for n in partition.saved if n.target not in ours and tensor_of(n) is not None]
-    names = [n.name for n in saved if n not in not_looked_at]
+    names = [n.name for n in saved if n not in not_looked_at and not _is_of_a_region(n)]
     kept = [p for name in names if (p := placeholders.get(name)) is not None and p.users]
     if not kept:
         return
     with graph.inserting_before(_first_compute(list(graph.nodes))):
         graph.call_function(ops.refuse_stand_ins.default, (kept,)).meta["val"] = None
     partition.recompile()
+
+
+def _is_of_a_region(node: fx.Node) -> bool:
+    """Whether a nested region returned it: what its forward saves for its own backward may be a handle of its graph."""
+    made_by = node.args[0] if node.target is operator.getitem else node
+    return isinstance(made_by, fx.Node) and made_by.target is torch.ops.higher_order.invoke_subgraph
 
 
 class _ForwardWriter:
