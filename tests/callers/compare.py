@@ -17,7 +17,6 @@ REFUSALS = (IN_PLACE, "backward through the graph a second time", "donated buffe
 STOCK_IS_WRONG = "stock is not near eager mode, ours is"
 TWO_FAULTS = "a line with two faults: stock names one, ours the other"
 HOOKED = "PyTorch checks no version behind saved_tensors_hooks, ours does"
-RELEASED = "behind a release that hands nothing over the memory is its owner's to change"
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,6 @@ class Comparison:
             return TWO_FAULTS
         if IN_PLACE in ours.kind and not stock.kind and stock.hooked:
             return HOOKED
-        if IN_PLACE in stock.kind and not ours.kind and self.source == "put_aside":
-            return RELEASED
         return ""
 
 
