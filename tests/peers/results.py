@@ -158,8 +158,9 @@ def _operators(ops: list[Mapping[str, Any]]) -> str:
     equal = sum(not r["ours"] for r in trained)
     offloaded, seen = sum(r["groups"] > 0 for r in ops), sum(r["seen"] for r in ops)
     text = f"""\
-OpInfo: gradients of `op(x * one) * one` for {len(ops)} cases of `op_db`: each operator, in float32 and complex64, as a
-function and in place. Stock trains {len(trained)} of them as eager mode does; ours computes {equal} of these bit by bit
+OpInfo: gradients of `op(x * one) * one` for {len(ops)} cases of `op_db`: each operator, in float32 (its sizes as they
+are, and dynamic), complex64, bfloat16 and float64, as a function and in place, read from the drive and given away from
+memory. Stock trains {len(trained)} of them as eager mode does; ours computes {equal} of these bit by bit
 as stock does. The other {len(ops) - len(trained)} stock refuses, or it is not near eager mode (mostly other random
 numbers); ours does the same. Something was offloaded in {offloaded}; a sign flipped at every load shows in {seen}."""
     return "\n".join([text, *(f"* `{r['op']}`: {r['ours']}" for r in wrong)])
