@@ -27,11 +27,6 @@ SETS = 12
 LOST = r"slot \d+ of graph '\w+' \(\d+ B\) was lost: ssd_fx\.close\(\) was called between its forward and its backward"
 
 
-# They count what a whole process holds. Behind hundreds of other tests in one process a graph did not die, of which the
-# cause is not known yet, so they run in a process of their own: pytest -m slow tests/test_store_ends.py
-pytestmark = pytest.mark.slow
-
-
 @pytest.fixture(autouse=True)
 def warm(tmp_path: Path) -> None:
     """What a process has once: the janitor's thread, autograd's, the library."""

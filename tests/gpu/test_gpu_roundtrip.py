@@ -7,15 +7,15 @@ Those that need no stream run on a machine without a GPU too (tests/test_gpu_tes
 from __future__ import annotations
 
 import os
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import ssd_fx
-from ssd_fx.runtime import device_trace, entries, ops, streams, trace
+from ssd_fx.runtime import device_trace, entries, streams, trace
 from ssd_fx.runtime.entries import State, lookup
+from tests.runtime.harness import in_backward
 
 op = torch.ops.ssd_fx
 DEVICE = "cuda"
@@ -45,10 +45,13 @@ def release(handle: Tensor, x: Tensor, hand_over: bool = True) -> None:
 
 
 def start_load(handle: Tensor, like: Tensor, consume: bool = True) -> Tensor:
-    """`consume`: as in a backward that does not keep its graph."""
-    with mock.patch.object(ops, "keeps_graph", return_value=not consume):
+    """`consume`: in a backward that does not keep its graph."""
+
+    def call() -> Tensor:
         y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, like.device, 0)
-    return y
+        return y
+
+    return in_backward(call, retain_graph=not consume)
 
 
 def wait(y: Tensor, handle: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 import ctypes
 import json
-from unittest import mock
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime import ops
 from ssd_fx.runtime.entries import Entry, lookup
 
 op = torch.ops.ssd_fx
@@ -33,11 +33,38 @@ def release(handle: Tensor, x: Tensor, seq: int = 1, hand_over: bool = True) -> 
     op.wait_store_(handle, x, seq, hand_over)
 
 
+class _Call(torch.autograd.Function):
+    """A node of an autograd graph whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return grad, None
+
+
+def in_backward(call: Callable[[], Tensor], retain_graph: bool) -> Tensor:
+    """What `call` returns in a backward: the load op asks the running backward whether it keeps its graph."""
+    results: list[Tensor] = []
+    root = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        end = _Call.apply(root, lambda: results.append(call()))
+    end.backward(retain_graph=retain_graph)
+    return results[0]
+
+
 def start_load(handle: Tensor, like: Tensor, consume: bool = True, seq: int = 0, relies_on: str = "dtype") -> Tensor:
-    """`consume`: as in a backward that does not keep its graph."""
-    with mock.patch.object(ops, "keeps_graph", return_value=not consume):
+    """`consume`: in a backward that does not keep its graph."""
+
+    def call() -> Tensor:
         y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, CPU, seq, False, relies_on)
-    return y
+        return y
+
+    return in_backward(call, retain_graph=not consume)
 
 
 def wait(y: Tensor, handle: Tensor, seq: int = 1) -> Tensor:
