@@ -36,7 +36,6 @@ from torch._inductor.virtualized import V
 
 from ssd_fx.passes.communication import may_communicate
 from ssd_fx.passes.fault import require
-from ssd_fx.passes.partitioner import source_digest
 
 # Before torch 2.13 a scheduler pass may be any callable; the cache of Inductor takes what is of a graph pass's class.
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
@@ -45,8 +44,9 @@ _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_g
 @dataclass(frozen=True)
 class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
     """Makes the planned order the only one that Inductor's later passes can choose, in graphs that hold our nodes;
-    `before` is the user's pass at this place."""
+    `before` is the user's pass at this place. `version`: of the package's source, for compile caches."""
 
+    version: str
     before: Any = None
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
@@ -59,13 +59,14 @@ class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on tor
         return order
 
     def uuid(self) -> str:
-        return source_digest() + _uuid(self.before)
+        return self.version + _uuid(self.before)
 
 
 @dataclass(frozen=True)
 class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
-    """Chains what may talk to other ranks in the order of the graph; `before` is the user's pass at this place."""
+    """Chains what may talk to other ranks in the order of the graph; `version`, `before` as of `PinOrder`."""
 
+    version: str
     before: Any = None
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
@@ -79,7 +80,7 @@ class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depen
         return nodes
 
     def uuid(self) -> str:
-        return source_digest() + _uuid(self.before)
+        return self.version + _uuid(self.before)
 
 
 def _uuid(before: Any) -> str:

@@ -10,17 +10,12 @@ import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-import ssd_fx
-import ssd_fx.passes
-import ssd_fx.runtime
 from ssd_fx.errors import user_errors
 from ssd_fx.passes import dump, pipeline
 from ssd_fx.passes.changed import save_what_reads_changed_inputs
@@ -66,7 +61,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
-        parts = [source_digest(), repr(self.options), str(self.keeps_all), torch.__version__]
+        parts = [repr(self.options), str(self.keeps_all), torch.__version__]
         if self.write is not None:
             parts.append(_PROCESS)  # a dump must be written: a cached result of another process would write none
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -79,13 +74,3 @@ def hooks_are_compiled_in() -> bool:
 
 
 _PROCESS = uuid.uuid4().hex
-
-
-@cache
-def source_digest() -> str:
-    """Digest of every module of the package, so that a new version never meets an old cache."""
-    digest = hashlib.sha256()
-    for package in (ssd_fx, ssd_fx.passes, ssd_fx.runtime):
-        for file in sorted(Path(package.__path__[0]).glob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -37,6 +37,7 @@ log = logging.getLogger("ssd_fx")
 class PlanOptions:
     """What the passes need to know; `runtime_config` is handed through to the nodes unread.
 
+    `version` is a digest of the package's source: compile caches look at it.
     `budget` is bytes (int), a share of the bytes that can leave (float) or "auto"; `min_bytes`, `prefetch` are bytes;
     `recompute`: whether tensors may be computed again instead. `host_budget` is bytes of host memory, which is a tier
     of its own only where the device has other memory. `keep` and `offload` are module name patterns, `roots` the
@@ -44,6 +45,7 @@ class PlanOptions:
     caches do not look at. `machine`: None for typical rates. `profile`: measured times, of this graph or of others.
     """
 
+    version: str
     budget: int | float | str
     min_bytes: int
     prefetch: int

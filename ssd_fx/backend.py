@@ -24,13 +24,14 @@ from ssd_fx.errors import user_errors
 from ssd_fx.passes import traced_backward
 from ssd_fx.passes.machine import Machine
 from ssd_fx.passes.marks import LiftMarks
-from ssd_fx.passes.partitioner import Partitioner, hooks_are_compiled_in, source_digest
+from ssd_fx.passes.partitioner import Partitioner, hooks_are_compiled_in
 from ssd_fx.passes.pipeline import PlanOptions
 from ssd_fx.profile import read_profile
 from ssd_fx.runtime import graphs, heap, stats
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines import check_engine
 from ssd_fx.runtime.preflight import check_directory
+from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
 Compiled = Any  # what a backend returns: a callable; Inductor types it as whatever any of its modes yields
@@ -143,6 +144,7 @@ def plan_options(config: Config, device: torch.device, *, hand_over: bool = True
         ValueError: the profile cannot be read.
     """
     return PlanOptions(
+        version=source_digest(),
         budget=config.budget,  # bytes are the runtime's, one budget for all graphs: each plan only leaves room for them
         recompute=config.recompute,
         min_bytes=config.min_bytes,
@@ -198,11 +200,12 @@ def _inductor(
 
     inductor.register()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
+    version = source_digest()
     patches |= {
         "custom_partitioner_fn": _for_cpp(partitioner) if inductor_config.cpp_wrapper else partitioner,
-        "joint_custom_pre_pass": LiftMarks(source_digest(), _as_tuple(inductor_config.joint_custom_pre_pass)),
-        "_pre_fusion_custom_pass": order.KeepCommunication(inductor_config._pre_fusion_custom_pass),
-        "_post_fusion_custom_pass": order.PinOrder(inductor_config._post_fusion_custom_pass),
+        "joint_custom_pre_pass": LiftMarks(version, _as_tuple(inductor_config.joint_custom_pre_pass)),
+        "_pre_fusion_custom_pass": order.KeepCommunication(version, inductor_config._pre_fusion_custom_pass),
+        "_post_fusion_custom_pass": order.PinOrder(version, inductor_config._post_fusion_custom_pass),
         # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on
         # the example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to
         # reuse.

@@ -65,7 +65,7 @@ def lower_alone(function: Callable[..., Any], *args: torch.Tensor) -> Lowered:
     inductor.register()
     graph = make_fx(function, tracing_mode="fake")(*args)
     inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-    with _captured({"_post_fusion_custom_pass": PinOrder()}) as found:
+    with _captured({"_post_fusion_custom_pass": PinOrder("tests")}) as found:
         compile_fx_inner(graph, inputs)
     return found[0]
 

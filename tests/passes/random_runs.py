@@ -55,6 +55,7 @@ class Variant:
             runtime["dirs"] = [self.directory]
         return Partitioner(
             pipeline.PlanOptions(
+                version="tests",
                 budget=self.budget,
                 min_bytes=0,
                 prefetch=self.prefetch,

@@ -313,7 +313,13 @@ class Planned:
 
 
 def options(**changes: object) -> pipeline.PlanOptions:
-    defaults: dict[str, object] = {"budget": 0, "min_bytes": 0, "prefetch": 1 << 20, "machine": MACHINE}
+    defaults: dict[str, object] = {
+        "version": "tests",
+        "budget": 0,
+        "min_bytes": 0,
+        "prefetch": 1 << 20,
+        "machine": MACHINE,
+    }
     defaults |= {"runtime_config": CONFIG, "hand_over": True}
     return pipeline.PlanOptions(**(defaults | changes))  # type: ignore[arg-type]
 

@@ -131,7 +131,7 @@ def _prepare_inductor() -> None:
     from torch._inductor.fx_passes import post_grad
 
     inductor.register()
-    config._post_fusion_custom_pass = order.PinOrder()
+    config._post_fusion_custom_pass = order.PinOrder("peers")
     config.allow_buffer_reuse = config.combo_kernels = False
     reorder = post_grad.reorder_for_locality
     # It moves loads, in backward graphs that compiled autograd traced; so the backend turns it off for those.

@@ -1,0 +1,32 @@
+"""The digest of the package's own source, which stands in the keys of compile caches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import ssd_fx
+import ssd_fx.passes
+import ssd_fx.runtime
+
+
+@cache
+def source_digest() -> str:
+    """Digest of every Python file of the package, so that a new version never meets what an old one has cached."""
+    return digest(package.__path__[0] for package in (ssd_fx, ssd_fx.passes, ssd_fx.runtime))
+
+
+def digest(folders: Iterable[str | Path]) -> str:
+    """Digest of names and contents of all Python files in `folders`, at any depth, each once."""
+    found: dict[Path, str] = {}
+    for folder in folders:
+        root = Path(folder).resolve()
+        for file in root.rglob("*.py"):
+            found.setdefault(file, f"{root.name}/{file.relative_to(root)}")
+    total = hashlib.sha256()
+    for file, name in sorted(found.items(), key=lambda item: item[1]):
+        total.update(f"{name}\n".encode())
+        total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()
