@@ -109,5 +109,5 @@ format: $(STAMP)
 check: lint test
 
 clean:
-	rm -rf build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runtime/_iopool*.so
+	rm -rf build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runtime/native/_iopool*.so
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

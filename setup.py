@@ -1,8 +1,8 @@
 """The native pool; everything else is in pyproject.toml.
 
 A plain shared object without Python.h, loaded with ctypes. Optional: without a compiler the install goes on, and the
-pool is built at its first use. The hash over the sources is that of `runtime/native.py`, which checks it: a library
-that was built from other sources is not used.
+pool is built at its first use. The hash over the sources is that of `runtime/native/loader.py`, which checks it: a
+library that was built from other sources is not used.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ HASH = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()
 setup(
     ext_modules=[
         Extension(
-            "ssd_fx.runtime._iopool",
+            "ssd_fx.runtime.native._iopool",
             sources=["runtime/native/iopool.c"],
             depends=[str(path) for path in FILES],
             define_macros=[("IOPOOL_SOURCE_HASH", f'"{HASH}"')],

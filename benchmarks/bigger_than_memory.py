@@ -32,7 +32,7 @@ FIGURES = ("step_s", "data_bytes", "resident_bytes", "saved_bytes", "written_byt
 FAILURES = ("can't allocate memory", "Cannot allocate memory", "MemoryError", "std::bad_alloc")
 # The C heap keeps what is freed in pieces that fit nothing else: of 12 layers that save 2.3 GiB the process held
 # 1.9 GiB, and 0.74 with every tensor in pages of its own (docs/measurements.md). Those cost time at
-# their first touch (runtime/heap.py), so this is for whom memory is short, and set for all three runs.
+# their first touch (runtime/memory/heap.py), so this is for whom memory is short, and set for all three runs.
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 ONE_PROCESS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # compilers that are started have limits of their own
 CLOSE = 1e-4  # of a loss: Inductor's kernels are cut elsewhere, and embedding gradients are added up with atomics

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from ssd_fx.runtime.engines import Completion, Extent, Memory
-from ssd_fx.runtime.posix import PosixEngine
+from ssd_fx.runtime.engines.base import Completion, Extent, Memory
+from ssd_fx.runtime.engines.posix import PosixEngine
 
 
 def measured(transfers: list[Completion], nbytes: int) -> tuple[float, float]:

@@ -35,7 +35,9 @@ from system import machine
 from training import train_gpt
 
 import ssd_fx
-from ssd_fx.passes import order, partitioner, pipeline, recompute, verify
+from ssd_fx.passes import partitioner, pipeline
+from ssd_fx.passes.joint import recompute
+from ssd_fx.passes.lowering import order
 
 
 class Clock:
@@ -95,8 +97,8 @@ def installed(clock: Clock) -> Iterator[None]:
         (pipeline, "decide", planning),
     ]
     found = [(recompute, "min_cut_rematerialization_partition", growth.PARTITION), (pipeline, "fingerprint", "name")]
-    found += [(pipeline, "insert", "insert"), (verify, "verify_plan", "verify")]
-    found += [(verify, "verify_graphs", "verify")]
+    found += [(pipeline, "insert", "insert"), (pipeline, "verify_plan", "verify")]
+    found += [(pipeline, "verify_graphs", "verify")]
     changes += [(place, name, clock.timed(title, getattr(place, name))) for place, name, title in found]
     before = [(place, name, getattr(place, name)) for place, name, _ in changes]
     for place, name, function in changes:

@@ -37,10 +37,10 @@ from gpu_bandwidth import MIB, bandwidth  # neighbours of this file
 from gpu_report import report
 from gpu_steps import steps
 
-from ssd_fx.runtime import cufile
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.device_trace import RUNS
-from ssd_fx.runtime.engines import ENGINES, make_engine
+from ssd_fx.runtime.device.device_trace import RUNS
+from ssd_fx.runtime.engines import cufile
+from ssd_fx.runtime.engines.registry import ENGINES, make_engine
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = "kvikio-forced"

@@ -13,7 +13,8 @@ import torch
 from system import io_cpu_s
 
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines import Engine, Memory, make_engine
+from ssd_fx.runtime.engines.base import Engine, Memory
+from ssd_fx.runtime.engines.registry import make_engine
 
 MIB = 2**20
 ROUNDS = 4

@@ -23,7 +23,7 @@ from predicted import read as read_plan
 from torch.profiler import ProfilerActivity
 
 import ssd_fx
-from ssd_fx.runtime import device_trace
+from ssd_fx.runtime.device import device_trace
 
 LARGEST = 8  # kernels that are named
 COPIES = ("Memcpy", "Memset")  # how the profiler calls what is no kernel

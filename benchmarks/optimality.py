@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the program a
 
 from system import machine
 
-from ssd_fx.passes.solve import solve
+from ssd_fx.passes.planner.solve import solve
 from tests.passes.instances import BUDGETS, LANES, Instance, limits, random_instance
 from tests.passes.optimum import optimum
 from tests.passes.sequenced import least_seconds

@@ -133,7 +133,7 @@ def train(task: Task) -> Iterator[Step]:
     forward = compiled(model, task)
     tracker = peak.Peak()
     if task.way == "ssd_fx":
-        from ssd_fx.runtime.buffers import POOL
+        from ssd_fx.runtime.memory.buffers import POOL
 
         POOL.observer = tracker.adjust
     for inputs, targets in train_gpt.batches(about.batch, about.seq, about.seed):

@@ -16,13 +16,14 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from ssd_fx.errors import user_errors
-from ssd_fx.passes import dump, pipeline
-from ssd_fx.passes.changed import save_what_reads_changed_inputs
-from ssd_fx.passes.insert import refuse_stand_ins
-from ssd_fx.passes.marks import lift
-from ssd_fx.passes.recompute import Joint
-from ssd_fx.passes.rejoin import rejoin_views
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.joint.marks import lift
+from ssd_fx.passes.joint.mutated_inputs import save_what_reads_changed_inputs
+from ssd_fx.passes.joint.recompute import Joint
+from ssd_fx.passes.joint.stale_views import rejoin_views
+from ssd_fx.passes.rewrite.insert import refuse_stand_ins
+from ssd_fx.passes.user_errors import user_errors
+from ssd_fx.report import dump
 
 
 @dataclass(frozen=True)

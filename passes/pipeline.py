@@ -11,21 +11,23 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from ssd_fx.passes import verify
-from ssd_fx.passes.alias import DYNAMIC, NESTED, alias
-from ssd_fx.passes.communication import communication
-from ssd_fx.passes.copies import merge_copies
-from ssd_fx.passes.costs import Machine, time
-from ssd_fx.passes.insert import insert
-from ssd_fx.passes.lifetime import lifetime
-from ssd_fx.passes.marks import mark
+from ssd_fx.passes.alias.copies import merge_copies
+from ssd_fx.passes.alias.storages import DYNAMIC, NESTED, alias
+from ssd_fx.passes.cost.lifetime import lifetime
+from ssd_fx.passes.cost.profile import Profile
+from ssd_fx.passes.cost.roofline import Machine, time
+from ssd_fx.passes.joint.collectives import communication
+from ssd_fx.passes.joint.marks import mark
+from ssd_fx.passes.joint.recompute import Joint, price, recomputed
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan, PlanPass, Prediction
-from ssd_fx.passes.profile import Profile
-from ssd_fx.passes.recompute import Joint, price, recomputed
-from ssd_fx.passes.schedule import schedule
-from ssd_fx.passes.select import Budget, select
-from ssd_fx.passes.solve import BudgetError
+from ssd_fx.passes.planner.schedule import schedule
+from ssd_fx.passes.planner.select import Budget, select
+from ssd_fx.passes.planner.solve import BudgetError
+from ssd_fx.passes.rewrite.insert import insert
+from ssd_fx.passes.verify.graphs import verify_graphs
+from ssd_fx.passes.verify.interface import Before
+from ssd_fx.passes.verify.plan import verify_plan
 
 RECOMPUTE_ROUNDS = 3  # partitions that are tried beside PyTorch's own
 GAIN = 5e-3  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
@@ -117,7 +119,7 @@ def decide(
     passes += decisions(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
     for pass_ in passes:
         plan = pass_(partition, plan)
-        verify.verify_plan(partition, plan)
+        verify_plan(partition, plan)
     return plan
 
 
@@ -199,10 +201,10 @@ def rewrite(partition: Partition, plan: Plan, options: PlanOptions) -> None:
     _tell_kept(plan, options)
     _tell_full_host(plan)
     _tell_unprofiled(plan, options.profile)
-    before = verify.Before.of(partition)
+    before = Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config, hand_over=options.hand_over)
-        verify.verify_graphs(partition, plan, before)
+        verify_graphs(partition, plan, before)
 
 
 def _tell_kept(plan: Plan, options: PlanOptions) -> None:

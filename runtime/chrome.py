@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ssd_fx.runtime import device_trace, trace
+from ssd_fx.runtime import trace
+from ssd_fx.runtime.device import device_trace
 
 _FIRST_ROW = 1 << 30  # row numbers are thread ids elsewhere, which stay below this
 _TRANSFERS = ("write", "read")

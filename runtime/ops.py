@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from ssd_fx.runtime import device_trace, trace
+from ssd_fx.runtime import trace
+from ssd_fx.runtime.device import device_trace
+from ssd_fx.runtime.device.streams import check_not_captured
 from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
-from ssd_fx.runtime.heap import HUGE_PAGES
-from ssd_fx.runtime.layout import Layout
+from ssd_fx.runtime.memory.heap import HUGE_PAGES
+from ssd_fx.runtime.memory.layout import Layout
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
-from ssd_fx.runtime.streams import check_not_captured
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether this backward may come again (`retain_graph`, `create_graph`). Outside of a backward: yes."""

@@ -10,10 +10,11 @@ import time
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime import memory, trace
-from ssd_fx.runtime.engines import Engine, Extent, Memory, outcome
+from ssd_fx.runtime import trace
+from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State, lost
-from ssd_fx.runtime.layout import Layout, alias, is_alone, returned
+from ssd_fx.runtime.memory import tensors
+from ssd_fx.runtime.memory.layout import Layout, alias, is_alone, returned
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
 
@@ -126,9 +127,9 @@ class Reader:
             return Load(out, out, None, seq)
         out = self._new(entry, layout)
         if same:
-            memory.copy_bytes(alias(out, entry.layout), held)
+            tensors.copy_bytes(alias(out, entry.layout), held)
         else:
-            memory.copy_elements(out, alias(held, entry.seen))
+            tensors.copy_elements(out, alias(held, entry.seen))
         return Load(out, out, None, seq)
 
     def _read(self, entry: Entry, layout: Layout, seq: int) -> Load:
@@ -152,8 +153,8 @@ class Reader:
     def _new(self, entry: Entry, layout: Layout) -> Tensor:
         """Memory for a tensor of `layout`; it begins its storage."""
         if layout != entry.seen:
-            return memory.empty(layout, entry.device)
-        stored = memory.empty(entry.layout, entry.device, entry.ptr % 4096)
+            return tensors.empty(layout, entry.device)
+        stored = tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
         return stored if layout == entry.layout else alias(stored, layout)
 
     def _count(self, load: Load, nbytes: int) -> None:
@@ -164,8 +165,8 @@ class Reader:
     def _landing(self, entry: Entry) -> Tensor:
         """Where the bytes will arrive: of the same phase as what was stored, so that a read needs no copy."""
         if entry.encoded:
-            return memory.empty(Layout((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
-        return memory.empty(entry.layout, entry.device, entry.ptr % 4096)
+            return tensors.empty(Layout((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
+        return tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
 
 
 def _extent(entry: Entry) -> Extent:
@@ -191,10 +192,10 @@ def _place(entry: Entry, load: Load) -> None:
     """The bytes have landed; if that is not in `out` already, they go there."""
     stored = load.landing
     if entry.encoded:
-        stored = alias(load.out, entry.layout) if load.same else memory.empty(entry.layout, entry.device)
+        stored = alias(load.out, entry.layout) if load.same else tensors.empty(entry.layout, entry.device)
         entry.encoded.decode(load.landing, stored)
     if not load.same:
-        memory.copy_elements(load.out, alias(stored, entry.seen))
+        tensors.copy_elements(load.out, alias(stored, entry.seen))
 
 
 def _changed_in_place(entry: Entry, version: int) -> str:

@@ -3,8 +3,8 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from ssd_fx.runtime import engines
-from ssd_fx.runtime.buffers import POOL
+from ssd_fx.runtime.engines import registry
+from ssd_fx.runtime.memory.buffers import POOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ def stats() -> Stats:
         in_planned_order=ordered / nodes if nodes else 1.0,
         staging_bytes=POOL.resident_bytes,
         staging_peak_bytes=POOL.peak_bytes,
-        disk_bytes=engines.disk_bytes(),
+        disk_bytes=registry.disk_bytes(),
         compiled_graphs=_compiled,
         graphs={name: _snapshot(c) for name, c in graphs.items()},
     )

@@ -8,14 +8,17 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ssd_fx.runtime import clock, device_trace, engines, entries, memory, trace
-from ssd_fx.runtime.buffers import POOL
+from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
-from ssd_fx.runtime.engines import outcome
+from ssd_fx.runtime.device import clock, device_trace
+from ssd_fx.runtime.engines import base, registry
+from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.guard import janitor
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.layout import Layout, dense_form, is_alone
+from ssd_fx.runtime.memory import tensors
+from ssd_fx.runtime.memory.buffers import POOL
+from ssd_fx.runtime.memory.layout import Layout, dense_form, is_alone
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
 from ssd_fx.runtime.stats import counters
@@ -28,7 +31,7 @@ class Store:
     """The entries of one configuration, over one engine."""
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self.engine, room = engines.make_tiers(config)
+        self.engine, room = registry.make_tiers(config)
         self.habits = Habits(config.adapt)
         self.writer = Writer(self.engine, config, self.habits, room)
         self.reader = Reader(self.engine, self.writer)
@@ -55,7 +58,7 @@ class Store:
                 f"a store of slot {slot} of graph {graph!r} names tier {tier!r}; right would be one of {TIERS}"
             )
         GUARD.drain()
-        engines.check_device(self.engine, x.device)
+        base.check_device(self.engine, x.device)
         seen, layout = Layout(tuple(x.shape), x.stride(), x.dtype), dense_form(x)
         nbytes = math.prod(layout.size) * x.itemsize if x.numel() else 0
         entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding)
@@ -198,8 +201,8 @@ def _find(entry: Entry, x: Tensor) -> Load:
 def _put_aside(entry: Entry) -> None:
     """From here on the owner of the tensor may write into its memory: what is there only moves elsewhere."""
     if entry.held is not None and entry.borrowed:
-        aside = memory.empty(entry.layout, entry.device, entry.ptr % 4096)
-        memory.copy_bytes(aside, entry.held)
+        aside = tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
+        tensors.copy_bytes(aside, entry.held)
         entry.held, entry.borrowed = aside, False
     entry.counter = None
 
@@ -252,7 +255,7 @@ def close_stores() -> None:
 
 def _after_fork() -> None:
     _stores.clear()
-    engines.forget_engines()
+    registry.forget_engines()
     POOL.after_fork()
     entries.after_fork()
     clock.forget()

@@ -18,19 +18,21 @@ from torch import fx
 from torch._dynamo.eval_frame import innermost_fn
 from torch._inductor import config as inductor_config
 
-from ssd_fx import calibrate, patterns
+from ssd_fx import patterns
+from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
-from ssd_fx.errors import user_errors
-from ssd_fx.passes import traced_backward
-from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.marks import LiftMarks
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.joint.marks import LiftMarks
+from ssd_fx.passes.lowering import compiled_autograd
 from ssd_fx.passes.partitioner import Partitioner, hooks_are_compiled_in
 from ssd_fx.passes.pipeline import PlanOptions
+from ssd_fx.passes.user_errors import user_errors
 from ssd_fx.profile import read_profile
-from ssd_fx.runtime import graphs, heap, stats
+from ssd_fx.runtime import graphs, stats
 from ssd_fx.runtime.config import parse, quoted
-from ssd_fx.runtime.engines import check_engine
-from ssd_fx.runtime.preflight import check_directory
+from ssd_fx.runtime.engines.preflight import check_directory
+from ssd_fx.runtime.engines.registry import check_engine
+from ssd_fx.runtime.memory import heap
 from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
@@ -196,7 +198,7 @@ def _inductor(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    from ssd_fx.passes import inductor, order
+    from ssd_fx.passes.lowering import inductor, order
 
     inductor.register()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
@@ -216,7 +218,7 @@ def _inductor(
     if patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs) or getattr(annotation, "fwd", False):
         patches["triton.cudagraphs"] = False
         _tell_no_cuda_graphs(inputs)
-    if traced_backward.loads(gm.graph):
+    if compiled_autograd.loads(gm.graph):
         patches["reorder_for_locality"] = False  # of inference only: it moves every load to the first use of its tensor
     return compile_fx(gm, list(inputs), config_patches=patches)
 
@@ -257,7 +259,7 @@ def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: 
     from torch._dynamo.backends.debugging import boxed_nop
 
     def inference(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
-        traced_backward.wait_in_place(gm.graph)
+        compiled_autograd.wait_in_place(gm.graph)
         gm.recompile()
         return boxed_nop(gm, list(inputs))
 

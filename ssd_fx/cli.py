@@ -21,12 +21,12 @@ from collections.abc import Sequence
 import torch
 
 import ssd_fx
-from ssd_fx import calibrate
+from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
-from ssd_fx.passes.machine import described
-from ssd_fx.runtime import cufile
+from ssd_fx.passes.cost.machine import described
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.preflight import check_directory
+from ssd_fx.runtime.engines import cufile
+from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.sizes import format_bytes
 
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20

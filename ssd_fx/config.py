@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ssd_fx import versions
-from ssd_fx.passes.machine import Machine
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive, parse_ranks
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS
@@ -67,7 +67,8 @@ class Config:
         match, the innermost module decides, and `ssd_fx.keep(x)` or `ssd_fx.offload(x)` in the model before that.
     machine: the rates that the plan is made for. `"auto"`: measured once, which takes some seconds, and kept in the
         user's cache directory; `"default"`: typical ones, nothing is measured; or a dictionary (in the environment
-        JSON) of `ssd_fx.passes.machine.Machine`'s fields, e.g. `{"flops": 3e14, "write_bw": 6e9}`, to plan for another.
+        JSON) of the fields of `ssd_fx.passes.cost.machine.Machine`, e.g. `{"flops": 3e14, "write_bw": 6e9}`, to plan
+        for another.
     profile: a file that `ssd_fx.save_profile` wrote: the plan is made with its measured times. Default: none.
     ranks: how many processes of this node share it. `"auto"`, the default: `LOCAL_WORLD_SIZE`, which torchrun sets, or
         1. With a number above 1 `LOCAL_RANK` says which of them this one is. 1: all that is named is this process's.
@@ -208,7 +209,7 @@ def _parse_choice(*choices: str) -> Any:
 
 
 def _parse_engine(name: str, value: object) -> str:
-    from ssd_fx.runtime.engines import ENGINES
+    from ssd_fx.runtime.engines.registry import ENGINES
 
     return str(_parse_choice(*sorted(ENGINES))(name, value))
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch.fx.traceback import annotate
 
-from ssd_fx.passes.marks import ANNOTATION, KEEP, OFFLOADS
+from ssd_fx.passes.joint.marks import ANNOTATION, KEEP, OFFLOADS
 
 
 def keep(x: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ import torch
 from torch import fx, nn
 from torch._dynamo import OptimizedModule
 
-from ssd_fx.passes.marks import ANNOTATION
-from ssd_fx.passes.modules import enclosing, matches, paths
+from ssd_fx.passes.joint.marks import ANNOTATION
+from ssd_fx.passes.joint.modules import enclosing, matches, paths
 
 # Patterns that named a module while a model was in reach: a later graph of the same code may reach that model and not
 # the one that was named, or stand below it on the stack.

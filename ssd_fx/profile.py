@@ -18,8 +18,9 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from ssd_fx.passes.profile import Anchors, GraphProfile, Profile
-from ssd_fx.runtime import device_trace, trace
+from ssd_fx.passes.cost.profile import Anchors, GraphProfile, Profile
+from ssd_fx.runtime import trace
+from ssd_fx.runtime.device import device_trace
 
 _VERSION = 2
 _RUNS = 16

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import ssd_fx
-from ssd_fx.passes import solve
-from ssd_fx.runtime import device_trace, entries, trace
+from ssd_fx.passes.planner import solve
+from ssd_fx.runtime import entries, trace
+from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.store import close_stores
 from tests import sources
 

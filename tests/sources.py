@@ -26,13 +26,14 @@ import ssd_fx
 from ssd_fx.runtime import codec, ops, writer
 from ssd_fx.runtime.codec import Encoded
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines import ENGINES, Completion, Engine, Extent, Memory
+from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
+from ssd_fx.runtime.engines.memory import MemoryEngine
+from ssd_fx.runtime.engines.registry import ENGINES
+from ssd_fx.runtime.engines.tiered import TieredEngine, TieredExtent
 from ssd_fx.runtime.entries import Entry, State
-from ssd_fx.runtime.host import MemoryEngine
-from ssd_fx.runtime.layout import Layout, alias
+from ssd_fx.runtime.memory.layout import Layout, alias
 from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
-from ssd_fx.runtime.tiered import TieredEngine, TieredExtent
 from ssd_fx.runtime.writer import Writer
 from tests.passes.lazy_engines import Lazy, LazyRead
 from tests.runtime.engines import Failure

@@ -21,10 +21,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssd_fx
-from ssd_fx import Config, calibrate, cli, rates, timing
+from ssd_fx import Config, cli
 from ssd_fx.backend import machine_of
-from ssd_fx.host_copies import host_copies
-from ssd_fx.passes.machine import Machine
+from ssd_fx.calibration import calibrate, rates, timing
+from ssd_fx.calibration.host_copies import host_copies
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.config import RuntimeConfig
 from tests.runtime.fake_gpu import FakeGpu, installed

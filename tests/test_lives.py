@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import ssd_fx
-from ssd_fx.runtime.engines import Completion, Engine, Extent, Memory
+from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.entries import living
 from tests.faults.toys import (
     Counting,

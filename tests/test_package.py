@@ -17,7 +17,7 @@ from ssd_fx.source import digest, source_digest
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = """
 import torch, ssd_fx, sys
-from ssd_fx.runtime.native import library
+from ssd_fx.runtime.native.loader import library
 assert ssd_fx.__file__.startswith(sys.argv[1]), ssd_fx.__file__
 assert library() is not None
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))

@@ -15,7 +15,8 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
-from ssd_fx.passes import pipeline, recompute
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.partition import storage_of
 from ssd_fx.sizes import format_bytes
 from tests.communicating import calls, exchange

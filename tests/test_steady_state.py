@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ssd_fx
-from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.entries import living
+from ssd_fx.runtime.memory.buffers import POOL
 from tests.faults.toys import Toy, compile_toy, descriptors, fill_the_trace, settle
 
 WARM = 20  # steps until the heap has its size; everything else has to stand still after two

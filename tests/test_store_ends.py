@@ -16,9 +16,9 @@ from torch import Tensor
 
 import ssd_fx
 from ssd_fx.runtime import entries, graphs, ops
-from ssd_fx.runtime.arena import CHUNK
-from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.config import parse
+from ssd_fx.runtime.memory.arena import CHUNK
+from ssd_fx.runtime.memory.buffers import POOL
 from ssd_fx.runtime.store import _stores, get_store
 from tests.faults.toys import Counting, Toy, compile_toy, descriptors, gradients, same_bits, settle
 from tests.runtime.engines import DelayedEngine, registered

@@ -136,7 +136,7 @@ Pool *pool_create(int threads) {
     return NULL;
 }
 
-/* In the order of `Counts` in runtime/pool.py. */
+/* In the order of `Counts` in runtime/native/pool.py. */
 void pool_counts(Pool *p, uint64_t counts[5]) {
     counts[0] = atomic_load(&p->summed_bytes);
     counts[1] = atomic_load(&p->copied_bytes);

@@ -13,13 +13,18 @@ from torch import fx, nn
 import ssd_fx
 from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
-from ssd_fx.passes import costs, order, partitioner, pipeline, recompute, verify
+from ssd_fx.passes import partitioner, pipeline
+from ssd_fx.passes.cost import roofline
+from ssd_fx.passes.joint import recompute
+from ssd_fx.passes.lowering import order
+from ssd_fx.passes.verify.graphs import verify_graphs
+from ssd_fx.passes.verify.plan import verify_plan
 
 
 def functions() -> list[object]:
     from_partitioner = (partitioner.Partitioner.__call__, recompute.min_cut_rematerialization_partition)
     from_pipeline = (pipeline.analyses, pipeline.decisions, pipeline.decide, pipeline.insert, pipeline.fingerprint)
-    return [*from_partitioner, *from_pipeline, verify.verify_plan, verify.verify_graphs, order.PinOrder.__call__]
+    return [*from_partitioner, *from_pipeline, verify_plan, verify_graphs, order.PinOrder.__call__]
 
 
 def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +44,7 @@ def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
     with installed(clock):
         model(torch.ones(2, 8)).sum().backward()
     assert functions() == before
-    machine = costs.Machine.default(torch.device("cpu"), 1)
+    machine = roofline.Machine.default(torch.device("cpu"), 1)
     plan = plan_options(Config.make(options), torch.device("cpu"))
     decisions = pipeline.decisions(plan, machine, 0, priced=False, host_tier=False, quick=False)
     passes = [module_name(each) for each in pipeline.analyses(plan, machine) + decisions]
@@ -51,4 +56,4 @@ def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_pass_goes_by_its_module() -> None:
-    assert [module_name(each) for each in (pipeline.alias, costs.time)] == ["alias", "costs"]
+    assert [module_name(each) for each in (pipeline.alias, roofline.time)] == ["storages", "roofline"]

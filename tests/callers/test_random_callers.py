@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 import ssd_fx
-from ssd_fx.runtime import entries, memory
+from ssd_fx.runtime import entries
 from ssd_fx.runtime.entries import Entry, Load
-from ssd_fx.runtime.layout import Layout
+from ssd_fx.runtime.memory import tensors
+from ssd_fx.runtime.memory.layout import Layout
 from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer
@@ -179,7 +180,7 @@ def another_slot_s_bytes() -> AbstractContextManager[object]:
         load = begin(reader, entry, *args, **more)  # type: ignore[arg-type]
         others = [e for e in entries._entries.values() if e.layout == entry.layout and e.held is not None]
         if others and others[-1].held is not None and others[-1] is not entry:
-            memory.copy_bytes(load.out, others[-1].held)
+            tensors.copy_bytes(load.out, others[-1].held)
         return load
 
     return mock.patch.object(Reader, "begin", broken)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ssd_fx
-from ssd_fx import calibrate, rates
+from ssd_fx.calibration import calibrate, rates
 from ssd_fx.runtime.config import RuntimeConfig
 from tests.distributed.model import Net, batch, loss_of
 

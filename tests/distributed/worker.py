@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import ssd_fx
-from ssd_fx.passes import solve
+from ssd_fx.passes.planner import solve
 from tests.distributed.modes import MODES
 from tests.zoo.trial import Trial
 

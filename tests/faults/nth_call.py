@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssd_fx.passes import solve
-from ssd_fx.runtime.engines import ENGINES, Engine
+from ssd_fx.passes.planner import solve
+from ssd_fx.runtime.engines.base import Engine
+from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.entries import GUARD, living
 from ssd_fx.runtime.store import close_stores
 from tests.faults.faultio import Action, Call, Faults, action_name

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ssd_fx
 from ssd_fx.runtime import trace
-from ssd_fx.runtime.engines import Engine, Extent, outcome
+from ssd_fx.runtime.engines.base import Engine, Extent, outcome
 from ssd_fx.runtime.entries import living
 from tests.runtime.engines import DelayedEngine, Wrapped
 

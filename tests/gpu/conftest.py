@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_fx.runtime import cufile, engines
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.posix import PosixEngine
+from ssd_fx.runtime.engines import cufile, registry
+from ssd_fx.runtime.engines.posix import PosixEngine
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS then adds up in one order; read when CUDA starts
 HERE = Path(__file__).parent
@@ -49,7 +49,7 @@ def config(engine: str, tmp_path: Path) -> str:
     """The config of the ops for that engine, in a directory of its own."""
     options = {"dirs": [str(tmp_path)], "engine": engine, "allow_tmpfs": True}
     try:
-        engines.make_engine(RuntimeConfig(dirs=(str(tmp_path),), engine=engine, allow_tmpfs=True)).close()
+        registry.make_engine(RuntimeConfig(dirs=(str(tmp_path),), engine=engine, allow_tmpfs=True)).close()
     except OSError as error:
         if not engine.endswith("forced"):
             raise

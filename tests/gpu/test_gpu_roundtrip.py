@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import ssd_fx
-from ssd_fx.runtime import device_trace, entries, streams, trace
+from ssd_fx.runtime import entries, trace
+from ssd_fx.runtime.device import device_trace, streams
 from ssd_fx.runtime.entries import State, lookup
 from tests.runtime.harness import in_backward
 

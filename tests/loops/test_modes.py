@@ -184,7 +184,7 @@ def test_a_mode_reaches_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Its settings are in force when Inductor compiles, beside ours."""
     from torch._inductor import compile_fx, list_mode_options
 
-    from ssd_fx.passes.order import PinOrder
+    from ssd_fx.passes.lowering.order import PinOrder
 
     seen: list[dict[str, Any]] = []
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ssd_fx.runtime.engines import Completion, Engine, Extent, Memory
+from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from tests.runtime.engines import DelayedEngine, Wrapped, registered
 
 

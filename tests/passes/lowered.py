@@ -18,8 +18,8 @@ from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ssd_fx
-from ssd_fx.passes import inductor
-from ssd_fx.passes.order import PinOrder, is_ours
+from ssd_fx.passes.lowering import inductor
+from ssd_fx.passes.lowering.order import PinOrder, is_ours
 
 
 @dataclass

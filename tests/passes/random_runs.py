@@ -22,9 +22,10 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 import ssd_fx
-from ssd_fx.passes import pipeline, recompute
-from ssd_fx.passes.costs import Machine
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.cost.roofline import Machine
 from ssd_fx.passes.groups import AliasGroup
+from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.passes.plan import Plan

@@ -15,13 +15,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 from examples.train_gpt import GPT, Shape
-from ssd_fx.passes.alias import alias
-from ssd_fx.passes.costs import Machine, time
-from ssd_fx.passes.lifetime import lifetime
+from ssd_fx.passes.alias.storages import alias
+from ssd_fx.passes.cost.lifetime import lifetime
+from ssd_fx.passes.cost.roofline import Machine, time
 from ssd_fx.passes.partition import Partition, activation_inputs
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.simulate import Choice, Step
-from ssd_fx.passes.step import model as step_of
+from ssd_fx.passes.planner.simulate import Choice, Step
+from ssd_fx.passes.planner.step import model as step_of
 from tests.passes.instances import LANES, Instance
 
 SMALLEST = 1 / 1000  # groups below that share of the saved bytes stay: they decide nothing and make the program large

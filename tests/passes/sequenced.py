@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.simulate import Choice, Item, Step, Transfer
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.planner.simulate import Choice, Item, Step, Transfer
 from tests.passes.optimum import Program, Terms, negative, optimum
 
 NEAR = 1.02

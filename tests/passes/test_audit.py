@@ -16,7 +16,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
-from ssd_fx.passes import audit, inductor, order
+from ssd_fx.passes.lowering import audit, inductor, order
 from tests.passes import toys
 from tests.passes.lowered import lower, lower_alone
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from ssd_fx.passes.bound import least_bytes, lower_bound
-from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.simulate import Choice, Item, Step
-from ssd_fx.passes.solve import solve
+from ssd_fx.passes.cost.roofline import Machine
+from ssd_fx.passes.planner.bound import least_bytes, lower_bound
+from ssd_fx.passes.planner.simulate import Choice, Item, Step
+from ssd_fx.passes.planner.solve import solve
 from tests.passes.instances import BUDGETS, limits, random_instance
 
 NODES = Machine(1, 1, write_bw=1e9, read_bw=1e9, latency_s=0.0, node_s=0.5)  # an offload costs twice as much

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ssd_fx.passes.communication import communication, may_communicate
+from ssd_fx.passes.joint.collectives import communication, may_communicate
 from tests.passes import toys
 
 ops = torch.ops._c10d_functional

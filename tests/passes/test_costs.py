@@ -10,10 +10,10 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ssd_fx.passes import costs
-from ssd_fx.passes.kernels import Kernels, Traffic
-from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.profile import GraphProfile, Profile
+from ssd_fx.passes.cost import roofline
+from ssd_fx.passes.cost.kernels import Kernels, Traffic
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.profile import GraphProfile, Profile
 from tests.passes.toys import planned, relu_chain
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def traffic(graph: fx.Graph) -> dict[str, tuple[float, float, bool]]:
 
 def times_ns(graph: fx.Graph, machine: Machine = MACHINE) -> dict[str, float]:
     found = Kernels(graph).traffic
-    return {n.name: round(1e9 * costs.seconds(n, t, machine), 3) for n, t in found.items()}
+    return {n.name: round(1e9 * roofline.seconds(n, t, machine), 3) for n, t in found.items()}
 
 
 def test_a_chain_is_one_kernel_that_reads_its_inputs_and_writes_its_end() -> None:
@@ -133,7 +133,7 @@ def test_attention_has_flops_of_its_own_and_skips_blocks(causal: bool, share: fl
 
 def test_a_node_of_no_kernel_has_no_time() -> None:
     node = next(iter(graph_of(lambda x: x.sin(), (4,)).find_nodes(op="call_function", target=aten.sin.default)))
-    assert costs.seconds(node, Traffic(), MACHINE) == 0.0
+    assert roofline.seconds(node, Traffic(), MACHINE) == 0.0
 
 
 FORWARD, BACKWARD = (0.0, 0.0, 2.0, 3.0, 6.0, 6.0), (0.0, 1.0, 2.0, 4.0)

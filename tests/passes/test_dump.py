@@ -11,10 +11,10 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from ssd_fx.passes import dump
-from ssd_fx.passes.layers import Row, fold
-from ssd_fx.passes.modules import source_line
+from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.plan import Recomputed
+from ssd_fx.report import dump
+from ssd_fx.report.layers import Row, fold
 from ssd_fx.sizes import format_bytes
 from tests.passes import toys
 

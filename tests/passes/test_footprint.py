@@ -10,8 +10,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ssd_fx.passes.footprint import buffers
-from ssd_fx.passes.fusion import Kernel, places
+from ssd_fx.passes.cost.footprint import buffers
+from ssd_fx.passes.cost.fusion import Kernel, places
 from ssd_fx.passes.partition import storage_of
 from tests.passes.lowered import lower_alone
 

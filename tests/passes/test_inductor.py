@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ssd_fx.passes.inductor import with_constant
+from ssd_fx.passes.lowering.inductor import with_constant
 
 
 def test_a_constant_is_found_by_its_name_whatever_follows_it() -> None:

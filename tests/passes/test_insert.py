@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import ssd_fx
-from ssd_fx.runtime.engines import Engine
+from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.store import close_stores
 from tests.passes import toys
 from tests.passes.lazy_engines import LazyReads, LazyWrites

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ssd_fx
-from ssd_fx.passes import marks
-from ssd_fx.passes.modules import enclosing, matches, module_of
+from ssd_fx.passes.joint import marks
+from ssd_fx.passes.joint.modules import enclosing, matches, module_of
 from ssd_fx.passes.plan import Keep, Offload
 from tests.passes import toys
 from tests.unlike import OTHER_NAMES

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 
-from ssd_fx.passes import select
-from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.place import everything, floor
-from ssd_fx.passes.refine import fits
-from ssd_fx.passes.simulate import Choice, Item, Step, Transfer, simulate
-from ssd_fx.passes.solve import solve
+from ssd_fx.passes.cost.roofline import Machine
+from ssd_fx.passes.planner import select
+from ssd_fx.passes.planner.place import everything, floor
+from ssd_fx.passes.planner.refine import fits
+from ssd_fx.passes.planner.simulate import Choice, Item, Step, Transfer, simulate
+from ssd_fx.passes.planner.solve import solve
 from tests.passes.instances import BUDGETS, Instance, instances, limits, random_instance
 from tests.passes.memory_rows import memory_rows
 from tests.passes.optimum import Program, optimum

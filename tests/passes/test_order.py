@@ -12,7 +12,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 
 from examples.train_gpt import GPT, Shape
-from ssd_fx.passes import audit, order
+from ssd_fx.passes.lowering import audit, order
 from tests.communicating import exchange
 from tests.models import batch
 from tests.passes import toys
@@ -76,7 +76,7 @@ def test_without_the_pins_inductor_chooses_another_order() -> None:
         planned.append(names(order.planned_order(nodes)))
         return order.planned_order(nodes)
 
-    with mock.patch.object(order.PinOrder, "__call__", unpinned), mock.patch("ssd_fx.passes.audit.attach"):
+    with mock.patch.object(order.PinOrder, "__call__", unpinned), mock.patch("ssd_fx.passes.lowering.audit.attach"):
         lowered = lower(branches, *toys.inputs(64), options={})
     assert [names(graph.nodes) for graph in lowered] != planned
 

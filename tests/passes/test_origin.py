@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from ssd_fx.passes.verify import VerifyError, verify_graphs
+from ssd_fx.passes.verify.errors import VerifyError
+from ssd_fx.passes.verify.graphs import verify_graphs
 from tests.passes import toys
 
 aten, ops = torch.ops.aten, torch.ops.ssd_fx

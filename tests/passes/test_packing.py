@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ssd_fx.passes.alias.packing import COPY_BELOW, is_dense, may_restride, memory_order, pack, span
 from ssd_fx.passes.groups import Layout, Pack
-from ssd_fx.passes.packing import COPY_BELOW, is_dense, may_restride, memory_order, pack, span
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ import tests.communicating  # noqa: F401  (defines the operator)
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Limits
-from ssd_fx.passes.solve import BudgetError
+from ssd_fx.passes.planner.solve import BudgetError
 from tests.passes import toys
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_fx.passes import solve as planner
-from ssd_fx.passes.anneal import anneal
-from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.place import floor, place
-from ssd_fx.passes.refine import Solution, read_ahead, refine
-from ssd_fx.passes.simulate import Choice, Item, Step, simulate
-from ssd_fx.passes.solve import BudgetError, solve
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.planner import solve as planner
+from ssd_fx.passes.planner.anneal import anneal
+from ssd_fx.passes.planner.place import floor, place
+from ssd_fx.passes.planner.refine import Solution, read_ahead, refine
+from ssd_fx.passes.planner.simulate import Choice, Item, Step, simulate
+from ssd_fx.passes.planner.solve import BudgetError, solve
 from tests.passes.instances import Instance, instances, limits, random_instance
 
 shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])

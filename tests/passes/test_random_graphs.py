@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from ssd_fx.passes import order, pipeline
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.lowering import order
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
 from ssd_fx.runtime.store import close_stores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ssd_fx.passes.solve import solve
+from ssd_fx.passes.planner.solve import solve
 from tests.passes import real_graphs
 from tests.passes.instances import limits
 from tests.passes.optimum import optimum

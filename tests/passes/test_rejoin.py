@@ -11,8 +11,8 @@ from torch import fx
 from torch.nn import functional as F
 
 import ssd_fx
+from ssd_fx.passes.joint.stale_views import rejoin_views
 from ssd_fx.passes.partition import storage_of
-from ssd_fx.passes.rejoin import rejoin_views
 from tests.models import assert_same_bits
 from tests.passes import toys
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from ssd_fx.passes.plan import Keep
-from ssd_fx.passes.solve import BudgetError
+from ssd_fx.passes.planner.solve import BudgetError
 from tests.passes import toys
 
 

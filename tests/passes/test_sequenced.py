@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from ssd_fx.passes import solve as planner
-from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.refine import kept_bytes
-from ssd_fx.passes.simulate import Choice, Outcome, Step, Transfer, simulate
-from ssd_fx.passes.solve import solve
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.planner import solve as planner
+from ssd_fx.passes.planner.refine import kept_bytes
+from ssd_fx.passes.planner.simulate import Choice, Outcome, Step, Transfer, simulate
+from ssd_fx.passes.planner.solve import solve
 from tests.passes.instances import BUDGETS, Instance, limits, random_instance
 from tests.passes.optimum import Program, Terms
 from tests.passes.sequenced import Sequenced

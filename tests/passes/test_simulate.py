@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from ssd_fx.passes.machine import Machine
-from ssd_fx.passes.simulate import Choice, Item, Step, Transfer, simulate
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.planner.simulate import Choice, Item, Step, Transfer, simulate
 from tests.passes.instances import random_instance
 
 ALL = frozenset({Choice.KEEP, Choice.OFFLOAD})

@@ -14,13 +14,15 @@ from expecttest import assert_expected_inline
 from torch.utils.checkpoint import CheckpointPolicy
 
 import ssd_fx
-from ssd_fx.passes import dump, pipeline
-from ssd_fx.passes.machine import Machine, Tier
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.cost.machine import Machine, Tier
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Offload, Plan
-from ssd_fx.passes.simulate import Choice, Item, Step, Transfer, simulate
-from ssd_fx.passes.solve import solve
-from ssd_fx.passes.verify import VerifyError, verify_plan
+from ssd_fx.passes.planner.simulate import Choice, Item, Step, Transfer, simulate
+from ssd_fx.passes.planner.solve import solve
+from ssd_fx.passes.verify.errors import VerifyError
+from ssd_fx.passes.verify.plan import verify_plan
+from ssd_fx.report import dump
 from tests.passes import toys
 from tests.passes.instances import Instance, limits, random_instance
 from tests.passes.test_marks import under

@@ -12,7 +12,9 @@ from torch import fx
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Keep, Plan, Points
-from ssd_fx.passes.verify import VerifyError, verify_graphs, verify_plan
+from ssd_fx.passes.verify.errors import VerifyError
+from ssd_fx.passes.verify.graphs import verify_graphs
+from ssd_fx.passes.verify.plan import verify_plan
 from tests.passes import toys
 
 ops = torch.ops.ssd_fx

@@ -14,12 +14,13 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
-from ssd_fx.passes import dump, pipeline
-from ssd_fx.passes.before import Before
-from ssd_fx.passes.costs import Machine
-from ssd_fx.passes.marks import lift
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.cost.roofline import Machine
+from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.verify.interface import Before
+from ssd_fx.report import dump
 
 T = TypeVar("T")
 Toy = Callable[..., torch.Tensor]

@@ -21,10 +21,12 @@ from torch._functorch import partitioners
 
 from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
-from ssd_fx.passes import inductor, order, pipeline, solve, traced_backward
-from ssd_fx.passes.marks import lift
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.joint.marks import lift
+from ssd_fx.passes.lowering import compiled_autograd, inductor, order
 from ssd_fx.passes.partition import Partition, activation_inputs
 from ssd_fx.passes.partitioner import Partitioner
+from ssd_fx.passes.planner import solve
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 PARTITIONERS = ("stock", "ours", "flipped")  # "flipped": ours with a planted fault
@@ -135,7 +137,7 @@ def _prepare_inductor() -> None:
     config.allow_buffer_reuse = config.combo_kernels = False
     reorder = post_grad.reorder_for_locality
     # It moves loads, in backward graphs that compiled autograd traced; so the backend turns it off for those.
-    post_grad.reorder_for_locality = lambda graph: None if traced_backward.loads(graph) else reorder(graph)
+    post_grad.reorder_for_locality = lambda graph: None if compiled_autograd.loads(graph) else reorder(graph)
 
 
 def flip_loads(backward: fx.GraphModule) -> None:

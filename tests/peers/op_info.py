@@ -28,7 +28,7 @@ import ssd_fx
 from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
 from ssd_fx.passes.partitioner import Partitioner
-from ssd_fx.runtime.engines import ENGINES
+from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.entries import living
 from ssd_fx.runtime.store import close_stores
 from tests import sources

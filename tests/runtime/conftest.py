@@ -7,8 +7,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # engines.py and harness.py, wha
 
 from harness import config_json
 
-from ssd_fx.runtime import device_trace, entries, stats, trace
-from ssd_fx.runtime.buffers import POOL
+from ssd_fx.runtime import entries, stats, trace
+from ssd_fx.runtime.device import device_trace
+from ssd_fx.runtime.memory.buffers import POOL
 from ssd_fx.runtime.store import close_stores
 
 

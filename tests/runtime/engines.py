@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines import ENGINES, Completion, Copy, Engine, Extent, Memory, make_engine
+from ssd_fx.runtime.engines.base import Completion, Copy, Engine, Extent, Memory
+from ssd_fx.runtime.engines.registry import ENGINES, make_engine
 
 _names = itertools.count()
 

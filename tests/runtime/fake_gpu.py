@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime import streams
+from ssd_fx.runtime.device import streams
 
 GARBAGE = 0xCD
 ORDERS = ("sides first", "compute first", "lazy", 1, 2, 3)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu, FakeStream
 
-from ssd_fx.runtime import cufile, gds
+from ssd_fx.runtime.engines import cufile, gds
 
 VERSION = "26.10.00"
 

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_fx.runtime import arena
-from ssd_fx.runtime.arena import CHUNK, AddressRange, map_range
-from ssd_fx.runtime.buffers import PAGE, BufferPool
+from ssd_fx.runtime.memory import arena
+from ssd_fx.runtime.memory.arena import CHUNK, AddressRange, map_range
+from ssd_fx.runtime.memory.buffers import PAGE, BufferPool
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYER = [size * MIB for size in (6, 6, 18, 6, 24, 24, 6)]
@@ -296,7 +296,7 @@ def test_no_memory_names_the_bytes_and_loses_none(monkeypatch):
 
 def in_a_process(code):
     """(stdout, stderr, status) of `code` in a fresh interpreter without threads of torch."""
-    preamble = "import ctypes, resource, sys, torch\nfrom ssd_fx.runtime.buffers import POOL\n"
+    preamble = "import ctypes, resource, sys, torch\nfrom ssd_fx.runtime.memory.buffers import POOL\n"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", preamble + code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

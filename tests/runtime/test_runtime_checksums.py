@@ -9,10 +9,11 @@ import pytest
 import torch
 from harness import CPU, config_json, load, raw, settle, store
 
-from ssd_fx.runtime import native, posix
-from ssd_fx.runtime.engines import Memory
-from ssd_fx.runtime.fallback import ThreadPool
-from ssd_fx.runtime.pool import BLOCK, CHECKSUM_MISMATCH, CUDA_FAILED, END_OF_FILE
+from ssd_fx.runtime.engines import posix
+from ssd_fx.runtime.engines.base import Memory
+from ssd_fx.runtime.native import loader
+from ssd_fx.runtime.native.fallback import ThreadPool
+from ssd_fx.runtime.native.pool import BLOCK, CHECKSUM_MISMATCH, CUDA_FAILED, END_OF_FILE
 
 KIB, MIB = 1 << 10, 1 << 20
 SHORT = 20 * KIB  # the last block
@@ -27,7 +28,7 @@ NOISE = random.Random(0).randbytes(18 * MIB)
 @pytest.fixture(params=["native", "threads"])
 def engine(request, tmp_path, monkeypatch):
     if request.param == "threads":
-        monkeypatch.setattr(native, "make_pool", ThreadPool)
+        monkeypatch.setattr(loader, "make_pool", ThreadPool)
     made = posix.PosixEngine(str(tmp_path), allow_tmpfs=True, step=MIB)
     yield made
     made.close()
@@ -214,7 +215,7 @@ def test_off_is_off(tmp_path):
 
 def computed(hardware, data):
     crc, total = ctypes.c_uint32(), ctypes.c_uint64()
-    found = native.library()
+    found = loader.library()
     assert found
     if not found.checksum_by(hardware, data, len(data), ctypes.byref(crc), ctypes.byref(total)):
         pytest.skip("this CPU has no CRC32C instruction")
@@ -257,10 +258,10 @@ def test_sum_depends_on_every_bit():
 
 
 def test_the_constants_agree():
-    found = native.library()
+    found = loader.library()
     assert found
     assert found.block_bytes == BLOCK
-    header = (native.SOURCE.parent / "pool.h").read_text()
+    header = (loader.SOURCE.parent / "pool.h").read_text()
     for name, code in {
         "END_OF_FILE": END_OF_FILE,
         "CHECKSUM_MISMATCH": CHECKSUM_MISMATCH,

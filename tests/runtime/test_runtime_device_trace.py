@@ -12,9 +12,10 @@ from harness import begin, config_json, load, release, settle, start_load, store
 
 import ssd_fx
 from ssd_fx.profile import read_profile
-from ssd_fx.runtime import clock, device_trace, trace
+from ssd_fx.runtime import trace
+from ssd_fx.runtime.device import clock, device_trace
+from ssd_fx.runtime.device.streams import Queued
 from ssd_fx.runtime.store import close_stores
-from ssd_fx.runtime.streams import Queued
 
 MEMORY = '{"engine": "memory", "adapt": false}'
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

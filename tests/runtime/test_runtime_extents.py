@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_fx.runtime.allocator import SLACK, Allocator
-from ssd_fx.runtime.extents import SlabFile
+from ssd_fx.runtime.engines.extents import SlabFile
+from ssd_fx.runtime.memory.allocator import SLACK, Allocator
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYER = [6, 6, 18, 6, 24, 24, 6]  # of a GPT block, in units of its own

@@ -13,11 +13,14 @@ import torch
 from engines import FailingEngine, registered
 from harness import config_json, load, raw, release, settle, start_load, store, wait, watch
 
-from ssd_fx.runtime import entries, extents, native
+from ssd_fx.runtime import entries
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.engines import Memory, make_engine, outcome
+from ssd_fx.runtime.engines import extents
+from ssd_fx.runtime.engines.base import Memory, outcome
+from ssd_fx.runtime.engines.preflight import check_directory
+from ssd_fx.runtime.engines.registry import make_engine
 from ssd_fx.runtime.entries import State, lookup
-from ssd_fx.runtime.preflight import check_directory
+from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
 
@@ -312,6 +315,6 @@ def test_cancelled_transfer_says_so(config):
     error = outcome(read)
     assert error.errno == errno.ECANCELED
     assert f"read of {4 * N} B at offset {extent.offset}" in str(error)
-    engine._pool = native.make_pool(1)
+    engine._pool = loader.make_pool(1)
     assert raw(load(h, x)) == raw(x)
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

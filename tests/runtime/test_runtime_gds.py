@@ -17,9 +17,10 @@ from harness import config_json, load, raw, release, settle, store
 from stub_kvikio import CompatMode
 
 from ssd_fx import cli
-from ssd_fx.runtime import cufile, engines, gds, stats
+from ssd_fx.runtime import stats
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines import Memory
+from ssd_fx.runtime.engines import cufile, gds, registry
+from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.store import close_stores, get_store
 
@@ -78,14 +79,14 @@ def test_a_machine_without_gds_is_an_error_that_names_posix(stub, tmp_path, mach
     found = cufile.status(cufile.driver("kvikio"))
     assert (found.real, found.reason[: len(reason)]) == (False, reason)
     with pytest.raises(RuntimeError, match=rf"engine 'kvikio' has no GPUDirect Storage here: {reason}.*engine='posix'"):
-        engines.make_engine(options(tmp_path))
+        registry.make_engine(options(tmp_path))
     assert stub.opened == []
 
 
 def test_peer_to_peer_without_nvidia_fs_is_gds(stub, tmp_path):
     """cuFile was told to fail rather than to copy through the host: the round trip decides."""
     stub.nvidia_fs = False
-    engines.make_engine(options(tmp_path)).close()
+    registry.make_engine(options(tmp_path)).close()
     assert stub.counts == {"write": WARM_UP, "read": WARM_UP}
 
 
@@ -113,14 +114,14 @@ def test_no_package(gpu, monkeypatch, tmp_path):
     for engine, lacks in (("kvikio", "GPUDirect Storage"), ("kvikio-forced", "cuFile")):
         message = rf"^engine '{engine}' has no {lacks} here: import of kvikio halted.*install the extra.*engine='posix'"
         with pytest.raises(RuntimeError, match=message + "[^;]*$"):
-            engines.make_engine(options(tmp_path, engine))
+            registry.make_engine(options(tmp_path, engine))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_gpu(tmp_path):
     assert cufile.status(cufile.driver("kvikio")).reason == "torch sees no CUDA device"
     with pytest.raises(RuntimeError, match="no CUDA device"):
-        engines.make_engine(options(tmp_path))
+        registry.make_engine(options(tmp_path))
 
 
 @pytest.mark.parametrize(("real", "initialized", "engine"), [(1, 1, "kvikio"), (0, 1, "posix"), (1, 0, "posix")])
@@ -129,7 +130,7 @@ def test_auto(stub, monkeypatch, tmp_path, real, initialized, engine):
     stub.compat = not real
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = engines.make_engine(options(tmp_path, "auto"))
+        made = registry.make_engine(options(tmp_path, "auto"))
     assert made.name == engine
     made.close()
 
@@ -138,7 +139,7 @@ def test_auto_warns_if_gds_is_there_and_does_not_work(stub, monkeypatch, tmp_pat
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     stub.faults["write", 0] = "error"
     with pytest.warns(RuntimeWarning, match="does not work, so ssd_fx takes engine 'posix'.*cuFile error at: -5001"):
-        made = engines.make_engine(options(tmp_path, "auto"))
+        made = registry.make_engine(options(tmp_path, "auto"))
     assert made.name == "posix"
     made.close()
 
@@ -150,7 +151,7 @@ def test_wrong_bytes_in_the_round_trip(stub, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stub_kvikio.StreamFuture, "check_bytes_done", lambda self: original(self) or stub_length)
         with pytest.raises(OSError, match="read other bytes than it wrote") as raised:
-            engines.make_engine(options(tmp_path))
+            registry.make_engine(options(tmp_path))
     assert raised.value.filename == str(tmp_path)
 
 
@@ -160,13 +161,13 @@ def test_a_directory_that_cufile_cannot_open(stub, monkeypatch, tmp_path):
 
     monkeypatch.setattr(stub_kvikio._CuFile, "__init__", refuse)
     with pytest.raises(OSError, match="unsupported file system"):
-        engines.make_engine(options(tmp_path))
+        registry.make_engine(options(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_directory(stub):
     with pytest.raises(ValueError, match="engine 'kvikio' needs at least one directory"):
-        engines.make_engine(RuntimeConfig(engine="kvikio"))
+        registry.make_engine(RuntimeConfig(engine="kvikio"))
 
 
 def test_cufile_is_configured_before_it_is_loaded(stub, monkeypatch, tmp_path):
@@ -276,7 +277,7 @@ def test_room_is_given_back(stub, gpu, config):
 
 def test_cpu_tensors_go_through_posix(gpu, stub, tmp_path):
     """In files of their own; the driver does not see them."""
-    engine = engines.make_engine(options(tmp_path))
+    engine = registry.make_engine(options(tmp_path))
     x, y = torch.randn(N), torch.empty(N)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gds.streams, "BACKENDS", {})
@@ -292,7 +293,7 @@ def test_cpu_tensors_go_through_posix(gpu, stub, tmp_path):
 
 
 def test_no_room_for_a_cpu_tensor_is_not_held_against_the_gpus_file(gpu, stub, tmp_path):
-    engine = engines.make_engine(options(tmp_path))
+    engine = registry.make_engine(options(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gds.streams, "BACKENDS", {})
         patch.setattr(gds, "make_engine", lambda config: _Full())

@@ -334,7 +334,7 @@ def test_what_is_raised_in_a_load_leaves_its_read_ahead_with_its_owner(tmp_path,
     entry = lookup(runs[0][0])
     assert entry.ahead
     with monkeypatch.context() as patched:
-        patched.setattr("ssd_fx.runtime.memory.empty", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("ssd_fx.runtime.memory.tensors.empty", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             start_load(runs[0][0], like)
     assert entry.ahead

@@ -13,13 +13,15 @@ import torch
 from fake_cuda import FakeDriver, FakeEvent, library
 from fake_gpu import FakeGpu, installed
 
-from ssd_fx.runtime import gds, streams
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines import Engine, Memory, make_engine, outcome
-from ssd_fx.runtime.host import MemoryEngine
-from ssd_fx.runtime.posix import PosixEngine
-from ssd_fx.runtime.striped import StripedEngine
-from ssd_fx.runtime.tiered import TieredEngine
+from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.engines import gds
+from ssd_fx.runtime.engines.base import Engine, Memory, outcome
+from ssd_fx.runtime.engines.memory import MemoryEngine
+from ssd_fx.runtime.engines.posix import PosixEngine
+from ssd_fx.runtime.engines.registry import make_engine
+from ssd_fx.runtime.engines.striped import StripedEngine
+from ssd_fx.runtime.engines.tiered import TieredEngine
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (1, 511, 4095, 4096, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB, MIB + 513, 5 * MIB + 77)

@@ -17,10 +17,10 @@ from harness import CPU, begin, config_json, load, op, raw, settle, store, wait,
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ssd_fx.runtime import native
 from ssd_fx.runtime.config import RuntimeConfig, parse
-from ssd_fx.runtime.fallback import ThreadPool
-from ssd_fx.runtime.layout import is_alone, is_dense
+from ssd_fx.runtime.memory.layout import is_alone, is_dense
+from ssd_fx.runtime.native import loader
+from ssd_fx.runtime.native.fallback import ThreadPool
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -61,9 +61,9 @@ def test_dense(size, stride, dense):
 
 @pytest.fixture(params=["native", "threads"])
 def pool(request):
-    found = native.library()
+    found = loader.library()
     assert found, "the native pool must be buildable where the tests run"
-    made = native.NativePool(found, 2) if request.param == "native" else ThreadPool(2)
+    made = loader.NativePool(found, 2) if request.param == "native" else ThreadPool(2)
     yield made
     made.close()
 
@@ -93,10 +93,10 @@ def test_pool_writes_and_reads(pool, scratch, nbytes):
     data = random.Random(1).randbytes(nbytes)
     source, target = memory_of(nbytes, data), memory_of(nbytes)
     write = submit(pool, True, scratch, ctypes.addressof(source), nbytes, 77)
-    assert write.wait(20_000) == native.OK
+    assert write.wait(20_000) == loader.OK
     assert os.pread(scratch, nbytes, 77) == data
     read = submit(pool, False, scratch, ctypes.addressof(target), nbytes, 77)
-    assert read.wait(20_000) == native.OK
+    assert read.wait(20_000) == loader.OK
     assert bytes(target) == data
     started, ended = read.span()
     assert write.span()[1] <= started <= ended <= time.perf_counter()
@@ -105,12 +105,12 @@ def test_pool_writes_and_reads(pool, scratch, nbytes):
 def test_pool_reports_errors(pool, scratch):
     buffer = memory_of(100)
     bad = submit(pool, True, 10_000, ctypes.addressof(buffer), 100, 5)
-    assert bad.wait(20_000) == native.FAILED
+    assert bad.wait(20_000) == loader.FAILED
     assert bad.error() == (9, 5)
     os.ftruncate(scratch, 60)
     short = submit(pool, False, scratch, ctypes.addressof(buffer), 100, 10)
-    assert short.wait(20_000) == native.FAILED
-    assert short.error() == (native.END_OF_FILE, 60)
+    assert short.wait(20_000) == loader.FAILED
+    assert short.error() == (loader.END_OF_FILE, 60)
 
 
 def test_pool_cancels_what_has_not_started(pool, scratch):
@@ -118,39 +118,39 @@ def test_pool_cancels_what_has_not_started(pool, scratch):
     big = memory_of(64 * MIB, bytes(64 * MIB))
     busy = [submit(pool, True, scratch, ctypes.addressof(big), 64 * MIB, 64 * MIB * i) for i in range(6)]
     waiting = submit(pool, True, scratch, ctypes.addressof(big), 100, 1000 * MIB)
-    assert waiting.cancel() == native.CANCELLED
-    assert waiting.state() == native.CANCELLED
-    assert waiting.wait(0) == native.CANCELLED
+    assert waiting.cancel() == loader.CANCELLED
+    assert waiting.state() == loader.CANCELLED
+    assert waiting.wait(0) == loader.CANCELLED
     final = [request.cancel() for request in busy]
-    assert final[-1] == native.CANCELLED
+    assert final[-1] == loader.CANCELLED
     assert os.fstat(scratch).st_size <= 6 * 64 * MIB
 
 
 def test_pool_cancel_after_the_end(pool, scratch):
     buffer = memory_of(100)
     done = submit(pool, True, scratch, ctypes.addressof(buffer), 100, 0)
-    assert done.wait(20_000) == native.OK
-    assert done.cancel() == native.OK
+    assert done.wait(20_000) == loader.OK
+    assert done.cancel() == loader.OK
 
 
 def test_request_that_was_never_started(pool, scratch):
     buffer = memory_of(100)
     request = pool.request(True, scratch, ctypes.addressof(buffer), 100, 0)
-    assert request.wait(1) == native.PENDING
-    assert request.cancel() == native.CANCELLED
+    assert request.wait(1) == loader.PENDING
+    assert request.cancel() == loader.CANCELLED
     assert os.fstat(scratch).st_size == 0
 
 
 def test_closed_pool_takes_nothing(scratch):
     buffer = memory_of(100)
-    for made in (native.make_pool(2), ThreadPool(2)):
+    for made in (loader.make_pool(2), ThreadPool(2)):
         made.close()
-        assert submit(made, True, scratch, ctypes.addressof(buffer), 100, 0).wait(1000) == native.CANCELLED
+        assert submit(made, True, scratch, ctypes.addressof(buffer), 100, 0).wait(1000) == loader.CANCELLED
 
 
 def test_request_dropped_under_way(scratch):
     """Nobody waits, nobody refers to it: the pool does, until it is done."""
-    pool = native.make_pool(2)
+    pool = loader.make_pool(2)
     buffer = memory_of(30 * MIB, bytes(30 * MIB))
     for _ in range(20):
         submit(pool, True, scratch, ctypes.addressof(buffer), 30 * MIB, 0)
@@ -165,72 +165,72 @@ def test_reads_go_before_writes(pool, scratch):
     os.pwrite(scratch, b"x" * 100, 0)
     buffer = memory_of(100)
     read = submit(pool, False, scratch, ctypes.addressof(buffer), 100, 0)
-    assert read.wait(60_000) == native.OK
+    assert read.wait(60_000) == loader.OK
     last = writes[-1].cancel()  # on a busy machine all may be done before this thread is back
-    assert last == native.CANCELLED or writes[-1].span()[0] >= read.span()[0]
+    assert last == loader.CANCELLED or writes[-1].span()[0] >= read.span()[0]
     for write in writes:
         write.cancel()
 
 
 def test_closing_ends_everything(scratch):
     big = memory_of(64 * MIB, bytes(64 * MIB))
-    for made in (native.make_pool(2), ThreadPool(2)):
+    for made in (loader.make_pool(2), ThreadPool(2)):
         requests = [submit(made, True, scratch, ctypes.addressof(big), 64 * MIB, 0) for _ in range(5)]
         made.close()
-        assert all(request.state() in (native.OK, native.CANCELLED) for request in requests)
-        assert requests[-1].state() == native.CANCELLED
+        assert all(request.state() in (loader.OK, loader.CANCELLED) for request in requests)
+        assert requests[-1].state() == loader.CANCELLED
 
 
 def test_wait_times_out(pool, scratch):
     big = memory_of(64 * MIB, bytes(64 * MIB))
     requests = [submit(pool, True, scratch, ctypes.addressof(big), 64 * MIB, 0) for _ in range(4)]
-    assert requests[-1].wait(1) == native.PENDING
+    assert requests[-1].wait(1) == loader.PENDING
     for request in requests:
         request.cancel()
 
 
 def test_alignment_is_a_power_of_two_of_at_most_a_page(tmp_path):
     fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT)
-    memory, offset = native.dio_alignment(fd)
+    memory, offset = loader.dio_alignment(fd)
     os.close(fd)
     assert {memory, offset} <= {1 << i for i in range(13)}
     read, write = os.pipe()
-    assert native.dio_alignment(read) == (4096, 4096)
+    assert loader.dio_alignment(read) == (4096, 4096)
     os.close(read), os.close(write)
 
 
 def test_versions_agree():
-    assert native.source_version() == native.VERSION
+    assert loader.source_version() == loader.VERSION
 
 
 @pytest.fixture
 def uncached():
-    native.library.cache_clear()
+    loader.library.cache_clear()
     yield
-    native.library.cache_clear()
+    loader.library.cache_clear()
 
 
 def test_native_pool_is_built_once_into_the_cache(uncached, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_packaged", lambda: (None, "hidden by the test"))
+    monkeypatch.setattr(loader, "_packaged", lambda: (None, "hidden by the test"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.library() is not None
+    assert loader.library() is not None
     (built,) = (tmp_path / "ssd_fx").iterdir()
-    assert built.name == f"iopool-{native.source_hash()}.so"
-    native.library.cache_clear()
+    assert built.name == f"iopool-{loader.source_hash()}.so"
+    loader.library.cache_clear()
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled twice"))
-    assert native.library() is not None
+    assert loader.library() is not None
 
 
 def test_library_of_another_source_is_not_used(uncached, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_packaged", lambda: (None, "hidden by the test"))
+    monkeypatch.setattr(loader, "_packaged", lambda: (None, "hidden by the test"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.library() is not None
+    assert loader.library() is not None
     (built,) = (tmp_path / "ssd_fx").iterdir()
-    monkeypatch.setattr(native, "source_hash", lambda: "0123456789abcdef")
-    assert native._load(built) is None
+    monkeypatch.setattr(loader, "source_hash", lambda: "0123456789abcdef")
+    assert loader._load(built) is None
     monkeypatch.undo()
-    monkeypatch.setattr(native, "VERSION", "another")
-    assert native._load(built) is None
+    monkeypatch.setattr(loader, "VERSION", "another")
+    assert loader._load(built) is None
 
 
 def test_build_of_the_package_carries_the_hash(tmp_path):
@@ -238,7 +238,7 @@ def test_build_of_the_package_carries_the_hash(tmp_path):
     pytest.importorskip("setuptools")
     root = Path(__file__).parents[2]
     shutil.copy(root / "setup.py", tmp_path)
-    shutil.copytree(native.SOURCE.parent, tmp_path / "runtime" / "native")
+    shutil.copytree(loader.SOURCE.parent, tmp_path / "runtime" / "native")
     for changed in (False, True):
         built = f"built-{changed}"  # a library that is loaded already would be found again under its path
         if changed:
@@ -246,24 +246,24 @@ def test_build_of_the_package_carries_the_hash(tmp_path):
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", built]
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
         (library,) = (tmp_path / built).rglob("_iopool*.so")
-        found = native._load(library)
+        found = loader._load(library)
         assert (found is None) is changed
         if found:
-            assert found.source_hash().decode() == native.source_hash()
+            assert found.source_hash().decode() == loader.source_hash()
 
 
 def test_cache_that_others_may_write_is_not_trusted(uncached, tmp_path, monkeypatch):
     (tmp_path / "ssd_fx").mkdir()
     (tmp_path / "ssd_fx").chmod(0o777)
-    monkeypatch.setattr(native, "_packaged", lambda: (None, "hidden by the test"))
+    monkeypatch.setattr(loader, "_packaged", lambda: (None, "hidden by the test"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(RuntimeWarning, match="writable by nobody else"):
-        assert native.library() is None
+        assert loader.library() is None
 
 
 def test_fallback_without_a_compiler(uncached, tmp_path, monkeypatch):
     """No library and no compiler: one loud warning, and the same results from Python threads."""
-    monkeypatch.setattr(native, "_packaged", lambda: (None, "hidden by the test"))
+    monkeypatch.setattr(loader, "_packaged", lambda: (None, "hidden by the test"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.warns(RuntimeWarning, match=r"Python threads.*hidden by the test.*building it failed.*'cc'") as warned:
@@ -277,7 +277,7 @@ def test_fallback_without_a_compiler(uncached, tmp_path, monkeypatch):
         assert torch.equal(load(h, x), x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        native.make_pool(1).close()
+        loader.make_pool(1).close()
 
 
 # ---- configuration

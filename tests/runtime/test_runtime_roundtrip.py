@@ -9,7 +9,7 @@ import torch
 from engines import DelayedEngine, registered
 from harness import CPU, begin, config_json, load, op, raw, release, settle, store, watch
 
-from ssd_fx.runtime.engines import Memory
+from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.entries import State
 
 KIB, MIB = 1 << 10, 1 << 20

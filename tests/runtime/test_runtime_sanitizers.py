@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_fx.runtime import native
+from ssd_fx.runtime.native import loader
 
 HERE = Path(__file__).parent
 SANITIZERS = ["thread", "address,undefined"]
@@ -47,7 +47,7 @@ def run(sanitizer, directory, source):
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_stress(sanitizer, tmp_path):
     """Every request ends as OK or cancelled, with the right bytes, and no sanitizer has anything to say."""
-    status, output = run(sanitizer, tmp_path, native.SOURCE.parent)
+    status, output = run(sanitizer, tmp_path, loader.SOURCE.parent)
     found = re.fullmatch(r"ok (\d+) cancelled (\d+) wrong (\d+)\n", output)
     assert found, output
     ok, cancelled, wrong = map(int, found.groups())
@@ -73,7 +73,7 @@ FAULTS = {  # what each sanitizer must see, so that its silence means something
 def test_planted_faults_are_seen(sanitizer, tmp_path):
     """An access after the last one; a request that is final while a piece of it runs."""
     source = tmp_path / "native"
-    shutil.copytree(native.SOURCE.parent, source)
+    shutil.copytree(loader.SOURCE.parent, source)
     right, wrong = FAULTS[sanitizer]
     text = (source / "iopool.c").read_text()
     assert text.count(right) == 1

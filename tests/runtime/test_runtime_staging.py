@@ -15,8 +15,9 @@ import torch
 from fake_cuda import ADDRESSES, DeviceMemory, FakeDriver, FakeEvent, library
 from test_runtime_checksums import Aligned, Behind, expect_mismatch, finish
 
-from ssd_fx.runtime import driver, native, posix
-from ssd_fx.runtime.fallback import ThreadPool
+from ssd_fx.runtime.engines import posix
+from ssd_fx.runtime.native import driver, loader
+from ssd_fx.runtime.native.fallback import ThreadPool
 
 KIB, MIB = 1 << 10, 1 << 20
 NOISE = random.Random(0).randbytes(18 * MIB)
@@ -27,7 +28,7 @@ SIZES = (1, 511, 4096, 70_001, MIB, 4 * MIB, 4 * MIB + 1, 8 * MIB + 3, 17 * MIB 
 def built(directory, changes=(), flags=()):
     """The pool from sources of which every (old, new) in `changes` is replaced."""
     source = directory / "native"
-    shutil.copytree(native.SOURCE.parent, source)
+    shutil.copytree(loader.SOURCE.parent, source)
     for old, new in changes:
         (path,) = (path for path in source.iterdir() if old in path.read_text())
         assert path.read_text().count(old) == 1
@@ -35,7 +36,7 @@ def built(directory, changes=(), flags=()):
     target = directory / "iopool.so"
     command = ["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread", *flags, source / "iopool.c", "-o", target]
     subprocess.run(command, check=True)
-    return native._Library(str(target))
+    return loader._Library(str(target))
 
 
 @functools.cache
@@ -109,7 +110,7 @@ def test_round_trip(make_engine, cuda, halves, checksums, scratch, monkeypatch):
     """A kernel launched before the write makes the bytes, one launched before the read still uses the target."""
     if halves == "1 MiB":
         small = with_small_halves(scratch)
-        monkeypatch.setattr(native, "make_pool", lambda threads: native.NativePool(small, threads))
+        monkeypatch.setattr(loader, "make_pool", lambda threads: loader.NativePool(small, threads))
     engine = make_engine(cuda, checksums=checksums)
     round_trips(engine)
     assert engine._pool.counts().copied_bytes == 2 * sum(SIZES)
@@ -137,7 +138,7 @@ def test_planted_faults_are_seen(make_engine, fault, tmp_path_factory, monkeypat
     """The tests of this file fail where the code does not do what it must."""
     directory = tmp_path_factory.mktemp("fault")
     faulty = built(directory, [FAULTS[fault]], ["-DHALF=((size_t)1<<20)"])
-    monkeypatch.setattr(native, "make_pool", lambda threads: native.NativePool(faulty, threads))
+    monkeypatch.setattr(loader, "make_pool", lambda threads: loader.NativePool(faulty, threads))
     with pytest.raises((AssertionError, OSError)):
         round_trips(make_engine(FakeDriver(), checksums=False), sizes=(4 * MIB + 1, 70_001))
 
@@ -259,7 +260,7 @@ def test_errors_of_the_driver(make_engine, cuda, function, nth, operation):
 def test_errors_of_the_file_leave_no_copy_under_way(make_engine, cuda, scratch, monkeypatch):
     """The file ends in the middle of a piece, while the half before is on its way to the device."""
     small = with_small_halves(scratch)
-    monkeypatch.setattr(native, "make_pool", lambda threads: native.NativePool(small, threads))
+    monkeypatch.setattr(loader, "make_pool", lambda threads: loader.NativePool(small, threads))
     engine = make_engine(cuda)
     extent = write(engine, NOISE[: 6 * MIB])
     os.ftruncate(extent.file.fd, extent.offset + 3 * MIB)
@@ -315,7 +316,7 @@ def test_cancelled_requests_copy_nothing(make_engine, cuda):
 
 
 def test_python_threads_cannot_stage(make_engine, monkeypatch):
-    monkeypatch.setattr(native, "make_pool", ThreadPool)
+    monkeypatch.setattr(loader, "make_pool", ThreadPool)
     engine = make_engine(FakeDriver())
     with pytest.raises(NotImplementedError, match="need the native I/O pool; install a C compiler"):
         engine.write(engine.alloc(100), DeviceMemory(100).memory)
@@ -325,7 +326,7 @@ def test_python_threads_cannot_stage(make_engine, monkeypatch):
 
 
 def test_the_table_is_in_the_order_of_the_struct():
-    header = (native.SOURCE.parent / "pool.h").read_text()
+    header = (loader.SOURCE.parent / "pool.h").read_text()
     members = re.findall(r"int \(\*(\w+)\)\(", header)
     assert [f"fake_{member}" for member in members] == list(ADDRESSES)
     meanings = {
@@ -340,7 +341,7 @@ def test_the_table_is_in_the_order_of_the_struct():
     }
     assert tuple(meanings[member] for member in members) == driver.FUNCTIONS
     assert f"#define DEVICES {driver.DEVICES}\n" in header
-    found = native.library()
+    found = loader.library()
     assert found
     assert found.device_bytes == ctypes.sizeof(driver.Device)
 

@@ -12,8 +12,8 @@ from engines import DelayedEngine, registered
 from harness import CPU, begin, config_json, load, op, raw, release, settle, start_load, store, wait, watch
 
 from ssd_fx.runtime import entries, trace, writer
-from ssd_fx.runtime.buffers import POOL
 from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.memory.buffers import POOL
 from ssd_fx.runtime.stats import counters, reset_stats, stats
 from ssd_fx.runtime.store import get_store
 

@@ -12,11 +12,13 @@ import torch
 from fake_gpu import ORDERS, FakeGpu, installed
 from harness import config_json, load, raw, release, settle, start_load, store, wait
 
-from ssd_fx.runtime import entries, memory, stats, streams
-from ssd_fx.runtime.buffers import POOL
-from ssd_fx.runtime.engines import Memory
+from ssd_fx.runtime import entries, stats
+from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.engines.base import Memory
+from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.entries import State, lookup
-from ssd_fx.runtime.host import MemoryEngine
+from ssd_fx.runtime.memory import tensors
+from ssd_fx.runtime.memory.buffers import POOL
 from ssd_fx.runtime.store import close_stores
 
 N = 50_000
@@ -358,9 +360,9 @@ def test_loads_do_not_wait_behind_stores():
 def test_bytes_of_views():
     """as_bytes sees just the elements of a dense view, whatever its dtype."""
     x = torch.arange(100, dtype=torch.int32)
-    assert raw(memory.as_bytes(x[10:20])) == raw(x[10:20])
+    assert raw(tensors.as_bytes(x[10:20])) == raw(x[10:20])
     half = torch.randn(8, dtype=torch.bfloat16)
-    assert raw(memory.as_bytes(half[1:])) == raw(half[1:])
+    assert raw(tensors.as_bytes(half[1:])) == raw(half[1:])
 
 
 def test_exposed_memory_is_plain_bytes():

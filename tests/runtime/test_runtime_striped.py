@@ -16,16 +16,18 @@ from harness import config_json, load, raw, release, settle, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_fx.runtime import entries, striped
+from ssd_fx.runtime import entries
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.engines import Memory, make_engine, outcome
+from ssd_fx.runtime.engines import striped
+from ssd_fx.runtime.engines.base import Memory, outcome
+from ssd_fx.runtime.engines.extents import SlabFile
+from ssd_fx.runtime.engines.memory import MemoryEngine
+from ssd_fx.runtime.engines.posix import PosixEngine
+from ssd_fx.runtime.engines.registry import make_engine
+from ssd_fx.runtime.engines.striped import STRIPE, StripedEngine
 from ssd_fx.runtime.entries import State, lookup
-from ssd_fx.runtime.extents import SlabFile
-from ssd_fx.runtime.host import MemoryEngine
-from ssd_fx.runtime.posix import PosixEngine
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
-from ssd_fx.runtime.striped import STRIPE, StripedEngine
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -404,7 +406,7 @@ def test_two_processes_leave_the_reserve_free_together(small_file_system):
     """They take 1 MiB in turn, each in its own file, until neither gets more: 5% are free all the time, and no more
     than that when both are full; when one ends its space is there for the other."""
     code = """
-        from ssd_fx.runtime.extents import SlabFile
+        from ssd_fx.runtime.engines.extents import SlabFile
         file = SlabFile(sys.argv[1], step=1 << 20)
         for line in sys.stdin:
             try:

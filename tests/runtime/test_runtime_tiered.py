@@ -9,11 +9,11 @@ from engines import DelayedEngine, FailingEngine
 from fake_gpu import ORDERS, installed
 from harness import config_json, load, op, raw, release, settle
 
-from ssd_fx.runtime.engines import Memory, outcome
-from ssd_fx.runtime.host import MemoryEngine
-from ssd_fx.runtime.posix import PosixEngine
+from ssd_fx.runtime.engines.base import Memory, outcome
+from ssd_fx.runtime.engines.memory import MemoryEngine
+from ssd_fx.runtime.engines.posix import PosixEngine
+from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.store import close_stores
-from ssd_fx.runtime.tiered import TieredEngine
 
 N = 50_000
 B = 4 * N

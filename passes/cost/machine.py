@@ -1,0 +1,144 @@
+"""The rates of the machine that runs a graph: measured (`ssd_fx/calibration`), typical, or given by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+Tier = Literal["ssd", "host"]  # where what is offloaded goes: to the drives, or to host memory beside a device's own
+Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and its rate in flops/s
+_BY_DTYPE = ("flops_by_dtype", "attention_flops", "attention_backward_flops")
+_TIMES = (  # may be 0; rates may not
+    "latency_s", "node_s", "drag_s_per_byte", "kernel_s", "erf_s", "random_s", "host_latency_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the roofline and the schedule are computed with; plain values, because the repr is part of compile caches.
+
+    `flops`: of matrix products, per second, for every dtype that is not in `flops_by_dtype`. `attention_flops` and
+    `attention_backward_flops`: of fused attention, likewise; a dtype that is not there runs at the rate of products.
+    `memory_bw`, `write_bw`, `read_bw`: bytes per second of memory and, beside compute, of the directories.
+    `latency_s`: of one transfer. `node_s`: what the host needs for one of our nodes. `drag_s_per_byte`: what a
+    transferred byte takes from the compute lane, whose cores or memory bandwidth its I/O uses. `kernel_s`: fixed cost
+    of a kernel. `erf_s`, `random_s`: one error function, one random number, in a fused kernel. `to_host_bw`,
+    `from_host_bw`, `host_latency_s`: of copies between a device with memory of its own and pinned host memory.
+    """
+
+    flops: float
+    memory_bw: float
+    write_bw: float
+    read_bw: float
+    latency_s: float = 1e-3
+    node_s: float = 0.0
+    drag_s_per_byte: float = 0.0
+    flops_by_dtype: Rates = ()
+    attention_flops: Rates = ()
+    attention_backward_flops: Rates = ()
+    kernel_s: float = 0.0
+    erf_s: float = 0.0
+    random_s: float = 0.0
+    to_host_bw: float = 12e9  # PCIe 3.0 x16 gives 12 to 13 GB/s to pinned memory, 4.0 twice that
+    from_host_bw: float = 12e9
+    host_latency_s: float = 2e-5
+
+    @staticmethod
+    def default(device: torch.device, threads: int) -> Machine:
+        """Typical rates: a CPU core at 50 Gflop/s; a drive at 1.5 GB/s write and 1.0 GB/s read beside compute."""
+        if device.type == "cpu":
+            return Machine(50e9 * threads, 5e9 * threads, 1.5e9, 1.0e9)
+        return Machine(100e12, 1.5e12, 5e9, 6e9)
+
+    def own_s(self, nbytes: int, tier: Tier = "ssd") -> float:
+        """What the two nodes of ours at either end of a transfer add to the compute lane."""
+        return 2 * self.node_s + self.lanes(tier).drag_s_per_byte * nbytes
+
+    def product_flops(self, dtype: torch.dtype) -> float:
+        """Flops per second of a matrix product."""
+        return dict(self.flops_by_dtype).get(dtype_name(dtype), self.flops)
+
+    def fused_attention_flops(self, dtype: torch.dtype, *, backward: bool) -> float:
+        """Flops per second of fused attention."""
+        rates = self.attention_backward_flops if backward else self.attention_flops
+        return dict(rates).get(dtype_name(dtype), self.product_flops(dtype))
+
+    def lanes(self, tier: Tier) -> Machine:
+        """The machine with the lanes to a tier in the place of those to the drives."""
+        return self if tier == "ssd" else self._host
+
+    @cached_property
+    def _host(self) -> Machine:
+        """Copy engines move the bytes, so that no core computes less for them."""
+        there, back, latency_s = self.to_host_bw, self.from_host_bw, self.host_latency_s
+        return replace(self, write_bw=there, read_bw=back, latency_s=latency_s, drag_s_per_byte=0.0)
+
+    def rates(self) -> dict[str, object]:
+        """What `with_rates` takes, as JSON has it."""
+        return {name: dict(value) if name in _BY_DTYPE else value for name, value in asdict(self).items()}
+
+    def with_rates(self, rates: Mapping[str, object]) -> Machine:
+        """A copy with the given rates.
+
+        Raises:
+            ValueError: an unknown name, or a value that is no rate; the message names it and what would be right.
+        """
+        return replace(self, **{name: _checked(name, value) for name, value in rates.items()})  # type: ignore[arg-type]
+
+    def shared(self, processes: int) -> Machine:
+        """What one of so many processes has that write to and read from the same drives at the same time."""
+        return replace(self, write_bw=self.write_bw / processes, read_bw=self.read_bw / processes)
+
+    def rounded(self, digits: int = 3) -> Machine:
+        """Significant digits beyond what a measurement repeats would only miss compile caches."""
+        return self.with_rates({name: _rounded(value, digits) for name, value in self.rates().items()})
+
+
+def described(rates: Mapping[str, object]) -> list[str]:
+    """A line for each of `rates`, as `Machine.rates` has them, with its unit."""
+    flat: dict[str, object] = {}
+    for name, value in rates.items():
+        flat |= {f"{name} {dtype}": rate for dtype, rate in value.items()} if isinstance(value, dict) else {name: value}
+    return [f"{name:36} {float(str(value)):<8.3g} {_unit(name)}" for name, value in flat.items()]
+
+
+def _unit(name: str) -> str:
+    if name.endswith("_bw"):
+        return "bytes/s"
+    if name.endswith("_s_per_byte"):
+        return "s/byte"
+    return "s" if name.endswith("_s") else "flops/s"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _checked(name: str, value: object) -> float | Rates:
+    known = [f.name for f in fields(Machine)]
+    if name not in known:
+        raise ValueError(f"a machine has no {name!r}; right would be any of {', '.join(known)}")
+    if name not in _BY_DTYPE:
+        return _number(name, value)
+    if not isinstance(value, Mapping) or not all(isinstance(getattr(torch, str(t), None), torch.dtype) for t in value):
+        raise ValueError(f"{name}={value!r} has no rates per dtype; right would be e.g. {{'bfloat16': 3e14}}")
+    return tuple(sorted((str(dtype), _number(f"{name}[{dtype}]", rate)) for dtype, rate in value.items()))
+
+
+def _number(name: str, value: object) -> float:
+    least = "a number >= 0" if name in _TIMES else "a number > 0"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={value!r} is no rate; right would be {least}, in seconds, bytes/s or flops/s")
+    if not value and name not in _TIMES:
+        raise ValueError(f"{name}={value!r} is no rate; right would be {least}, in bytes/s or flops/s")
+    return float(value)
+
+
+def _rounded(value: object, digits: int) -> object:
+    if isinstance(value, dict):
+        return {key: _rounded(rate, digits) for key, rate in value.items()}
+    return float(f"{value:.{digits - 1}e}")

@@ -1,0 +1,1 @@
+"""The joint graph, before and while it is cut: marks, stale views, changed inputs, recomputation."""

@@ -1,0 +1,237 @@
+"""What the user said about single tensors: marks in the model, module name patterns, checkpoint policies.
+
+    joint graph   relu -> alias {custom: ssd_fx keep} -> mm
+    lift          relu {marks: ssd_fx.keep} -> mm              the graph is as if nothing had been marked
+    mark          group of relu: Mark(keep, "marked by ssd_fx.keep")
+
+`lift` runs on the joint graph, before anything matches patterns in it or cuts it. A mark stands for the storage, so it
+is put on every node that shares it: whichever of them the min-cut saves carries it into the forward graph. `mark` then
+gives each alias group at most one: a call in the model outweighs a pattern, and that a checkpoint policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ssd_fx.passes.groups import AliasGroup
+from ssd_fx.passes.joint import modules
+from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of, tensor_of
+from ssd_fx.passes.plan import Keep, Mark, Offload, Plan
+
+log = logging.getLogger("ssd_fx")
+
+ANNOTATION = "ssd_fx"  # in meta["custom"], where torch.fx.traceback.annotate puts it
+MARKS = "ssd_fx_marks"  # in the meta of a joint graph's nodes: the names of those who marked the storage
+KEEP = "ssd_fx.keep"
+OFFLOADS: dict[Literal["host", "ssd"] | None, str] = {  # by the tier asked for
+    None: "ssd_fx.offload",
+    "host": "ssd_fx.offload(tier='host')",
+    "ssd": "ssd_fx.offload(tier='ssd')",
+}
+_POLICIES = {
+    policy: name
+    for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+    if (policy := getattr(CheckpointPolicy, name, None)) is not None
+}
+
+
+def lift(graph: fx.Graph) -> None:
+    """Turn the annotations of a joint graph into marks in `node.meta`, and take the nodes that carried them out.
+
+    `MUST_CPU_OFFLOAD`, which the min-cut does not know, becomes the `MUST_SAVE` that it obeys. Running it twice is
+    running it once.
+    """
+    annotated = [n for n in graph.nodes if ANNOTATION in (n.meta.get("custom") or {})]
+    tagged = [n for n in graph.nodes if n.meta.get("recompute") in _POLICIES]
+    if not annotated and not tagged:
+        return
+    aliases = nodes_by_storage(graph.nodes)
+    for node in annotated:
+        if node.meta.get("partitioner_tag") != "is_backward":  # autograd's nodes inherit the annotation
+            _put(node, node.meta["custom"][ANNOTATION], aliases)
+    for node in tagged:
+        policy = node.meta["recompute"]
+        for output in [node] if tensor_of(node) is not None else node.users:
+            _put(output, _POLICIES[policy], aliases)
+        if policy.name.startswith("MUST"):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for node in annotated:
+        _take_out(node)
+
+
+def _put(node: fx.Node, name: str, aliases: dict[int, list[fx.Node]]) -> None:
+    key = storage_of(node)
+    for alias in [node] if key is None else aliases[key]:
+        alias.meta[MARKS] = tuple(dict.fromkeys((*alias.meta.get(MARKS, ()), name)))
+
+
+def _take_out(node: fx.Node) -> None:
+    """An output of the graph stays: that it is a view of another tensor is known to those who call the graph."""
+    custom = node.meta["custom"]  # one dictionary may be that of several nodes: all that were made under one `annotate`
+    node.meta["custom"] = {key: value for key, value in custom.items() if key != ANNOTATION}
+    if node.target is torch.ops.aten.alias.default:
+        node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")  # type: ignore[arg-type]
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class LiftMarks(CustomGraphPass):
+    """`lift` as Inductor's first pass over a joint graph, and then what was there before.
+
+    Later would be too late: a node that is in the way when Inductor looks for attention would cost the fused kernel,
+    and one that does nothing is removed.
+    """
+
+    version: str
+    then: tuple[Any, ...] = ()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        lift(graph)
+        for other in self.then:
+            other(graph)
+
+    def uuid(self) -> Any:
+        """None, which turns the cache off, where a pass of the user's has none."""
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.then]
+        return None if None in others else (self.version, *others)
+
+
+def mark(
+    partition: Partition, plan: Plan, *, keep: Sequence[str], offload: Sequence[str], roots: Sequence[str] = ()
+) -> Plan:
+    """Fill `plan.marks` and `plan.modules`. `keep` and `offload` are module name patterns; `roots` as in `modules`.
+
+    Raises:
+        ValueError: a group is to be kept and offloaded at once; the message names both who said so.
+    """
+    nodes = {n.name: n for n in partition.forward.graph.nodes}
+    aliases = nodes_by_storage(nodes.values())
+    marks, names = {}, {}
+    for group in plan.groups:
+        base = nodes[group.base]
+        around = modules.enclosing(base, roots)
+        names[group.slot] = around[-1]
+        callers = _callers(aliases[_key(base)])
+        found = _of_calls(group, callers) or _of_patterns(group, around, keep, offload) or _of_policies(callers)
+        if found is not None:
+            marks[group.slot] = found
+    plan = plan.with_(marks=marks, modules=names)
+    _tell_obstacles(plan)
+    _tell_unsaved(plan, nodes, aliases)
+    _tell_idle(plan, nodes, [*keep, *offload], roots)
+    return plan
+
+
+def forced(plan: Plan, group: AliasGroup, min_bytes: int) -> Keep | Offload | None:
+    """The decision that a mark demands, whatever the budget; None where the planner is free.
+
+    An obstacle outweighs every mark. `min_bytes` holds for what a pattern names, because a module has small tensors
+    that nobody thought of, but not for a tensor that was named itself.
+    """
+    found = plan.marks.get(group.slot)
+    if found is None or group.obstacle:
+        return None
+    if found.decision == "keep":
+        return Keep(found.reason)
+    if found.decision == "offload" and (found.itself or group.nbytes >= min_bytes):
+        return Offload()
+    return None
+
+
+def prefers_offload(plan: Plan, group: AliasGroup) -> bool:
+    found = plan.marks.get(group.slot)
+    return found is not None and found.decision == "prefer_offload"
+
+
+def _key(node: fx.Node) -> int:
+    key = storage_of(node)
+    assert key is not None, "alias groups are made of tensors that have a storage"
+    return key
+
+
+def _callers(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for n in nodes for name in n.meta.get(MARKS, ())))
+
+
+def _of_calls(group: AliasGroup, callers: tuple[str, ...]) -> Mark | None:
+    offloads = [(name, tier) for tier, name in OFFLOADS.items() if name in callers]
+    said = [KEEP] * (KEEP in callers) + [name for name, tier in offloads if KEEP in callers or tier is not None]
+    if len(said) > 1:
+        raise ValueError(
+            f"tensor {group.base!r} ({group.nbytes} B) is marked by {said[0]} and by {said[1]}, itself or as a view "
+            "of the same memory; right would be one of them"
+        )
+    if KEEP in callers:
+        return Mark("keep", f"marked by {KEEP}")
+    name, tier = offloads[-1] if offloads else ("", None)  # one that names a tier says more than one that does not
+    return Mark("offload", f"marked by {name}", tier=tier or "") if offloads else None
+
+
+def _of_patterns(
+    group: AliasGroup, around: tuple[str, ...], keep: Sequence[str], offload: Sequence[str]
+) -> Mark | None:
+    """The pattern of the innermost module wins: `offload=['*.mlp']` under `keep=['blocks.0']` leaves."""
+    kept, gone = modules.innermost(keep, around), modules.innermost(offload, around)
+    if kept and gone and kept[0] == gone[0]:
+        raise ValueError(
+            f"tensor {group.base!r} ({group.nbytes} B) of module {around[kept[0]]!r} is to be kept by "
+            f"keep=[{kept[1]!r}] and offloaded by offload=[{gone[1]!r}]; right would be patterns of which one matches "
+            "a module further inside"
+        )
+    if kept and (not gone or kept[0] > gone[0]):
+        return Mark("keep", f"keep=[{kept[1]!r}]", itself=False)
+    return Mark("offload", f"offload=[{gone[1]!r}]", itself=False) if gone else None
+
+
+def _of_policies(callers: tuple[str, ...]) -> Mark | None:
+    if "MUST_CPU_OFFLOAD" in callers:
+        return Mark("offload", "MUST_CPU_OFFLOAD", tier="host")
+    return Mark("prefer_offload", "PREFER_CPU_OFFLOAD", tier="host") if "PREFER_CPU_OFFLOAD" in callers else None
+
+
+def _tell_obstacles(plan: Plan) -> None:
+    """A fallback is loud: what was to leave stays."""
+    stuck = [g for g in plan.groups if g.obstacle and g.slot in plan.marks and plan.marks[g.slot].decision == "offload"]
+    if stuck:
+        listed = ", ".join(f"{g.base!r} ({g.nbytes} B, {plan.marks[g.slot].reason}: {g.obstacle})" for g in stuck)
+        warnings.warn(
+            f"ssd_fx cannot offload what graph {plan.graph} was told to: {listed}", RuntimeWarning, stacklevel=2
+        )
+
+
+def _tell_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list[fx.Node]]) -> None:
+    """A call that decides nothing is no error: what is saved depends on the partition, and may change with it."""
+    saved = {_key(nodes[g.base]) for g in plan.groups}
+    for key, sharing in aliases.items():
+        calls = [name for name in _callers(sharing) if name in (KEEP, *OFFLOADS.values())]
+        if key not in saved and calls:
+            where = sharing[0].meta.get("stack_trace") or ""
+            log.info(
+                "%s of %r has no effect in graph %s: it is not saved for backward, or lives anyway (a parameter, "
+                "an input or an output). %s",
+                " and ".join(calls),
+                sharing[0].name,
+                plan.graph,
+                " ".join(where.strip().splitlines()[-2:]).strip(),
+            )
+
+
+def _tell_idle(plan: Plan, nodes: dict[str, fx.Node], patterns: Sequence[str], roots: Sequence[str]) -> None:
+    """A pattern that names modules of the graph, of which nothing is saved: another graph may obey it."""
+    around = {name: modules.enclosing(node, roots) for name, node in nodes.items()} if patterns else {}
+    saved = {group.base for group in plan.groups}
+    for pattern in patterns:
+        named = {name for name, names in around.items() if any(modules.matches(pattern, m) for m in names)}
+        if named and not named & saved:
+            text = "module pattern %r has no effect in graph %s: nothing that its modules compute is saved for backward"
+            log.info(text, pattern, plan.graph)

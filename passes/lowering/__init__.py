@@ -1,0 +1,1 @@
+"""How the nodes fare in Inductor and in compiled autograd: lowerings, order, a look at the generated code."""

@@ -1,0 +1,251 @@
+"""Whether the code that Inductor generated keeps what the plan promises; checked at compile time, in every compilation.
+
+The passes prove the FX graphs right, but Inductor then fuses, reorders, writes in place and reuses memory. So the first
+of our nodes that is generated puts a line into the generated code that emits nothing: when the code is written out,
+schedule and memory plan are final, and the line reads both.
+
+    buf8 = ...                          the rules between a store and its release:
+    buf10 = store(buf8)                   nobody writes into buf8, frees it, or puts another buffer into its memory
+    buf11 = mm(buf8)                    and behind a release that hands buf8 over:
+    wait_store_(buf10, buf8, 5, True)     `del` is the next line, and nobody looks at buf8 or puts a buffer there again
+    del buf8
+    buf3 = load(...)                    between a load and its wait:
+    wait_load_(buf3)                      nobody reads, writes, frees or reuses buf3
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen import wrapper as lines_of
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import BaseSchedulerNode
+from torch._inductor.virtualized import V
+
+from ssd_fx.passes.verify.errors import VerifyError, require
+
+ops = torch.ops.ssd_fx
+_LINES = (
+    "CommentLine", "ExternKernelAllocLine", "FreeIfNotReusedLine", "FreeLine", "KernelCallLine", "LineContext",
+    "MemoryPlanningLine", "MultiOutputLine", "ReinterpretLine", "ReuseLine", "UnbackedSymbolDefsLine", "WrapperLine",
+)  # fmt: skip
+if _missing := [name for name in _LINES if not hasattr(lines_of, name)]:
+    raise ImportError(
+        f"Inductor of torch {torch.__version__} writes its code without {_missing}, which the audit reads"
+    )
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_require = partial(require, culprit="inductor")  # the graphs were right, so what is wrong here Inductor did
+
+
+def attach(wrapper: Any) -> None:
+    """Have the code of `wrapper` audited; calling it again for the same one changes nothing."""
+    if not any(isinstance(line, AuditLine) for line in wrapper.lines):
+        wrapper.writeline(AuditLine(wrapper, V.graph))
+
+
+@dataclass
+class AuditLine(lines_of.WrapperLine):
+    """Emits nothing; raises `VerifyError` when the code around it breaks a rule."""
+
+    wrapper: Any
+    graph: GraphLowering
+
+    def codegen(self, code: object) -> None:
+        audit_schedule(self.graph, self.graph.scheduler.nodes)
+        audit_lines(self.graph, self.wrapper.lines)
+
+    def codegen_fx(self, converter: object) -> Callable[[object], None]:
+        return self.codegen
+
+
+def audit_schedule(graph: GraphLowering, nodes: Sequence[BaseSchedulerNode]) -> None:
+    """Writes that are no reuse: a kernel that mutates a buffer which is being stored or loaded."""
+    flights = _Flights(graph)
+    for node in nodes:
+        if _kind(node.node) is not None:
+            flights.step(node.node, node.get_name())
+            continue
+        for part in node.get_nodes():
+            for name in {m for out in part.get_outputs() for m in out.get_mutations()}:
+                flights.written(name, part.get_name())
+
+
+def audit_lines(graph: GraphLowering, lines: Sequence[Any]) -> None:
+    """Order, reuse, frees and reads, in the code as it will run."""
+    flights = _Flights(graph)
+    for i, line in enumerate(lines):
+        where = _text(line)
+        try:
+            match line:
+                case lines_of.ExternKernelAllocLine(node=node) if (kind := _kind(node)) is not None:
+                    flights.step(node, where)
+                    if kind == "wait_store_" and _argument(node, "hand_over") and not graph.cpp_wrapper:
+                        drop = f"del {_input(node, 1)}"
+                        _require(_next(lines, i) == drop, f"{where} hands over and is not followed by {drop!r}")
+                case lines_of.ReuseLine(node=old, reused_as=new):
+                    flights.reused(old.get_name(), new.get_name())
+                case lines_of.ReinterpretLine(node=old, reused_as=new):
+                    flights.alias[new.get_name()] = old.get_name()
+                case lines_of.FreeIfNotReusedLine(node=node, is_reused=False) | lines_of.FreeLine(node=node):
+                    flights.freed(node.get_name())
+                case _:
+                    for name in _touched(graph, line):
+                        flights.touched(name, where)
+        except VerifyError as error:
+            raise VerifyError(f"{error}\n{_around(lines, i)}") from None
+    flights.finish()
+
+
+@dataclass
+class _Flights:
+    """What is on its way to or from the disk, by name of its buffer, and what was handed over."""
+
+    graph: GraphLowering
+    stores: dict[str, str] = field(default_factory=dict)
+    loads: dict[str, str] = field(default_factory=dict)
+    gone: dict[str, str] = field(default_factory=dict)
+    alias: dict[str, str] = field(default_factory=dict)
+    last_seq: int = -1
+
+    def step(self, node: Any, where: str) -> None:
+        """One of our nodes."""
+        kind = _kind(node)
+        if kind in ("begin_", "stand_in", "refuse_stand_ins"):
+            return
+        seq = _argument(node, "seq")
+        _require(
+            seq > self.last_seq, f"{kind} {seq} runs behind {self.last_seq}, not in the planned order", culprit="order"
+        )
+        self.last_seq = seq
+        if kind == "store":
+            name = _input(node, 0)
+            flying = set(self._chain(name)) & {*self.loads, *self.gone}
+            _require(not flying, f"{name!r} is stored while it is loaded or after it was handed over")
+            self.stores[name] = where
+        elif kind == "wait_store_":
+            name = _input(node, 1)
+            _require(name in self.stores, f"{where} releases {name!r}, which is not being stored")
+            del self.stores[name]
+            if _argument(node, "hand_over"):
+                self.gone[name] = where
+        elif kind == "load":
+            self.loads[node.get_name()] = where
+        elif kind == "wait_load_":
+            loaded = [n for n in self._chain(_input(node, 0)) if n in self.loads]
+            _require(len(loaded) == 1, f"{where} waits for {_input(node, 0)!r}, which is not being loaded")
+            del self.loads[loaded[0]]
+
+    def written(self, name: str, where: str) -> None:
+        for known, text in ((self.stores, "stored"), (self.loads, "loaded")):
+            for flying in known:
+                _require(self._root(name) != self._root(flying), f"{where} writes {flying!r} while it is {text}")
+
+    def reused(self, old: str, new: str) -> None:
+        texts = ((self.stores, "is being stored"), (self.loads, "is being loaded"), (self.gone, "was handed over"))
+        for known, text in texts:
+            for flying in known:
+                _require(
+                    self._root(old) != self._root(flying), f"{new!r} reuses the memory of {flying!r}, which {text}"
+                )
+        self.alias[new] = old
+
+    def freed(self, name: str) -> None:
+        if isinstance(getattr(self.graph.name_to_buffer.get(name), "layout", None), ir.MultiOutputLayout):
+            return  # the tuple that an operator returned; its items live on
+        _require(name not in self.stores, f"{name!r} is freed between its store and its release")
+        _require(not set(self._chain(name)) & set(self.loads), f"{name!r} is freed between its load and its wait")
+
+    def touched(self, name: str, where: str) -> None:
+        chain = set(self._chain(name))
+        _require(not chain & set(self.loads), f"{where} uses {name!r} before its wait")
+        _require(not chain & set(self.gone), f"{where} uses {name!r} after it was handed over")
+
+    def finish(self) -> None:
+        _require(not self.stores, f"{sorted(self.stores)} are stored and never released")
+        _require(not self.loads, f"{sorted(self.loads)} are loaded and never waited for")
+
+    def _chain(self, name: str) -> Iterator[str]:
+        """The buffer and those whose memory it lives in."""
+        while name:
+            yield name
+            buffer = self.graph.name_to_buffer.get(name)
+            if name in self.alias:
+                name = self.alias[name]
+            elif isinstance(buffer, ir.MultiOutput) and _kind(buffer.inputs[0]) is not None:
+                name = _input(buffer, 0)  # the item of the tuple of one that our nodes return
+            else:
+                name = next(iter(buffer.get_inputs_that_alias_output()), "") if buffer is not None else ""
+
+    def _root(self, name: str) -> str:
+        return list(self._chain(name))[-1]
+
+
+def _kind(node: Any) -> str | None:
+    """`store`, `load`, ... for a kernel of ours."""
+    overload = getattr(node, "op_overload", None)
+    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace != "ssd_fx":
+        return None
+    return str(overload._schema.name.split("::")[1])
+
+
+def _argument(node: Any, name: str) -> Any:
+    """The value that a kernel of ours has for the argument `name` of its operator, which is no tensor."""
+    args, _ = node.unflatten_args(node.inputs, node.constant_args)
+    names = [a.name for a in node.op_overload._schema.arguments]
+    return args[names.index(name)]
+
+
+def _input(node: Any, index: int) -> str:
+    return str(node.inputs[index].get_name())
+
+
+def _touched(graph: GraphLowering, line: Any) -> set[str]:
+    """The buffers that a line of code reads or writes; none for one that only allocates."""
+    if isinstance(line, (lines_of.MemoryPlanningLine, AuditLine)):
+        return set()
+    if isinstance(line, lines_of.MultiOutputLine) and line.arg_name in graph.name_to_buffer:
+        return set()  # takes an item out of a tuple
+    text = " ".join(map(str, line.call_args)) if isinstance(line, lines_of.KernelCallLine) else _text(line)
+    if text.startswith(("del ", "assert_", "#", "'''")):
+        return set()
+    return {n for n in _NAME.findall(text) if n in graph.name_to_buffer or n in graph.graph_inputs}
+
+
+def _text(line: Any) -> str:
+    """A line on one line: what it calls and with which buffers."""
+    if isinstance(line, str):
+        return line.strip()
+    if isinstance(line, lines_of.KernelCallLine):
+        return f"{line.kernel_name}({', '.join(map(str, line.call_args))})"
+    node = getattr(line, "node", None)
+    if isinstance(node, ir.ExternKernel):
+        names = [_operand(i) for i in node.inputs if isinstance(i, ir.IRNode)]
+        called = node.op_overload or node.python_kernel_name or type(node).__name__
+        return f"{node.get_name()} = {called}({', '.join(names)})"
+    reused = getattr(line, "reused_as", None)
+    names = [n.get_name() for n in (node, reused) if isinstance(n, ir.IRNode)]
+    return f"{type(line).__name__}({', '.join(names)})"
+
+
+def _operand(value: ir.IRNode) -> str:
+    """The name of a buffer, or a size, which is none (an argument of a nested region)."""
+    return str(value.expr) if isinstance(value, ir.ShapeAsConstantBuffer) else str(value.get_name())
+
+
+def _next(lines: Sequence[Any], index: int) -> str:
+    """The line behind, where those that are comments or define sizes do not count."""
+    silent = (lines_of.CommentLine, lines_of.LineContext, lines_of.UnbackedSymbolDefsLine)
+    return next((_text(line) for line in lines[index + 1 :] if not isinstance(line, silent)), "")
+
+
+def _around(lines: Sequence[Any], index: int, reach: int = 5) -> str:
+    """The code around a fault."""
+    first = max(0, index - reach)
+    near = lines[first : index + reach + 1]
+    return "\n".join(f"{'-->' if first + k == index else '   '} {_text(line)}" for k, line in enumerate(near))

@@ -1,0 +1,138 @@
+"""What Inductor must be told about our nodes: how a release gives a buffer up.
+
+Inductor frees a buffer, or reuses its memory, after its last use, and knows nothing of a write that is
+still going on. The lowering of `wait_store_` therefore drops the buffer itself, right behind the call, and takes it
+out of reuse:
+
+    handle = torch.ops.ssd_fx.store.default(buf4, ...)
+    ...
+    torch.ops.ssd_fx.wait_store_.default(handle, buf4, 7, True)     # True: the graph hands the buffer over
+    del buf4
+
+Where the release turns out not to be the last use (it always should be), it hands nothing over and blocks until the
+write is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._inductor import config, ir
+from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_map_only
+
+import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
+from ssd_fx.passes.lowering import audit
+from ssd_fx.passes.lowering.order import PinOrder
+
+ops = torch.ops.ssd_fx
+
+
+class AuditedKernel(ir.FallbackKernel):
+    """A call of one of our operators, in code that is audited when it is written out."""
+
+    def codegen(self, wrapper: Any) -> None:
+        audit.attach(wrapper)
+        super().codegen(wrapper)
+
+
+class StoreKernel(AuditedKernel):
+    """`store`: `stored` is the realized input, which the release gives up."""
+
+    stored: Any
+
+
+class RefusingKernel(AuditedKernel):
+    """`refuse_stand_ins`, which yields and changes nothing."""
+
+    def has_side_effects(self) -> bool:
+        return True
+
+
+class ReleaseKernel(AuditedKernel):
+    """`wait_store_`: drops its buffer behind the call if nothing uses it later."""
+
+    def codegen(self, wrapper: Any) -> None:
+        name = _input_name(self, 1)
+        current = V.graph.scheduler.current_node
+        assert current is not None
+        last = name in current.last_usage and not V.graph.cpp_wrapper
+        if not last:
+            schema = ops.wait_store_.default._schema
+            self.constant_args = with_constant(schema, self.constant_args, "hand_over", False)
+        super().codegen(wrapper)
+        if last:
+            wrapper.freed.add(name)
+            wrapper.writeline(f"del {name}")
+
+
+def _lower_store(x: Any, *args: Any) -> Any:
+    # The members of the group are rebuilt from these strides in the backward, so Inductor may not choose others.
+    base = V.graph.current_node.args[0]
+    assert isinstance(base, torch.fx.Node)
+    stride = base.meta["val"].stride()
+    x.realize()  # else the strides are required of a copy, and whoever else reads `x` computes another one
+    x = ir.ExternKernel.realize_input(ir.ExternKernel.require_exact_strides(x, stride))
+    handle = StoreKernel.create(ops.store.default, x, *args)
+    _store_of(handle).stored = x
+    return tree_map_only(ir.IRNode, ir.TensorBox.create, handle)
+
+
+def _lower_load(handle: Any, *args: Any) -> Any:
+    if not isinstance(config._post_fusion_custom_pass, PinOrder):
+        raise RuntimeError(
+            "the backward of a model compiled with ssd_fx was traced into a graph that another backend compiles; "
+            "name ssd_fx as the backend of compiled autograd too, or turn torch._dynamo.config.compiled_autograd off"
+        )
+    names = [a.name for a in ops.load.default._schema.arguments[1:]]
+    given = dict(zip(names, args, strict=False)) | {"relies_on": "address"}
+    made = AuditedKernel.create(ops.load.default, handle, *(given.get(name, False) for name in names))
+    return tree_map_only(ir.IRNode, ir.TensorBox.create, made)
+
+
+def _lower_refuse_stand_ins(saved: Any) -> None:
+    RefusingKernel.create(ops.refuse_stand_ins.default, saved)
+
+
+def with_constant(schema: Any, constants: Sequence[Any], name: str, value: Any) -> tuple[Any, ...]:
+    """`constants`, the arguments of an operator that are no tensors, with the one called `name` replaced."""
+    names = [a.name for a in schema.arguments if not isinstance(a.type, torch.TensorType)]
+    assert len(names) == len(constants), f"{schema.name} takes {names}; its kernel has {list(constants)}"
+    return tuple(value if n == name else c for n, c in zip(names, constants, strict=True))
+
+
+def _lower_release(handle: Any, keepalive: Any, *args: Any) -> None:
+    # Whatever the graph says, what is kept alive is the very buffer that was stored: realizing `keepalive` once more
+    # could make a copy and protect that.
+    store = _store_of(V.graph.name_to_buffer[handle.get_name()])
+    given = 2 + len(args)
+    defaults = [a.default_value for a in ops.wait_store_.default._schema.arguments[given:]]
+    ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, *args, *defaults)
+    release = V.graph.operations[-1]
+    assert isinstance(release, ReleaseKernel)
+    held, written = _input_name(release, 1), _input_name(store, 0)
+    assert held == written, f"Inductor would protect {held} but stores {written}"
+
+
+def _input_name(kernel: ir.FallbackKernel, index: int) -> str:
+    buffer = kernel.inputs[index]
+    assert isinstance(buffer, ir.IRNode)
+    return buffer.get_name()
+
+
+def _store_of(handle: Any) -> StoreKernel:
+    """The kernel that makes a handle; the handle may be an output node of its own."""
+    node = handle if isinstance(handle, StoreKernel) else handle.inputs[0]
+    assert isinstance(node, StoreKernel), f"{handle.get_name()} is no handle of a store"
+    return node
+
+
+def register() -> None:
+    """Make the lowerings known to Inductor; calling it again changes nothing."""
+    register_lowering(ops.store.default, type_promotion_kind=None)(_lower_store)
+    register_lowering(ops.load.default, type_promotion_kind=None)(_lower_load)
+    register_lowering(ops.wait_store_.default, type_promotion_kind=None)(_lower_release)
+    register_lowering(ops.refuse_stand_ins.default, type_promotion_kind=None)(_lower_refuse_stand_ins)

@@ -1,0 +1,45 @@
+"""What no plan can be faster than: where the best one found is close to it, searching on is a waste.
+
+    what must go    at least as many bytes as the curve with everything kept is above the limit, or the share
+    at what cost    of each item the least of: its nodes on the compute lane; computing it again
+    the bound       compute, and the cheapest items per byte until enough is gone, the last one in part
+
+Lanes and waits are left out, and which items are alive at the peak: it is a bound and no prediction.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ssd_fx.passes.cost.machine import Machine, Tier
+from ssd_fx.passes.planner.items import Choice, Item, Step
+from ssd_fx.passes.planner.place import everything
+
+
+def least_bytes(step: Step, limit: float, share_bytes: float) -> float:
+    """So much must go: memory stays below `limit`, and of what may go, `share_bytes` may stay."""
+    free = sum(item.nbytes for item in step.items if len(item.choices) > 1)
+    return max(everything(step) - limit, free - share_bytes, 0)
+
+
+def lower_bound(step: Step, machine: Machine, limit: float, share_bytes: float) -> float:
+    """No choices and no placement of them take less."""
+    tiers: tuple[Tier, ...] = ("ssd", "host") if step.host_budget else ("ssd",)
+    own = [min(pair) for pair in zip(*(step.seconds_of(machine, tier).own for tier in tiers), strict=True)]
+    costs = [(item, _least(item, seconds)) for item, seconds in zip(step.items, own, strict=True)]
+    forced = [(item, cost) for item, cost in costs if Choice.KEEP not in item.choices]
+    seconds = math.fsum(step.seconds) + math.fsum(cost for _, cost in forced)
+    left = least_bytes(step, limit, share_bytes) - sum(item.nbytes for item, _ in forced)
+    free = [(item, cost) for item, cost in costs if Choice.KEEP in item.choices and cost < math.inf and item.nbytes]
+    for item, cost in sorted(free, key=lambda pair: pair[1] / pair[0].nbytes):
+        if left <= 0:
+            break
+        seconds += cost * min(1.0, left / item.nbytes)
+        left -= item.nbytes
+    return seconds
+
+
+def _least(item: Item, own_s: float) -> float:
+    """Seconds on the compute lane if the item goes: its four nodes, or computing it again; infinite if it cannot."""
+    offload = 2 * own_s if Choice.OFFLOAD in item.choices else math.inf
+    return min(offload, item.recompute_s if Choice.RECOMPUTE in item.choices else math.inf)

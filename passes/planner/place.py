@@ -1,0 +1,243 @@
+"""Where the nodes of the offloaded items stand, once it is decided which items these are.
+
+    forward    [store] at once ..... [release] as late as the limit allows, or at the predicted end of the write
+    backward   [load] as late as the read lane allows, within the limit ..... [wait] first use
+
+A release earlier than the limit needs would only wait longer for its write; one that the limit does not need stands at
+the predicted end of the write and waits for nothing. Loads are placed by earliest deadline, each at the latest start
+that the read lane allows with a margin, and later if the memory is not there before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+
+from ssd_fx.passes.cost.machine import Tier
+from ssd_fx.passes.cost.roofline import Machine
+from ssd_fx.passes.planner.simulate import Choice, Outcome, Step, Transfer, first_uses
+
+# Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
+# is early costs some memory within the limit while one that is late costs a stall.
+LOAD_MARGIN = 2.0
+
+
+def place(
+    step: Step,
+    choices: Sequence[Choice],
+    machine: Machine,
+    *,
+    limit: float,
+    prefetch: float = float("inf"),
+    played: Outcome | None = None,
+    margin: float = LOAD_MARGIN,
+    lingering: AbstractSet[int] = frozenset(),
+    hosted: AbstractSet[int] = frozenset(),
+) -> dict[int, Transfer] | None:
+    """The transfers of the offloaded items, or None where memory would exceed `limit` bytes whatever is waited for.
+
+    At most `prefetch` bytes are loaded before their use, or one item. `played`: an earlier placement, which says when
+    the operators start; without it, as if nothing stalled. `margin`: how often a load's predicted duration it starts
+    before it is due. `lingering`: what is written when there is nothing else to write, and is handed back if the
+    backward begins before that; memory is kept for it. `hosted`: what goes to host memory if it is offloaded.
+    """
+    return _Placing(step, choices, machine, limit, prefetch, played, margin, lingering, hosted).run()
+
+
+class _Placing:
+    def __init__(
+        self,
+        step: Step,
+        choices: Sequence[Choice],
+        machine: Machine,
+        limit: float,
+        prefetch: float,
+        played: Outcome | None,
+        margin: float,
+        lingering: AbstractSet[int],
+        hosted: AbstractSet[int],
+    ) -> None:
+        self.margin, self.lingering, self.hosted = margin, lingering, hosted
+        self.step, self.machine, self.limit, self.prefetch = step, machine, limit, prefetch
+        self.firsts = first_uses(step, choices)
+        self.offloaded = [i for i, c in enumerate(choices) if c is Choice.OFFLOAD]
+        self.starts = self._starts(choices) if played is None else played.starts
+        self.ends = self.starts[1:] if played is None else played.ends
+        self.free = self._free(choices)  # bytes under the limit, per operator, with what leaves gone when it can
+        self.written: dict[int, float] = {}
+        self.store_after: dict[int, int] = {}
+        self.released: dict[int, tuple[int, bool]] = {}
+
+    def run(self) -> dict[int, Transfer] | None:
+        if min(self.free, default=0) < 0:
+            return None
+        order = self._write_order()
+        if not self._force_releases(order):
+            return None
+        self._release_when_written(order)
+        loads = self._loads()
+        return {i: Transfer(self.store_after[i], *self.released[i], *loads[i], self._tier(i)) for i in self.offloaded}
+
+    def _tier(self, i: int) -> Tier:
+        return "host" if i in self.hosted else "ssd"
+
+    def _starts(self, choices: Sequence[Choice]) -> list[float]:
+        """When every operator starts if nothing stalls."""
+        seconds, machine = list(self.step.seconds), self.machine
+        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, choices, strict=True)):
+            if choice is Choice.RECOMPUTE:
+                seconds[first] += item.recompute_s
+            elif choice is Choice.OFFLOAD:
+                own = machine.own_s(item.moved_nbytes, self._tier(i))
+                seconds[item.produced] += own
+                seconds[first] += own
+        return [0.0, *itertools.accumulate(seconds)]
+
+    def _free(self, choices: Sequence[Choice]) -> list[float]:
+        change = [0.0] * (len(self.step.seconds) + 1)
+        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, choices, strict=True)):
+            change[item.produced] += item.nbytes
+            change[item.last_bwd_use + 1] -= item.nbytes
+            if choice is not Choice.KEEP and i not in self.lingering:
+                change[item.last_use + 1] -= item.nbytes
+                change[first] += item.nbytes
+        return [self.limit - b - u for b, u in zip(self.step.base, itertools.accumulate(change), strict=False)]
+
+    def _write_order(self) -> list[int]:
+        """The order in which the writes end, and when their lanes have done each."""
+        if not self.hosted:
+            return self._lane_order("ssd", self.offloaded)
+        tiers: tuple[Tier, Tier] = ("ssd", "host")
+        orders = [self._lane_order(tier, [i for i in self.offloaded if self._tier(i) == tier]) for tier in tiers]
+        return sorted(itertools.chain(*orders), key=self.written.__getitem__)
+
+    def _lane_order(self, tier: Tier, offloaded: list[int]) -> list[int]:
+        """The order of the writes of one lane: of those that are there, the soonest free to go.
+
+        A tensor that the forward still reads for long need not hurry, and what lingers comes last.
+        """
+        items, lane, lanes = self.step.items, 0.0, self.machine.lanes(tier)
+        coming = sorted(offloaded, key=lambda i: (items[i].produced, items[i].last_use, i))
+        order: list[int] = []
+        waiting: list[tuple[bool, int, int, int]] = []
+        at = position = 0
+        while at < len(coming) or waiting:
+            if not waiting:
+                lane = max(lane, self.ends[items[coming[at]].produced])
+            while at < len(coming) and self.ends[items[coming[at]].produced] <= lane:
+                i = coming[at]
+                heapq.heappush(waiting, (i in self.lingering, items[i].last_use, items[i].produced, i))
+                at += 1
+            best = heapq.heappop(waiting)[-1]
+            order.append(best)
+            lane += items[best].moved_nbytes / lanes.write_bw
+            self.written[best] = lane + lanes.latency_s
+            position = self.store_after[best] = max(position, items[best].produced)
+        return order
+
+    def _force_releases(self, order: list[int]) -> bool:
+        """Release, as late as can be and first written first, what the limit does not let rest until the backward."""
+        items, forward = self.step.items, self.step.forward
+        resting: list[tuple[int, int]] = []  # may be released and is not, first written first
+        idle: dict[int, int] = {}  # bytes that the forward reads no more, by the operator that read them last
+        ready: dict[int, list[tuple[int, int]]] = {}
+        for rank, i in enumerate(order):
+            if i in self.lingering:
+                continue
+            idle[items[i].last_use] = idle.get(items[i].last_use, 0) + items[i].nbytes
+            ready.setdefault(max(items[i].last_use, self.store_after[i]), []).append((rank, i))
+        held = 0
+        for p in range(forward):
+            while held > self.free[p]:
+                if not resting:
+                    return False
+                _, i = heapq.heappop(resting)
+                self.released[i] = (p - 1, True)
+                held -= items[i].nbytes
+            for entry in ready.get(p, ()):
+                heapq.heappush(resting, entry)
+            held += idle.get(p, 0)
+        return True
+
+    def _release_when_written(self, order: list[int]) -> None:
+        """What nothing forces goes where its write is predicted to be done, at the latest at the end of the forward.
+
+        What is still being written then and finds no room in the backward blocks there.
+        """
+        items, last = self.step.items, self.step.forward - 1
+        for i in order:
+            if i not in self.released:
+                done = bisect_left(self.starts, self.written[i]) - 1
+                self.released[i] = (min(max(items[i].last_use, self.store_after[i], done), last), False)
+        for i in order:
+            at, block = self.released[i]
+            if block or at < last or i in self.lingering:
+                continue
+            until = min(bisect_left(self.starts, self.written[i]), self.firsts[i])
+            span = range(self.step.forward, until)
+            if any(self.free[p] < items[i].nbytes for p in span):
+                self.released[i] = (last, True)
+                continue
+            for p in span:
+                self.free[p] -= items[i].nbytes
+
+    def _loads(self) -> dict[int, tuple[int, bool]]:
+        """Where each load stands, and whether only memory keeps it from standing earlier."""
+        items, free = self.step.items, self.free
+        by_deadline = sorted(self.offloaded, key=lambda i: (self.firsts[i], i))
+        wanted = self._latest_starts(by_deadline)
+        loads: dict[int, tuple[int, bool]] = {}
+        window: list[int] = []
+        ahead = earliest = 0
+        for i in by_deadline:
+            item = items[i]
+            if i in self.lingering:
+                loads[i] = (self.step.forward if self.written[i] > self.starts[self.step.forward] else wanted[i], False)
+                continue
+            ahead += item.nbytes
+            window.append(i)
+            while ahead > self.prefetch and len(window) > 1:
+                first = window.pop(0)
+                ahead -= items[first].nbytes
+                earliest = max(earliest, self.firsts[first])
+            begin = max(wanted[i], min(earliest, self.firsts[i]))
+            at = self.firsts[i]
+            while at > begin and free[at - 1] >= item.nbytes:
+                at -= 1
+            for p in range(at, self.firsts[i]):
+                free[p] -= item.nbytes
+            loads[i] = (at, at > begin)
+        return loads
+
+    def _latest_starts(self, by_deadline: list[int]) -> dict[int, int]:
+        lane, wanted = {"ssd": float("inf"), "host": float("inf")}, {}
+        for i in reversed(by_deadline):
+            item, tier, lanes = self.step.items[i], self._tier(i), self.machine.lanes(self._tier(i))
+            seconds = lanes.latency_s + self.margin * item.moved_nbytes / lanes.read_bw
+            lane[tier] = min(lane[tier], self.starts[self.firsts[i]]) - seconds
+            wanted[i] = min(max(bisect_right(self.starts, lane[tier]) - 1, self.step.forward), self.firsts[i])
+        return wanted
+
+
+def floor(step: Step) -> int:
+    """Bytes of the peak with everything gone that can leave or be recomputed, and infinitely fast I/O."""
+    return _peak(step, lambda c: Choice.OFFLOAD in c or Choice.RECOMPUTE in c)
+
+
+def everything(step: Step) -> int:
+    """Bytes of the peak with everything kept."""
+    return _peak(step, lambda c: False)
+
+
+def _peak(step: Step, leaves: Callable[[frozenset[Choice]], bool]) -> int:
+    change = [0] * (len(step.seconds) + 1)
+    for item in step.items:
+        change[item.produced] += item.nbytes
+        change[item.last_bwd_use + 1] -= item.nbytes
+        if leaves(item.choices):
+            change[item.last_use + 1] -= item.nbytes
+            change[item.first_use] += item.nbytes
+    return max((b + u for b, u in zip(step.base, itertools.accumulate(change), strict=False)), default=0)

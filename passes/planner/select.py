@@ -1,0 +1,185 @@
+"""Keep, recompute or offload, per alias group, under a budget of memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from typing_extensions import assert_never
+
+from ssd_fx.passes.cost.roofline import Machine
+from ssd_fx.passes.groups import AliasGroup
+from ssd_fx.passes.joint.marks import forced, prefers_offload
+from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.plan import Decision, Keep, Limits, Offload, Plan, Prediction, Recompute
+from ssd_fx.passes.planner.place import everything, floor
+from ssd_fx.passes.planner.refine import Solution
+from ssd_fx.passes.planner.simulate import Choice, Step
+from ssd_fx.passes.planner.solve import BudgetError, solve
+from ssd_fx.passes.planner.step import Modelled, model
+
+Budget = int | float | str | Limits
+AUTO = "auto"
+AUTO_STALL = 1e-3  # the share of a step that counts as no stall
+AUTO_TRIALS = 6  # of the bisection: the share is found to 1/64
+LISTED = 3  # groups that an error names
+
+
+def select(
+    partition: Partition,
+    plan: Plan,
+    *,
+    budget: Budget,
+    min_bytes: int,
+    machine: Machine,
+    prefetch: int,
+    host_budget: int = 0,
+    resting: int = 0,
+    shared: int = 0,
+    quick: bool = False,
+) -> Plan:
+    """Fill `plan.decisions` and `plan.prediction`.
+
+    `budget`: a share (float from 0 to 1): that much of the bytes that can leave may stay, and memory stays as far below
+    its peak with everything kept (`docs/planner.md`); bytes (int): everything that can leave leaves, and so many bytes
+    may be in memory beyond what the fastest drive would leave; `"auto"`: the least share without a predicted stall.
+    Groups under `min_bytes` and those with an obstacle always stay; those with a price may be recomputed. Marks are
+    obeyed before all that; what only prefers to go goes unless everything may stay. `host_budget`: bytes that may go to
+    host memory instead of the drive; `resting`: bytes that the runtime lets rest where they are, `shared`: bytes up to
+    which it lets the latest tensors of all graphs stay, which both are only told. `quick`: `solve` has it.
+
+    Raises:
+        BudgetError: a budget in bytes, other than 0, is less than what always stays.
+    """
+    if isinstance(budget, int) and budget:
+        _check_room(plan, budget, min_bytes)
+    allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
+    modelled = _with_host(model(partition, plan, allowed), plan, host_budget)
+    step = modelled.step
+    solution, at = solve_for(step, budget, machine, prefetch, quick)
+    chosen = dict(zip(modelled.slots, solution.choices, strict=True))
+    tiers = {modelled.slots[i]: t.tier for i, t in solution.transfers.items()} if host_budget else {}
+    gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
+    decisions = {g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups}
+    prediction = Prediction(modelled, solution, at, floor(step), everything(step), resting, shared)
+    return plan.with_(decisions=decisions, prediction=prediction)
+
+
+def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:
+    """Whether what must stay of this graph is within a budget in bytes, which bounds the saved tensors in memory."""
+    stay = {g: reason for g in plan.groups if (reason := _stays(plan, g, min_bytes))}
+    least = sum(g.nbytes for g in stay)
+    if least <= budget:
+        return
+    largest = sorted(stay, key=lambda g: -g.nbytes)
+    listed = [f"{g.base!r} ({g.nbytes} B, {stay[g]})" for g in largest[:LISTED]]
+    if len(stay) > LISTED:
+        listed.append(f"{len(stay) - LISTED} more ({sum(g.nbytes for g in largest[LISTED:])} B)")
+    why = f", because these must stay in memory in graph {plan.graph}: {', '.join(listed)}"
+    raise BudgetError(budget, least, f"{why}; right would be a larger budget, fewer marks or a smaller min_bytes")
+
+
+def _stays(plan: Plan, group: AliasGroup, min_bytes: int) -> str:
+    """Why a group stays whatever the budget; empty where it can leave."""
+    match forced(plan, group, min_bytes):
+        case Keep(reason=reason):
+            return reason
+        case Offload():
+            return ""
+    return _reason(group, min_bytes)
+
+
+def _binds(plan: Plan, group: AliasGroup) -> bool:
+    """Whether a mark says that it leaves, and not only for host memory, where a tensor of the CPU is."""
+    mark = plan.marks.get(group.slot)
+    if mark is None or mark.decision != "offload":
+        return False
+    return mark.tier != "host" or (group.layout is not None and group.layout.device.type != "cpu")
+
+
+def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> frozenset[Choice]:
+    if _stays(plan, group, min_bytes):
+        return frozenset({Choice.KEEP})
+    if isinstance(forced(plan, group, min_bytes), Offload):
+        return frozenset({Choice.OFFLOAD})
+    if prefers_offload(plan, group) and not stay:
+        return frozenset({Choice.OFFLOAD})
+    both = {Choice.KEEP, Choice.OFFLOAD}
+    return frozenset(both | {Choice.RECOMPUTE} if group.slot in plan.prices else both)
+
+
+def _with_host(modelled: Modelled, plan: Plan, host_budget: int) -> Modelled:
+    """With the room in host memory, and what marks say of it. What is there already can only go to the drive."""
+    if not host_budget:
+        return modelled
+    groups, items = {g.slot: g for g in plan.groups}, []
+    for slot, item in zip(modelled.slots, modelled.step.items, strict=True):
+        layout, mark = groups[slot].layout, plan.marks.get(slot)
+        if layout is not None and layout.device.type == "cpu":
+            items.append(replace(item, tier="ssd"))
+        else:
+            items.append(replace(item, tier=(mark.tier if mark else "") or None))
+    return replace(modelled, step=replace(modelled.step, items=tuple(items), host_budget=host_budget))
+
+
+def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: int, gone: Offload) -> Decision:
+    match chosen:
+        case None | Choice.KEEP:
+            return Keep(_stays(plan, group, min_bytes) or "within the budget")
+        case Choice.OFFLOAD:
+            return gone
+        case Choice.RECOMPUTE:
+            return Recompute(plan.prices[group.slot].nodes)
+    assert_never(chosen)
+
+
+def solve_for(
+    step: Step, budget: Budget, machine: Machine, prefetch: float = math.inf, quick: bool = False
+) -> tuple[Solution, Limits]:
+    """`solve` for a budget as the options say it, and the limits that come of it."""
+    if budget == AUTO:
+        return _auto(step, machine, prefetch, quick)
+    at = budget if isinstance(budget, Limits) else limits(step, budget)
+    return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=quick), at
+
+
+def limits(step: Step, budget: int | float | str) -> Limits:
+    """What a share of the step's own range or a number of bytes beyond its floor allows."""
+    least = floor(step)
+    if isinstance(budget, float):
+        movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
+        return Limits(least + budget * (everything(step) - least), budget * movable)
+    return Limits(least + int(budget), 0)
+
+
+def _auto(step: Step, machine: Machine, prefetch: float, quick: bool) -> tuple[Solution, Limits]:
+    """By bisection with the quick search: less memory rarely makes for less stall. From the share found on the search
+    is as `quick` says: downwards as long as plans flow, or upwards until one does.
+    """
+    low, high = -1, 2**AUTO_TRIALS
+    while high - low > 1:
+        middle = (low + high) // 2
+        at = limits(step, middle / 2**AUTO_TRIALS)
+        short = solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=True)
+        low, high = (low, middle) if _flows(short) else (middle, high)
+
+    def searched(share: int) -> tuple[Solution, Limits]:
+        return solve_for(step, share / 2**AUTO_TRIALS, machine, prefetch, quick)
+
+    found = searched(high)
+    if _flows(found[0]):
+        while high > 0 and _flows((less := searched(high - 1))[0]):
+            high, found = high - 1, less
+        return found
+    while high < 2**AUTO_TRIALS and not _flows(found[0]):
+        high += 1
+        found = searched(high)
+    return found
+
+
+def _flows(found: Solution) -> bool:
+    return found.outcome.stall_s <= AUTO_STALL * found.outcome.seconds
+
+
+def _reason(group: AliasGroup, min_bytes: int) -> str:
+    return group.obstacle or ("below min_bytes" if group.nbytes < min_bytes else "")

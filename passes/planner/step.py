@@ -1,0 +1,132 @@
+"""A partitioned graph with its alias groups -> the `Step` that the simulator plays.
+
+Nodes are merged into operators as far as nothing happens between them: an operator ends behind a node that takes time,
+and where a group is produced or read last; it begins where one is read first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ssd_fx.passes.cost.footprint import both_buffers
+from ssd_fx.passes.groups import AliasGroup
+from ssd_fx.passes.partition import Partition, storage_of
+from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.planner.simulate import Choice, Item, Step
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """`step`, the slot of each of its items, and per operator the first and last node of its graph."""
+
+    step: Step
+    slots: tuple[int, ...]
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+def model(partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]]) -> Modelled:
+    """`choices`: what is allowed for every slot with a lifetime; a group that may only be kept is no item."""
+    return _Modelling(partition, plan, choices).run()
+
+
+class _Modelling:
+    def __init__(self, partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]]) -> None:
+        assert plan.timeline is not None
+        self.partition, self.plan, self.choices = partition, plan, choices
+        self.timeline, self.lifetimes = plan.timeline, plan.lifetimes
+        self.groups = [g for g in plan.groups if g.slot in plan.lifetimes]
+
+    def run(self) -> Modelled:
+        forward, backward = self._forward_cuts(), self._backward_cuts()
+        found = {group.slot: self._item(group, forward, backward) for group in self.groups}
+        kept = [item for item in found.values() if item.choices == {Choice.KEEP}]
+        items = {slot: item for slot, item in found.items() if item.choices != {Choice.KEEP}}
+        step = Step(
+            self._seconds(forward, backward),
+            self._alive(forward, backward, kept),
+            len(forward) - 1,
+            self._linked(items),
+        )
+        operators = [*itertools.pairwise(forward), *itertools.pairwise(backward)]
+        return Modelled(step, tuple(items), tuple(b for b, _ in operators), tuple(e - 1 for _, e in operators))
+
+    def _seconds(self, forward: list[int], backward: list[int]) -> tuple[float, ...]:
+        pairs = ((forward, self.timeline.forward), (backward, self.timeline.backward))
+        return tuple((starts[e] - starts[b]) / 1e3 for cuts, starts in pairs for b, e in itertools.pairwise(cuts))
+
+    def _alive(self, forward: list[int], backward: list[int], kept: list[Item]) -> tuple[int, ...]:
+        """Bytes alive during every operator that no choice touches, with those of the items `kept`."""
+        pairs = zip((forward, backward), self._base(), strict=True)
+        base = [max(alive[b:e]) for cuts, alive in pairs for b, e in itertools.pairwise(cuts)]
+        change = [0] * (len(base) + 1)
+        for item in kept:
+            change[item.produced] += item.nbytes
+            change[item.last_bwd_use + 1] -= item.nbytes
+        return tuple(map(operator.add, base, itertools.accumulate(change)))
+
+    def _linked(self, items: Mapping[int, Item]) -> tuple[Item, ...]:
+        """The items, by slot, with the indices of those that they need to be computed again."""
+        index = {slot: i for i, slot in enumerate(items)}
+        return tuple(replace(item, needs=self._needs(slot, index)) for slot, item in items.items())
+
+    def _forward_cuts(self) -> list[int]:
+        """Indices at which operators of the forward begin, and the number of nodes."""
+        starts = self.timeline.forward
+        ends = {i for i in range(1, len(starts)) if starts[i] > starts[i - 1]}
+        for group in self.groups:
+            life = self.lifetimes[group.slot]
+            ends |= {life.produced + 1, life.last_fwd_use + 1}
+        count = len(starts) - 1
+        return sorted({0, *ends, count - 1, count})  # nothing of ours stands behind the output
+
+    def _backward_cuts(self) -> list[int]:
+        starts, begin = self.timeline.backward, self.timeline.backward_begin
+        cuts = {i for i in range(begin + 1, len(starts)) if starts[i] > starts[i - 1]}
+        for group in self.groups:
+            life = self.lifetimes[group.slot]
+            cuts |= {max(life.first_bwd_use, begin), max(life.last_bwd_use, begin) + 1}
+        return sorted({begin, *cuts, len(starts) - 1})
+
+    def _item(self, group: AliasGroup, forward: list[int], backward: list[int]) -> Item:
+        life, count = self.lifetimes[group.slot], len(forward) - 1
+
+        def at(cuts: list[int], node: int) -> int:
+            return max(bisect_right(cuts, node) - 1, 0)
+
+        return Item(
+            group.nbytes,
+            at(forward, life.produced),
+            at(forward, life.last_fwd_use),
+            count + at(backward, life.first_bwd_use),
+            count + at(backward, life.last_bwd_use),
+            self.plan.prices[group.slot].seconds if group.slot in self.plan.prices else math.inf,
+            self.choices[group.slot],
+            stored_nbytes=group.stored_nbytes,
+        )
+
+    def _needs(self, slot: int, index: Mapping[int, int]) -> tuple[int, ...]:
+        price = self.plan.prices.get(slot)
+        return tuple(sorted(index[s] for s in price.needs if s in index)) if price else ()
+
+    def _base(self) -> tuple[list[int], list[int]]:
+        """Bytes alive during every node of both graphs that are no group's: transients, gradients, outputs, and what
+        has an obstacle."""
+        forward, backward = self.partition.forward.graph, self.partition.backward.graph
+        ours = set()
+        saved = {n.name: n for n in self.partition.saved}
+        stuck = {m.name for g in self.plan.groups if g.slot not in self.lifetimes for m in g.members}
+        for group in self.groups:
+            ours |= {storage_of(saved[m.name]) for m in group.members if m.name in saved}
+        fwd, bwd = self.partition.once(both_buffers)
+        inputs = [{storage_of(n) for n in g.nodes if n.op == "placeholder"} for g in (forward, backward)]
+        kept = {storage_of(n) for n in backward.nodes if n.op == "placeholder" and n.name in stuck}
+        loaded = {storage_of(n) for n in backward.nodes if n.op == "placeholder" and n.name in saved} - kept
+        fwd_keys = [k for k in fwd.first if k not in ours and k not in inputs[0]]
+        bwd_keys = [k for k in bwd.first if k not in loaded and (k not in inputs[1] or k in kept)]
+        return fwd.alive(fwd_keys, len(forward.nodes)), bwd.alive(bwd_keys, len(backward.nodes))

@@ -1,0 +1,1 @@
+"""Puts the nodes of a plan into both graphs."""

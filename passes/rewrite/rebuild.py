@@ -1,0 +1,118 @@
+"""How the stored tensor is made of its base in the forward, and the saved tensors of the loaded one in the backward.
+
+    forward     view -> slice -> slice -> clone        only the bytes needed
+    backward    as_strided                             a view of the same dtype
+                as_strided -> view(dtype) -> as_strided -> _conj    of another one, and lazily conjugated
+
+Every node gets its FakeTensor by running its operator on those of its arguments, so that storages tell the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from ssd_fx.passes.alias.packing import statically_equal
+from ssd_fx.passes.groups import AliasGroup, Layout
+from ssd_fx.passes.partition import storage_key, tensor_of, tensors_of
+
+aten = torch.ops.aten
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The mode of the graph's FakeTensors: all have the same, so that of the first is asked for."""
+    mode = detect_fake_mode(next((n.meta["val"] for n in graph.nodes if tensor_of(n) is not None), None))
+    assert mode is not None, "a partitioned graph has FakeTensors"
+    return mode
+
+
+def call(graph: fx.Graph, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node at the graph's insertion point, with its FakeTensor."""
+    node = graph.call_function(target, args, kwargs)
+    infer(node, fake_mode(graph))
+    return node
+
+
+def infer(node: fx.Node, mode: FakeTensorMode) -> None:
+    """Set `meta["val"]` of a node from those of its arguments."""
+    args, kwargs = tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+    with mode:
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def packed(graph: fx.Graph, base: fx.Node, group: AliasGroup) -> fx.Node:
+    """What a store writes: the base, or what the group's `pack` makes of it."""
+    pack = group.pack
+    if pack is None:
+        return base
+    node = base
+    for dim in pack.expanded:
+        node = call(graph, aten.slice.Tensor, node, dim, 0, 1)
+    if pack.order != tuple(sorted(pack.order)):
+        node = call(graph, aten.permute.default, node, list(pack.order))
+    if pack.box is not None:
+        node = call(graph, aten.view.default, node, [node.meta["val"].numel() // pack.box.row, pack.box.row])
+        node = call(graph, aten.slice.Tensor, node, 0, *pack.box.rows)
+        node = call(graph, aten.slice.Tensor, node, 1, *pack.box.columns)
+    if pack.copy:
+        node = call(graph, aten.clone.default, node, memory_format=torch.contiguous_format)
+    return node
+
+
+class Sizes:
+    """Sizes and strides as arguments of nodes: numbers, or nodes of the graph that compute the symbolic ones."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._nodes: dict[object, fx.Node | int] = {}
+
+    def prepare(self, values: Iterable[int | torch.SymInt]) -> None:
+        """Make the nodes for these values, at the graph's insertion point: all at once, as each time scans it."""
+        new = {v.node.expr: v for v in values if isinstance(v, torch.SymInt) and v.node.expr not in self._nodes}
+        if new:
+            self._nodes |= zip(new, self._graph.materialize_symints(list(new.values())), strict=True)
+
+    def of(self, values: Sequence[int | torch.SymInt]) -> list[fx.Node | int]:
+        return [self._nodes[v.node.expr] if isinstance(v, torch.SymInt) else v for v in values]
+
+    def all(self, *values: int | torch.SymInt) -> list[fx.Node | int]:
+        self.prepare(values)
+        return self.of(values)
+
+
+def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes: Sizes) -> fx.Node:
+    """A tensor of layout `wanted` on the bytes of `source`, which is dense and of layout `held`."""
+    node = source
+    if wanted.dtype != held.dtype:
+        flat = call(graph, aten.as_strided.default, node, [held.numel], [1], 0)
+        node = call(graph, aten.view.dtype, flat, wanted.dtype)
+    if node is not source or not same_view(held, wanted):
+        where = (sizes.of(wanted.size), sizes.of(wanted.stride), *sizes.of([wanted.offset]))
+        node = call(graph, aten.as_strided.default, node, *where)
+    if wanted.conj:
+        node = call(graph, aten._conj.default, node)
+    if wanted.neg:
+        node = call(graph, aten._neg_view.default, node)
+    return node
+
+
+def same_view(a: Layout, b: Layout) -> bool:
+    """Whether two layouts have the same sizes, strides and offset for certain; asking adds no guard."""
+    pairs = zip(a.numbers, b.numbers, strict=True) if len(a.size) == len(b.size) else ((0, 1),)
+    return all(statically_equal(i, k) for i, k in pairs)
+
+
+def refresh(replaced: fx.Node, old: int, mode: FakeTensorMode) -> None:
+    """Infer anew what looks at a rebuilt tensor: its FakeTensor still shares storage `old`, of what was saved."""
+    work = [replaced]
+    while work:
+        for user in work.pop(0).users:
+            if any(storage_key(v) == old for v in tensors_of(user)):
+                infer(user, mode)
+                work.append(user)

@@ -1,0 +1,1 @@
+"""Holds plans and rewritten graphs to what must be true of them."""

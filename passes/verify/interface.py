@@ -1,0 +1,161 @@
+"""What a rewrite must leave as it was: the interface of both graphs, and what every old node yields and is given.
+
+before   relu = placeholder;                       mm(relu, ...)     mm yields [8, 8] and is given [8, 8]
+after    load -> wait_load_ -> as_strided -> ...   mm(as_strided, ...)      the same must hold
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ssd_fx.passes.partition import Partition, storage_of, tensor_of
+from ssd_fx.passes.verify.errors import require
+from ssd_fx.passes.verify.provenance import Reads, arguments
+
+Layout = tuple[str, ...] | None  # shape, strides, dtype, device, lazy bits
+
+
+@dataclass(frozen=True)
+class Before:
+    """Both graphs before the rewrite.
+
+    `outputs`: names of the outputs that the caller sees. `unpaired`: saved outputs without a backward placeholder of
+    their name, such as the state of a random generator, which PyTorch's partitioner names differently on both sides.
+    `tangents`: the backward's inputs that are no saved tensors. `reads`: who reads which saved tensor.
+    """
+
+    outputs: tuple[str, ...]
+    unpaired: frozenset[str]
+    tangents: tuple[str, ...]
+    forward: Facts
+    backward: Facts
+    reads: Reads
+
+    @staticmethod
+    def of(partition: Partition) -> Before:
+        placeholders = partition.bwd_placeholders
+        return Before(
+            _outputs(partition),
+            frozenset(n.name for n in partition.saved if n.name not in placeholders),
+            _tangents(partition),
+            *_facts(partition),
+            Reads.of(partition),
+        )
+
+    def verify(self, partition: Partition, *, copied: bool = False) -> None:
+        """Raises `VerifyError` where something is not as it was.
+
+        `copied`: some slices are stored as dense copies, so that strides in the backward may have changed.
+        """
+        outputs, tangents = _outputs(partition), _tangents(partition)
+        require(outputs == self.outputs, "an output of the model changed", "insert", partition.fwd_output)
+        forward, backward = _facts(partition)
+        require(forward.inputs == self.forward.inputs, "an input of the forward changed", "insert")
+        text = f"the backward's inputs that are no saved tensors are {tangents}, were {self.tangents}"
+        require(tangents == self.tangents, text, "insert")
+        for name, module, old, new in (
+            ("forward", partition.forward, self.forward, forward),
+            ("backward", partition.backward, self.backward, backward),
+        ):
+            _verify_nodes(module.graph, old, new, strides=not (copied and name == "backward"))
+            text = f"the outputs of the {name} are {new.results}, were {old.results}"
+            require(old.results == new.results, text, "insert")
+            moved = [(o, n) for o, n in zip(old.outputs, new.outputs, strict=True) if o != n and o in new.values]
+            require(not moved, f"outputs of the {name} were exchanged: {moved}", "insert")
+            pairs = [(b, a) for a, b in new.aliases.items() if old.aliases.get(a, a) != old.aliases.get(b, b)]
+            require(not pairs, f"in the {name} {pairs} share memory and did not before", "insert")
+
+
+def _verify_nodes(graph: fx.Graph, old: Facts, new: Facts, *, strides: bool) -> None:
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if (
+            isinstance(node.target, torch._ops.OpOverload) and node.name not in old.values
+        ):  # arithmetic of sizes has none
+            require("val" in node.meta, f"{node.name!r} has no meta['val']", "insert", node)
+        if node.name in old.values:
+            then, now = old.values[node.name], new.values[node.name]
+            require(_same(then, now, strides), f"{node.name!r} is {_text(now)}, was {_text(then)}", "insert", node)
+            was, given = old.arguments[node.name], new.arguments[node.name]
+            same = len(was) == len(given) and all(_same(a, b, strides) for a, b in zip(was, given, strict=True))
+            text = f"{node.name!r} is given {list(map(_text, given))}, was given {list(map(_text, was))}"
+            require(same, text, "insert", node)
+
+
+def _text(layout: Layout) -> str:
+    return " ".join(layout) if layout else "no tensor"
+
+
+def _same(a: Layout, b: Layout, strides: bool) -> bool:
+    if strides or a is None or b is None:
+        return a == b
+    return (a[0], *a[2:]) == (b[0], *b[2:])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One graph. `values` and `arguments`: layouts, by name of the node; `outputs`, `results`: names and layouts of the
+    outputs that are no saved tensors; `aliases`: for inputs and outputs, the first one of the same storage."""
+
+    inputs: tuple[str, ...]
+    values: dict[str, Layout]
+    arguments: dict[str, tuple[Layout, ...]]
+    outputs: tuple[str, ...]
+    results: tuple[Layout, ...]
+    aliases: Mapping[str, str]
+
+    @staticmethod
+    def of(module: fx.GraphModule, results: int | None) -> Facts:
+        """`results`: how many outputs are no saved tensors; None: all."""
+        nodes = [n for n in module.graph.nodes if n.op != "output"]
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        outputs: Any = module.graph.output_node().args[0]
+        outputs = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+        ends = [(f"input {n.name}", n) for n in inputs]
+        for i, n in enumerate(outputs):
+            if isinstance(n, fx.Node):
+                ends.append((f"output {n.name if results is not None and i >= results else i}", n))
+        return Facts(
+            tuple(n.name for n in inputs),
+            {n.name: layout(n) for n in nodes},
+            {n.name: tuple(layout(a) for a in arguments(n)) for n in nodes},
+            tuple(str(n) for n in outputs[:results]),
+            tuple(layout(n) for n in outputs[:results]),
+            _aliases(ends),
+        )
+
+
+def layout(node: object) -> Layout:
+    """Shape, strides, dtype, device and lazy bits of what a node yields, comparable without a guard on sizes."""
+    tensor = tensor_of(node) if isinstance(node, fx.Node) else None
+    if tensor is None:
+        return None
+    strides = tensor.stride() if tensor.layout == torch.strided else ()
+    lazy = [name for name, on in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if on]
+    sizes = (f"[{', '.join(map(str, parts))}]" for parts in (tensor.shape, strides))
+    return (*sizes, str(tensor.dtype), str(tensor.device), *lazy)
+
+
+def _outputs(partition: Partition) -> tuple[str, ...]:
+    return tuple(n.name for n in partition.kept_outputs)
+
+
+def _facts(partition: Partition) -> tuple[Facts, Facts]:
+    return Facts.of(partition.forward, partition.num_fwd_outputs), Facts.of(partition.backward, None)
+
+
+def _tangents(partition: Partition) -> tuple[str, ...]:
+    saved = {n.name for n in partition.saved}
+    return tuple(n for n in partition.bwd_placeholders if n not in saved)
+
+
+def _aliases(ends: Iterable[tuple[str, fx.Node]]) -> dict[str, str]:
+    firsts: dict[int, str] = {}
+    keys = ((name, storage_of(node)) for name, node in ends)
+    return {name: firsts.setdefault(key, name) for name, key in keys if key is not None}

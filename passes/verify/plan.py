@@ -1,0 +1,106 @@
+"""What must hold of a plan; checked after every pass that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ssd_fx.passes.alias.packing import is_dense, span
+from ssd_fx.passes.groups import AliasGroup
+from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.plan import Offload, Plan, Prediction
+from ssd_fx.passes.planner.refine import kept_bytes
+from ssd_fx.passes.verify.errors import require
+
+PlanRule = Callable[[Partition, Plan], None]  # raises VerifyError
+
+
+def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] = ()) -> None:
+    """Check as much of the plan as there is, and `rules` of the caller's beside it."""
+    forward = {n.name: i for i, n in enumerate(partition.forward.graph.nodes)}
+    members = [m.name for g in plan.groups for m in g.members]
+    require(len(members) == len(set(members)), "a saved tensor is in two alias groups", "alias")
+    unsaved = sorted(set(members) - {n.name for n in partition.saved})
+    require(not unsaved, f"members {unsaved} are not saved", "alias")
+    slots = {g.slot for g in plan.groups}
+    require(len(slots) == len(plan.groups), "two alias groups have one slot", "alias")
+    require(set(plan.decisions) <= slots, "a decision is about no alias group", "select")
+    require(not plan.decisions or set(plan.decisions) == slots, "an alias group has no decision", "select")
+    offloaded = {g.slot for g in plan.offloaded}
+    require(not plan.points or set(plan.points) == offloaded, "points and offloaded groups differ", "schedule")
+    for group in plan.groups:
+        require(group.base in forward, f"base {group.base!r} of slot {group.slot} is not in the forward", "alias")
+        if isinstance(plan.decisions.get(group.slot), Offload):
+            require(not group.obstacle, f"{group.base!r} is offloaded but {group.obstacle}", "select")
+            _verify_members(group)
+            _verify_points(plan, group)
+    if plan.prediction is not None:
+        _verify_limits(partition, plan.prediction)
+        _verify_places(plan, plan.prediction)
+        _verify_host(plan, plan.prediction)
+    for rule in rules:
+        rule(partition, plan)
+
+
+def _verify_limits(partition: Partition, found: Prediction) -> None:
+    """The predicted memory, and what is kept of what can leave, are within the limits."""
+    step, outcome, limits = found.modelled.step, found.solution.outcome, found.limits
+    if outcome.peak > limits.memory:
+        p = outcome.memory.index(outcome.peak)
+        graph = partition.forward.graph if p < step.forward else partition.backward.graph
+        at = list(graph.nodes)[found.modelled.begins[p]]
+        text = f"{outcome.peak} B are predicted at {at.name!r}, and the budget allows {int(limits.memory)} B"
+        require(False, text, "select", at)
+    kept = kept_bytes(step, found.solution.choices)
+    require(kept <= limits.kept, f"{kept} B are kept, and the budget allows {int(limits.kept)} B", "select")
+
+
+def _verify_places(plan: Plan, found: Prediction) -> None:
+    """The nodes release no later and load no earlier than in the step whose memory was predicted."""
+    begins, ends = found.modelled.begins, found.modelled.ends
+    items = {slot: i for i, slot in enumerate(found.modelled.slots)}
+    bases = {g.slot: g.base for g in plan.groups}
+    for slot, points in plan.points.items():
+        transfer, name = found.solution.transfers[items[slot]], bases[slot]
+        late = points.release_after > ends[transfer.release_after] or points.block != transfer.block
+        require(not late, f"{name!r} is released later than was predicted", "schedule")
+        text = f"{name!r} is loaded earlier than was predicted"
+        require(points.load_before >= begins[transfer.load_before], text, "schedule")
+
+
+def _verify_host(plan: Plan, found: Prediction) -> None:
+    """What is in host memory at a time fits there, and is what the plan puts there."""
+    budget, outcome = found.modelled.step.host_budget, found.solution.outcome
+    text = f"the plan has {outcome.host_peak} B in host memory, where {budget} B may be"
+    require(outcome.host_peak <= budget, text, "select")
+    hosted = sum(g.stored_nbytes for g in plan.offloaded if plan.tier(g.slot) == "host")
+    text = f"{hosted} B are to go to host memory, and {outcome.host_peak} B are predicted there"
+    require(hosted == outcome.host_peak, text, "select")
+
+
+def _verify_members(group: AliasGroup) -> None:
+    """What is stored is dense, and every member lies within it."""
+    stored = group.layout
+    require(stored is not None and is_dense(stored), f"what is stored of {group.base!r} has gaps", "alias")
+    assert stored is not None
+    if stored.is_symbolic:
+        return  # then it is all of a storage, in which all of its views lie
+    for member in group.members:
+        layout = member.copy.chain[0].source if member.copy else member.layout
+        inside = span(layout) * layout.dtype.itemsize <= stored.numel * stored.dtype.itemsize
+        require(inside, f"member {member.name!r} lies outside of what is stored of {group.base!r}", "alias")
+
+
+def _verify_points(plan: Plan, group: AliasGroup) -> None:
+    points = plan.points.get(group.slot)
+    if points is None:
+        return
+    life, name = plan.lifetimes[group.slot], group.base
+    rules = (
+        (points.store_after >= life.produced, f"store of {name!r} comes before the tensor is produced"),
+        (points.release_after >= points.store_after, f"release of {name!r} comes before its store"),
+        (points.release_after >= life.last_fwd_use, f"{name!r} is read in the forward after its release"),
+        (points.load_before <= points.wait_before, f"load of {name!r} comes after its wait"),
+        (points.wait_before <= life.first_bwd_use, f"{name!r} is used in the backward before its wait"),
+    )
+    for holds, text in rules:
+        require(holds, text, "schedule")

@@ -1,0 +1,1 @@
+"""Devices with streams: order, clocks, times of nodes."""

@@ -1,0 +1,262 @@
+"""GPUDirect Storage: the engines whose transfers go between GPU memory and files without the host in between.
+
+* Transfers are queued on side streams of ours; `streams` has the rules.
+* **Blocks are not verified**: the data never passes the host, where the checksums of engine "posix" are computed.
+* Tensor memory is not registered with cuFile. A registration is by address and would outlive the tensor in a caching
+  allocator; cuFile moves what is not registered through a buffer on the GPU.
+* What lies in host memory goes through a `PosixEngine` beside, with files of its own, made when the first one comes:
+  tensors of the CPU, and those of a GPU that a host tier hands on. Both come back the way they went.
+"""
+
+import dataclasses
+import errno
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.engines import cufile
+from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, not_readable
+from ssd_fx.runtime.engines.cufile import Driver, DriverFile
+from ssd_fx.runtime.engines.extents import STEP, SlabFile
+from ssd_fx.runtime.engines.preflight import check_directory
+from ssd_fx.runtime.engines.registry import make_engine
+
+_NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
+
+
+class GdsExtent(Extent):
+    """Room in a file of `GdsEngine`, which it has no more if the bytes come `from_cpu`: they are in `host` instead."""
+
+    __slots__ = ("file", "from_cpu", "host", "size")
+
+    def __init__(self, nbytes: int, file: "_GdsFile", offset: int, size: int) -> None:
+        super().__init__(nbytes, file.slab.directory, offset)
+        self.file, self.size = file, size
+        self.from_cpu = False
+        self.host: Extent | None = None
+
+
+class _GdsFile:
+    """A slab file and the driver's view of it. `writable` is cleared by a failed write."""
+
+    def __init__(self, driver: Driver, directory: str, limit: int, forced: bool) -> None:
+        opened: list[DriverFile] = []
+        self.writable = True
+        self.slab = SlabFile(directory, STEP, limit, lambda path: opened.append(_opened(driver, path, forced)))
+        self.driver = opened[0]
+
+    def close(self) -> None:
+        self.driver.close()
+        self.slab.close()
+
+
+def _opened(driver: Driver, path: str, forced: bool) -> DriverFile:
+    try:
+        return driver.open(path, forced)
+    except RuntimeError as error:
+        raise OSError(_NO_ERRNO, f"{driver.name} cannot open a file here: {error}", os.path.dirname(path)) from error
+
+
+class GdsEngine:
+    """Slab files in `dirs`, dealt round robin, behind `driver`, which is loaded.
+
+    Raises: ValueError without directories; what `check_directory` raises; OSError if no file can be opened.
+    """
+
+    devices = frozenset({"cpu", "cuda"})
+
+    def __init__(self, driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> None:
+        if not config.dirs:
+            raise ValueError(f"engine {driver.name!r} needs at least one directory on a drive in dirs")
+        for path in config.dirs:
+            check_directory(path, config.allow_tmpfs)
+        self.name = driver.name
+        self._config = config
+        self._host: Engine | None = None
+        self._turn = 0
+        self._warned: set[str] = set()
+        self._under_way: dict[streams.Queued, None] = {}  # a future that is dropped too early blocks for its stream
+        self._sides = streams.SideStreams(lambda stream: driver.register(stream.cuda_stream))
+        self._files = [_GdsFile(driver, str(Path(path)), config.disk_limit, forced) for path in config.dirs]
+        _open_engines.append(self)
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(file.slab.nbytes for file in self._files)  # the engine beside counts its own
+
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
+        error = OSError(errno.ENOSPC, "no directory takes writes any more", self._files[0].slab.directory)
+        for _ in self._files:
+            file = self._files[self._turn % len(self._files)]
+            self._turn += 1
+            if not file.writable:
+                continue
+            try:
+                return GdsExtent(nbytes, file, *file.slab.allocate(nbytes))
+            except OSError as failure:
+                error = failure
+                self._warn(file, nbytes, failure)
+        raise error
+
+    def free(self, extent: Extent) -> None:
+        assert isinstance(extent, GdsExtent)
+        if extent.host:
+            assert self._host, "where it came from"
+            self._host.free(extent.host)
+        else:
+            extent.file.slab.free(extent.offset, extent.size)
+
+    def write(self, extent: Extent, memory: Memory) -> Completion:
+        assert isinstance(extent, GdsExtent)
+        if streams.of(memory.device):
+            return self._queued("write", extent, memory)
+        extent.from_cpu = True
+        self._host = self._host or make_engine(dataclasses.replace(self._config, engine="posix"))
+        extent.host = self._host.alloc(extent.nbytes)
+        extent.file.slab.free(extent.offset, extent.size)
+        return self._host.write(extent.host, memory)
+
+    def read(self, extent: Extent, memory: Memory) -> Completion:
+        assert isinstance(extent, GdsExtent)
+        if extent.host:
+            assert self._host, "where it was written"
+            return self._host.read(extent.host, memory)
+        if extent.from_cpu or not streams.of(memory.device):
+            raise not_readable(torch.device("cpu" if extent.from_cpu else "cuda"), memory.device)
+        return self._queued("read", extent, memory)
+
+    def failed(self, extent: Extent, error: OSError) -> None:
+        assert isinstance(extent, GdsExtent)
+        if extent.host and self._host:
+            self._host.failed(extent.host, error)
+        elif not extent.from_cpu:
+            extent.file.writable = False
+            self._warn(extent.file, extent.nbytes, error)
+
+    def close(self) -> None:
+        for transfer in list(self._under_way):
+            transfer.cancel()
+        self._under_way.clear()
+        for file in self._files:
+            file.close()
+        if self._host:
+            self._host.close()
+        if self in _open_engines:
+            _open_engines.remove(self)
+
+    def _queued(self, what: str, extent: GdsExtent, memory: Memory) -> Completion:
+        def enqueue(side: streams.Stream) -> streams.Check:
+            file = extent.file.driver
+            queue = file.write if what == "write" else file.read
+            moved = _checked(what, extent, lambda: queue(memory, extent.offset, side.cuda_stream))
+            self._under_way[transfer] = None
+            return functools.partial(self._end, transfer, what, extent, moved)
+
+        transfer = streams.Queued(memory.device, self._sides.get(memory.device, what == "write"), enqueue)
+        return transfer
+
+    def _end(self, transfer: streams.Queued, what: str, extent: GdsExtent, moved: Callable[[], int]) -> None:
+        """Raises: OSError unless all bytes were moved."""
+        try:
+            nbytes = _checked(what, extent, moved)
+            if nbytes != extent.nbytes:
+                raise _failure(what, extent, f"moved {nbytes} B only")
+        finally:
+            self._under_way.pop(transfer, None)
+
+    def _warn(self, file: _GdsFile, nbytes: int, error: OSError) -> None:
+        directory = file.slab.directory
+        if directory in self._warned:
+            return
+        self._warned.add(directory)
+        warnings.warn(
+            f"ssd_fx keeps activations in memory that do not go to {directory}: storing {nbytes} B failed "
+            f"({error.strerror}); the file there holds {file.slab.nbytes} B. Training goes on and needs more memory.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_open_engines: list[GdsEngine] = []
+"""Keeps engines until they are closed. The child of a fork drops its stores without closing them, and must not run the
+destructors of the parent's cuFile handles."""
+
+
+def _checked(what: str, extent: GdsExtent, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RuntimeError as error:  # what kvikio and cuda.bindings raise, with cuFile's message
+        error.__traceback__ = None  # its frames have the future, which is to be dropped with the transfer
+        raise _failure(what, extent, f"failed: {error}") from None
+
+
+def _failure(what: str, extent: GdsExtent, how: str) -> OSError:
+    place = f"{what} of {extent.nbytes} B at offset {extent.offset} of the unlinked file in {extent.directory}"
+    return OSError(_NO_ERRNO, f"{place} {how}", extent.directory)
+
+
+def check_machine(driver: Driver, *, forced: bool = False) -> None:
+    """Returns if GPUDirect Storage is real here or, if `forced`, cuFile is.
+
+    Raises: RuntimeError, which names the engine that would do.
+    """
+    found = cufile.status(driver, forced)
+    if not found.version or not (found.real or forced):
+        name = f"{driver.name}-forced" if forced else driver.name
+        without = f"; engine='{driver.name}-forced' would go through cuFile's all the same" if found.version else ""
+        raise RuntimeError(
+            f"engine {name!r} has no {'cuFile' if forced else 'GPUDirect Storage'} here: {found.reason}. "
+            f"Use engine='posix', which goes through pinned host memory{without}."
+        )
+
+
+def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> GdsEngine:
+    """An engine that has stored and loaded some bytes in every directory.
+
+    Raises: what `check_machine` and `GdsEngine` raise; OSError if the round trip fails.
+    """
+    check_machine(driver, forced=forced)
+    engine = GdsEngine(driver, config, forced=forced)
+    try:
+        for _ in config.dirs:
+            _round_trip(engine)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def usable(driver: Driver, config: RuntimeConfig) -> GdsEngine | None:
+    """The engine if this process computes on a GPU and GPUDirect Storage is real in all directories, else None."""
+    if not torch.cuda.is_initialized() or not cufile.status(driver).real:
+        return None
+    try:
+        return make(driver, config)
+    except (RuntimeError, OSError) as error:
+        message = f"GPUDirect Storage seems to be there and does not work, so ssd_fx takes engine 'posix': {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return None
+
+
+def _round_trip(engine: GdsEngine, nbytes: int = 64 << 10) -> None:
+    """Raises: OSError if what is read in the next directory is not what was written."""
+    device = cufile.current_device()
+    queued = streams.of(device) if device else None
+    assert device and queued, "checked by status"  # noqa: PT018
+    source, target = (queued.empty((nbytes,), (1,), torch.uint8, device) for _ in range(2))
+    pattern = (torch.arange(nbytes) % 251).to(torch.uint8)
+    queued.copy(queued.current(device), source, pattern)
+    extent = engine.alloc(nbytes)
+    for transfer in (engine.write(extent, Memory.of(source)), engine.read(extent, Memory.of(target))):
+        transfer.start()
+        transfer.wait()
+    engine.free(extent)
+    if not torch.equal(target.cpu(), pattern):
+        raise OSError(_NO_ERRNO, f"engine {engine.name!r} read other bytes than it wrote", extent.directory)

@@ -1,0 +1,116 @@
+"""The engines by name, and those that this process has made."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.engines.base import Engine
+
+
+def _memory(_: RuntimeConfig) -> Engine:
+    from ssd_fx.runtime.engines.memory import MemoryEngine
+
+    return MemoryEngine()
+
+
+def _posix(config: RuntimeConfig) -> Engine:
+    from ssd_fx.runtime.engines.posix import PosixEngine
+    from ssd_fx.runtime.engines.striped import StripedEngine
+
+    if not config.dirs:
+        raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
+    made: list[Engine] = []
+    try:
+        for path in config.dirs:
+            made.append(
+                PosixEngine(path, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums)
+            )
+    except BaseException:
+        for engine in made:
+            engine.close()
+        raise
+    return made[0] if len(made) == 1 else StripedEngine(made)
+
+
+_GDS = {"kvikio": ("kvikio", False), "kvikio-forced": ("kvikio", True)}  # the driver, whether it may copy in the host
+
+
+def _gds(name: str) -> Callable[[RuntimeConfig], Engine]:
+    def make(config: RuntimeConfig) -> Engine:
+        from ssd_fx.runtime.engines import cufile, gds
+
+        driver, forced = _GDS[name]
+        return gds.make(cufile.driver(driver), config, forced=forced)
+
+    return make
+
+
+def check_engine(name: str) -> None:
+    """Returns if this machine has what the engine needs, its directories aside.
+
+    Raises: RuntimeError, which names the engine that would do.
+    """
+    from ssd_fx.runtime.engines import cufile, gds
+
+    if name in _GDS:
+        driver, forced = _GDS[name]
+        gds.check_machine(cufile.driver(driver), forced=forced)
+
+
+def _auto(config: RuntimeConfig) -> Engine:
+    from ssd_fx.runtime.engines import cufile, gds
+
+    return gds.usable(cufile.driver("kvikio"), config) or _posix(config)
+
+
+ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
+    "auto": _auto,
+    "posix": _posix,
+    "memory": _memory,
+    **{name: _gds(name) for name in _GDS},
+}
+
+_made: list[weakref.ref[Engine]] = []
+
+
+def make_tiers(config: RuntimeConfig) -> tuple[Engine, int]:
+    """The engine of `config`, and how many bytes may rest where they are before they go to it.
+
+    Where a GPU computes, `host_budget` is a tier of its own, which tensors are copied to; else they are there already.
+
+    Raises: as `make_engine`.
+    """
+    engine = make_engine(config)
+    if not (config.host_budget and torch.cuda.is_available() and "cuda" in engine.devices):
+        return engine, config.resident + config.host_budget
+    from ssd_fx.runtime.engines.memory import MemoryEngine
+    from ssd_fx.runtime.engines.tiered import TieredEngine
+
+    host = MemoryEngine()
+    return TieredEngine(host, engine, host.located, config.host_budget, config.inflight), config.resident
+
+
+def make_engine(config: RuntimeConfig) -> Engine:
+    """The engine that `config` names.
+
+    Raises: ValueError for an unknown name; what the engine raises for its directories.
+    """
+    if config.engine not in ENGINES:
+        raise ValueError(f"unknown engine {config.engine!r}; known are {sorted(ENGINES)}")
+    engine = ENGINES[config.engine](config)
+    _made[:] = [*(made for made in _made if made()), weakref.ref(engine)]
+    return engine
+
+
+def disk_bytes() -> int:
+    """Space on disk that the engines of this process hold; those that are closed hold none."""
+    return sum(engine.disk_bytes for made in list(_made) if (engine := made()))
+
+
+def forget_engines() -> None:
+    """Their files do not count any more: they are a parent's, before a fork."""
+    _made.clear()

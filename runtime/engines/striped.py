@@ -1,0 +1,187 @@
+"""Several drives as one: an engine over engines that share nothing, so that a slow drive does not stop the others.
+
+A small tensor goes as a whole to the drive with the fewest bytes under way. A large one is cut in contiguous stripes
+over all drives that take it, so that a single load has the bandwidth of all of them.
+"""
+
+import errno
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, outcome
+from ssd_fx.runtime.memory.arena import PAGE
+
+STRIPE = 1 << 20  # the least that is worth a request of its own: from 256 KiB on a drive has its full bandwidth
+
+
+class _Drive:
+    """One engine, and what it has to do."""
+
+    __slots__ = ("_under_way", "engine", "live_bytes")
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.live_bytes = 0
+        self._under_way: list[tuple[Completion, int]] = []
+
+    def began(self, transfer: Completion, nbytes: int) -> None:
+        """Counts a transfer until it is done."""
+        self._under_way.append((transfer, nbytes))
+
+    def busy(self) -> tuple[int, int]:
+        """What drives are compared by: bytes under way, then bytes that live there."""
+        self._under_way = [each for each in self._under_way if not each[0].done()]
+        return sum(nbytes for _, nbytes in self._under_way), self.live_bytes
+
+
+class _Part(NamedTuple):
+    """A stripe: `extent` holds the tensor's bytes from `start` on."""
+
+    drive: _Drive
+    extent: Extent
+    start: int
+
+    def of(self, memory: Memory) -> Memory:
+        """The stripe's share of the tensor's memory."""
+        return Memory(memory.ptr + self.start, self.extent.nbytes, memory.device, memory.home)
+
+
+class StripedExtent(Extent):
+    """The stripes of one tensor. `errors`: of those whose write failed, by their place."""
+
+    __slots__ = ("errors", "parts")
+
+    def __init__(self, nbytes: int, parts: list[_Part]) -> None:
+        super().__init__(nbytes, ", ".join(part.extent.directory for part in parts), parts[0].extent.offset)
+        self.parts = parts
+        self.errors: dict[int, OSError] = {}
+
+
+class StripedTransfer:
+    """The transfers of all stripes as one. Of their errors the first is its error, and all are left in `errors`."""
+
+    __slots__ = ("_errors", "_parts", "_transfers")
+
+    def __init__(self, parts: list[_Part], transfers: list[Completion], errors: dict[int, OSError]) -> None:
+        self._parts, self._transfers, self._errors = parts, transfers, errors
+
+    def start(self) -> None:
+        for place, (part, transfer) in enumerate(zip(self._parts, self._transfers, strict=True)):
+            try:
+                transfer.start()
+            except OSError as error:
+                self._errors[place] = _copy(error)
+                self.cancel()
+                raise
+            part.drive.began(transfer, part.extent.nbytes)
+
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self._transfers)
+
+    def wait(self) -> None:
+        outcomes = enumerate([outcome(transfer) for transfer in self._transfers])
+        failed = {place: error for place, error in outcomes if error}
+        if not failed:
+            return
+        self._errors.update((place, _copy(error)) for place, error in failed.items())
+        # A part that was cancelled tells why only if no other failed.
+        raise failed[min(failed, key=lambda at: (failed[at].errno == errno.ECANCELED, self._transfers[at].span()[1]))]
+
+    def cancel(self) -> bool:
+        cut_short = [transfer.cancel() for transfer in self._transfers]
+        return any(cut_short)
+
+    def span(self) -> tuple[float, float]:
+        spans = [transfer.span() for transfer in self._transfers]
+        return min(started for started, _ in spans), max(ended for _, ended in spans)
+
+    @property
+    def seconds(self) -> float:
+        started, ended = self.span()
+        return ended - started
+
+
+class StripedEngine:
+    """`engines`, one for each drive. Stripes have at least `stripe` bytes, so a tensor under two of them is not cut.
+
+    To retire a drive that fails is for its own engine; what is stored there stays readable.
+    """
+
+    def __init__(self, engines: Sequence[Engine], stripe: int = STRIPE) -> None:
+        assert engines, "there is a drive"
+        assert stripe >= PAGE, "every stripe has bytes"
+        self.name = engines[0].name
+        self.devices = frozenset.intersection(*(engine.devices for engine in engines))
+        self._stripe = stripe
+        self._drives = [_Drive(engine) for engine in engines]
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(drive.engine.disk_bytes for drive in self._drives)
+
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
+        drives = sorted(self._drives, key=_Drive.busy)
+        while True:
+            used = drives[: max(1, nbytes // self._stripe)]
+            parts: list[_Part] = []
+            try:
+                for drive, start, size in _stripes(used, nbytes):
+                    parts.append(_Part(drive, drive.engine.alloc(size), start))
+                    drive.live_bytes += size
+                return StripedExtent(nbytes, parts)
+            except OSError:
+                _free(parts)
+                drives.remove(used[len(parts)])  # full, or retired; the others take its share
+                if not drives:
+                    raise
+
+    def free(self, extent: Extent) -> None:
+        assert isinstance(extent, StripedExtent)
+        _free(extent.parts)
+
+    def write(self, extent: Extent, memory: Memory) -> Completion:
+        assert isinstance(extent, StripedExtent)
+        transfers: list[Completion] = []
+        try:
+            for part in extent.parts:
+                transfers.append(part.drive.engine.write(part.extent, part.of(memory)))
+        except OSError as error:
+            extent.errors[len(transfers)] = _copy(error)
+            for transfer in transfers:
+                transfer.cancel()
+            raise
+        return StripedTransfer(extent.parts, transfers, extent.errors)
+
+    def read(self, extent: Extent, memory: Memory) -> Completion:
+        assert isinstance(extent, StripedExtent)
+        transfers = [part.drive.engine.read(part.extent, part.of(memory)) for part in extent.parts]
+        return StripedTransfer(extent.parts, transfers, {})
+
+    def failed(self, extent: Extent, error: OSError) -> None:
+        assert isinstance(extent, StripedExtent)
+        for place, failure in extent.errors.items():
+            if failure.errno != errno.ECANCELED:
+                part = extent.parts[place]
+                part.drive.engine.failed(part.extent, failure)
+
+    def close(self) -> None:
+        for drive in self._drives:
+            drive.engine.close()
+
+
+def _copy(error: OSError) -> OSError:
+    """To be kept: without the traceback, whose frames would keep the extent alive that keeps it, and handles too."""
+    return OSError(error.errno, error.strerror, error.filename)
+
+
+def _stripes(drives: list[_Drive], nbytes: int) -> list[tuple[_Drive, int, int]]:
+    """(drive, start, bytes) of equal shares that begin at multiples of a page."""
+    starts = [nbytes * i // len(drives) // PAGE * PAGE for i in range(len(drives))]
+    ends = [*starts[1:], nbytes]
+    return [(drive, start, end - start) for drive, start, end in zip(drives, starts, ends, strict=True)]
+
+
+def _free(parts: list[_Part]) -> None:
+    for part in parts:
+        part.drive.live_bytes -= part.extent.nbytes
+        part.drive.engine.free(part.extent)

@@ -1,0 +1,1 @@
+"""Tensors, their layouts, and where their memory comes from."""

@@ -1,0 +1,54 @@
+"""Memory for tensors: recycled on the CPU, torch's own elsewhere.
+
+On a device with streams, allocations and copies are in the order of the stream on which the caller computes, and
+nothing here knows an address longer than the tensor that has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.memory.buffers import POOL
+from ssd_fx.runtime.memory.layout import Layout, alias
+
+POOLED = 64 << 10  # smaller CPU tensors come from torch's allocator
+
+
+def empty(layout: Layout, device: torch.device, phase: int = 0) -> Tensor:
+    """A dense tensor with any content; on the CPU its address is `phase` modulo a page: a read then needs no copy."""
+    size, stride, dtype = layout
+    queued = streams.of(device)
+    if queued:
+        return queued.empty(size, stride, dtype, device)
+    nbytes = math.prod(size) * dtype.itemsize
+    if device.type != "cpu" or nbytes < POOLED:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return POOL.tensor(size, stride, dtype, nbytes, phase)
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """The bytes of a dense tensor in memory order, into another one of equal size."""
+    queued = streams.of(source.device)
+    if queued:
+        queued.copy(queued.current(source.device), as_bytes(target), as_bytes(source))
+    else:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.itemsize)
+
+
+def copy_elements(target: Tensor, source: Tensor) -> None:
+    """The elements of a tensor into one of the same size and dtype, and of other strides."""
+    queued = streams.of(source.device)
+    if queued:
+        queued.copy(queued.current(source.device), target, source)
+    else:
+        target.copy_(source)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes that a dense `x` spans, in memory order, as uint8 on the same storage."""
+    return alias(x, Layout((x.numel() * x.itemsize,), (1,), torch.uint8))

@@ -1,0 +1,1 @@
+"""Measures the rates of this machine, once."""

@@ -1,0 +1,291 @@
+"""The machine's rates: measured once, kept in the user's cache directory with the hardware that they belong to.
+
+    ~/.cache/ssd_fx/machine.json        {"version": 2, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
+
+One process measures at a time, under a lock on a file beside it (on the temporary directory where there can be none):
+ranks that share a node would otherwise measure each other. What is kept is what a process has alone; a rank plans with
+its share (`Machine.shared`). What cannot be kept is measured again by the next process, with a warning.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ssd_fx.calibration import rates
+from ssd_fx.calibration.host_copies import host_copies
+from ssd_fx.calibration.timing import NoClock
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.device import streams
+
+_VERSION = 2
+_SECTIONS = ("compute", "disk")
+_DIGITS = 3
+# A kernel with nothing to do takes 5 to 20 us. With more threads than cores to run them it waits for a time slice of
+# the scheduler, and products were measured at a hundredth of their rate.
+_BUSY_S = 5e-4
+_OTHERS = 0.15  # share of the cores that other processes may use while they are measured
+_WHAT = {"compute": "how fast {device} computes", "disk": "how fast tensors of {device} are written and read"}
+T = TypeVar("T")
+Rates = dict[str, object]
+Cached = dict[str, dict[str, Rates]]  # section -> key -> rates
+_WITHOUT = (
+    "results are the same, but a step may wait for the drive, or compute again, where another plan would not. "
+    "`ssd-fx calibrate DIRECTORY` measures when the machine is idle; options={'machine': 'default'} takes the typical "
+    "rates without asking"
+)
+
+
+class _Unmeasured(Exception):
+    """What was measured says nothing of this machine; the text names what, and why."""
+
+
+_lock = threading.Lock()
+_known: Cached = {section: {} for section in _SECTIONS}  # what this process has read or measured
+
+
+def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = False) -> Machine:
+    """The machine that computes on `device` with the drives of `config`: as cached, else measured, which takes seconds.
+
+    `anew` measures in any case. What cannot be measured, a drive that is full, cores that others use or a device that
+    has no memory left, has typical rates in this process and is not kept, after a RuntimeWarning.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # this thread's; what measures is another
+    keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
+    measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
+    with _lock:
+        if anew or any(keys[section] not in _known[section] for section in _SECTIONS):
+            with _exclusive() as kept:
+                for section in _SECTIONS:
+                    found = None if anew else kept[section].get(keys[section])
+                    if found is None:
+                        found = _measured(section, measure[section], device)
+                    _known[section][keys[section]] = found
+                    if found:
+                        kept[section][keys[section]] = found
+        machine = Machine.default(device, torch.get_num_threads())
+        for section in _SECTIONS:
+            machine = machine.with_rates(_known[section][keys[section]])
+        return machine
+
+
+def _measured(section: str, measure: Callable[[], Rates], device: torch.device) -> Rates:
+    """What `measure` finds; nothing, after a RuntimeWarning, where that is no measure of this machine."""
+    try:
+        return _rounded(_in_thread(measure, device))
+    except _Unmeasured as error:
+        reason = str(error)
+    except NoClock as error:
+        reason = f"{_WHAT[section].format(device=device)} ({error})"
+    except (RuntimeError, MemoryError) as error:
+        if not rates.out_of_memory(error):
+            raise
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        reason = f"{_WHAT[section].format(device=device)} (there is no memory for it: {first})"
+    told = f"ssd_fx could not measure {reason}, and plans with typical rates: {_WITHOUT}"
+    warnings.warn(told, RuntimeWarning, stacklevel=3)
+    return {}
+
+
+def cached() -> Cached:
+    """What the cache holds, by section and hardware: nothing where there is no file yet, and nothing, after a
+    RuntimeWarning, where the file is of no use."""
+    try:
+        return _parse(cache_path().read_text())
+    except FileNotFoundError:
+        return _nothing()
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{cache_path()} is of no use ({error}), so ssd_fx measures anew", RuntimeWarning, stacklevel=2)
+        return _nothing()
+
+
+def _nothing() -> Cached:
+    return {section: {} for section in _SECTIONS}
+
+
+def unmeasured(config: RuntimeConfig, device: torch.device) -> list[str]:
+    """The sections that this process could not measure, and has typical rates for."""
+    keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
+    return [section for section in _SECTIONS if _known[section].get(keys[section]) == {}]
+
+
+def forget() -> None:
+    """What this process knows; the file stays."""
+    with _lock:
+        for section in _known.values():
+            section.clear()
+
+
+def cache_path() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "ssd_fx" / "machine.json"
+
+
+def compute_key(device: torch.device) -> str:
+    """The hardware and software that computes, as JSON."""
+    what = {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
+    what |= {"torch": torch.__version__, "device": "cpu"}
+    if device.type == "cuda":
+        what["device"] = torch.cuda.get_device_name(device)
+    elif device.type != "cpu":
+        what["device"] = device.type
+    return json.dumps(what, sort_keys=True)
+
+
+def disk_key(config: RuntimeConfig, device: torch.device) -> str:
+    """What moves bytes: the block devices under the directories (not their paths), the engine, its options."""
+    numbers = [] if config.engine == "memory" else sorted({os.stat(path).st_dev for path in config.dirs})
+    drives = [f"{os.major(n)}:{os.minor(n)}" for n in numbers]
+    what = {"drives": drives, "engine": config.engine, "checksums": config.checksums}
+    return json.dumps(json.loads(compute_key(device)) | what, sort_keys=True)
+
+
+def _compute(device: torch.device) -> Rates:
+    started, others_s = time.perf_counter(), _others_s()
+    found = rates.Compute(device).rates() | host_copies(device)
+    cores_s = max(time.perf_counter() - started, 1.0) * len(os.sched_getaffinity(0))  # the kernel counts in 10 ms
+    others = (_others_s() - others_s) / cores_s
+    if others >= _OTHERS:
+        raise _Unmeasured(f"how fast this machine computes (other processes use {others:.0%} of its cores)")
+    if float(str(found["kernel_s"])) >= _BUSY_S:
+        took = f"the smallest kernel took {found['kernel_s']:.3g} s, as with more threads than cores that run them"
+        raise _Unmeasured(f"how fast this machine computes ({took})")
+    return found
+
+
+def _others_s() -> float:
+    """CPU seconds that others have had of the cores that this process may use; 0 where the kernel does not tell."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return 0.0
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    used = 0
+    for ticks in (line.split()[1:] for line in lines if line.split()[0] in ours):
+        user, nice, system, _, _, irq, softirq, *_ = map(int, ticks)
+        used += user + nice + system + irq + softirq
+    return used / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def _disk(config: RuntimeConfig, device: torch.device) -> Rates:
+    try:
+        return dict(asdict(rates.Transfers(config, device).measure()))
+    except OSError as error:
+        raise _Unmeasured(f"how fast {', '.join(config.dirs)} is ({error})") from error
+
+
+def _rounded(found: Mapping[str, object]) -> Rates:
+    whole = Machine.default(torch.device("cpu"), 1).with_rates(found).rounded(_DIGITS).rates()
+    return {name: whole[name] for name in found}
+
+
+def _in_thread(work: Callable[[], T], device: torch.device) -> T:
+    """The result of `work` in a thread of its own, where no autocast, mode or compilation of the caller is in force.
+
+    The thread is on `device`: by itself it would be on device 0, whatever the caller's is.
+    """
+    outcome: list[T | BaseException] = []
+    queued = streams.of(device)
+
+    def run() -> None:
+        try:
+            with torch.no_grad(), queued.on(device) if queued else nullcontext():
+                outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="ssd_fx calibration")
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+@contextmanager
+def _exclusive() -> Iterator[Cached]:
+    """The contents of the cache, locked against other processes; what the caller adds is written at the end."""
+    path = cache_path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        _warn_unkept(error)
+        with _in_turn(os.open(tempfile.gettempdir(), os.O_RDONLY)):  # all ranks measure, but not each other
+            yield _nothing()
+        return
+    with _in_turn(lock):
+        contents = cached()
+        yield contents
+        try:
+            _write(path, contents)
+        except OSError as error:
+            _warn_unkept(error)
+
+
+@contextmanager
+def _in_turn(lock: int) -> Iterator[None]:
+    """Holds the lock of an open file, which is closed at the end."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _warn_unkept(error: OSError) -> None:
+    text = f"ssd_fx cannot keep the machine's rates ({error}), and measures them in every process"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _write(path: Path, contents: Cached) -> None:
+    """All or nothing: a reader sees the old file or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        try:
+            json.dump({"version": _VERSION} | contents, file, indent=1, sort_keys=True)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _parse(text: str) -> Cached:
+    """Raises: ValueError for what this version did not write."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("version") != _VERSION:
+        raise ValueError(f"not version {_VERSION} of the machine's rates")
+    base = Machine.default(torch.device("cpu"), 1)
+    for section in _SECTIONS:
+        if not isinstance(found.get(section), dict):
+            raise ValueError(f"no section {section!r}")
+        for entry in found[section].values():
+            if not isinstance(entry, dict):
+                raise ValueError(f"{entry!r} are no rates")
+            base.with_rates(entry)
+    return {section: found[section] for section in _SECTIONS}
+
+
+def _cpu() -> str:
+    """The model's name, where the kernel tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

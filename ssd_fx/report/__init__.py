@@ -1,0 +1,1 @@
+"""What people read: the dump of a plan, and `explain`."""

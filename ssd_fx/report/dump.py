@@ -1,0 +1,218 @@
+"""The plan as text: one table that serves users, bug reports and golden tests.
+
+Fixed columns, in the order of definition; modules, and lines of the model, where they are known. `>` means after, `<`
+before:
+
+    relu    mlp  gpt.py:57  256 B  offload    store>relu release>mul load<mm_3 wait<mul_1  [relu, detach, view]
+    sin     mlp  gpt.py:58  256 B  keep       below min_bytes                              [sin]
+    gelu    mlp  gpt.py:59  256 B  recompute  0.0132 ms
+
+Layers that are alike are told once (`layers.py`); `plan.json` has them all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+from ssd_fx.passes.groups import AliasGroup
+from ssd_fx.passes.joint.modules import source_line
+from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.plan import Keep, Plan, Prediction, Recompute
+from ssd_fx.report.layers import Row, fold
+from ssd_fx.sizes import format_bytes
+
+Names = tuple[list[str], list[str]]  # of the nodes of the forward, and of the backward
+Sources = Mapping[str, str]  # the lines of the model by the names of the forward's nodes
+NO_SOURCES: Sources = {}
+
+
+def node_names(partition: Partition) -> Names:
+    """The names of the nodes of both graphs: before insertion, those that a plan's points mean."""
+    return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
+
+
+def source_lines(partition: Partition, arguments: Sequence[str] = ()) -> Sources:
+    """Of inputs, `arguments` by their place, as AOTAutograd's descriptors have it."""
+    lines = {n.name: line for n in partition.forward.graph.nodes if (line := source_line(n))}
+    for node in partition.forward.graph.find_nodes(op="placeholder"):
+        index = getattr(node.meta.get("desc"), "idx", None)
+        if isinstance(index, int) and index < len(arguments):
+            lines[node.name] = f"argument {arguments[index]}"
+    return lines
+
+
+def table(plan: Plan, names: Names, sources: Sources = NO_SOURCES) -> str:
+    """A head, one line per alias group and per tensor that is computed again, and what is predicted.
+
+    `names`: `node_names`, taken before insertion.
+    """
+    rows = [*fold(_row(plan, g, names, sources) for g in plan.groups), *fold(_recomputed(plan, sources))]
+    share = 100 * plan.offloaded_bytes / plan.saved_bytes if plan.saved_bytes else 0.0
+    head = (
+        f"graph {plan.graph}: {len(plan.groups)} alias groups, {format_bytes(plan.saved_bytes)} saved, "
+        f"{len(plan.offloaded)} groups and {format_bytes(plan.offloaded_bytes)} offloaded ({share:.1f}%)"
+    )
+    if plan.recomputed:
+        again = format_bytes(sum(r.nbytes for r in plan.recomputed))
+        head += f", {len(plan.recomputed)} tensors and {again} computed again"
+    return "\n".join([head, *_aligned([row.cells for row in rows]), *_predicted(plan)]) + "\n"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns side by side, sizes to the right; one that is empty in all rows is left out."""
+    padded = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        if width:
+            padded.append([cell.rjust(width) if i == Row.SIZE else cell.ljust(width) for cell in column])
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+
+
+def predicted(plan: Plan) -> dict[str, float]:
+    """What the simulator says of the plan; seconds, and bytes above the level before the step."""
+    if plan.prediction is None:
+        return {}
+    found, outcome = plan.prediction, plan.prediction.solution.outcome
+    return {
+        "step_s": outcome.seconds,
+        "compute_s": sum(found.modelled.step.seconds),
+        "write_stall_s": outcome.write_stall_s,
+        "read_stall_s": outcome.read_stall_s,
+        "peak_bytes": outcome.peak,
+        "limit_bytes": int(found.limits.memory),
+        "floor_bytes": found.floor,
+        "kept_peak_bytes": found.everything,
+        **({"shared_budget_bytes": found.shared} if found.shared else {}),
+        **_host(found),
+    }
+
+
+def _host(found: Prediction) -> dict[str, float]:
+    budget = found.modelled.step.host_budget
+    if budget:
+        return {"host_peak_bytes": found.solution.outcome.host_peak, "host_budget_bytes": budget}
+    return {"resting_bytes": found.resting} if found.resting else {}
+
+
+def _predicted(plan: Plan) -> list[str]:
+    figures = predicted(plan)
+    if not figures:
+        return []
+    sizes = {name: format_bytes(figure) for name, figure in figures.items() if name.endswith("_bytes")}
+    step, compute = figures["step_s"] * 1e3, figures["compute_s"] * 1e3
+    writes, reads = figures["write_stall_s"] * 1e3, figures["read_stall_s"] * 1e3
+    return [
+        f"predicted step {step:.3g} ms: compute {compute:.3g}, waiting for writes {writes:.3g}, for reads {reads:.3g}",
+        f"predicted peak {sizes['peak_bytes']} of {sizes['limit_bytes']} allowed; "
+        f"floor (infinitely fast I/O) {sizes['floor_bytes']}, everything kept {sizes['kept_peak_bytes']}",
+        *_shared(sizes),
+        *_predicted_host(sizes),
+    ]
+
+
+def _shared(sizes: dict[str, str]) -> list[str]:
+    """A plan says what may leave; a budget in bytes is over all graphs, so that what stays shows at run time only."""
+    if "shared_budget_bytes" not in sizes:
+        return []
+    much = sizes["shared_budget_bytes"]
+    return [
+        f"up to {much} of what is offloaded stay at run time, the latest of all graphs; this plan is as if none did"
+    ]
+
+
+def _predicted_host(sizes: dict[str, str]) -> list[str]:
+    if "host_budget_bytes" in sizes:
+        return [f"predicted host memory {sizes['host_peak_bytes']} of {sizes['host_budget_bytes']} allowed"]
+    if "resting_bytes" in sizes:
+        return [f"host memory is this device's: beyond that peak the runtime lets {sizes['resting_bytes']} rest"]
+    return []
+
+
+def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
+    decision, mark = plan.decisions.get(group.slot), plan.marks.get(group.slot)
+    where = ""
+    if decision is None:
+        what, reason = "undecided", ""
+    elif isinstance(decision, Keep):
+        what, reason = "keep", decision.reason
+    elif isinstance(decision, Recompute):
+        what, reason = "recompute", _price(plan.prices[group.slot].seconds)
+    else:
+        what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
+        where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
+    members = tuple(m.name for m in group.members)
+    size, source = format_bytes(group.nbytes), sources.get(group.base, "")
+    if group.stored_nbytes != group.nbytes:  # 256 of 512 B
+        size = f"{format_bytes(group.stored_nbytes).removesuffix(size[size.index(' ') :])} of {size}"
+    return Row(group.base, plan.modules.get(group.slot, ""), size, what, reason, where, members, source=source)
+
+
+def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
+    """The names of the nodes that a group's nodes stand behind (`>`) or before (`<`); empty before it is scheduled."""
+    points, (forward, backward) = plan.points.get(group.slot), names
+    if points is None:
+        return {}
+    return {
+        "store>": forward[points.store_after],
+        "release>": forward[points.release_after],
+        "load<": backward[points.load_before],
+        "wait<": backward[points.wait_before],
+    }
+
+
+def _recomputed(plan: Plan, sources: Sources) -> Iterable[Row]:
+    for r in plan.recomputed:
+        source = sources.get(r.base, "")
+        yield Row(r.base, r.module, format_bytes(r.nbytes), "recompute", _price(r.seconds), source=source)
+
+
+def _price(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+LEGEND = """
+# One row per alias group, a storage that is saved: its base, its module, its line in the model or the argument that it
+# is, its bytes, what becomes of it, where or why, [the saved tensors that are views of it]. "{0..3} x 4": rows of four
+# layers that are alike.
+# Sizes are exact below a MiB; the .plan.json has all bytes exactly, every layer, and the slot by which messages and
+# traces of the runtime call a group.
+# store>, release>: the forward node behind which the write starts, and the memory is given up; load<, wait<: the
+# backward node before which the read starts, and ends at the latest.
+# floor: the peak if everything that can leave left at once. allowed: the floor, and for a share its part of what is
+# between floor and everything kept, for a number of bytes so many more. Predictions use the options machine, profile.
+"""
+
+
+def files(partition: Partition, plan: Plan, names: Names, arguments: Sequence[str] = ()) -> dict[str, str]:
+    """The dump of a graph behind insertion: `<graph>.plan.txt`, `.plan.json`, `.forward.py` and `.backward.py`."""
+    sources = source_lines(partition, arguments)
+    return {
+        f"{plan.graph}.plan.txt": table(plan, names, sources) + LEGEND,
+        f"{plan.graph}.plan.json": json.dumps(_details(plan, names, sources), indent=1) + "\n",
+        f"{plan.graph}.forward.py": partition.forward.print_readable(print_output=False),
+        f"{plan.graph}.backward.py": partition.backward.print_readable(print_output=False),
+    }
+
+
+def _details(plan: Plan, names: Names, sources: Sources) -> dict[str, object]:
+    """All that the table says, of every layer."""
+    groups = []
+    for group in plan.groups:
+        row = _row(plan, group, names, sources)
+        found: dict[str, object] = {"slot": group.slot, "name": row.name, "module": row.module, "source": row.source}
+        found |= {"nbytes": group.nbytes, "stored_nbytes": group.stored_nbytes}
+        found |= {"decision": row.decision, "reason": row.reason, "members": list(row.members)}
+        groups.append(found | {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()})
+    again = [
+        {
+            "name": r.base,
+            "module": r.module,
+            "source": sources.get(r.base, ""),
+            "nbytes": r.nbytes,
+            "seconds": r.seconds,
+        }
+        for r in plan.recomputed
+    ]
+    totals = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
+    return totals | {"predicted": predicted(plan), "groups": groups, "recomputed": again}
