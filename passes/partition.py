@@ -79,6 +79,14 @@ class Partition:
             module.recompile()
 
 
+Names = tuple[list[str], list[str]]  # of the nodes of the forward, and of the backward
+
+
+def node_names(partition: Partition) -> Names:
+    """The names of the nodes of both graphs: before insertion, those that a plan's points mean."""
+    return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
+
+
 def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> frozenset[str]:
     """Names of the joint graph's inputs that are no parameters or buffers, as far as anybody said so.
 

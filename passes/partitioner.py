@@ -1,4 +1,4 @@
-"""The partitioner that Inductor and AOTAutograd call: PyTorch's min-cut, then our pipeline on its result.
+"""The partitioner that Inductor and AOTAutograd call: PyTorch's min-cut within our pipeline.
 
 It is copied and pickled into the key of Inductor's cache, so it is a frozen dataclass of plain values; on a cache hit
 it does not run at all, which is why all that the runtime needs stands in the graphs.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,54 +17,50 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from ssd_fx.passes import pipeline
-from ssd_fx.passes.joint.marks import lift
-from ssd_fx.passes.joint.mutated_inputs import save_what_reads_changed_inputs
-from ssd_fx.passes.joint.recompute import Joint
-from ssd_fx.passes.joint.stale_views import rejoin_views
-from ssd_fx.passes.rewrite.insert import refuse_stand_ins
+from ssd_fx.passes.options import PlanOptions
+from ssd_fx.passes.partition import Names, Partition, node_names
+from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.user_errors import user_errors
-from ssd_fx.report import dump
+
+Report = Callable[[Partition, Plan, Names], None]
+"""Gets every rewritten partition with its plan, and the names of the nodes before the rewrite, which the plan means."""
 
 
 @dataclass(frozen=True)
 class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph and puts its saved activations on disk.
 
-    `write` gets the dump of every graph, texts by the names of their files; None where none is wanted. `arguments` are
-    what the dump calls the inputs of the Dynamo graph, in their order. `keeps_all`: nothing leaves, and PyTorch's own
-    partition is taken.
+    `keeps_all`: nothing leaves, and PyTorch's own partition is taken. `report` is a function of a module, or a partial
+    of one: it is pickled.
     """
 
-    options: pipeline.PlanOptions
+    options: PlanOptions
     keeps_all: bool = False
-    write: Callable[[Mapping[str, str]], None] | None = None
-    arguments: tuple[str, ...] = ()
+    report: Report | None = None
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Returns (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
-        lift(gm.graph)  # under Inductor it has run: LiftMarks
-        rejoin_views(gm.graph)
-        save_what_reads_changed_inputs(gm.graph)
+        joint = pipeline.joint_of(gm, joint_inputs, kwargs)
         if self.keeps_all or hooks_are_compiled_in():
-            partition = Joint(gm, joint_inputs, kwargs).partition()
-            refuse_stand_ins(partition)
+            partition = joint.partition()
+            pipeline.finish(partition)
             return partition.forward, partition.backward
         with user_errors():
-            partition, plan = pipeline.decide_joint(Joint(gm, joint_inputs, kwargs), self.options)
-        names = dump.node_names(partition)
+            partition, plan = pipeline.decide_joint(joint, self.options)
+        names = node_names(partition)
         pipeline.rewrite(partition, plan, self.options)
-        if self.write is not None:
-            self.write(dump.files(partition, plan, names, self.arguments))
-        refuse_stand_ins(partition)
+        pipeline.finish(partition)
+        if self.report is not None:
+            self.report(partition, plan, names)
         return partition.forward, partition.backward
 
     def uuid(self) -> str:
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
         parts = [repr(self.options), str(self.keeps_all), torch.__version__]
-        if self.write is not None:
-            parts.append(_PROCESS)  # a dump must be written: a cached result of another process would write none
+        if self.report is not None:
+            parts.append(_PROCESS)  # somebody waits for it: a cached result of another process would report nothing
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

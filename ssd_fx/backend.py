@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,15 @@ from ssd_fx import patterns
 from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.joint.marks import LiftMarks
 from ssd_fx.passes.lowering import compiled_autograd
+from ssd_fx.passes.options import PlanOptions
+from ssd_fx.passes.partition import Names, Partition
 from ssd_fx.passes.partitioner import Partitioner, hooks_are_compiled_in
-from ssd_fx.passes.pipeline import PlanOptions
+from ssd_fx.passes.pipeline import inductor_passes
+from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.user_errors import user_errors
 from ssd_fx.profile import read_profile
+from ssd_fx.report.dump import Dump, dump
 from ssd_fx.runtime import graphs, stats
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines.preflight import check_directory
@@ -36,6 +39,7 @@ from ssd_fx.runtime.memory import heap
 from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
+Report = Callable[[Dump], None]
 Compiled = Any  # what a backend returns: a callable; Inductor types it as whatever any of its modes yields
 
 
@@ -54,13 +58,26 @@ def backend(
         ValueError: an option that is unknown or whose value is none, an engine that this machine lacks.
         OSError: a directory that is missing, not writable, or in memory (tmpfs); the message names it.
     """
+    return compile_graph(gm, inputs, options=options, mode=mode)
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    report: Report | None = None,
+) -> Compiled:
+    """`backend`; `report`, a function of a module, gets the dump of every graph instead of the option `dump`."""
     with user_errors():
         config = _checked(options, mode)
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
         partitioner = Partitioner(plan, keeps_all=_keeps_all())
-        if config.dump:
-            write = partial(_write, config.own_dump, config.share())
-            partitioner = replace(partitioner, write=write, arguments=patterns.arguments(gm))
+        if config.dump and report is None:
+            report = partial(_write, config.own_dump, config.share())
+        if report is not None:
+            partitioner = replace(partitioner, report=partial(_reported, report, patterns.arguments(gm)))
     if config.share():
         log.info("%s", config.share())
     heap.keep_freed_memory()
@@ -132,14 +149,18 @@ def _make_dump(directory: str) -> None:
         pass
 
 
-def _write(directory: str, share: str, files: Mapping[str, str]) -> None:
+def _reported(report: Report, arguments: Sequence[str], partition: Partition, plan: Plan, names: Names) -> None:
+    report(dump(partition, plan, names, arguments))
+
+
+def _write(directory: str, share: str, made: Dump) -> None:
     """Put the dump of a graph into `directory`; `share`, if any, begins the plan: it is one rank's of some."""
-    for name, text in files.items():
+    for name, text in made.files().items():
         head = f"{share}\n" if share and name.endswith(".plan.txt") else ""
         (Path(directory) / name).write_text(head + text)
 
 
-def plan_options(config: Config, device: torch.device, *, hand_over: bool = True) -> PlanOptions:
+def plan_options(config: Config, device: torch.device) -> PlanOptions:
     """What the passes need of the options for graphs that compute on `device`.
 
     Raises:
@@ -153,7 +174,6 @@ def plan_options(config: Config, device: torch.device, *, hand_over: bool = True
         prefetch=config.prefetch,
         machine=machine_of(config, device),
         runtime_config=config.runtime_json(),
-        hand_over=hand_over,
         host_budget=config.own_host_budget,
         profile=read_profile(config.profile) if config.profile else None,
         keep=config.keep,
@@ -195,32 +215,15 @@ def _device(inputs: Sequence[object]) -> torch.device:
 def _inductor(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None
 ) -> Compiled:
-    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    from ssd_fx.passes.lowering import inductor, order
+    from ssd_fx.passes.lowering import inductor
+    from ssd_fx.passes.lowering.settings import settings
 
     inductor.register()
-    patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
-    version = source_digest()
-    patches |= {
-        "custom_partitioner_fn": _for_cpp(partitioner) if inductor_config.cpp_wrapper else partitioner,
-        "joint_custom_pre_pass": LiftMarks(version, _as_tuple(inductor_config.joint_custom_pre_pass)),
-        "_pre_fusion_custom_pass": order.KeepCommunication(version, inductor_config._pre_fusion_custom_pass),
-        "_post_fusion_custom_pass": order.PinOrder(version, inductor_config._post_fusion_custom_pass),
-        # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on
-        # the example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to
-        # reuse.
-        "allow_buffer_reuse": False,
-        "combo_kernels": False,  # made behind our pass, across the planned order
-    }
-    annotation = gm.meta.pop("cudagraph_annotation", None)  # of torch.compiler's override_cudagraphs
-    if patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs) or getattr(annotation, "fwd", False):
-        patches["triton.cudagraphs"] = False
-        _tell_no_cuda_graphs(inputs)
-    if compiled_autograd.loads(gm.graph):
-        patches["reorder_for_locality"] = False  # of inference only: it moves every load to the first use of its tensor
-    return compile_fx(gm, list(inputs), config_patches=patches)
+    partitioner = _for_cpp(partitioner) if inductor_config.cpp_wrapper else partitioner
+    passes = inductor_passes(partitioner, source_digest())
+    return compile_fx(gm, list(inputs), config_patches=settings(gm, inputs, mode) | passes)
 
 
 def _for_cpp(partitioner: Partitioner) -> Partitioner:
@@ -233,25 +236,6 @@ def _for_cpp(partitioner: Partitioner) -> Partitioner:
     )
     options = partitioner.options
     return replace(partitioner, options=replace(options, runtime_config=quoted(options.runtime_config)))
-
-
-def _tell_no_cuda_graphs(inputs: Sequence[object]) -> None:
-    """A replayed graph takes the addresses that were free when it was recorded, whether or not what was put there since
-    has been written to the drive; and to have fewer graphs, Inductor moves all releases behind all kernels."""
-    if _device(inputs).type == "cuda":
-        warnings.warn(
-            "ssd_fx compiles without CUDA graphs, which know nothing of a write that is going on; "
-            "mode='max-autotune-no-cudagraphs' asks for what is left of mode='max-autotune'",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def _as_tuple(passes: Any) -> tuple[Any, ...]:
-    """Inductor takes one pass or, from torch 2.12 on, several."""
-    if passes is None:
-        return ()
-    return tuple(passes) if isinstance(passes, (list, tuple)) else (passes,)
 
 
 def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner) -> Compiled:

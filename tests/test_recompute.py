@@ -88,7 +88,7 @@ def test_who_gives_a_region_a_budget_is_left_alone() -> None:
             return layers(x, w)
 
     def has_own_budget(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> bool:
-        return recompute.Joint(gm, inputs, kwargs).has_own_budget
+        return pipeline.joint_of(gm, inputs, kwargs).has_own_budget
 
     def cuts(toy: toys.Toy) -> int:
         options = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "machine": SLOW, "recompute": True}
@@ -111,7 +111,7 @@ def test_what_is_computed_again_is_not_saved_as_a_view_or_a_copy(toy: toys.Toy) 
     """
 
     def saved_before_and_after(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[set[int | None], ...]:
-        joint = recompute.Joint(gm, inputs, kwargs)
+        joint = pipeline.joint_of(gm, inputs, kwargs)
         partition = joint.partition()
         decided = all_priced(partition, pipeline.decide(partition, toys.options()))
         again = joint.partition_again(decided.recomputed_nodes, decided.saved_nodes)

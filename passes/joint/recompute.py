@@ -16,7 +16,7 @@ import copy
 import math
 import operator
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from torch.fx._lazy_graph_module import _get_graph_module_cls, _make_graph_modul
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes.joint.collectives import is_silent
-from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs
 from ssd_fx.passes.partition import Partition, activation_inputs, changed_inputs, storage_of
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
@@ -40,11 +39,19 @@ LONGEST = 200  # nodes of a chain: what depends on more is not worth it
 class Joint:
     """A joint graph that can be partitioned several times, each time with other operators recomputed.
 
-    What has to be done to the graph before it is cut (`changed.save_what_reads_changed_inputs`, `marks.lift`) is done.
+    `module` has been through the passes of a joint graph; `inputs` and `arguments` are those of PyTorch's min-cut.
+    `behind_cut`: passes that run on every partition.
     """
 
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[object],
+        arguments: dict[str, Any],
+        behind_cut: Sequence[Callable[[Partition], None]],
+    ) -> None:
         self._module, self._inputs, self._arguments = module, inputs, arguments
+        self._behind_cut = behind_cut
         self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
 
     @property
@@ -83,7 +90,8 @@ class Joint:
     def _cut(self, module: fx.GraphModule) -> Partition:
         forward, backward = min_cut_rematerialization_partition(module, self._inputs, **self._arguments)
         partition = Partition(forward, _lazy(backward), self._arguments["num_fwd_outputs"], self._activations)
-        copy_changed_inputs(partition)
+        for each in self._behind_cut:
+            each(partition)
         return partition
 
 

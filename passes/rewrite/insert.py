@@ -48,13 +48,9 @@ class _Insertion:
     build: Callable[[AliasGroup, int], None]
 
 
-def insert(partition: Partition, plan: Plan, *, config: str, hand_over: bool) -> None:
-    """Rewrite both graphs. `config` is the runtime's configuration as JSON and travels in the nodes.
-
-    `hand_over` is the argument of `wait_store_` (docs/design.md): whether whoever runs the forward drops its references
-    in time by itself.
-    """
-    forward = _ForwardWriter(partition, plan, config, hand_over)
+def insert(partition: Partition, plan: Plan, *, config: str) -> None:
+    """Rewrite both graphs. `config` is the runtime's configuration as JSON and travels in the nodes."""
+    forward = _ForwardWriter(partition, plan, config)
     backward = _BackwardWriter(partition, plan)
     forward.write()
     backward.write(forward.in_place)
@@ -85,8 +81,8 @@ def _is_of_a_region(node: fx.Node) -> bool:
 
 
 class _ForwardWriter:
-    def __init__(self, partition: Partition, plan: Plan, config: str, hand_over: bool) -> None:
-        self.partition, self.plan, self.config, self.hand_over = partition, plan, config, hand_over
+    def __init__(self, partition: Partition, plan: Plan, config: str) -> None:
+        self.partition, self.plan, self.config = partition, plan, config
         self.graph = partition.forward.graph
         self.nodes = list(self.graph.nodes)
         self.base = {n.name: n for n in self.nodes}
@@ -169,7 +165,8 @@ class _ForwardWriter:
 
     def _release(self, group: AliasGroup, seq: int) -> None:
         block = self.plan.points[group.slot].block
-        args = (self.handles[group.slot], self.stored[group.slot], seq, self.hand_over, block)
+        hand_over = True  # whoever runs the graph drops its reference; where it cannot, the lowering says so
+        args = (self.handles[group.slot], self.stored[group.slot], seq, hand_over, block)
         node = self.graph.call_function(ops.wait_store_.default, args)
         node.meta["val"] = None
 

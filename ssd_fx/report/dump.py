@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import source_line
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.partition import Names, Partition
 from ssd_fx.passes.plan import Keep, Plan, Prediction, Recompute
 from ssd_fx.report.layers import Row, fold
 from ssd_fx.sizes import format_bytes
 
-Names = tuple[list[str], list[str]]  # of the nodes of the forward, and of the backward
 Sources = Mapping[str, str]  # the lines of the model by the names of the forward's nodes
 NO_SOURCES: Sources = {}
-
-
-def node_names(partition: Partition) -> Names:
-    """The names of the nodes of both graphs: before insertion, those that a plan's points mean."""
-    return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
 
 
 def source_lines(partition: Partition, arguments: Sequence[str] = ()) -> Sources:
@@ -184,18 +180,39 @@ LEGEND = """
 """
 
 
-def files(partition: Partition, plan: Plan, names: Names, arguments: Sequence[str] = ()) -> dict[str, str]:
-    """The dump of a graph behind insertion: `<graph>.plan.txt`, `.plan.json`, `.forward.py` and `.backward.py`."""
+@dataclass(frozen=True)
+class Dump:
+    """One graph behind insertion: the plan for people, the same in full, and the code of both graphs."""
+
+    graph: str
+    table: str
+    details: dict[str, Any]
+    forward: str
+    backward: str
+
+    def files(self) -> dict[str, str]:
+        """Texts by the names of their files."""
+        return {
+            f"{self.graph}.plan.txt": self.table,
+            f"{self.graph}.plan.json": json.dumps(self.details, indent=1) + "\n",
+            f"{self.graph}.forward.py": self.forward,
+            f"{self.graph}.backward.py": self.backward,
+        }
+
+
+def dump(partition: Partition, plan: Plan, names: Names, arguments: Sequence[str] = ()) -> Dump:
+    """`names`: `node_names` before insertion. `arguments`: what the inputs of the Dynamo graph are called, in order."""
     sources = source_lines(partition, arguments)
-    return {
-        f"{plan.graph}.plan.txt": table(plan, names, sources) + LEGEND,
-        f"{plan.graph}.plan.json": json.dumps(_details(plan, names, sources), indent=1) + "\n",
-        f"{plan.graph}.forward.py": partition.forward.print_readable(print_output=False),
-        f"{plan.graph}.backward.py": partition.backward.print_readable(print_output=False),
-    }
+    return Dump(
+        plan.graph,
+        table(plan, names, sources) + LEGEND,
+        details(plan, names, sources),
+        partition.forward.print_readable(print_output=False),
+        partition.backward.print_readable(print_output=False),
+    )
 
 
-def _details(plan: Plan, names: Names, sources: Sources) -> dict[str, object]:
+def details(plan: Plan, names: Names, sources: Sources) -> dict[str, Any]:
     """All that the table says, of every layer."""
     groups = []
     for group in plan.groups:

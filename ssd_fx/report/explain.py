@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from ssd_fx.backend import backend, check_options
-
-_END = ".plan.txt"
+from ssd_fx.backend import check_options, compile_graph
+from ssd_fx.report.dump import Dump
 
 
 @dataclass(frozen=True)
@@ -62,16 +59,18 @@ def explain(
     check_options(options)
 
     def explained(*args: Any, **kwargs: Any) -> list[Explanation]:
-        with tempfile.TemporaryDirectory(prefix="ssd_fx-explain-") as directory:
-            said = {**(options or {}), "dump": directory}
-            torch._dynamo.reset()  # a function that was compiled eight times is not compiled again
-            compiled = torch.compile(model, backend=backend, options=said, dynamic=dynamic, fullgraph=fullgraph)
-            try:
-                compiled(*args, **kwargs)
-            finally:
-                torch._dynamo.reset()
-            plans = sorted(Path(directory).rglob(f"*{_END}"), key=lambda path: path.stat().st_mtime_ns)
-            found = [_read(path) for path in plans]
+        torch._dynamo.reset()  # a function that was compiled eight times is not compiled again
+        backend = partial(compile_graph, report=_take)
+        compiled = torch.compile(
+            model, backend=backend, options=dict(options or {}), dynamic=dynamic, fullgraph=fullgraph
+        )
+        _taken.clear()
+        try:
+            compiled(*args, **kwargs)
+            found = list(_taken.values())
+        finally:
+            _taken.clear()
+            torch._dynamo.reset()
         if not found:
             raise ValueError(
                 f"no graph of {model!r} was compiled for a backward; right would be a model that torch.compile does "
@@ -82,9 +81,10 @@ def explain(
     return explained
 
 
-def _read(path: Path) -> Explanation:
-    graph = path.name.removesuffix(_END)
-    table, plan, forward, backward = (
-        path.with_name(f"{graph}.{end}").read_text() for end in ("plan.txt", "plan.json", "forward.py", "backward.py")
-    )
-    return Explanation(graph, table, json.loads(plan), forward, backward)
+_taken: dict[str, Explanation] = {}
+"""By graph, in the order in which they were compiled. Of this module, because what reports is pickled."""
+
+
+def _take(made: Dump) -> None:
+    text = Explanation(made.graph, made.table, made.details, made.forward, made.backward)
+    _taken.setdefault(made.graph, text)

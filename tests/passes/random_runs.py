@@ -62,7 +62,6 @@ class Variant:
                 prefetch=self.prefetch,
                 machine=self.machine,
                 runtime_config=json.dumps(runtime),
-                hand_over=True,
             )
         )
 

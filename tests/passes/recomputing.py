@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from ssd_fx.passes import pipeline
-from ssd_fx.passes.joint import recompute
+from ssd_fx.passes.joint import proposals, recompute
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan, Recompute
 
@@ -35,5 +35,5 @@ def everything_recomputed() -> Iterator[list[int]]:
         groups.append(len(plan.prices))
         return plan
 
-    with mock.patch.object(pipeline, "decide", all_that_can), mock.patch.object(pipeline, "GAIN", -math.inf):
+    with mock.patch.object(pipeline, "decide", all_that_can), mock.patch.object(proposals, "GAIN", -math.inf):
         yield groups

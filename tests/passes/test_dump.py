@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from ssd_fx.passes.joint.modules import source_line
+from ssd_fx.passes.partition import node_names
 from ssd_fx.passes.plan import Recomputed
 from ssd_fx.report import dump
 from ssd_fx.report.layers import Row, fold
@@ -81,9 +82,9 @@ exp                                256 B  offload  store>exp release>sum_1 load<
 def test_all_detail_is_in_the_json() -> None:
     x, _ = toys.inputs()
     partition = toys.partitioned(Model(), x)
-    names = dump.node_names(partition)
+    names = node_names(partition)
     planned = toys.planned(Model(), x)
-    found = json.loads(dump.files(planned.partition, planned.plan, names)[f"{planned.plan.graph}.plan.json"])
+    found = dump.dump(planned.partition, planned.plan, names).details
     groups = found["groups"]
     assert [g["name"] for g in groups] == [g.base for g in planned.plan.groups]
     assert sum(g["nbytes"] for g in groups if g["decision"] == "offload") == found["offloaded_bytes"]
@@ -133,7 +134,7 @@ def rows(*modules: str, size: str = "8 B") -> list[Row]:
 def test_rows_name_the_line_of_the_model() -> None:
     """Not that of PyTorch's own modules, which the model calls."""
     planned = toys.planned(Model(), toys.inputs()[0])
-    text = dump.table(planned.plan, dump.node_names(planned.partition), dump.source_lines(planned.partition))
+    text = dump.table(planned.plan, node_names(planned.partition), dump.source_lines(planned.partition))
     lines, start = inspect.getsourcelines(Attention.forward)
     at = start + next(i for i, line in enumerate(lines) if "sigmoid" in line)
     assert f"blocks.{{0..3}}.attn x 4  {Path(__file__).name}:{at}  256 B" in text

@@ -28,7 +28,7 @@ class Decisions:
     def __call__(
         self, partition: object, options: object, *, budget: Any = None, priced: bool = False, **more: Any
     ) -> object:
-        if budget is not None and not priced and "analysed" not in more:
+        if budget is not None and not priced and more.get("analysed") is None:
             raise BudgetError(budget.memory, self.least)
         if priced:
             self.asked.append(budget)

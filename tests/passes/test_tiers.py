@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import ssd_fx
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.cost.machine import Machine, Tier
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.partition import Partition, node_names
 from ssd_fx.passes.plan import Offload, Plan
 from ssd_fx.passes.planner.simulate import Choice, Item, Step, Transfer, simulate
 from ssd_fx.passes.planner.solve import solve
@@ -158,7 +158,7 @@ def device_inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def planned(toy: toys.Toy, *args: torch.Tensor, **changes: object) -> tuple[str, Plan, Partition]:
     """The dump without its first line and the times, the plan and the graphs."""
     partition = toys.partitioned(toy, *(args or device_inputs()))
-    names = dump.node_names(partition)
+    names = node_names(partition)
     plan = pipeline.decide(partition, toys.options(**changes))
     pipeline.rewrite(partition, plan, toys.options(**changes))
     lines = dump.table(plan, names).splitlines()[1:]
@@ -170,7 +170,7 @@ def details(toy: toys.Toy, **changes: object) -> Any:
     """What `<graph>.plan.json` says."""
     partition = toys.partitioned(toy, *device_inputs())
     plan = pipeline.decide(partition, toys.options(**changes))
-    return json.loads(dump.files(partition, plan, dump.node_names(partition))[f"{plan.graph}.plan.json"])
+    return dump.dump(partition, plan, node_names(partition)).details
 
 
 def tiers_of_stores(partition: Partition) -> list[object]:

@@ -17,7 +17,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.cost.roofline import Machine
 from ssd_fx.passes.joint.marks import lift
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.partition import Partition, node_names
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.verify.interface import Before
 from ssd_fx.report import dump
@@ -321,7 +321,7 @@ def options(**changes: object) -> pipeline.PlanOptions:
         "prefetch": 1 << 20,
         "machine": MACHINE,
     }
-    defaults |= {"runtime_config": CONFIG, "hand_over": True}
+    defaults |= {"runtime_config": CONFIG}
     return pipeline.PlanOptions(**(defaults | changes))  # type: ignore[arg-type]
 
 
@@ -360,7 +360,7 @@ class _Captured(Exception):
 def planned(toy: Toy, *args: torch.Tensor, **changes: object) -> Planned:
     """`toy` through the whole pipeline."""
     partition = partitioned(toy, *(args or inputs()))
-    names = dump.node_names(partition)
+    names = node_names(partition)
     before = Before.of(partition)
     chosen = options(**changes)
     plan = pipeline.decide(partition, chosen)
