@@ -101,6 +101,7 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m mypy examples benchmarks
+	$(VENV)/bin/lint-imports --no-logo
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .

@@ -8,7 +8,7 @@
     LAST        on both graphs, whatever was planned
     inductor_passes    within Inductor, on its graph and on its kernels
 
-`joint/proposals.py` runs CUT, analyses and decisions for several partitions. The verifier runs after every pass of
+`proposals.py` runs CUT, analyses and decisions for several partitions. The verifier runs after every pass of
 analyses and decisions, and after the rewrite; the generated code is looked at when it is written (`lowering/audit.py`).
 """
 
@@ -24,12 +24,12 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from ssd_fx.passes import proposals
 from ssd_fx.passes.alias.copies import merge_copies
 from ssd_fx.passes.alias.storages import alias
 from ssd_fx.passes.cost.lifetime import lifetime
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.roofline import time
-from ssd_fx.passes.joint import proposals
 from ssd_fx.passes.joint.marks import LiftMarks, lift, mark
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint, price

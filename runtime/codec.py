@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime.memory.layout import Layout, alias
+from ssd_fx.runtime.layout import Layout, alias
 
 BLOCK = 128
 PAYS = 0.75  # a sparse tensor must shrink to this share: the two passes over it cost about what writing it does

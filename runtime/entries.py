@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ssd_fx.runtime.codec import Encoded
 from ssd_fx.runtime.engines.base import Completion, Extent
 from ssd_fx.runtime.guard import Guard
-from ssd_fx.runtime.memory.layout import Layout
+from ssd_fx.runtime.layout import Layout
 
 if TYPE_CHECKING:
     from ssd_fx.runtime.prefetch import Run

@@ -26,8 +26,8 @@ from ssd_fx.runtime import trace
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.device.streams import check_not_captured
 from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
+from ssd_fx.runtime.layout import Layout
 from ssd_fx.runtime.memory.heap import HUGE_PAGES
-from ssd_fx.runtime.memory.layout import Layout
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State, lost
+from ssd_fx.runtime.layout import Layout, alias, is_alone, returned
 from ssd_fx.runtime.memory import tensors
-from ssd_fx.runtime.memory.layout import Layout, alias, is_alone, returned
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
 

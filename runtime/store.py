@@ -16,9 +16,9 @@ from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.guard import janitor
 from ssd_fx.runtime.habits import Habits
+from ssd_fx.runtime.layout import Layout, dense_form, is_alone
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.buffers import POOL
-from ssd_fx.runtime.memory.layout import Layout, dense_form, is_alone
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
 from ssd_fx.runtime.stats import counters

@@ -21,7 +21,7 @@ from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines.base import Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.memory.layout import alias, let_go, versioned_alias
+from ssd_fx.runtime.layout import alias, let_go, versioned_alias
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began: so many unfinished ones are looked past

@@ -7,15 +7,13 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-import ssd_fx
-import ssd_fx.passes
-import ssd_fx.runtime
+from ssd_fx import passes, runtime
 
 
 @cache
 def source_digest() -> str:
     """Digest of every Python file of the package, so that a new version never meets what an old one has cached."""
-    return digest(package.__path__[0] for package in (ssd_fx, ssd_fx.passes, ssd_fx.runtime))
+    return digest([Path(__file__).parent, passes.__path__[0], runtime.__path__[0]])
 
 
 def digest(folders: Iterable[str | Path]) -> str:

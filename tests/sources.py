@@ -31,7 +31,7 @@ from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.engines.tiered import TieredEngine, TieredExtent
 from ssd_fx.runtime.entries import Entry, State
-from ssd_fx.runtime.memory.layout import Layout, alias
+from ssd_fx.runtime.layout import Layout, alias
 from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import resource, torch
-from ssd_fx.runtime import heap
+from ssd_fx.runtime.memory import heap
 print(heap.keep_freed_memory())
 def churn():  # 4 x 24 MiB at the top of the heap, freed at once
     [torch.ones(24 << 18) for _ in range(4)]
@@ -49,7 +49,7 @@ def test_a_tuned_malloc_is_left_alone() -> None:
 
 HUGE = """
 import torch
-from ssd_fx.runtime import heap
+from ssd_fx.runtime.memory import heap
 def huge_bytes():  # AnonHugePages of [heap]
     total, name = 0, ""
     for line in open("/proc/self/smaps"):

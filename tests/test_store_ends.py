@@ -37,9 +37,9 @@ def warm(tmp_path: Path) -> None:
 
 
 def forget_graphs() -> None:
+    """One collection is not always enough behind other tests: what a finalizer drops is for the next one."""
     torch._dynamo.reset()
-    gc.collect()
-    comes_true(lambda: not _stores and io_threads() == 0)
+    comes_true(lambda: gc.collect() >= 0 and not _stores and io_threads() == 0)
 
 
 def io_threads() -> int:

@@ -298,7 +298,7 @@ def _layouts(group: AliasGroup) -> list[Layout]:
 
 
 def _relies_on(group: AliasGroup) -> str:
-    """What the nodes that rebuild the members rely on (`runtime/memory/layout.py`)."""
+    """What the nodes that rebuild the members rely on (`runtime/layout.py`)."""
     stored = group.layout
     assert stored is not None
     sources = [m.copy.chain[0].source if m.copy else m.layout for m in group.members]

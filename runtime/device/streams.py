@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ssd_fx.runtime.device.clock import Anchor, anchor
-from ssd_fx.runtime.memory.layout import Ints
+from ssd_fx.runtime.layout import Ints
 
 Check = Callable[[], None]
 """Called once a transfer is over; raises OSError if it went wrong."""

@@ -1,1 +1,1 @@
-"""Tensors, their layouts, and where their memory comes from."""
+"""Tensors, and where their memory comes from."""

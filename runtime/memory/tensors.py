@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.layout import Layout, alias
 from ssd_fx.runtime.memory.buffers import POOL
-from ssd_fx.runtime.memory.layout import Layout, alias
 
 POOLED = 64 << 10  # smaller CPU tensors come from torch's allocator
 

@@ -1,1 +1,1 @@
-"""What people read: the dump of a plan, and `explain`."""
+"""What people read of a plan: tables, with layers that are alike told once."""

@@ -20,8 +20,8 @@ from torch import Tensor
 import ssd_fx
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.entries import Entry, Load
+from ssd_fx.runtime.layout import Layout
 from ssd_fx.runtime.memory import tensors
-from ssd_fx.runtime.memory.layout import Layout
 from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from ssd_fx.passes import pipeline
-from ssd_fx.passes.joint import proposals, recompute
+from ssd_fx.passes import pipeline, proposals
+from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan, Recompute
 

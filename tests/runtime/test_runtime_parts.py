@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.runtime.config import RuntimeConfig, parse
-from ssd_fx.runtime.memory.layout import is_alone, is_dense
+from ssd_fx.runtime.layout import is_alone, is_dense
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.native.fallback import ThreadPool
 

@@ -30,7 +30,7 @@ def built(directory, changes=(), flags=()):
     source = directory / "native"
     shutil.copytree(loader.SOURCE.parent, source)
     for old, new in changes:
-        (path,) = (path for path in source.iterdir() if old in path.read_text())
+        (path,) = (path for path in source.glob("*.[ch]") if old in path.read_text())
         assert path.read_text().count(old) == 1
         path.write_text(path.read_text().replace(old, new))
     target = directory / "iopool.so"
