@@ -15,7 +15,7 @@ from ssd_fx.passes.groups import AliasGroup
 
 if TYPE_CHECKING:
     from ssd_fx.passes.partition import Partition
-    from ssd_fx.passes.planner.refine import Solution
+    from ssd_fx.passes.planner.solution import Solution
     from ssd_fx.passes.planner.step import Modelled
 
 PlanPass = Callable[["Partition", "Plan"], "Plan"]  # decides, never edits FX

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import ssd_fx
-from ssd_fx.passes.planner import solve
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.store import close_stores
@@ -16,12 +15,6 @@ from tests import sources
 # Tests of the I/O want their tensors on disk. Those of recomputing turn it on.
 os.environ.setdefault("SSD_FX_RECOMPUTE", "0")
 os.environ["SSD_FX_MACHINE"] = "default"  # plans do not depend on the machine, and nothing is measured
-
-
-@pytest.fixture(autouse=True)
-def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans without the random walks at the end, which take half a second for every toy that stalls."""
-    monkeypatch.setattr(solve, "WALKS", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ssd_fx.passes.cost.kernels import Kernels, Traffic, both_kernels, elements, has_flops, hint, is_attention
-from ssd_fx.passes.cost.machine import Machine as Machine
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.profile import Profile
 from ssd_fx.passes.partition import Partition, tensors_of
 from ssd_fx.passes.plan import Plan, Timeline

@@ -1,10 +1,10 @@
-"""What no plan can be faster than: where the best one found is close to it, searching on is a waste.
+"""A lower bound on the seconds of all plans: where the best plan found is close to it, the search ends.
 
     what must go    at least as many bytes as the curve with everything kept is above the limit, or the share
     at what cost    of each item the least of: its nodes on the compute lane; computing it again
     the bound       compute, and the cheapest items per byte until enough is gone, the last one in part
 
-Lanes and waits are left out, and which items are alive at the peak: it is a bound and no prediction.
+It leaves out lanes, waits and which items are alive at the peak, so it is a bound and no prediction.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from ssd_fx.passes.planner.place import everything
 
 
 def least_bytes(step: Step, limit: float, share_bytes: float) -> float:
-    """So much must go: memory stays below `limit`, and of what may go, `share_bytes` may stay."""
+    """The bytes that must be offloaded or recomputed, so that memory stays below `limit` and no more than `share_bytes`
+    are kept of what may be."""
     free = sum(item.nbytes for item in step.items if len(item.choices) > 1)
     return max(everything(step) - limit, free - share_bytes, 0)
 
 
 def lower_bound(step: Step, machine: Machine, limit: float, share_bytes: float) -> float:
-    """No choices and no placement of them take less."""
+    """Seconds; no choices and no placement of them take less."""
     tiers: tuple[Tier, ...] = ("ssd", "host") if step.host_budget else ("ssd",)
     own = [min(pair) for pair in zip(*(step.seconds_of(machine, tier).own for tier in tiers), strict=True)]
     costs = [(item, _least(item, seconds)) for item, seconds in zip(step.items, own, strict=True)]

@@ -72,7 +72,7 @@ class Step:
             produced=[item.produced for item in items],
             last_use=[item.last_use for item in items],
             first_use=[item.first_use for item in items],
-            free_to_leave=[item.nbytes if len(item.choices) > 1 else 0 for item in items],
+            free_bytes=[item.nbytes if len(item.choices) > 1 else 0 for item in items],
             change=change,
         )
 
@@ -98,8 +98,8 @@ class Step:
 class Columns:
     """The items of a step, field by field.
 
-    `free_to_leave`: bytes of what may leave, else 0; `change`: of the bytes alive with everything kept, from each
-    operator to the next.
+    `free_bytes`: bytes of an item that has a choice, else 0. `change`: how the bytes alive with everything kept change
+    from each operator to the next.
     """
 
     nbytes: list[int]
@@ -107,7 +107,7 @@ class Columns:
     produced: list[int]
     last_use: list[int]
     first_use: list[int]
-    free_to_leave: list[int]
+    free_bytes: list[int]
     change: list[int]
 
 

@@ -3,9 +3,9 @@
     forward    [store] at once ..... [release] as late as the limit allows, or at the predicted end of the write
     backward   [load] as late as the read lane allows, within the limit ..... [wait] first use
 
-A release earlier than the limit needs would only wait longer for its write; one that the limit does not need stands at
-the predicted end of the write and waits for nothing. Loads are placed by earliest deadline, each at the latest start
-that the read lane allows with a margin, and later if the memory is not there before.
+A release earlier than the limit needs would only wait longer for its write. A release that the limit does not need
+stands at the predicted end of the write and waits for nothing. Loads are placed by earliest deadline. Each stands at
+the latest start that the read lane allows, with a margin, or later if there is no memory for it before.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
-from ssd_fx.passes.cost.machine import Tier
-from ssd_fx.passes.cost.roofline import Machine
-from ssd_fx.passes.planner.simulate import Choice, Outcome, Step, Transfer, first_uses
+from ssd_fx.passes.cost.machine import Machine, Tier
+from ssd_fx.passes.planner.items import Choice, Step, Transfer
+from ssd_fx.passes.planner.simulate import Outcome, first_uses
 
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
 # is early costs some memory within the limit while one that is late costs a stall.
@@ -34,17 +34,18 @@ def place(
     prefetch: float = float("inf"),
     played: Outcome | None = None,
     margin: float = LOAD_MARGIN,
-    lingering: AbstractSet[int] = frozenset(),
+    deferred: AbstractSet[int] = frozenset(),
     hosted: AbstractSet[int] = frozenset(),
 ) -> dict[int, Transfer] | None:
     """The transfers of the offloaded items, or None where memory would exceed `limit` bytes whatever is waited for.
 
-    At most `prefetch` bytes are loaded before their use, or one item. `played`: an earlier placement, which says when
-    the operators start; without it, as if nothing stalled. `margin`: how often a load's predicted duration it starts
-    before it is due. `lingering`: what is written when there is nothing else to write, and is handed back if the
-    backward begins before that; memory is kept for it. `hosted`: what goes to host memory if it is offloaded.
+    At most `prefetch` bytes are loaded before their use, or one item. `played`: the simulation of an earlier placement,
+    which says when the operators start; without it nothing is taken to stall. `margin`: a load starts that many times
+    its predicted duration before it is due. `deferred`: items that are written when there is nothing else to write.
+    They are forwarded if the backward begins before that, so memory is kept for them. `hosted`: items that go to host
+    memory if they are offloaded.
     """
-    return _Placing(step, choices, machine, limit, prefetch, played, margin, lingering, hosted).run()
+    return _Placing(step, choices, machine, limit, prefetch, played, margin, deferred, hosted).run()
 
 
 class _Placing:
@@ -57,16 +58,16 @@ class _Placing:
         prefetch: float,
         played: Outcome | None,
         margin: float,
-        lingering: AbstractSet[int],
+        deferred: AbstractSet[int],
         hosted: AbstractSet[int],
     ) -> None:
-        self.margin, self.lingering, self.hosted = margin, lingering, hosted
+        self.margin, self.deferred, self.hosted = margin, deferred, hosted
         self.step, self.machine, self.limit, self.prefetch = step, machine, limit, prefetch
         self.firsts = first_uses(step, choices)
         self.offloaded = [i for i, c in enumerate(choices) if c is Choice.OFFLOAD]
         self.starts = self._starts(choices) if played is None else played.starts
         self.ends = self.starts[1:] if played is None else played.ends
-        self.free = self._free(choices)  # bytes under the limit, per operator, with what leaves gone when it can
+        self.free = self._free(choices)  # bytes under the limit, per operator, each item gone as early as it can be
         self.written: dict[int, float] = {}
         self.store_after: dict[int, int] = {}
         self.released: dict[int, tuple[int, bool]] = {}
@@ -101,7 +102,7 @@ class _Placing:
         for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, choices, strict=True)):
             change[item.produced] += item.nbytes
             change[item.last_bwd_use + 1] -= item.nbytes
-            if choice is not Choice.KEEP and i not in self.lingering:
+            if choice is not Choice.KEEP and i not in self.deferred:
                 change[item.last_use + 1] -= item.nbytes
                 change[first] += item.nbytes
         return [self.limit - b - u for b, u in zip(self.step.base, itertools.accumulate(change), strict=False)]
@@ -117,7 +118,7 @@ class _Placing:
     def _lane_order(self, tier: Tier, offloaded: list[int]) -> list[int]:
         """The order of the writes of one lane: of those that are there, the soonest free to go.
 
-        A tensor that the forward still reads for long need not hurry, and what lingers comes last.
+        A tensor that the forward reads for a long time yet can wait. Deferred items come last.
         """
         items, lane, lanes = self.step.items, 0.0, self.machine.lanes(tier)
         coming = sorted(offloaded, key=lambda i: (items[i].produced, items[i].last_use, i))
@@ -129,7 +130,7 @@ class _Placing:
                 lane = max(lane, self.ends[items[coming[at]].produced])
             while at < len(coming) and self.ends[items[coming[at]].produced] <= lane:
                 i = coming[at]
-                heapq.heappush(waiting, (i in self.lingering, items[i].last_use, items[i].produced, i))
+                heapq.heappush(waiting, (i in self.deferred, items[i].last_use, items[i].produced, i))
                 at += 1
             best = heapq.heappop(waiting)[-1]
             order.append(best)
@@ -139,13 +140,14 @@ class _Placing:
         return order
 
     def _force_releases(self, order: list[int]) -> bool:
-        """Release, as late as can be and first written first, what the limit does not let rest until the backward."""
+        """Release what the limit does not let stay: as late as it allows, what is written first first. Whether the
+        limit can be met."""
         items, forward = self.step.items, self.step.forward
         resting: list[tuple[int, int]] = []  # may be released and is not, first written first
         idle: dict[int, int] = {}  # bytes that the forward reads no more, by the operator that read them last
         ready: dict[int, list[tuple[int, int]]] = {}
         for rank, i in enumerate(order):
-            if i in self.lingering:
+            if i in self.deferred:
                 continue
             idle[items[i].last_use] = idle.get(items[i].last_use, 0) + items[i].nbytes
             ready.setdefault(max(items[i].last_use, self.store_after[i]), []).append((rank, i))
@@ -163,9 +165,9 @@ class _Placing:
         return True
 
     def _release_when_written(self, order: list[int]) -> None:
-        """What nothing forces goes where its write is predicted to be done, at the latest at the end of the forward.
+        """Release all others where their writes are predicted to be done, at the latest at the end of the forward.
 
-        What is still being written then and finds no room in the backward blocks there.
+        An item that is still being written then, and that the backward has no room for, blocks there.
         """
         items, last = self.step.items, self.step.forward - 1
         for i in order:
@@ -174,7 +176,7 @@ class _Placing:
                 self.released[i] = (min(max(items[i].last_use, self.store_after[i], done), last), False)
         for i in order:
             at, block = self.released[i]
-            if block or at < last or i in self.lingering:
+            if block or at < last or i in self.deferred:
                 continue
             until = min(bisect_left(self.starts, self.written[i]), self.firsts[i])
             span = range(self.step.forward, until)
@@ -194,7 +196,7 @@ class _Placing:
         ahead = earliest = 0
         for i in by_deadline:
             item = items[i]
-            if i in self.lingering:
+            if i in self.deferred:
                 loads[i] = (self.step.forward if self.written[i] > self.starts[self.step.forward] else wanted[i], False)
                 continue
             ahead += item.nbytes
@@ -223,21 +225,21 @@ class _Placing:
 
 
 def floor(step: Step) -> int:
-    """Bytes of the peak with everything gone that can leave or be recomputed, and infinitely fast I/O."""
+    """The peak in bytes with all that can be offloaded or recomputed gone, and infinitely fast I/O."""
     return _peak(step, lambda c: Choice.OFFLOAD in c or Choice.RECOMPUTE in c)
 
 
 def everything(step: Step) -> int:
-    """Bytes of the peak with everything kept."""
+    """The peak in bytes with everything kept."""
     return _peak(step, lambda c: False)
 
 
-def _peak(step: Step, leaves: Callable[[frozenset[Choice]], bool]) -> int:
+def _peak(step: Step, is_gone: Callable[[frozenset[Choice]], bool]) -> int:
     change = [0] * (len(step.seconds) + 1)
     for item in step.items:
         change[item.produced] += item.nbytes
         change[item.last_bwd_use + 1] -= item.nbytes
-        if leaves(item.choices):
+        if is_gone(item.choices):
             change[item.last_use + 1] -= item.nbytes
             change[item.first_use] += item.nbytes
     return max((b + u for b, u in zip(step.base, itertools.accumulate(change), strict=False)), default=0)

@@ -3,7 +3,7 @@
     forward    base [store]  ...last use... [release]
     backward   [load] ... [wait] first use
 
-`place.py` has decided that in operators of the simulated step; here it becomes nodes of the graphs.
+`place.py` has placed them between operators of the simulated step. This pass turns operators into nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What becomes of the items: families of choices, then other choices for single items and pairs.
+"""The search: families of choices, then other choices for single items.
 
-The families hold the optimum or nearly: some items recomputed, cheapest per byte first; of the others as many
-offloaded, in some order, as the budget asks. What they cost is what the simulator says of their placement.
+In a family the k items that are cheapest per byte are recomputed, and of the others as many are offloaded, in some
+order, as the budget asks. The best plan is in a family or near one. The simulator says what the placement of choices
+costs.
 """
 
 from __future__ import annotations
@@ -11,31 +12,28 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from random import Random
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner import host_tier
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
+from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.place import LOAD_MARGIN, place
-from ssd_fx.passes.planner.refine import TOLERANCE, Solution, better, fits, kept_bytes, size
-from ssd_fx.passes.planner.simulate import Choice, Item, Outcome, Step, Transfer, simulate
+from ssd_fx.passes.planner.simulate import Outcome, simulate
+from ssd_fx.passes.planner.solution import TOLERANCE, Solution, better, fits, kept_bytes, size
 
 # Operators and items visited over all trials of the search; a million takes one to two seconds of Python. In proportion
 # to the size of the step, as the time to compile its graphs is; small steps, which cost nothing, get more.
 TRIALS = 40
 LEAST_EFFORT = 60_000
 ENOUGH = 2e-3  # the share of a step that is not searched for: the bound on all plans is as near
-POOL = 4  # so many of the best choices get their transfers moved
 EXHAUSTIVE = 1024  # up to so many choices are all tried
-KICKS = 40  # random choices that lead nowhere before the search ends
 # Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
 MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 
 
-Wish = tuple[Choice, bool]  # what becomes of an item, and whether it lingers (see `place`)
+Wish = tuple[Choice, bool]  # the choice for an item, and whether it is deferred (see `place`)
 Wishes = tuple[Wish, ...]
 Order = Callable[[int], tuple[float, ...]]  # of items, as a key to sort by
-Moves = Callable[[Wishes], Iterator[Wishes]]
 
 
 class Search:
@@ -44,7 +42,6 @@ class Search:
         self.share_bytes, self.prefetch = share_bytes, prefetch
         self.best: Solution | None = None
         self.asked: Wishes = ()  # what led to the best
-        self.pool: list[Solution] = []  # the best so far, fastest first
         self.left = effort_of(step) // (2 if step.host_budget else 1)
         self.waits = False  # whether every release waits for its write
         self.seen: dict[Wishes, Solution | None] = {}
@@ -55,7 +52,7 @@ class Search:
     def families(self) -> None:
         """Recompute the first k by price per byte; of the rest offload as few as the budget allows, in every order.
 
-        One order for every k, which tells for which of them the other orders are worth their time.
+        Every k is looked at in one order first; that says which of them are worth the other orders.
         """
         items = self.step.items
         cheap = sorted(
@@ -70,11 +67,11 @@ class Search:
             shortest = self._shortest(set(cheap[:count]), *first)
             found.append((shortest.outcome.seconds if shortest else math.inf, count))
         least = self.left // 2
-        for (_, count), (key, linger) in itertools.product(sorted(found), others):
+        for (_, count), (key, defer) in itertools.product(sorted(found), others):
             if self.is_cheapest() or (self.best is not None and self.left < least):
                 return
             if self._may_gain(cheap[:count]):
-                self._shortest(set(cheap[:count]), key, linger)
+                self._shortest(set(cheap[:count]), key, defer)
 
     def _may_gain(self, recomputed: Sequence[int]) -> bool:
         """Whether the step can be faster than the best even with nothing to wait for."""
@@ -83,14 +80,14 @@ class Search:
         return self.best is None or seconds <= (1 + TOLERANCE) * self.best.outcome.seconds
 
     def wait_for_writes(self) -> None:
-        """Look again with releases that wait for their writes: so memory is what was placed, however late they are."""
+        """Look again with releases that wait for their writes, so that memory is as placed however late they are."""
         self.waits = True
         self.seen.clear()
         self.families()
 
     def is_cheapest(self) -> bool:
-        """Whether the best found moves hardly more bytes than must be, and costs no stall and nothing recomputed, or
-        hardly more than any plan must."""
+        """Whether no plan can be much better: the best writes hardly more bytes than must be written, and it neither
+        stalls nor recomputes, or takes hardly longer than the lower bound."""
         if self.best is None:
             return False
         outcome = self.best.outcome
@@ -103,62 +100,60 @@ class Search:
         yield lambda i: ((items[i].produced - items[i].first_use) * items[i].nbytes, i)  # most idle bytes first
         yield lambda i: (items[i].last_use, i)  # soonest free to go
 
-    def _shortest(self, recomputed: set[int], key: Order, linger: bool) -> Solution | None:
+    def _shortest(self, recomputed: set[int], key: Order, defer: bool) -> Solution | None:
         """Offload the shortest head of an order that meets the budget, by bisection: more offloaded is less memory."""
         movable = [i for i, item in enumerate(self.step.items) if Choice.OFFLOAD in item.choices]
         order = sorted((i for i in movable if i not in recomputed), key=key)
         low, high = 0, len(order)
         while low < high:
             middle = (low + high) // 2
-            if self.solution(self._with(recomputed, order, middle, linger)) is not None:
+            if self.solution(self._with(recomputed, order, middle, defer)) is not None:
                 high = middle
             else:
                 low = middle + 1
-        return self.solution(self._with(recomputed, order, low, linger))
+        return self.solution(self._with(recomputed, order, low, defer))
 
-    def _with(self, recomputed: set[int], order: list[int], count: int, linger: bool) -> Wishes:
-        """The first `count` of `order` offloaded; of the others the next ones linger until the share is met."""
+    def _with(self, recomputed: set[int], order: list[int], count: int, defer: bool) -> Wishes:
+        """Offload the first `count` of `order`. With `defer`, the next ones are deferred until the share is met."""
         wishes = [_preferred(item) for item in self.step.items]
         for i in recomputed:
             wishes[i] = (Choice.RECOMPUTE, False)
         for i in order[:count]:
             wishes[i] = (Choice.OFFLOAD, False)
         over = kept_bytes(self.step, _choices(wishes)) - self.share_bytes
-        for i in order[count:] if linger else ():
+        for i in order[count:] if defer else ():
             if over > 0 or wishes[i][0] is Choice.OFFLOAD:
                 over -= self.step.items[i].nbytes if wishes[i][0] is Choice.KEEP else 0
                 wishes[i] = (Choice.OFFLOAD, True)
         return tuple(wishes)
 
     def solution(self, wishes: Wishes) -> Solution | None:
-        """The wishes placed and simulated, None where the budget is not met. Remembers the best."""
+        """The wishes placed and simulated; None where the budget is not met. The best is remembered."""
         if wishes in self.seen:
-            self.left -= 1  # `better` is not transitive, so there are circles of ever better ones
+            self.left -= 1  # `better` is not transitive: without this a circle of ever better ones would not end
             return self.seen[wishes]
         found = None
-        self.left -= len(wishes)  # what is not placed takes its time too
+        self.left -= len(wishes)  # wishes that are not placed take time too
         if kept_bytes(self.step, _choices(wishes)) <= self.share_bytes:
             found = self._placed(wishes)
         self.seen[wishes] = found
-        if found is not None and all(_plan(found) != _plan(other) for other in self.pool):
-            self.pool = sorted([*self.pool, found], key=lambda s: s.outcome.seconds)[:POOL]
         if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
             self.best, self.asked = found, wishes
         return found
 
     def _placed(self, wishes: Wishes) -> Solution | None:
-        return host_tier.filled(self.step, self.machine, _choices(wishes), partial(self._placed_with, wishes))
+        return host_tier.filled(self.step, _choices(wishes), partial(self._placed_with, wishes))
 
-    def vary(self) -> None:
-        """Adds to the pool the best choices with other items in host memory."""
+    def exchange(self) -> None:
+        """Give the best choices other items in host memory, one by one."""
         if self.best is not None and self.step.host_budget:
             self.left = effort_of(self.step) // 2
             play = partial(self._placed_with, self.asked)
-            self.pool += host_tier.varied(self.step, self.machine, self.best.choices, play, lambda: self.left > 0)
+            self.best = host_tier.exchanged(self.step, self.best, play, lambda: self.left > 0)
 
     def _placed_with(self, wishes: Wishes, hosted: host_tier.Hosted) -> Solution | None:
-        """Placed as if nothing stalled, then again with the times that the simulation gave; the best of them."""
-        choices, lingering = _choices(wishes), {i for i, (_, lingers) in enumerate(wishes) if lingers}
+        """The best of some placements: one as if nothing stalled, then some with the simulated times."""
+        choices, deferred = _choices(wishes), {i for i, (_, is_deferred) in enumerate(wishes) if is_deferred}
         best: Solution | None = None
         played: Outcome | None = None
         for margin in MARGINS:
@@ -170,7 +165,7 @@ class Search:
                 prefetch=self.prefetch,
                 played=played,
                 margin=margin,
-                lingering=lingering,
+                deferred=deferred,
                 hosted=hosted,
             )
             if transfers is None:
@@ -178,7 +173,7 @@ class Search:
             if self.waits:
                 transfers = {i: replace(t, block=True) for i, t in transfers.items()}
             played = self._played(choices, transfers)
-            if played.held_back:  # the times that this order was made for were others
+            if played.idle_lane:  # the order was made for other times; storing at once leaves no lane idle
                 transfers = {i: replace(t, store_after=self.step.items[i].produced) for i, t in transfers.items()}
                 played = self._played(choices, transfers)
             if fits(self.step, played, self.limit) and (best is None or better(played, best.outcome)):
@@ -192,10 +187,7 @@ class Search:
         return simulate(self.step, choices, transfers, self.machine)
 
     def improve(self) -> None:
-        """Other wishes for one item, then for two at a time; then the same from a few random ones nearby.
-
-        The random ones are those of a fixed seed: the same step gets the same plan on every machine.
-        """
+        """Try every choice of a small step; of others, change single items while the step gets better."""
         if self.best is None:
             return
         if math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE:
@@ -203,27 +195,15 @@ class Search:
                 if self.left > 0:
                     self.solution(wishes)
             return
-        self._descend(self.asked, (self._singles, self._pairs))
-        random, failed = Random(0), 0
-        while failed < KICKS and self.left > 0 and not self.is_cheapest():
-            before = self.best
-            self._descend(self._kicked(random), (self._singles,))
-            failed = failed + 1 if self.best is before else 0
+        self._descend(self.asked)
 
-    def kick(self, effort: int) -> None:
-        """Descends from more random choices near those that led to the best, as many as `effort` visits."""
-        all_seen = math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE
-        self.left, random = 0 if all_seen else effort, Random(1)
-        while self.left > 0 and self.best is not None and not self.is_cheapest():
-            self._descend(self._kicked(random), (self._singles,))
-
-    def _descend(self, wishes: Wishes, families: tuple[Moves, ...]) -> None:
+    def _descend(self, wishes: Wishes) -> None:
         """Change to the first better neighbour while there is one."""
         now = self.solution(wishes)
         moved = True
         while moved and self.left > 0:
             moved = False
-            for neighbour in itertools.chain.from_iterable(moves(wishes) for moves in families):
+            for neighbour in self._neighbours(wishes):
                 found = self.solution(neighbour)
                 if found is not None and (now is None or better(found.outcome, now.outcome)):
                     wishes, now, moved = neighbour, found, True
@@ -231,30 +211,12 @@ class Search:
                 if self.left <= 0:
                     break
 
-    def _kicked(self, random: Random) -> Wishes:
-        """What led to the best, with two to four items changed."""
-        wishes = list(self.asked)
-        free = [i for i, allowed in enumerate(self.allowed) if len(allowed) > 1]
-        for i in random.sample(free, min(len(free), random.randint(2, 4))):
-            wishes[i] = random.choice(self._others(i, wishes[i]))
-        return tuple(wishes)
-
-    def _others(self, i: int, wish: Wish) -> list[Wish]:
-        return [other for other in self.allowed[i] if other != wish]
-
-    def _singles(self, wishes: Wishes) -> Iterator[Wishes]:
-        for i in range(len(wishes)):
-            for other in self._others(i, wishes[i]):
-                yield (*wishes[:i], other, *wishes[i + 1 :])
-
-    def _pairs(self, wishes: Wishes) -> Iterator[Wishes]:
-        for i, k in itertools.combinations(range(len(wishes)), 2):
-            for a, b in itertools.product(self._others(i, wishes[i]), self._others(k, wishes[k])):
-                yield (*wishes[:i], a, *wishes[i + 1 : k], b, *wishes[k + 1 :])
-
-
-def _plan(found: Solution) -> tuple[object, ...]:
-    return found.outcome.seconds, found.choices, found.transfers
+    def _neighbours(self, wishes: Wishes) -> Iterator[Wishes]:
+        """The wishes with another one for a single item."""
+        for i, wish in enumerate(wishes):
+            for other in self.allowed[i]:
+                if other != wish:
+                    yield (*wishes[:i], other, *wishes[i + 1 :])
 
 
 def _allowed(item: Item) -> list[Wish]:

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from ssd_fx.passes.cost.roofline import Machine
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.marks import forced, prefers_offload
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Decision, Keep, Limits, Offload, Plan, Prediction, Recompute
+from ssd_fx.passes.planner.items import Choice, Step
 from ssd_fx.passes.planner.place import everything, floor
-from ssd_fx.passes.planner.refine import Solution
-from ssd_fx.passes.planner.simulate import Choice, Step
+from ssd_fx.passes.planner.solution import Solution
 from ssd_fx.passes.planner.solve import BudgetError, solve
 from ssd_fx.passes.planner.step import Modelled, model
 
@@ -40,13 +40,14 @@ def select(
 ) -> Plan:
     """Fill `plan.decisions` and `plan.prediction`.
 
-    `budget`: a share (float from 0 to 1): that much of the bytes that can leave may stay, and memory stays as far below
-    its peak with everything kept (`docs/planner.md`); bytes (int): everything that can leave leaves, and so many bytes
-    may be in memory beyond what the fastest drive would leave; `"auto"`: the least share without a predicted stall.
-    Groups under `min_bytes` and those with an obstacle always stay; those with a price may be recomputed. Marks are
-    obeyed before all that; what only prefers to go goes unless everything may stay. `host_budget`: bytes that may go to
-    host memory instead of the drive; `resting`: bytes that the runtime lets rest where they are, `shared`: bytes up to
-    which it lets the latest tensors of all graphs stay, which both are only told. `quick`: `solve` has it.
+    `budget`: a share (float from 0 to 1): that much of the bytes that can be offloaded may stay, and memory stays as
+    far below its peak with everything kept (`docs/planner.md`); bytes (int): everything that can be offloaded is, and
+    so many bytes may be in memory beyond what the fastest drive would leave; `"auto"`: the least share without a
+    predicted stall. Groups under `min_bytes` and those with an obstacle are kept. Those with a price may be
+    recomputed. Marks come before all that; a group that only prefers to be offloaded is, unless everything may stay.
+    `host_budget`: bytes that may go to host memory instead of the drive. `resting`, `shared`: bytes that the runtime
+    keeps resident, of this device's host memory and of the latest tensors of all graphs; they are noted for the dump.
+    `quick`: see `solve`.
 
     Raises:
         BudgetError: a budget in bytes, other than 0, is less than what always stays.
@@ -66,7 +67,11 @@ def select(
 
 
 def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:
-    """Whether what must stay of this graph is within a budget in bytes, which bounds the saved tensors in memory."""
+    """Check that the tensors of this graph that must be kept are within a budget in bytes.
+
+    Raises:
+        BudgetError: they are not.
+    """
     stay = {g: reason for g in plan.groups if (reason := _stays(plan, g, min_bytes))}
     least = sum(g.nbytes for g in stay)
     if least <= budget:
@@ -80,7 +85,7 @@ def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:
 
 
 def _stays(plan: Plan, group: AliasGroup, min_bytes: int) -> str:
-    """Why a group stays whatever the budget; empty where it can leave."""
+    """Why a group is kept whatever the budget; empty where it can be offloaded."""
     match forced(plan, group, min_bytes):
         case Keep(reason=reason):
             return reason
@@ -90,7 +95,7 @@ def _stays(plan: Plan, group: AliasGroup, min_bytes: int) -> str:
 
 
 def _binds(plan: Plan, group: AliasGroup) -> bool:
-    """Whether a mark says that it leaves, and not only for host memory, where a tensor of the CPU is."""
+    """Whether a mark offloads the group. One to host memory does not bind a tensor of the CPU, which is there."""
     mark = plan.marks.get(group.slot)
     if mark is None or mark.decision != "offload":
         return False
@@ -109,7 +114,7 @@ def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> fr
 
 
 def _with_host(modelled: Modelled, plan: Plan, host_budget: int) -> Modelled:
-    """With the room in host memory, and what marks say of it. What is there already can only go to the drive."""
+    """With the budget of host memory, and the tiers that marks name. A tensor of the CPU can only go to the drive."""
     if not host_budget:
         return modelled
     groups, items = {g.slot: g for g in plan.groups}, []
@@ -136,7 +141,7 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
 def solve_for(
     step: Step, budget: Budget, machine: Machine, prefetch: float = math.inf, quick: bool = False
 ) -> tuple[Solution, Limits]:
-    """`solve` for a budget as the options say it, and the limits that come of it."""
+    """The solution for a budget as the options give it, and the limits that follow from it."""
     if budget == AUTO:
         return _auto(step, machine, prefetch, quick)
     at = budget if isinstance(budget, Limits) else limits(step, budget)
@@ -144,7 +149,7 @@ def solve_for(
 
 
 def limits(step: Step, budget: int | float | str) -> Limits:
-    """What a share of the step's own range or a number of bytes beyond its floor allows."""
+    """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor."""
     least = floor(step)
     if isinstance(budget, float):
         movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
@@ -153,8 +158,8 @@ def limits(step: Step, budget: int | float | str) -> Limits:
 
 
 def _auto(step: Step, machine: Machine, prefetch: float, quick: bool) -> tuple[Solution, Limits]:
-    """By bisection with the quick search: less memory rarely makes for less stall. From the share found on the search
-    is as `quick` says: downwards as long as plans flow, or upwards until one does.
+    """The least share without a stall: by bisection with the quick search, since less memory rarely stalls less. From
+    there the search is as `quick` says: downwards while plans do not stall, or upwards until one does not.
     """
     low, high = -1, 2**AUTO_TRIALS
     while high - low > 1:

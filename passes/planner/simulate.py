@@ -5,9 +5,9 @@
     reads                    [C] [B][A]          one lane per tier, first in first out
 
 Everything is counted in operators of one step, forward and backward behind each other. Memory is a matter of
-positions, not of times: what the plan lets go of at an operator is gone there, because a release that the budget needs
-waits for its write. Time is what such waits, and the waits for loads, add to the operators. No tensors, no graphs;
-thousands of groups in milliseconds.
+positions, not of times: what the plan releases at an operator is gone there, because a release that the budget needs
+waits for its write. Time is that of the operators and of such waits and of the waits for loads. There are no tensors
+and no graphs here, so a thousand groups take milliseconds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ssd_fx.passes.cost.machine import Machine, Tier
-from ssd_fx.passes.planner.items import Choice as Choice
-from ssd_fx.passes.planner.items import Item as Item
-from ssd_fx.passes.planner.items import Step as Step
-from ssd_fx.passes.planner.items import Transfer as Transfer
+from ssd_fx.passes.planner.items import Choice, Step, Transfer
 
 _TIERS: tuple[Tier, Tier] = ("ssd", "host")
 
@@ -44,8 +41,8 @@ class Outcome:
     write_ends: Mapping[int, float] = field(repr=False, default_factory=dict)
     host: tuple[int, ...] = ()
     waits: Mapping[int, float] = field(repr=False, default_factory=dict)
-    handed_back: Set[int] = frozenset()  # still in memory when their loads come, which read nothing
-    held_back: bool = False  # something was handed back that could have been written while its lane was idle
+    forwarded: Set[int] = frozenset()  # still in memory when their loads come, so nothing is read
+    idle_lane: bool = False  # an item is forwarded that could have been written while its lane was idle
 
     @property
     def peak(self) -> int:
@@ -124,9 +121,9 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     waited: dict[int, float] = {}
     starts: list[float] = []
     ends: list[float] = []
-    handed_back: set[int] = set()
+    forwarded: set[int] = set()
     late: set[int] = set()  # stored while its write lane had been idle before
-    idle_until, held_back = dict.fromkeys(_TIERS, 0.0), False  # of the write lanes
+    idle_until, idle_lane = dict.fromkeys(_TIERS, 0.0), False  # of the write lanes
     busy = nodes.operators()
     for p, seconds in enumerate(costs):
         if p not in busy:
@@ -137,8 +134,8 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
         for i in nodes.loads.get(p, ()):
             if write_end[i] > now and not transfers[i].block:
                 read_end[i] = now
-                handed_back.add(i)
-                held_back |= i in late
+                forwarded.add(i)
+                idle_lane |= i in late
                 continue
             tier = transfers[i].tier
             read_lane[tier] = max(read_lane[tier], now) + lanes[tier].read[i]
@@ -178,8 +175,8 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
         write_end,
         host,
         waited,
-        handed_back,
-        held_back,
+        forwarded,
+        idle_lane,
     )
 
 
@@ -201,7 +198,7 @@ def _memory(
     write_end: Mapping[int, float],
     firsts: Sequence[int],
 ) -> tuple[int, ...]:
-    """Where something is not kept, it is missing from the curve with everything kept."""
+    """Bytes alive during every operator: the curve with everything kept, less the items while they are gone."""
     columns = step.columns
     change, nbytes = columns.change.copy(), columns.nbytes
     for i, choice in enumerate(choices):

@@ -17,7 +17,7 @@ from ssd_fx.passes.cost.footprint import both_buffers
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition, storage_of
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.planner.simulate import Choice, Item, Step
+from ssd_fx.passes.planner.items import Choice, Item, Step
 
 
 @dataclass(frozen=True)

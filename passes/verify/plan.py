@@ -8,7 +8,7 @@ from ssd_fx.passes.alias.packing import is_dense, span
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Offload, Plan, Prediction
-from ssd_fx.passes.planner.refine import kept_bytes
+from ssd_fx.passes.planner.solution import kept_bytes
 from ssd_fx.passes.verify.errors import require
 
 PlanRule = Callable[[Partition, Plan], None]  # raises VerifyError

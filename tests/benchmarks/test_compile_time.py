@@ -15,6 +15,7 @@ from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
 from ssd_fx.passes import partitioner, pipeline
 from ssd_fx.passes.cost import roofline
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.lowering import order
 from ssd_fx.passes.verify.graphs import verify_graphs
@@ -44,7 +45,7 @@ def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
     with installed(clock):
         model(torch.ones(2, 8)).sum().backward()
     assert functions() == before
-    machine = roofline.Machine.default(torch.device("cpu"), 1)
+    machine = Machine.default(torch.device("cpu"), 1)
     plan = plan_options(Config.make(options), torch.device("cpu"))
     decisions = pipeline.decisions(plan, machine, 0, priced=False, host_tier=False, quick=False)
     passes = [module_name(each) for each in pipeline.analyses(plan, machine) + decisions]

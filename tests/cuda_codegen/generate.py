@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ssd_fx.passes.lowering import audit
-from ssd_fx.passes.planner import solve
 from tests.cuda_codegen import pretend
 from tests.cuda_codegen.code import count
 from tests.cuda_codegen.models import CASES, DYNAMIC
@@ -50,7 +49,6 @@ def main() -> None:
     parser.add_argument("--code", type=Path)
     flags = parser.parse_args()
     pretend.device()
-    solve.WALKS = 0  # as in all tests
     torch.set_float32_matmul_precision("high")  # else Inductor warns
     for name in flags.cases:
         for backend in OPTIONS:

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import ssd_fx
-from ssd_fx.passes.planner import solve
 from tests.distributed.modes import MODES
 from tests.zoo.trial import Trial
 
@@ -114,7 +113,6 @@ def main() -> None:
     out, inner, *modes = sys.argv[1:]
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    solve.WALKS = 0  # plans without the random walks at the end, as in all tests
     dist.init_process_group("gloo", timeout=PATIENCE)
     torch.use_deterministic_algorithms(True)
     for mode in modes:

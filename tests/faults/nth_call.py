@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssd_fx.passes.planner import solve
 from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.entries import GUARD, living
@@ -198,7 +197,6 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every fault; else the ones that differ most")
     parser.add_argument("--two", action="store_true", help="two directories, and no descriptors left")
     flags = parser.parse_args()
-    solve.WALKS = 0  # plans without the random walks at the end, as in all tests
     directories = [os.path.join(os.path.realpath(flags.directory), name) for name in ("a", "b")[: 1 + flags.two]]
     for directory in directories:
         os.makedirs(directory, exist_ok=True)

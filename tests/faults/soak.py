@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 import ssd_fx
-from ssd_fx.passes.planner import solve
 from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.entries import GUARD, living
@@ -273,7 +272,6 @@ def main() -> None:
     parser.add_argument("--corrupt", action="store_true", help="bytes are damaged too")
     parser.add_argument("--without-checksums", action="store_true", help="and nobody is to notice but the harness")
     flags = parser.parse_args()
-    solve.WALKS = 0  # plans without the random walks at the end, as in all tests
     directories = [os.path.join(os.path.realpath(flags.directory), name) for name in ("a", "b")]
     for directory in directories:
         os.makedirs(directory, exist_ok=True)

@@ -16,8 +16,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from ssd_fx.passes.cost.roofline import Machine
-from ssd_fx.passes.planner.simulate import Choice, Step
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.planner.items import Choice, Step
 from tests.passes.memory_rows import memory_rows
 
 Terms = list[tuple[int, float]]  # (column, coefficient)
@@ -273,8 +273,8 @@ class Program:
         until = [(p, self._seconds(p), [(self.start[p], 1.0)]) for p in sorted(producers)]
         until.append((forward, *self._issued(forward)))
         for j in self.moved:
-            handed_back = [(self.chosen[j][Choice.OFFLOAD], 1.0), (self.left[j], -1.0)]
-            self._add([*handed_back, (self.under_way[j], -1.0)], 0.0, math.inf)
+            forwarded = [(self.chosen[j][Choice.OFFLOAD], 1.0), (self.left[j], -1.0)]
+            self._add([*forwarded, (self.under_way[j], -1.0)], 0.0, math.inf)
             s = items[j].produced
             paid = [(paid[s], self.own_s[i]) for i, paid in self.paid.items() if s in paid]
             since = [(m, m, 0.0, [(self.start[m], 1.0)]) for m in rows if s < m]

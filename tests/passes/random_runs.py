@@ -23,7 +23,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 import ssd_fx
 from ssd_fx.passes import pipeline
-from ssd_fx.passes.cost.roofline import Machine
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.partition import Partition

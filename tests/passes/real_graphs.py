@@ -17,11 +17,12 @@ from torch._inductor.decomposition import select_decomp_table
 from examples.train_gpt import GPT, Shape
 from ssd_fx.passes.alias.storages import alias
 from ssd_fx.passes.cost.lifetime import lifetime
-from ssd_fx.passes.cost.roofline import Machine, time
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.roofline import time
 from ssd_fx.passes.joint.recompute import price
 from ssd_fx.passes.partition import Partition, activation_inputs
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.planner.simulate import Choice, Step
+from ssd_fx.passes.planner.items import Choice, Step
 from ssd_fx.passes.planner.step import model as step_of
 from tests.passes.instances import LANES, Instance
 

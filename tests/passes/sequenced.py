@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.simulate import Choice, Item, Step, Transfer
+from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from tests.passes.optimum import Program, Terms, negative, optimum
 
 NEAR = 1.02
@@ -172,8 +172,8 @@ class Sequenced(Program):
             self._least([used, read], self.latency_s, (self.left[i], True))
             self._only_if(self.blocking[i], (self.left[i], True))
             self._least([*begins, written], self.latency_s - fixed, (self.blocking[i], True))
-            handed_back = (self.offloaded[i], True), (self.left[i], False)
-            self._least([*negative([written]), *negative(begins)], fixed - self.latency_s, *handed_back)
+            forwarded = (self.offloaded[i], True), (self.left[i], False)
+            self._least([*negative([written]), *negative(begins)], fixed - self.latency_s, *forwarded)
 
     def _prompt_rows(self) -> None:
         """Of what comes up to the write of an item that is handed back, nothing begins behind a pause of the lane that

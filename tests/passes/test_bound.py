@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from ssd_fx.passes.cost.roofline import Machine
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
-from ssd_fx.passes.planner.simulate import Choice, Item, Step
+from ssd_fx.passes.planner.items import Choice, Item, Step
 from ssd_fx.passes.planner.solve import solve
 from tests.passes.instances import BUDGETS, limits, random_instance
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner import solve as planner
-from ssd_fx.passes.planner.anneal import anneal
+from ssd_fx.passes.planner.items import Choice, Item, Step
 from ssd_fx.passes.planner.place import floor, place
-from ssd_fx.passes.planner.refine import Solution, read_ahead, refine
-from ssd_fx.passes.planner.simulate import Choice, Item, Step, simulate
+from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solve import BudgetError, solve
-from tests.passes.instances import Instance, instances, limits, random_instance
+from tests.passes.instances import Instance, instances, limits
 
 shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
 
@@ -61,28 +58,6 @@ def test_a_slower_drive_costs_time_and_no_memory_that_is_waited_for(
     assert late.seconds >= planned.seconds
 
 
-@pytest.mark.parametrize(("seconds", "walks"), [(1e-3, 3), (1e-5, 0)])
-def test_only_steps_that_lose_time_worth_the_search_are_walked(
-    seconds: float, walks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the step that is a hundred times as fast the stalls of ten thousand steps are less than a second of search."""
-    walked = []
-
-    def stay(step: object, machine: object, start: Solution, **_: object) -> Solution:
-        walked.append(start)
-        return start
-
-    monkeypatch.setattr(planner, "WALKS", 3)
-    monkeypatch.setattr(planner, "anneal", stay)
-    items = (Item(1000, 0, 0, 3, 3), Item(1000, 1, 1, 2, 2))
-    step = Step((seconds,) * 4, (0,) * 4, 2, items)
-    rate = 500 / seconds
-    machine = Machine(flops=1e9, memory_bw=1e9, write_bw=rate, read_bw=rate, latency_s=0.0, node_s=0.0)
-    found = solve(step, machine, limit=floor(step), share_bytes=0)
-    assert found.outcome.stall_s > 0.1 * seconds
-    assert len(walked) == walks
-
-
 @settings(max_examples=15, deadline=None)
 @given(instances)
 def test_a_budget_under_the_floor_is_an_error_that_says_the_floor(instance: Instance) -> None:
@@ -112,41 +87,3 @@ def test_no_more_than_the_window_is_read_ahead(instance: Instance, items: int) -
     for p in range(step.forward, len(step.seconds)):
         ahead = [step.items[i] for i, t in transfers.items() if t.load_before <= p < step.items[i].first_use]
         assert sum(i.nbytes for i in ahead) <= prefetch or len(ahead) <= 1
-
-
-def offloaded(instance: Instance, limit: float) -> Solution | None:
-    """All that can be offloaded, placed with a window of one item and played."""
-    step, machine = instance.step, instance.machine
-    choices = tuple(Choice.OFFLOAD if Choice.OFFLOAD in i.choices else min(i.choices, key=str) for i in step.items)
-    transfers = place(step, choices, machine, limit=limit, prefetch=0)
-    if transfers is None:
-        return None
-    return Solution(choices, transfers, simulate(step, choices, transfers, machine))
-
-
-@pytest.mark.parametrize("walk", [False, True])
-def test_moved_loads_keep_to_the_window_and_to_memory(walk: bool) -> None:
-    """No more is read ahead than at the start, where the same moves without a window read more in some steps; and a
-    moved load is strict exactly where memory has no room one operator earlier."""
-    beyond = stricts = 0
-    for instance in map(random_instance, range(20)):
-        step, limit = instance.step, limits(instance.step, 0.4).memory
-        if (start := offloaded(instance, limit)) is None:
-            continue
-        within = {"limit": limit, "share_bytes": limits(step, 0.4).kept}
-        if walk:
-            move = partial(anneal, step, instance.machine, start, trials=300, seed=0, **within)
-        else:
-            move = partial(refine, step, instance.machine, start, effort=20_000, **within)
-        assert read_ahead(step, move(prefetch=0)) <= read_ahead(step, start)
-        found = move()
-        beyond += read_ahead(step, found) > read_ahead(step, start)
-        for i, t in found.transfers.items():
-            before = start.transfers.get(i)
-            if t.load_before > step.forward and (before is None or before.load_before != t.load_before):
-                assert t.strict == (found.outcome.memory[t.load_before - 1] + step.items[i].nbytes > limit)
-                stricts += t.strict
-    assert (beyond, stricts) == EXPECTED[walk]
-
-
-EXPECTED = {False: (5, 5), True: (10, 5)}  # steps that read more ahead without a window, and loads that are strict

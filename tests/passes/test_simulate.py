@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.simulate import Choice, Item, Step, Transfer, simulate
+from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
+from ssd_fx.passes.planner.simulate import simulate
 from tests.passes.instances import random_instance
 
 ALL = frozenset({Choice.KEEP, Choice.OFFLOAD})
@@ -34,7 +35,7 @@ def test_every_wait_by_hand() -> None:
     assert found.write_stall_s == 1.5
     # B, written from 3.0 to 4.0, is still in memory when it is loaded at 3.5, and is handed back. A is read from 3.5 to
     # 7.5, and there at 8.0; b2 ends at 4.5.
-    assert found.handed_back == {1}
+    assert found.forwarded == {1}
     assert found.read_stall_s == 3.5
     assert found.starts == (0.0, 1.0, 3.5, 8.0, 9.0)
     assert found.seconds == 9.0

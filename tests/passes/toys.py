@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
 from ssd_fx.passes import pipeline
-from ssd_fx.passes.cost.roofline import Machine
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.partition import Partition, node_names
 from ssd_fx.passes.plan import Plan

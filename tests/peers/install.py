@@ -26,7 +26,6 @@ from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.lowering import compiled_autograd, inductor, order
 from ssd_fx.passes.partition import Partition, activation_inputs
 from ssd_fx.passes.partitioner import Partitioner
-from ssd_fx.passes.planner import solve
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 PARTITIONERS = ("stock", "ours", "flipped")  # "flipped": ours with a planted fault
@@ -55,7 +54,6 @@ def install(name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"partitioner {name!r} is unknown; right would be one of {', '.join(PARTITIONERS)}")
     if name == "stock":
         return
-    solve.WALKS = 0  # plans without the random walks at the end, which take half a second for every small graph
     given = {"machine": "default", "recompute": False, "budget": 0, "min_bytes": 0, **options}
     planned = plan_options(Config.make(given), torch.device("cpu"))
     flip = name == "flipped"
