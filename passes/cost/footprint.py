@@ -43,18 +43,32 @@ class Buffers:
         change = [0] * (count + 1)
         for key in keys:
             last = count - 1 if key in self.held else self.last[key]
-            change[min(self.first[key] + (key in self.in_place), last)] += self.nbytes[key]
+            first = self.first[key] + 1 if key in self.in_place else self.first[key]
+            change[min(first, last)] += self.nbytes[key]
             change[last + 1] -= self.nbytes[key]
         return list(itertools.accumulate(change))[:count]
 
 
+@dataclass(slots=True)
+class _Buffer:
+    """One storage while it is looked at; the fields are those of `Buffers`. `maker`: the index of the node."""
+
+    maker: int
+    nbytes: int
+    first: int
+    last: int
+    read_last: int
+    read_first: int | None = None
+    held: bool = False
+
+
 def buffers(graph: fx.Graph, donated: Collection[str] = ()) -> Buffers:
-    """Predict the buffers of `graph`; inputs named in `donated` are given away, and written over when they die."""
+    """Predict the buffers of `graph`. Inputs named in `donated` may be written over when they die."""
     return _Predictor(graph, donated).run()
 
 
 def both_buffers(partition: Partition) -> tuple[Buffers, Buffers]:
-    """Those of the forward and of the backward, which is given the saved tensors; for `Partition.once`."""
+    """The buffers of the forward and of the backward, to which the saved tensors are donated; for `Partition.once`."""
     donated = {n.name for n in partition.saved}
     return buffers(partition.forward.graph), buffers(partition.backward.graph, donated)
 
@@ -73,32 +87,38 @@ class _Predictor:
         self.at = self._places()
 
     def run(self) -> Buffers:
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        read_first: dict[int, int] = {}
-        read_last: dict[int, int] = {}
-        nbytes: dict[int, int] = {}
-        makers: dict[int, int] = {}
-        held = set()
+        found: dict[int, _Buffer] = {}
         earliest = self._earliest()
         for i, node in enumerate(self.nodes):
-            for key, size in self.keys[i].items():
-                if self.runs[i] == i and not self.view[i] and key not in first:
-                    first[key], last[key], nbytes[key], makers[key] = self.at[i], self.at[i], size, i
-                    read_last[key] = i
-                if key not in first:
-                    continue
-                for user in node.users:
-                    if user.op == "output":
-                        held.add(key)
-                    elif not self.view[self.index[user]] or key not in self.keys[self.index[user]]:
-                        reader = self.index[user]
-                        kernel = self.runs[reader]  # copy_ is a view of its target, and reads its source
-                        read_first[key] = min(read_first.get(key, reader), reader, earliest[reader])
-                        last[key] = max(last[key], self.at[kernel])
-                        read_last[key] = max(read_last[key], kernel)
-        in_place = self._in_place(makers, last, held)
-        return Buffers(first, last, read_first, read_last, nbytes, frozenset(held), in_place)
+            for key, nbytes in self.keys[i].items():
+                if self.runs[i] == i and not self.view[i] and key not in found:
+                    found[key] = _Buffer(maker=i, nbytes=nbytes, first=self.at[i], last=self.at[i], read_last=i)
+                if key in found:
+                    for user in node.users:
+                        self._note_reader(found[key], key, user, earliest)
+        last = {key: buffer.last for key, buffer in found.items()}
+        held = {key for key, buffer in found.items() if buffer.held}
+        return Buffers(
+            first={key: buffer.first for key, buffer in found.items()},
+            last=last,
+            read_first={key: buffer.read_first for key, buffer in found.items() if buffer.read_first is not None},
+            read_last={key: buffer.read_last for key, buffer in found.items()},
+            nbytes={key: buffer.nbytes for key, buffer in found.items()},
+            held=frozenset(held),
+            in_place=self._in_place({key: buffer.maker for key, buffer in found.items()}, last, held),
+        )
+
+    def _note_reader(self, buffer: _Buffer, key: int, user: fx.Node, earliest: list[int]) -> None:
+        """Note that `user` reads the buffer, unless it is a view. `copy_` is a view of its target that reads its
+        source."""
+        reader = self.index[user]
+        if user.op == "output":
+            buffer.held = True
+        elif not self.view[reader] or key not in self.keys[reader]:
+            kernel, first = self.runs[reader], min(reader, earliest[reader])
+            buffer.read_first = first if buffer.read_first is None else min(buffer.read_first, first)
+            buffer.last = max(buffer.last, self.at[kernel])
+            buffer.read_last = max(buffer.read_last, kernel)
 
     def _earliest(self) -> list[int]:
         """Where each node is computed first: what is no buffer, in every kernel that reads it."""

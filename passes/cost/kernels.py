@@ -3,8 +3,8 @@
     mm -> mul -> add -> mm      mm is a kernel of its own (extern); mul and add become one that
             \\-> sum             reads mm once, writes add for the second mm, and sums up on the way
 
-A guess at what Inductor fuses, made before Inductor runs: nodes between the same externs that read each other are one
-kernel; it reads each storage once, and writes what another kernel or the caller reads.
+This is a guess at what Inductor fuses, made before Inductor runs. Nodes between the same externs that read each other
+are one kernel. It reads each storage once, and writes what another kernel or the caller reads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 aten = torch.ops.aten
 
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
-# What reads of its first input no more than it yields.
+# Operators that read no more of their first input than they yield.
 _LOOKUPS = (aten.embedding, aten.gather, aten.index, aten.index_select)
-# Fewer output elements than this share of the input's: a reduction, which goes over its input once more.
+# An operator with fewer output elements than this share of its input's is a reduction.
 _REDUCTION = 0.25
 
 
@@ -51,15 +51,15 @@ class Kernels:
         self._count(graph)
 
     def outputs(self, node: fx.Node) -> dict[int, float]:
-        """Storages that the node makes, and their bytes; none for a view."""
+        """The storages that the node makes, with their bytes; none for a view."""
         return {key: n for key, n in self._storages[node].items() if self._owner.get(key) is node}
 
     def inputs(self, node: fx.Node) -> dict[int, float]:
-        """Storages that the node reads, and the bytes that it reads of each."""
+        """The storages that the node reads, with the bytes that it reads of each."""
         return {key: n for arg in node.all_input_nodes for key, n in self._storages[arg].items()}
 
     def _place(self, node: fx.Node) -> None:
-        """How many externs come before the node, and which kernel it joins."""
+        """Find how many externs come before the node, and which kernel it joins."""
         for key in self._storages[node]:
             self._owner.setdefault(key, node)
         if not self.outputs(node) or node.op != "call_function":
@@ -79,25 +79,32 @@ class Kernels:
         return node
 
     def _count(self, graph: fx.Graph) -> None:
-        done: set[tuple[fx.Node, int]] = set()
+        read_by: dict[fx.Node, set[int]] = {}  # the storages that each kernel has read
         for node in self.traffic:
             kernel = self._kernel(node)
-            self.traffic[node].first = (kernel, -1) not in done
-            done.add((kernel, -1))
+            self.traffic[node].first = kernel not in read_by
+            read = read_by.setdefault(kernel, set())
             for key, nbytes in self.inputs(node).items():
-                owner = self._owner[key]
-                if owner in self._parent and self._kernel(owner) is kernel:
-                    self.traffic[node].read += nbytes if _is_reduction(node) else 0.0
-                elif owner.all_input_nodes or owner.op != "call_function":  # else a constant, part of the kernel
-                    self._write(owner, key)
-                    if (kernel, key) not in done or _is_reduction(node):
-                        self.traffic[node].read += _read(node, nbytes, self.outputs(node))
-                    done.add((kernel, key))
+                self._count_input(node, key, nbytes, read)
         for key in self.inputs(graph.output_node()):
             self._write(self._owner[key], key)
 
+    def _count_input(self, node: fx.Node, key: int, nbytes: float, read: set[int]) -> None:
+        """What reading the storage adds to the traffic. `read`: storages that the node's kernel has read before."""
+        owner, traffic = self._owner[key], self.traffic[node]
+        if owner in self._parent and self._kernel(owner) is self._kernel(node):
+            if _is_reduction(node):  # it goes over its input once more
+                traffic.read += nbytes
+            return
+        if not owner.all_input_nodes and owner.op == "call_function":
+            return  # a constant is computed within the kernel
+        self._write(owner, key)
+        if key not in read or _is_reduction(node):
+            traffic.read += _read(node, nbytes, self.outputs(node))
+        read.add(key)
+
     def _write(self, node: fx.Node, key: int) -> None:
-        """The storage leaves its kernel, which writes it once."""
+        """Count that the kernel of `node` writes the storage; only once."""
         if node in self.traffic and key not in self._written:
             self._written.add(key)
             self.traffic[node].written += self._storages[node][key]
@@ -144,7 +151,7 @@ def elements(node: fx.Node) -> float:
 
 
 def _storages(node: fx.Node) -> dict[int, float]:
-    """Bytes that a reader of the node reads, by storage: an expanded tensor is no more than what lies under it."""
+    """Bytes that a reader of the node reads, by storage. An expanded tensor counts as no more than its storage."""
     found: dict[int, float] = {}
     for tensor in tensors_of(node):
         key = storage_key(tensor)
@@ -155,7 +162,7 @@ def _storages(node: fx.Node) -> dict[int, float]:
 
 
 def hint(value: object) -> float:
-    """A size as a number: where it is symbolic, what it was when the graph was traced."""
+    """A size as a number: a symbolic one as it was when the graph was traced."""
     if isinstance(value, torch.SymInt):
         known = value.node.hint  # None where the size depends on data
         return float(known) if known is not None else 0.0
