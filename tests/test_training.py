@@ -211,3 +211,17 @@ def test_twice_the_layers_save_about_twice_as_much(options: dict[str, object]) -
         train(options | {"inner": "aot_eager"}, steps=1, shape=dataclasses.replace(SMALL, layers=layers))
         saved.append(ssd_fx.stats().saved_bytes)
     assert 1.6 < saved[1] / saved[0] < 2.0
+
+
+def test_a_batch_of_gradients(options: dict[str, object]) -> None:
+    """`is_grads_batched` runs one backward under vmap: the handles are not batched, what is computed with them is."""
+    x, batch = torch.randn(16, 16, requires_grad=True), torch.randn(3, 16, 16)
+
+    def steep(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() @ x).tanh()
+
+    y = torch.compile(steep, backend=ssd_fx.backend, options=options | {"inner": "aot_eager"})(x)
+    (found,) = torch.autograd.grad(y, x, batch, is_grads_batched=True)
+    expected = [torch.autograd.grad(steep(x), x, each)[0] for each in batch]
+    assert ssd_fx.stats().loads > 0
+    assert torch.allclose(found, torch.stack(expected), rtol=1e-6)
