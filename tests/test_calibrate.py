@@ -344,7 +344,13 @@ def test_measuring_is_on_the_device_that_is_measured(
     with installed("lazy") as gpu:
         where: list[tuple[str, bool]] = []
         monkeypatch.setattr(rates.Compute, "rates", lambda self: where.append(("compute", gpu.entered)) or COMPUTE)
-        monkeypatch.setattr(rates.Transfers, "measure", lambda self: where.append(("disk", gpu.entered)) or DISK)
+
+        def measure(self: rates.Transfers) -> Any:
+            self.engine.close()
+            where.append(("disk", gpu.entered))
+            return DISK
+
+        monkeypatch.setattr(rates.Transfers, "measure", measure)
         monkeypatch.setattr(calibrate, "host_copies", lambda device: {})
         calibrate.calibrated(config_for(tmp_path), CPU)
     assert where == [("compute", True), ("disk", True)]

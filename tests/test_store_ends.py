@@ -37,7 +37,10 @@ def warm(tmp_path: Path) -> None:
 
 
 def forget_graphs() -> None:
-    """One collection is not always enough behind other tests: what a finalizer drops is for the next one."""
+    """No store is left. One collection is not always enough: objects that a finalizer drops are for the next one.
+
+    I/O threads that are left are those of an engine which an earlier test did not close.
+    """
     torch._dynamo.reset()
     comes_true(lambda: gc.collect() >= 0 and not _stores and io_threads() == 0)
 
