@@ -114,7 +114,7 @@ class Store:
             load = self.reader.begin(entry, asked, seq, consume=consume, relies_on=relies_on)
             self.reader.start(load)
             self.prefetcher.asked(entry)
-            self.writer.wanted(entry)
+            self.writer.count_out(entry)
             c = counters(entry.graph)
             c.loads += 1
             c.forwarded_bytes += entry.nbytes if where is State.IN_MEMORY else 0
@@ -150,7 +150,7 @@ class Store:
         self.prefetcher.dead(entry)
         self.reader.forget(entry)
         self.writer.cancel(entry)
-        self.writer.wanted(entry)
+        self.writer.count_out(entry)
         self._judge(entry)
         entry.held = None
         extent, entry.extent = entry.extent, None

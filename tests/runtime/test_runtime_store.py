@@ -509,7 +509,7 @@ def test_interrupts_anywhere_in_the_writer_leave_nothing_counted(config):
         assert entries.GUARD.lock.acquire(timeout=10), interrupt.at
         entries.GUARD.lock.release()
         step()
-        assert (ours.writing_bytes, ours.resting_bytes, entries.living()) == (0, 0, []), interrupt.at
+        assert (ours.writing_bytes, ours.resident_bytes, entries.living()) == (0, 0, []), interrupt.at
     assert len(places) > 50
 
 
