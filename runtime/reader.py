@@ -175,7 +175,7 @@ class Reader:
         load.counted = nbytes
 
     def _landing(self, entry: Entry) -> Tensor:
-        """The tensor that a read fills: at the stored tensor's address modulo a page, so that the read needs no copy."""
+        """The tensor that a read fills: at the stored tensor's address modulo a page, so the read needs no copy."""
         if entry.encoded:
             return tensors.empty(Layout((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
         return tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
