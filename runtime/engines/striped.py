@@ -1,4 +1,4 @@
-"""Several drives as one engine. Each drive has an engine of its own, so that a slow drive does not stop the others.
+"""Several drives as one engine. Every drive has its own engine below, so that a slow drive does not stop the others.
 
 A small tensor goes whole to the drive with the fewest bytes under way. A large one is cut into contiguous stripes, one
 for each drive, so that a single load has the bandwidth of all drives.
@@ -86,9 +86,7 @@ class StripedTransfer:
         self._errors.update((index, _copy(error)) for index, error in failed.items())
 
         def rank(index: int) -> tuple[bool, float]:
-            cancelled = (
-                failed[index].errno == errno.ECANCELED
-            )  # says little: another stripe failed, or the owner cancelled
+            cancelled = failed[index].errno == errno.ECANCELED  # last: it does not say why the transfer failed
             return cancelled, self._transfers[index].span()[1]
 
         raise failed[min(failed, key=rank)]
