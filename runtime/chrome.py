@@ -33,8 +33,8 @@ def export(path: str | os.PathLike[str], profile: str | os.PathLike[str] | None 
     if profile is not None:
         merged = _read(profile)
         base_ns = merged["baseTimeNanoseconds"]
-    events, on_devices = trace.events(), device_trace.events()
-    rows = [("ops", e) for e in events] + [(f"ops on {e[7]}", e) for e in on_devices]
+    rows = [("ops", event) for event in trace.events()]
+    rows += [(f"ops on {event[7]}", event) for event in device_trace.events()]
     merged["traceEvents"] += _chrome(rows, base_ns)
     Path(path).write_text(json.dumps(merged))
     return len(rows)

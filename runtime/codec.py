@@ -146,8 +146,9 @@ def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor,
     payload = torch.cat([scales.view(-1).view(torch.uint8), padded.to(dtype).view(-1).view(torch.uint8)])
 
     def decode(payload: Tensor, out: Tensor) -> None:
-        scales, numbers = payload[: 4 * blocks], payload[4 * blocks :].view(dtype).view(blocks, BLOCK)
-        values = numbers.float().mul_(scales.view(torch.float32).view(blocks, 1))
+        scales = payload[: 4 * blocks].view(torch.float32).view(blocks, 1)
+        numbers = payload[4 * blocks :].view(dtype).view(blocks, BLOCK)
+        values = numbers.float().mul_(scales)
         flatten(out).copy_(values.view(-1)[:count])
 
     return payload, Encoded(payload.numel(), True, decode)

@@ -111,8 +111,9 @@ class Reader:
                 load.read.start()
             error = outcome(load.read)
         if load.read:
-            span, how, engine = load.read.span(), "failed" if error else "ok", self._engine.name
-            trace.transfer("read", entry.graph, entry.slot, load.seq, span, entry.moved_bytes, how, engine)
+            how = "failed" if error else "ok"
+            span = load.read.span()
+            trace.transfer("read", entry.graph, entry.slot, load.seq, span, entry.moved_bytes, how, self._engine.name)
         if error is None and load.read:
             counters(entry.graph).read_bytes += entry.moved_bytes
             _place(entry, load)
@@ -154,7 +155,8 @@ class Reader:
         if ahead:  # it stays in `entry.ahead` until the load is noted down: something may raise in between
             load = Load(out, landing, ahead.read, seq, same, started=True)
             entry.loads.append(load)
-            entry.ahead, ahead.read = None, None
+            entry.ahead = None
+            ahead.read = None
             self._count(ahead, 0)
         else:
             load = Load(out, landing, self._engine.read(_extent(entry), Memory.of(landing)), seq, same)

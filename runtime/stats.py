@@ -87,7 +87,7 @@ class Stats(GraphStats):
             return (
                 f"nothing ran since the start or the last reset_stats(): of the {self.compiled_graphs} graphs that "
                 "ssd_fx was asked to compile none has begun a forward that saves for a backward, as none does under "
-                "torch.no_grad(); TORCH_LOGS=recompiles,graph_breaks tells what runs instead"
+                "torch.no_grad(); TORCH_LOGS=recompiles,graph_breaks shows what runs instead"
             )
         return (
             "nothing ran: torch.compile has not called ssd_fx in this process, so whatever trains does so uncompiled; "

@@ -53,7 +53,8 @@ class Writer:
         Takes the tensor over, and starts every write that is due.
         """
         started = now()
-        accepted = stalled = False
+        accepted = False
+        stalled = False
         while True:
             with GUARD.lock:
                 self.reap()
@@ -233,7 +234,9 @@ class Writer:
             habit.error = codec.relative_error(x, decoded)
         c.encoding_error = max(c.encoding_error, habit.error or 0.0)
         drop(entry)
-        entry.held, entry.encoded, entry.borrowed = payload, encoded, False
+        entry.held = payload
+        entry.encoded = encoded
+        entry.borrowed = False
 
 
 class _Forecast:

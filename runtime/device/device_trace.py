@@ -35,7 +35,9 @@ class Node:
     def __init__(
         self, found: streams.Streams, device: torch.device, kind: str, graph: str, slot: int, seq: int
     ) -> None:
-        self._streams, self._device, self._named = found, device, (kind, graph, slot, seq)
+        self._streams = found
+        self._device = device
+        self._named = (kind, graph, slot, seq)
         self._anchor = anchor(found, device)
 
     def __enter__(self) -> None:

@@ -38,7 +38,9 @@ class Extent:
     __slots__ = ("directory", "nbytes", "offset")
 
     def __init__(self, nbytes: int, directory: str, offset: int = 0) -> None:
-        self.nbytes, self.directory, self.offset = nbytes, directory, offset
+        self.nbytes = nbytes
+        self.directory = directory
+        self.offset = offset
 
 
 class Completion(Protocol):
@@ -123,7 +125,9 @@ class Copy:
     __slots__ = ("_nbytes", "_source", "_span", "_target")
 
     def __init__(self, target: int, source: int, nbytes: int) -> None:
-        self._target, self._source, self._nbytes = target, source, nbytes
+        self._target = target
+        self._source = source
+        self._nbytes = nbytes
         self._span = (0.0, 0.0)
 
     def start(self) -> None:

@@ -42,10 +42,16 @@ class FileExtent(Extent):
 
     def __init__(self, nbytes: int, file: SlabFile, offset: int, size: int) -> None:
         super().__init__(nbytes, file.directory, offset)
-        self.file, self.size = file, size
-        self.body_at, self.body_bytes = 0, nbytes
-        self.head = self.tail = b""
+        self.file = file
+        self.size = size
         self.sums: Sums | None = None
+        self.whole()
+
+    def whole(self) -> None:
+        """Records that all bytes of the tensor are on disk, so that there are no head and tail."""
+        self.body_at = 0
+        self.body_bytes = self.nbytes
+        self.head = self.tail = b""
 
 
 class Transfer:
@@ -179,14 +185,15 @@ class PosixEngine:
         ptr, nbytes, device, _ = memory
         align = extent.file.align
         if device.type == "cuda":
-            extent.body_at, extent.body_bytes, extent.head, extent.tail = 0, nbytes, b"", b""
+            extent.whole()
             return self._staged(True, extent, ptr, device)
         whole = memory.reader.type == "cuda" and (ptr % align or nbytes % align)
         if whole or (nbytes < self._small and align > 1):
             return self._write_bounced(extent, ptr, nbytes, align)
         head = -ptr % align
         body = (nbytes - head) // align * align
-        extent.body_at, extent.body_bytes = head, body
+        extent.body_at = head
+        extent.body_bytes = body
         extent.head = ctypes.string_at(ptr, head)
         extent.tail = ctypes.string_at(ptr + head + body, nbytes - head - body)
         return Transfer("write", extent, self._request(True, extent, ptr + head, body))
@@ -218,7 +225,7 @@ class PosixEngine:
         bounce = POOL.take(padded)
         ctypes.memmove(bounce.address, ptr, nbytes)
         ctypes.memset(bounce.address + nbytes, 0, padded - nbytes)  # no bytes of other tensors go to the disk
-        extent.body_at, extent.body_bytes, extent.head, extent.tail = 0, nbytes, b"", b""
+        extent.whole()
         return Transfer("write", extent, self._request(True, extent, bounce.address, padded), bounce)
 
     def _read_bounced(self, extent: FileExtent, ptr: int, align: int) -> Completion:

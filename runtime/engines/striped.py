@@ -63,7 +63,9 @@ class StripedTransfer:
     __slots__ = ("_errors", "_parts", "_transfers")
 
     def __init__(self, parts: list[_Part], transfers: list[Completion], errors: dict[int, OSError]) -> None:
-        self._parts, self._transfers, self._errors = parts, transfers, errors
+        self._parts = parts
+        self._transfers = transfers
+        self._errors = errors
 
     def start(self) -> None:
         for index, (part, transfer) in enumerate(zip(self._parts, self._transfers, strict=True)):

@@ -25,7 +25,9 @@ class TieredExtent(Extent):
         at = host or drive
         assert at, "an extent is in a tier"
         super().__init__(nbytes, at.directory, at.offset)
-        self.host, self.drive, self.planned = host, drive, planned
+        self.host = host
+        self.drive = drive
+        self.planned = planned
         self.written: Completion | None = None  # the write that filled `host`
         self.moving: Completion | None = None
 
@@ -160,13 +162,15 @@ class TieredEngine:
             self._drive.failed(drive, error)
             return
         extent.drive = drive
-        extent.directory, extent.offset = drive.directory, drive.offset
+        extent.directory = drive.directory
+        extent.offset = drive.offset
         self._free_host(extent)
 
     def _forget_move(self, extent: TieredExtent) -> Extent:
         del self._moving[extent]
         self.moving_bytes -= extent.nbytes
-        drive, extent.drive, extent.moving = extent.drive, None, None
+        drive, extent.drive = extent.drive, None
+        extent.moving = None
         assert drive, "a move has room on the drive"
         return drive
 

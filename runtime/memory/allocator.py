@@ -49,7 +49,8 @@ class Allocator:
             size += behind
         if before is not None and before + self._lengths.get(before, -1) == offset:
             self._remove(before, offset - before)
-            offset, size = before, size + offset - before
+            size += offset - before
+            offset = before
         self._insert(offset, size)
 
     def grow(self, nbytes: int) -> None:

@@ -86,7 +86,8 @@ class CudaDriver:
 
     def context(self, index: int) -> int:
         if index not in self._contexts:  # retained once, and never released
-            device, context = ctypes.c_int(), ctypes.c_void_p()
+            device = ctypes.c_int()
+            context = ctypes.c_void_p()
             self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
             self._contexts[index] = context.value or 0

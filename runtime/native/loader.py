@@ -42,12 +42,14 @@ class _Library:
     """The C functions. Those that take a few us and never block keep the GIL; those that may wait release it."""
 
     def __init__(self, path: str) -> None:
-        held, released = ctypes.PyDLL(path), ctypes.CDLL(path)
+        held = ctypes.PyDLL(path)
+        released = ctypes.CDLL(path)
         pointer, size, i32, i64, real = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 
         def bind(dll: ctypes.CDLL, name: str, result: object, *arguments: object) -> ctypes._NamedFuncPointer:
             function = getattr(dll, name)
-            function.restype, function.argtypes = result, list(arguments)
+            function.restype = result
+            function.argtypes = list(arguments)
             return function  # type: ignore[no-any-return]
 
         self.version = bind(held, "iopool_version", ctypes.c_char_p)
@@ -78,7 +80,8 @@ class _NativeRequest:
     __slots__ = ("_address", "_event", "_library", "_memory", "_sums", "_under_way")
 
     def __init__(self, library: _Library, under_way: dict[_NativeRequest, None]) -> None:
-        self._library, self._under_way = library, under_way
+        self._library = library
+        self._under_way = under_way
         self._memory = library.request_type()
         self._address = ctypes.addressof(self._memory)
         self._event: Event | None = None
@@ -167,7 +170,8 @@ def make_pool(threads: int = 2) -> Pool:
 def dio_alignment(fd: int) -> tuple[int, int]:
     """The alignment in bytes of (memory, file offset) for direct I/O on `fd`; 4096 if the kernel does not say."""
     found = library()
-    memory, offset = ctypes.c_uint32(0), ctypes.c_uint32(0)
+    memory = ctypes.c_uint32(0)
+    offset = ctypes.c_uint32(0)
     if found and found.dio_alignment(fd, ctypes.byref(memory), ctypes.byref(offset)):
         return memory.value, offset.value
     return 4096, 4096
