@@ -27,6 +27,7 @@ from ssd_fx.runtime.engines.cufile import Driver, DriverFile
 from ssd_fx.runtime.engines.extents import STEP, SlabFile
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import make_engine
+from ssd_fx.runtime.engines.striped import one_for_each
 
 _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
 
@@ -34,11 +35,11 @@ _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
 class GdsExtent(Extent):
     """Room in a file of `GdsEngine`. Bytes that come `from_cpu` have room in `host` instead, and none in the file."""
 
-    __slots__ = ("file", "from_cpu", "host", "size")
+    __slots__ = ("from_cpu", "host", "size")
 
-    def __init__(self, nbytes: int, file: "_GdsFile", offset: int, size: int) -> None:
-        super().__init__(nbytes, file.slab.directory, offset)
-        self.file, self.size = file, size
+    def __init__(self, nbytes: int, slab: SlabFile, offset: int, size: int) -> None:
+        super().__init__(nbytes, slab.directory, offset)
+        self.size = size
         self.from_cpu = False
         self.host: Extent | None = None
 
@@ -64,45 +65,37 @@ def _opened(driver: Driver, path: str, forced: bool) -> DriverFile:
 
 
 class GdsEngine:
-    """One slab file in each directory of `config`, used in turn. `driver` must be loaded.
+    """One slab file in `directory`, with the other options of `config`. `driver` must be loaded.
 
-    Raises: ValueError without directories; what `check_directory` raises; OSError if no file can be opened.
+    Raises: what `check_directory` raises; OSError if the file cannot be opened.
     """
 
     devices = frozenset({"cpu", "cuda"})
 
-    def __init__(self, driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> None:
-        if not config.dirs:
-            raise ValueError(f"engine {driver.name!r} needs at least one directory on a drive in dirs")
-        for path in config.dirs:
-            check_directory(path, config.allow_tmpfs)
+    def __init__(self, driver: Driver, directory: str, config: RuntimeConfig, *, forced: bool = False) -> None:
+        check_directory(directory, config.allow_tmpfs)
         self.name = driver.name
-        self._config = config
+        self._config = dataclasses.replace(config, engine="posix", dirs=(directory,))
         self._host: Engine | None = None
-        self._turn = 0
-        self._warned: set[str] = set()
+        self._warned = False
         self._under_way: dict[streams.Queued, None] = {}  # a future that is dropped before its end blocks the host
         self._sides = streams.SideStreams(lambda stream: driver.register(stream.cuda_stream))
-        self._files = [_GdsFile(driver, str(Path(path)), config.disk_limit, forced) for path in config.dirs]
+        self._file = _GdsFile(driver, str(Path(directory)), config.disk_limit, forced)
         _open_engines.append(self)
 
     @property
     def disk_bytes(self) -> int:
-        return sum(file.slab.nbytes for file in self._files)  # the registry counts `_host` by itself
+        return self._file.slab.nbytes  # the registry counts `_host` by itself
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        error = OSError(errno.ENOSPC, "no directory takes writes any more", self._files[0].slab.directory)
-        for _ in self._files:
-            file = self._files[self._turn % len(self._files)]
-            self._turn += 1
-            if not file.slab.writable:
-                continue
-            try:
-                return GdsExtent(nbytes, file, *file.slab.allocate(nbytes))
-            except OSError as failure:
-                error = failure
-                self._warn(file, nbytes, failure)
-        raise error
+        slab = self._file.slab
+        if not slab.writable:
+            raise OSError(errno.ENOSPC, "an earlier write here failed, so there are no new ones", slab.directory)
+        try:
+            return GdsExtent(nbytes, slab, *slab.allocate(nbytes))
+        except OSError as error:
+            self._warn(nbytes, error)
+            raise
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, GdsExtent)
@@ -110,16 +103,16 @@ class GdsEngine:
             assert self._host, "it was written there"
             self._host.free(extent.host)
         else:
-            extent.file.slab.free(extent.offset, extent.size)
+            self._file.slab.free(extent.offset, extent.size)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, GdsExtent)
         if streams.of(memory.device):
             return self._queued("write", extent, memory)
         extent.from_cpu = True
-        self._host = self._host or make_engine(dataclasses.replace(self._config, engine="posix"))
+        self._host = self._host or make_engine(self._config)
         extent.host = self._host.alloc(extent.nbytes)
-        extent.file.slab.free(extent.offset, extent.size)
+        self._file.slab.free(extent.offset, extent.size)
         return self._host.write(extent.host, memory)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
@@ -136,22 +129,21 @@ class GdsEngine:
         if extent.host and self._host:
             self._host.failed(extent.host, error)
         elif not extent.from_cpu:
-            extent.file.slab.writable = False
-            self._warn(extent.file, extent.nbytes, error)
+            self._file.slab.writable = False
+            self._warn(extent.nbytes, error)
 
     def close(self) -> None:
         for transfer in list(self._under_way):
             transfer.cancel()
         self._under_way.clear()
-        for file in self._files:
-            file.close()
+        self._file.close()
         if self._host:
             self._host.close()
         if self in _open_engines:
             _open_engines.remove(self)
 
     def _queued(self, what: str, extent: GdsExtent, memory: Memory) -> Completion:
-        file = extent.file.driver
+        file = self._file.driver
         queue = file.write if what == "write" else file.read
 
         def enqueue(side: streams.Stream) -> streams.Check:
@@ -171,14 +163,14 @@ class GdsEngine:
         finally:
             self._under_way.pop(transfer, None)
 
-    def _warn(self, file: _GdsFile, nbytes: int, error: OSError) -> None:
-        directory = file.slab.directory
-        if directory in self._warned:
+    def _warn(self, nbytes: int, error: OSError) -> None:
+        if self._warned:
             return
-        self._warned.add(directory)
+        self._warned = True
+        slab = self._file.slab
         warnings.warn(
-            f"ssd_fx keeps activations in memory that do not go to {directory}: storing {nbytes} B failed "
-            f"({error.strerror}); the file there holds {file.slab.nbytes} B. Training goes on and needs more memory.",
+            f"ssd_fx keeps activations in memory that do not go to {slab.directory}: storing {nbytes} B failed "
+            f"({error.strerror}); the file there holds {slab.nbytes} B. Training goes on and needs more memory.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -218,23 +210,28 @@ def check_machine(driver: Driver, *, forced: bool = False) -> None:
         )
 
 
-def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> GdsEngine:
+def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> Engine:
     """An engine that has passed a round trip in every directory.
 
-    Raises: what `check_machine` and `GdsEngine` raise; OSError if the round trip fails.
+    Raises: ValueError without directories; what `check_machine` and `GdsEngine` raise; OSError if a round trip fails.
     """
     check_machine(driver, forced=forced)
-    engine = GdsEngine(driver, config, forced=forced)
-    try:
-        for _ in config.dirs:
+    if not config.dirs:
+        raise ValueError(f"engine {driver.name!r} needs at least one directory on a drive in dirs")
+
+    def tried(directory: str) -> Engine:
+        engine = GdsEngine(driver, directory, config, forced=forced)
+        try:
             _round_trip(engine)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    return one_for_each(config.dirs, tried)
 
 
-def usable(driver: Driver, config: RuntimeConfig) -> GdsEngine | None:
+def usable(driver: Driver, config: RuntimeConfig) -> Engine | None:
     """The engine, or None unless this process computes on a GPU and GPUDirect Storage works in all directories."""
     if not torch.cuda.is_initialized() or not cufile.status(driver).real:
         return None
@@ -247,7 +244,7 @@ def usable(driver: Driver, config: RuntimeConfig) -> GdsEngine | None:
 
 
 def _round_trip(engine: GdsEngine, nbytes: int = 64 << 10) -> None:
-    """Writes and reads some bytes in the next directory. Raises: OSError if the two differ."""
+    """Writes and reads some bytes. Raises: OSError if the two differ."""
     device = cufile.current_device()
     queued = streams.of(device) if device else None
     assert device and queued, "checked by status"  # noqa: PT018

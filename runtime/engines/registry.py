@@ -19,21 +19,17 @@ def _memory(_: RuntimeConfig) -> Engine:
 
 def _posix(config: RuntimeConfig) -> Engine:
     from ssd_fx.runtime.engines.posix import PosixEngine
-    from ssd_fx.runtime.engines.striped import StripedEngine
+    from ssd_fx.runtime.engines.striped import one_for_each
 
     if not config.dirs:
         raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
-    made: list[Engine] = []
-    try:
-        for path in config.dirs:
-            made.append(
-                PosixEngine(path, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums)
-            )
-    except BaseException:
-        for engine in made:
-            engine.close()
-        raise
-    return made[0] if len(made) == 1 else StripedEngine(made)
+
+    def made(directory: str) -> Engine:
+        return PosixEngine(
+            directory, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums
+        )
+
+    return one_for_each(config.dirs, made)
 
 
 _GDS = {"kvikio": ("kvikio", False), "kvikio-forced": ("kvikio", True)}

@@ -5,7 +5,7 @@ for each drive, so that a single load has the bandwidth of all drives.
 """
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, outcome
@@ -173,6 +173,22 @@ class StripedEngine:
     def close(self) -> None:
         for drive in self._drives:
             drive.engine.close()
+
+
+def one_for_each(directories: Sequence[str], make: Callable[[str], Engine]) -> Engine:
+    """The engine that `make` makes for a directory, striped if there are several directories.
+
+    Raises: what `make` raises, after the engines made before are closed.
+    """
+    made: list[Engine] = []
+    try:
+        for directory in directories:
+            made.append(make(directory))
+    except BaseException:
+        for engine in made:
+            engine.close()
+        raise
+    return made[0] if len(made) == 1 else StripedEngine(made)
 
 
 def _copy(error: OSError) -> OSError:
