@@ -41,8 +41,8 @@ def close() -> None:
 
     Compiled graphs still work: the next forward makes new stores. A backward whose forward ran before this call finds
     what is still in memory; its load of a tensor on the drive raises a RuntimeError. Without this call a store ends
-    when the last graph that was compiled with its options has gone (`torch._dynamo.reset()`, or the model's death), and
-    no backward that loads from it can come any more.
+    when no graph with its options is left, after `torch._dynamo.reset()` or the model's death, and no backward that
+    loads from it can come any more.
     """
     _GUARD.drain()
     close_stores()

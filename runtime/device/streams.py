@@ -8,9 +8,9 @@ Three rules keep a transfer from reading or writing the wrong bytes:
   allocator has to know of side streams (`record_stream`), and memory is freed in the order of the compute stream.
 * The result of a transfer is asked for only after that event. Earlier it would block the host, or be wrong.
 
-A fourth rule is for GPUs other than the first. A new thread is on device 0, and a call there about an event or a stream
-of another device makes a context on device 0, of some 500 MiB. A garbage collection may make such calls in any thread.
-So every question to an event, and every call of a library, is made within `Streams.on`.
+A fourth rule is for GPUs other than the first. A new thread is on device 0. A call there about an event or a stream of
+another device makes a context on device 0, of some 500 MiB. A garbage collection may make such calls in any thread. So
+every question to an event, and every call of a library, is made within `Streams.on`.
 """
 
 import errno
@@ -246,11 +246,6 @@ class Queued:
     def span(self) -> tuple[float, float]:
         """Start and end by the device's clock; (0, 0) before the end was seen."""
         return self._over or (0.0, 0.0)
-
-    @property
-    def seconds(self) -> float:
-        started, ended = self.span()
-        return ended - started
 
     def _see_end(self) -> None:
         """Returns when the device has come to the end, or at once if the transfer was never started."""

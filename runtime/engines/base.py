@@ -70,10 +70,6 @@ class Completion(Protocol):
     def span(self) -> tuple[float, float]:
         """Start and end of the transfer in seconds of time.perf_counter, once it is done."""
 
-    @property
-    def seconds(self) -> float:
-        """How long the transfer took, once it is done."""
-
 
 class Engine(Protocol):
     """Moves the bytes of an extent to and from memory, which the caller keeps alive until that is done.
@@ -146,10 +142,6 @@ class Copy:
 
     def span(self) -> tuple[float, float]:
         return self._span
-
-    @property
-    def seconds(self) -> float:
-        return self._span[1] - self._span[0]
 
 
 def not_readable(stored: torch.device, wanted: torch.device) -> NotImplementedError:

@@ -34,7 +34,7 @@ class SlabFile:
         self, directory: str, step: int = STEP, limit: int = 0, opened: Callable[[str], None] | None = None
     ) -> None:
         self.directory = directory
-        self.writable = True  # cleared by a failed write: no new extents from here
+        self.writable = True  # cleared by a failed write: from then on `room` raises
         self.growable = True  # cleared by a failed growth: from then on only free extents are used
         self.fd, self.direct = _open_direct_if_possible(directory, opened)
         memory, offset = dio_alignment(self.fd) if self.direct else (1, 1)
@@ -44,11 +44,27 @@ class SlabFile:
         self._limit = limit
         self._allocator = Allocator()
         self._lock = threading.Lock()
+        self._warned = False
 
     @property
     def nbytes(self) -> int:
         """The size of the file, 0 once it is closed."""
         return 0 if self.fd < 0 else self._allocator.end
+
+    def room(self, nbytes: int) -> tuple[int, int]:
+        """As `allocate`, for an engine: warns of the first failure, and raises OSError after a failed write too."""
+        if not self.writable:
+            raise OSError(errno.ENOSPC, "an earlier write here failed, so there are no new ones", self.directory)
+        try:
+            return self.allocate(nbytes)
+        except OSError as error:
+            self._warn(nbytes, error)
+            raise
+
+    def failed(self, nbytes: int, error: OSError) -> None:
+        """Records that a write of `nbytes` failed: there is no new room from now on."""
+        self.writable = False
+        self._warn(nbytes, error)
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
         """(offset, size) of an extent of at least `nbytes`.
@@ -77,6 +93,18 @@ class SlabFile:
             fd, self.fd = self.fd, -1  # the operating system may give the number to another file
         if fd >= 0:
             os.close(fd)
+
+    def _warn(self, nbytes: int, error: OSError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"ssd_fx keeps activations in memory that do not go to {self.directory}: storing {nbytes} B failed "
+            f"({error.strerror}); the file there holds {self.nbytes} B. Training goes on and needs more memory, "
+            "unless another directory takes them.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _grow(self, missing: int) -> None:
         """Grows the file by at least `missing` bytes.

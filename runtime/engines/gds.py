@@ -77,7 +77,6 @@ class GdsEngine:
         self.name = driver.name
         self._config = dataclasses.replace(config, engine="posix", dirs=(directory,))
         self._host: Engine | None = None
-        self._warned = False
         self._under_way: dict[streams.Queued, None] = {}  # a future that is dropped before its end blocks the host
         self._sides = streams.SideStreams(lambda stream: driver.register(stream.cuda_stream))
         self._file = _GdsFile(driver, str(Path(directory)), config.disk_limit, forced)
@@ -89,13 +88,7 @@ class GdsEngine:
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         slab = self._file.slab
-        if not slab.writable:
-            raise OSError(errno.ENOSPC, "an earlier write here failed, so there are no new ones", slab.directory)
-        try:
-            return GdsExtent(nbytes, slab, *slab.allocate(nbytes))
-        except OSError as error:
-            self._warn(nbytes, error)
-            raise
+        return GdsExtent(nbytes, slab, *slab.room(nbytes))
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, GdsExtent)
@@ -129,8 +122,7 @@ class GdsEngine:
         if extent.host and self._host:
             self._host.failed(extent.host, error)
         elif not extent.from_cpu:
-            self._file.slab.writable = False
-            self._warn(extent.nbytes, error)
+            self._file.slab.failed(extent.nbytes, error)
 
     def close(self) -> None:
         for transfer in list(self._under_way):
@@ -162,18 +154,6 @@ class GdsEngine:
                 raise _failure(what, extent, f"moved {nbytes} B only")
         finally:
             self._under_way.pop(transfer, None)
-
-    def _warn(self, nbytes: int, error: OSError) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        slab = self._file.slab
-        warnings.warn(
-            f"ssd_fx keeps activations in memory that do not go to {slab.directory}: storing {nbytes} B failed "
-            f"({error.strerror}); the file there holds {slab.nbytes} B. Training goes on and needs more memory.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 _open_engines: list[GdsEngine] = []

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,11 +101,6 @@ class Transfer:
     def span(self) -> tuple[float, float]:
         return self._request.span()
 
-    @property
-    def seconds(self) -> float:
-        started, ended = self._request.span()
-        return ended - started
-
     def _release(self) -> None:
         bounce = self._held.pop("bounce", None)
         if bounce:
@@ -159,7 +153,6 @@ class PosixEngine:
         self._checksums = checksums
         self._cuda = cuda
         self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
-        self._warned = False
         self._file = SlabFile(str(Path(directory)), step, limit)
         self._pool = loader.make_pool(threads)
 
@@ -168,13 +161,7 @@ class PosixEngine:
         return self._file.nbytes
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        if not self._file.writable:
-            raise OSError(errno.ENOSPC, "an earlier write here failed, so there are no new ones", self._file.directory)
-        try:
-            return FileExtent(nbytes, self._file, *self._file.allocate(nbytes))
-        except OSError as error:
-            self._warn(nbytes, error)
-            raise
+        return FileExtent(nbytes, self._file, *self._file.room(nbytes))
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, FileExtent)
@@ -213,8 +200,7 @@ class PosixEngine:
 
     def failed(self, extent: Extent, error: OSError) -> None:
         assert isinstance(extent, FileExtent)
-        self._file.writable = False
-        self._warn(extent.nbytes, error)
+        self._file.failed(extent.nbytes, error)
 
     def close(self) -> None:
         self._pool.close()
@@ -256,15 +242,3 @@ class PosixEngine:
         if write:
             extent.sums = sums_for(nbytes) if self._checksums else None
         return self._pool.request(write, extent.file.fd, address, nbytes, extent.offset, extent.sums, on_device)
-
-    def _warn(self, nbytes: int, error: OSError) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"ssd_fx keeps activations in memory that do not go to {self._file.directory}: storing {nbytes} B failed "
-            f"({error.strerror}); the file there holds {self._file.nbytes} B. Training goes on and needs more memory, "
-            "unless another directory takes them.",
-            RuntimeWarning,
-            stacklevel=2,
-        )

@@ -101,11 +101,6 @@ class StripedTransfer:
         spans = [transfer.span() for transfer in self._transfers]
         return min(started for started, _ in spans), max(ended for _, ended in spans)
 
-    @property
-    def seconds(self) -> float:
-        started, ended = self.span()
-        return ended - started
-
 
 class StripedEngine:
     """`engines`, one for each drive. Stripes have at least `stripe` bytes, so a tensor under two of these is not cut.

@@ -60,8 +60,8 @@ class TieredEngine:
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         """Room on the drive for `tier` "ssd"; else in host memory, if the oldest there can move on for it.
 
-        A planned tensor moves on only for another planned one. The plan is for one graph, and several graphs may run
-        their forwards before the first backward, so more may be planned for host memory than fits.
+        A planned tensor moves on only for another planned one. More may be planned for host memory than fits: a plan
+        is for one graph, and several graphs may run their forwards before the first backward.
         """
         self._reap()
         if tier == "ssd" or not self._make_room(nbytes, tier):

@@ -33,7 +33,7 @@ class BufferPool:
 
     `resident_bytes`: the touched bytes, in whole chunks. `peak_bytes`: the most they were. `mappings`: how often they
     grew. `live_bytes`: the bytes of regions that have a user. `reserve`: bytes of address space to ask for at a time.
-    `observer`, for measurements, is called with the bytes of each region that is taken, and with their negative when it
+    `observer`, for measurements, is called with the bytes of a region when it is taken, and with their negative when it
     is given back or its tensor dies.
     """
 

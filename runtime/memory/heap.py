@@ -1,8 +1,8 @@
 """The C heap, where CPU tensors live: it keeps freed memory, and gets huge pages.
 
 Fresh pages cost 0.7 s per GiB at their first touch, 17 times what it costs to fill them again. Offloading frees and
-allocates every activation within a step. By default glibc gives the top of its heap back to the kernel once twice its
-mmap threshold (at most 64 MiB) is free there, so a step would pay for the same pages over and over.
+allocates every activation within a step. By default glibc gives the top of its heap back to the kernel once more than
+twice its mmap threshold (at most 64 MiB) is free there. A step would pay for the same pages over and over.
 Direct I/O pins every page that it transfers, and unpins it in the disk's interrupt. With huge pages it has 512 times
 fewer to pin (docs/measurements.md).
 """

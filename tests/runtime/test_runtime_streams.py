@@ -322,7 +322,6 @@ def test_span_is_as_long_as_the_device_says():
         x, transfer = queued(fake, lambda: None)
         transfer.start()
         transfer.wait()
-        assert transfer.seconds == pytest.approx(1.5e-3)
         started, ended = transfer.span()
         assert ended - started == pytest.approx(1.5e-3)
         del x
