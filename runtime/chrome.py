@@ -1,8 +1,8 @@
-"""The trace as Chrome's JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing show; alone or in torch.profiler's.
+"""The trace as Chrome's JSON, alone or merged into a trace of torch.profiler.
 
-Our ops are one row as the host came to them, and another as a device did. Transfers overlap, so they take as many rows
-as run at a time. torch.profiler's times count from its `baseTimeNanoseconds` on the wall clock, in microseconds; ours
-are moved there.
+Perfetto (ui.perfetto.dev) and chrome://tracing show it. Our ops take one row with the times of the host, and one for
+each device with the times of that device. Transfers overlap, so they take as many rows as run at a time.
+torch.profiler's times are microseconds since its `baseTimeNanoseconds` on the wall clock; ours are converted to these.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.device import device_trace
 
-_FIRST_ROW = 1 << 30  # row numbers are thread ids elsewhere, which stay below this
+_FIRST_ROW = 1 << 30  # torch.profiler's row numbers are thread ids, which stay below this
 _TRANSFERS = ("write", "read")
 
 
 def export(path: str | os.PathLike[str], profile: str | os.PathLike[str] | None = None) -> int:
-    """Writes the recorded events to `path`; returns how many. With `profile`, a file that `torch.profiler.profile.
-    export_chrome_trace` wrote for the same process, its events stand beside ours.
+    """The number of recorded events, which are written to `path`.
+
+    `profile`: a file that `torch.profiler.profile.export_chrome_trace` wrote for the same process. Its events are
+    written beside ours.
 
     Raises: OSError if a file cannot be read or written; ValueError if `profile` is no trace of torch.profiler.
     """
@@ -31,8 +33,8 @@ def export(path: str | os.PathLike[str], profile: str | os.PathLike[str] | None 
     if profile is not None:
         merged = _read(profile)
         base_ns = merged["baseTimeNanoseconds"]
-    events, on_devices = trace.events(), device_trace.events()
-    rows = [("ops", e) for e in events] + [(f"ops on {e[7]}", e) for e in on_devices]
+    rows = [("ops", event) for event in trace.events()]
+    rows += [(f"ops on {event[7]}", event) for event in device_trace.events()]
     merged["traceEvents"] += _chrome(rows, base_ns)
     Path(path).write_text(json.dumps(merged))
     return len(rows)
@@ -52,7 +54,10 @@ def _read(profile: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _chrome(events: list[tuple[str, trace.Event]], base_ns: int) -> list[dict[str, Any]]:
-    """Complete events ("X") in rows of this process, and the rows' names; given the row of each that is no transfer."""
+    """Complete events ("X") of this process, and the names of their rows.
+
+    `events`: each with the row that it takes unless it is a transfer.
+    """
     ahead_ns = time.time_ns() - time.perf_counter_ns() - base_ns
     rows: dict[str, int] = {}
     free_at: dict[str, float] = {}

@@ -1,11 +1,11 @@
-"""Encodings that make fewer bytes of a tensor: opt-in, chosen per tier (`Config.compression`).
+"""Codecs that compress stored tensors: opt-in, one per tier (`Config.compression`).
 
-    bitpack   lossless: bool as bits; integers that fit a narrower type; floats that are mostly zero (ReLU) as a bit map
-              and the values that are not
-    fp8       bitpack, and floats of 2 or 4 bytes as float8_e4m3fn with a float32 scale per block of 128
-    int8      the same with int8
+    bitpack   lossless. Bools become bits; integers take a narrower type that holds them all; floats that are mostly
+              zero (ReLU) become a bit map and the values that are not zero.
+    fp8       As bitpack, but floats of 2 or 4 bytes become float8_e4m3fn with a float32 scale per block of 128.
+    int8      The same with int8.
 
-What a codec cannot make smaller, or not faithfully (infinities and NaNs in a lossy one), it leaves as it is.
+A tensor stays as it is if a codec cannot make it smaller, or if a lossy codec finds infinities or NaNs in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from ssd_fx.runtime.layout import Layout, alias
 
 BLOCK = 128
-PAYS = 0.75  # a sparse tensor must shrink to this share: the two passes over it cost about what writing it does
+PAYS = 0.75  # a sparse tensor must shrink to this share, because encoding it costs about as much as writing it
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LOSSY: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 CODECS = ("bitpack", *_LOSSY)
@@ -29,7 +29,7 @@ _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`nbytes` encoded bytes for a tensor. `decode(payload, out)` writes it into `out`, dense and of its layout."""
+    """How a tensor was encoded, in `nbytes`. `decode(payload, out)` fills `out`, which has its dense layout."""
 
     nbytes: int
     lossy: bool
@@ -37,7 +37,7 @@ class Encoded:
 
 
 def encode(codec: str, x: Tensor) -> tuple[Tensor, Encoded] | None:
-    """The payload (uint8, 1-d, on x's device) for a dense tensor, or None where `codec` has nothing for it."""
+    """The payload (uint8, 1-d, on x's device) of a dense tensor, or None if `codec` does not encode it."""
     flat = flatten(x)
     if x.dtype is torch.bool:
         return pack_bits(flat), Encoded(-(-flat.numel() // 8), False, _decode_bits)
@@ -49,7 +49,7 @@ def encode(codec: str, x: Tensor) -> tuple[Tensor, Encoded] | None:
 
 
 def is_lossy(codec: str, dtype: torch.dtype) -> bool:
-    """Whether `codec` does not keep the bits of tensors of `dtype`."""
+    """Whether `codec` changes the values of tensors of `dtype`."""
     return codec in _LOSSY and dtype in _FLOATS
 
 
@@ -66,7 +66,7 @@ def flatten(x: Tensor) -> Tensor:
 
 
 def pack_bits(flat: Tensor) -> Tensor:
-    """8 bools to a byte, the first one in the lowest bit; the last byte is filled up with zeros."""
+    """The bools as bytes of 8, the first in the lowest bit; the last byte is filled up with zeros."""
     whole = flat.numel() // 8 * 8
     packed = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
     packed[: whole // 8] = _gather(flat[:whole])
@@ -78,14 +78,14 @@ def pack_bits(flat: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """The first `count` bools of `pack_bits`."""
+    """The first `count` bools of what `pack_bits` returned."""
     spread = packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
     return spread.bitwise_and_(1).view(-1)[:count].view(torch.bool)
 
 
 def _gather(bools: Tensor) -> Tensor:
-    """Eight bytes of 0 or 1 are one integer; the product collects byte i in bit i of the highest byte."""
-    bytes_ = bools.view(torch.uint8) != 0  # a bool that was viewed from bytes may hold any of them
+    """One byte for every 8 bools. Multiplying 8 bytes of 0 or 1 as one integer moves byte i to bit i of the highest."""
+    bytes_ = bools.view(torch.uint8) != 0  # a bool that is a view of a byte may hold any value
     words = alias(bytes_, Layout((bools.numel() // 8,), (1,), torch.int64))
     return (words * 0x0102040810204080 >> 56).to(torch.uint8)
 
@@ -109,7 +109,7 @@ def _widen(dtype: torch.dtype, payload: Tensor, out: Tensor) -> None:
 
 
 def _sparse(flat: Tensor) -> tuple[Tensor, Encoded] | None:
-    """Zero means all bits: a negative zero or a NaN is a value like any other."""
+    """Only elements whose bits are all zero count as zero; a negative zero is stored as a value."""
     bits = flat.view(_BITS_OF[flat.itemsize])
     nonzero = int(torch.count_nonzero(bits))
     map_bytes = -(-flat.numel() // 8)
@@ -129,8 +129,9 @@ def _sparse(flat: Tensor) -> tuple[Tensor, Encoded] | None:
 
 
 def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Encoded] | None:
-    """Per block of 128: the largest magnitude becomes the largest number of `dtype`."""
-    count, blocks = flat.numel(), -(-flat.numel() // BLOCK)
+    """Scales each block so that its largest magnitude becomes the largest number of `dtype`."""
+    count = flat.numel()
+    blocks = -(-count // BLOCK)
     padded = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=flat.device)
     padded[:count] = flat
     padded = padded.view(blocks, BLOCK)
@@ -139,14 +140,15 @@ def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor,
         return None
     scales[scales == 0] = 1.0
     padded /= scales
-    padded.clamp_(-largest, largest)  # a denormal scale is coarse: the quotient may be too large, and int8 would wrap
+    padded.clamp_(-largest, largest)  # a denormal scale is coarse: a quotient may be too large, and int8 would wrap
     if dtype is torch.int8:
         padded.round_()
     payload = torch.cat([scales.view(-1).view(torch.uint8), padded.to(dtype).view(-1).view(torch.uint8)])
 
     def decode(payload: Tensor, out: Tensor) -> None:
-        scales, numbers = payload[: 4 * blocks], payload[4 * blocks :].view(dtype).view(blocks, BLOCK)
-        values = numbers.float().mul_(scales.view(torch.float32).view(blocks, 1))
+        scales = payload[: 4 * blocks].view(torch.float32).view(blocks, 1)
+        numbers = payload[4 * blocks :].view(dtype).view(blocks, BLOCK)
+        values = numbers.float().mul_(scales)
         flatten(out).copy_(values.view(-1)[:count])
 
     return payload, Encoded(payload.numel(), True, decode)

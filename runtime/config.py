@@ -1,4 +1,4 @@
-"""The runtime half of the options, as it travels in the arguments of the ops."""
+"""The options that the runtime needs, which come as JSON in the arguments of the ops."""
 
 import dataclasses
 import functools
@@ -14,15 +14,19 @@ TIERS = ("host", "ssd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """What a store needs to know.
+    """The options of a store. Sizes are in bytes.
 
-    `dirs`: absolute directories for the files. `engine`: a name in `engines.ENGINES`. `inflight`: the most bytes that
-    are being written at a time. `prefetch`: bytes of loads ahead of their use (the planner's figure). `allow_tmpfs`:
-    accept a directory that is in RAM. `checksums`: over every block, verified when it is read. `disk_limit`: the most
-    bytes that the file in one directory may have, 0 for no limit but the file system's. `host_budget`: bytes that may
-    rest in host memory before they move on to disk. `compression`: pairs of a tier ("host", "ssd") and a codec.
-    `resident`: bytes of stored tensors, over all graphs, that may stay where they are. `adapt`: stop writing
-    what frees nothing, read earlier what was waited for.
+    `dirs`: absolute directories for the files.
+    `engine`: a name in `engines.registry.ENGINES`.
+    `inflight`: the most that is being written at a time.
+    `prefetch`: the most that is read before the graph asks, and not waited for yet.
+    `allow_tmpfs`: accept a directory that is in RAM.
+    `checksums`: sum every block when it is written, and verify it when it is read.
+    `disk_limit`: the most that the file in one directory may hold; 0 for no limit but the file system's.
+    `host_budget`: the most that stays in host memory before it moves on to disk.
+    `compression`: pairs of a tier ("host", "ssd") and a codec.
+    `resident`: the most that stays where it is, unwritten, over all graphs.
+    `adapt`: stop writing tensors that somebody else holds anyway, and read earlier what the graph waited for.
     """
 
     dirs: tuple[str, ...] = ()
@@ -72,13 +76,13 @@ _TYPES: dict[str, type] = {
 
 
 def quoted(text: str) -> str:
-    """`text` without quotes and backslashes, for generated code that does not escape them; `parse` takes it too."""
+    """`text` without quotes and backslashes, for generated code that does not escape them. `parse` reads it too."""
     return quote(text, safe="")
 
 
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> RuntimeConfig:
-    """The configuration in the JSON object `text`, which may be `quoted`; missing keys take their defaults.
+    """The configuration in the JSON object `text`, which may be `quoted`. Missing keys take their defaults.
 
     Raises: ValueError for what is no JSON object, for unknown keys and for values of the wrong type.
     """

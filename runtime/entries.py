@@ -1,9 +1,9 @@
-"""Handles and what they stand for.
+"""Handles, and the table of the entries that they stand for.
 
-A stand-in takes the place of a saved tensor. Whoever looks at it (autograd's hooks, `torch.utils.checkpoint`) sees the
-shape, dtype and device of that tensor. All its strides are 0: its storage has one element, with any value.
-A handle is a stand-in whose storage bears the number of an entry, so views of it are handles too. The entry lives until
-that storage dies, which a weakref on the storage tells.
+A stand-in is what autograd saves instead of a saved tensor. It has that tensor's shape, dtype and device, which
+autograd's hooks and `torch.utils.checkpoint` look at. All its strides are 0: its storage has one element, of any value.
+A handle is a stand-in whose storage carries the number of an entry, so views of a handle are handles too. The entry
+dies with that storage; a weakref on the storage reports its death.
 """
 
 import enum
@@ -27,35 +27,36 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    """Where the bytes of an entry are. The value is what the trace says."""
+    """Where the bytes of an entry are. The values are those of `where` in the trace."""
 
     IN_MEMORY = "memory"
     ON_DISK = "disk"
-    GIVEN = "none"
+    DONATED = "none"
     LOST = "lost"
 
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """A tensor that `load` returned and `wait_load_` has not made valid yet, or one that is read ahead."""
+    """A tensor that `load` returned and `wait_load_` has not made valid yet, or a prefetch."""
 
-    out: Tensor  # the reference keeps its address from meaning anything else
+    out: Tensor  # a wait finds its load by this tensor's address, which must not be reused meanwhile
     landing: Tensor  # where the bytes arrive: `out`, a tensor of the stored layout, or encoded bytes
-    read: Completion | None  # None: forwarded, the bytes are there
+    read: Completion | None  # None: forwarded, so the bytes are there
     seq: int
-    same: bool = True  # the bytes of `out` are the stored ones, in their order
+    same: bool = True  # False: `out` has other strides than the stored tensor, so the elements are copied one by one
     started: bool = False
-    counted: int = 0
+    counted: int = 0  # bytes of it in `Reader.outstanding_bytes`
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
     """One stored tensor.
 
-    `layout` is what is moved: dense. `seen` is the layout that the forward's tensor has. The two differ where that one
-    has gaps or overlaps: then `layout` is the range of memory that it spans.
-    `held` is our reference, None once the bytes are elsewhere: an alias of our own of the tensor, or its encoded bytes.
-    `counter` tells the tensor's version, also when its bytes have gone; `version` is the one it had when it was stored.
+    `seen`: the layout of the forward's tensor. `layout`: the dense layout that is written and read. They differ where
+    the forward's tensor has gaps or overlaps: then `layout` is the range of memory that the tensor spans.
+    `held`: our reference, an alias of the tensor or its encoded bytes. None once the bytes are elsewhere.
+    `counter`: a tensor that shares the version counter, also after the bytes have gone. `version`: the version at the
+    store.
     """
 
     store: "Store"
@@ -67,23 +68,21 @@ class Entry:
     layout: Layout
     seen: Layout
     device: torch.device
-    tier: str = ""  # where the plan wants it, if there is such a tier
-    binding: bool = False  # it may not rest
+    tier: str = ""  # where the plan wants it: "host", "ssd", or "" for either
+    binding: bool = False  # the plan needs its memory, so it is never resident
     held: Tensor | None = None
-    borrowed: bool = (
-        False  # `held` is the memory of the stored tensor, which its owner may write into after the release
-    )
+    borrowed: bool = False  # `held` is the caller's memory, which the caller may overwrite after the release
     encoded: Encoded | None = None
     counter: Tensor | None = None
     version: int = 0
-    storage: StorageWeakRef | None = None
+    storage: StorageWeakRef | None = None  # of the stored tensor, until we have looked whether writing it freed memory
     extent: Extent | None = None
     write: Completion | None = None
-    early: bool = False
+    early: bool = False  # it is written as soon as possible, and not only when the budget is full
     strict: bool = False  # there is no memory to read it before the plan says
     lost: bool = False  # its store ended, and the bytes were on the drive only
     run: "Run | None" = None
-    ahead: Load | None = None
+    ahead: Load | None = None  # its prefetch
     loads: list[Load] = field(default_factory=list)
 
     @property
@@ -92,16 +91,16 @@ class Entry:
             return State.LOST
         if self.held is not None:
             return State.IN_MEMORY
-        return State.ON_DISK if self.extent or not self.nbytes else State.GIVEN
+        return State.ON_DISK if self.extent or not self.nbytes else State.DONATED
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that go to the disk and back."""
+        """The bytes that are written and read."""
         return self.encoded.nbytes if self.encoded else self.nbytes
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The slot, graph and bytes, for messages."""
         return f"slot {self.slot} of graph {self.graph!r} ({self.nbytes} B)"
 
 
@@ -117,7 +116,7 @@ def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 
 
 def mark(made: Tensor, number: int = 0) -> Tensor:
-    """`made`, a stand-in whose storage says so; of a handle it bears the number of the entry."""
+    """`made`, marked as a stand-in; of a handle `number` is that of its entry."""
     made.untyped_storage().ssd_fx = number  # type: ignore[attr-defined]
     return made
 
@@ -127,13 +126,13 @@ def is_stand_in(x: Tensor) -> bool:
 
 
 def register(entry: Entry, handle: Tensor) -> None:
-    """Makes the stand-in `handle` stand for `entry`, which is released when the handle's storage dies."""
+    """Makes `handle`, a stand-in, the handle of `entry`, which is released when the handle's storage dies."""
     if _closed:
         raise RuntimeError(f"store of {entry.name}: the interpreter is shutting down")
     number = next(_numbers)
     mark(handle, number)
     GUARD.watch(handle.untyped_storage(), number)
-    _entries[number] = entry  # last: from here on the storage's death takes it out again
+    _entries[number] = entry  # after `watch`, so that every entry in the table has a death to take it out
 
 
 def lookup(handle: Tensor) -> Entry:
@@ -141,7 +140,7 @@ def lookup(handle: Tensor) -> Entry:
 
     Raises: RuntimeError for a tensor that is no handle, and for a handle from before a fork.
     """
-    GUARD.drain()  # what is half buried is dead
+    GUARD.drain()  # deals with deaths first, so that no entry is found whose release a signal ended early
     number = getattr(handle.untyped_storage(), "ssd_fx", None)
     entry = _entries.get(number) if number else None
     if entry is not None:
@@ -162,7 +161,7 @@ def lookup(handle: Tensor) -> Entry:
 
 
 def lost(entry: Entry) -> RuntimeError:
-    """What to raise where the bytes of an entry are asked for that went with its store."""
+    """The error to raise for a load of an entry whose bytes went with its store."""
     return RuntimeError(
         f"{entry.name} was lost: ssd_fx.close() was called between its forward and its backward, and closed the file "
         "that it was in; run the forward again"
@@ -170,34 +169,34 @@ def lost(entry: Entry) -> RuntimeError:
 
 
 def living() -> list[Entry]:
-    """All entries whose handles live."""
+    """The entries whose handles live."""
     GUARD.drain()
     return list(_entries.values())
 
 
 def of(store: "Store") -> list[Entry]:
-    """Those in `store`. Called under the lock."""
+    """The entries in `store`. Called under the lock."""
     return [entry for entry in _entries.values() if entry.store is store]
 
 
 def has(store: "Store") -> bool:
-    """Whether any is in `store`. Called under the lock."""
+    """Whether `store` has entries. Called under the lock."""
     return any(entry.store is store for entry in _entries.values())
 
 
 def forget() -> None:
-    """Drops all entries, whose I/O has ended; their handles are dead."""
+    """Drops all entries, whose I/O must have ended. Afterwards `lookup` of their handles raises."""
     _entries.clear()
 
 
 def close() -> None:
-    """No entries from here on, and handles may die without consequence: for the end of the interpreter."""
+    """Refuses new entries and ignores the deaths of handles from here on: for the end of the interpreter."""
     global _closed
     _closed = True
 
 
 def after_fork() -> None:
-    """In the child: the parent's entries are not ours; no request, thread or lock of theirs is touched."""
+    """In the child: forgets the parent's entries, and touches none of their requests, threads or locks."""
     global _inherited_below
     GUARD.reset()
     forget()
@@ -208,10 +207,10 @@ def _bury(number: int) -> None:
     entry = None if _closed else _entries.get(number)
     if entry is not None:
         entry.store.release(entry)
-        del _entries[number]  # last: a release that a signal ended early is done again
+        del _entries[number]  # after the release: one that a signal ended early is done again
         if entry.store.when_left:
             entry.store.when_left()
 
 
 GUARD: Guard[int] = Guard(_bury)
-"""The process-wide lock: over all entries and stores. Nobody waits for I/O under it, except for cancelled pieces."""
+"""The process-wide lock over all entries and stores. Nobody waits for I/O under it, except for cancelled pieces."""

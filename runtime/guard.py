@@ -1,9 +1,9 @@
-"""A lock that the deaths of objects can live with.
+"""A lock over state that must follow the deaths of objects.
 
-A weakref callback may run in any thread at any allocation, also inside a critical section of its own thread, where
-blocking on that section's lock would never end; and a Ctrl-C that arrives inside a callback's Python code is swallowed.
-So the callbacks here are no Python code: they leave what is to be done in a queue and wake a thread that does it.
-Whoever uses the guarded state next does it too, so that what is free by then is there.
+A weakref callback has two hazards. It may run in any thread at any allocation, also while that thread holds the lock:
+taking the lock again would block for ever. And Python swallows a Ctrl-C that arrives inside a callback.
+So the callbacks here run no Python code. They put an item in a queue and wake a thread, the *janitor*, which handles
+it. Whoever uses the guarded state next handles the queue too, and so finds everything that is free by then.
 """
 
 import logging
@@ -18,18 +18,20 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-PAUSE_S = 0.05  # the thread waits so long after a wake-up: while ops run they do the work, without switches of threads
+PAUSE_S = (
+    0.05  # the janitor waits this long after a wake-up: running ops do the work meanwhile, without thread switches
+)
 
 
 class _Watcher(weakref.ref):  # type: ignore[type-arg]
-    """A reference that knows what is to be done when its object is dead."""
+    """A weakref that carries the item to handle when its object is dead."""
 
     __slots__ = ("item",)
     item: Any
 
 
 class _Wake(NamedTuple):
-    """For the janitor: `item` is the guard that has something to do, as in a `_Watcher`."""
+    """Wakes the janitor for the guard `item`; in its queue it looks like a `_Watcher`."""
 
     item: Any
 
@@ -37,8 +39,8 @@ class _Wake(NamedTuple):
 class Guard(Generic[T]):
     """`lock` protects the owner's state.
 
-    `handle` is called under the lock with each item that a death or `later` left. If a signal's exception ends it early
-    it is called again with the same, so it must not mind.
+    `handle` is called under the lock with each item that was queued. If the exception of a signal ends it early, it is
+    called again with the same item, and must bear that.
     """
 
     def __init__(self, handle: Callable[[T], None]) -> None:
@@ -46,54 +48,57 @@ class Guard(Generic[T]):
         self.reset()
 
     def reset(self) -> None:
-        """For the child of a fork: a lock that a vanished thread may have held is worth nothing."""
+        """For the child of a fork: a fresh lock, since a thread that does not exist here may have held the old one."""
         self.lock = threading.Lock()
-        self._left: deque[T | _Watcher] = deque()
+        self._queued: deque[T | _Watcher] = deque()
         self._watchers: dict[int, tuple[_Watcher, _Watcher]] = {}
 
     def watch(self, thing: object, item: T, *, now: bool = True) -> None:
-        """Handles `item` soon after `thing` died. Without `now` the thread that does it is not started for that: it is
-        handled once the thread is wanted for something else, or by `drain`."""
+        """Handles `item` soon after `thing` died.
+
+        Without `now` this starts no janitor. The item is then handled by `drain`, or once a janitor runs for another
+        reason.
+        """
         waker = _Watcher(thing, janitor().put if now else _wake.put)
         waker.item = self
-        watcher = _Watcher(thing, self._left.append)  # of two references the later one is called first
+        watcher = _Watcher(thing, self._queued.append)  # made later, so called first: queued before the janitor wakes
         watcher.item = item
         self._watchers[id(watcher)] = (watcher, waker)
 
     def soon(self, item: T) -> None:
-        """Handles `item` in a thread of its own. For those who hold a lock that `handle` takes."""
-        self._left.append(item)
+        """Handles `item` in the janitor, for callers who hold a lock that `handle` takes."""
+        self._queued.append(item)
         janitor().put(_Wake(self))
 
     def later(self, item: T) -> None:
-        """Handles `item`. Not for callbacks of the garbage collector."""
-        self._left.append(item)
+        """Handles `item` now, in its turn. Not to be called by a callback of the garbage collector."""
+        self._queued.append(item)
         self.drain()
 
     def drain(self) -> None:
-        """Handles what was left; the lock must not be held by this thread."""
-        while self._left:
+        """Handles what was queued. This thread must not hold the lock."""
+        while self._queued:
             with self.lock:
-                while self._left:
+                while self._queued:
                     self._handle_first()
 
     def _handle_first(self) -> None:
-        first = self._left[0]
+        first = self._queued[0]
         if isinstance(first, _Watcher):
             self._handle(first.item)
             self._watchers.pop(id(first), None)
         else:
             self._handle(first)
-        self._left.popleft()
+        self._queued.popleft()  # after `handle`, so that an item that a signal interrupted is handled again
 
 
 _Queue = queue.SimpleQueue[_Watcher | _Wake]
-_wake: _Queue = queue.SimpleQueue()
+_wake: _Queue = queue.SimpleQueue()  # the janitor's
 _thread_of_process = 0
 
 
 def janitor() -> _Queue:
-    """The queue of the thread that follows up deaths, which is started once per process."""
+    """The queue of the janitor, which is started once per process."""
     global _thread_of_process
     if _thread_of_process != os.getpid():
         _thread_of_process = os.getpid()
@@ -118,5 +123,5 @@ def _follow_up(wake: _Queue) -> None:
         for guard in guards:
             try:
                 guard.drain()
-            except Exception:  # it is left in the queue, and the next op meets it in the user's own thread
+            except Exception:  # the item stays queued, so the next op raises this in the user's thread
                 logging.getLogger("ssd_fx").exception("giving back what died failed")

@@ -1,7 +1,8 @@
-"""What was learnt about the slots of the graphs, so that the next step does better without compiling again.
+"""What was learnt about each slot, so that the next step does better without compiling again.
 
-A slot whose tensor was still held by somebody else when it was read back freed nothing by being written: after two
-steps in a row it is no longer written. A slot that was waited for twice in a row is read one load earlier.
+* A tensor that somebody else still holds when it is read back was written in vain. After two such steps in a row its
+  slot is no longer written.
+* A slot that the graph waited for twice in a row is read one load earlier.
 """
 
 from __future__ import annotations
@@ -11,29 +12,28 @@ from dataclasses import dataclass, field
 
 _log = logging.getLogger("ssd_fx")
 
-WASTES = 2
-STALLS = 2
-STALL_S = 1e-3  # shorter waits are the price of a system call, not of a late read
+WASTES = 2  # steps in a row
+STALLS = 2  # waits in a row
+STALL_S = 1e-3  # a shorter wait is the price of a system call, not of a late read
 
 
 @dataclass(slots=True)
 class Habit:
-    """One slot. `keep`: do not write it. `stalled`: waits in a row. `plain`: codecs that have nothing for it.
-    `error`: the relative error of a lossy encoding, None until it was measured."""
+    """What was learnt about one slot."""
 
-    wasted: int = 0
-    stalled: int = 0
-    keep: bool = False
-    plain: set[str] = field(default_factory=set)
-    error: float | None = None
+    wasted: int = 0  # steps in a row in which it was written in vain
+    stalled: int = 0  # waits in a row that were stalls
+    keep: bool = False  # do not write it
+    plain: set[str] = field(default_factory=set)  # the codecs that cannot make it smaller
+    error: float | None = None  # the relative error of its lossy encoding, None until it was measured
 
 
 @dataclass(slots=True)
 class Habits:
-    """The habits of all slots of one store; without `adapt` they are noted and not acted upon."""
+    """The habits of all slots of one store. Without `adapt` they are noted, and change nothing."""
 
     adapt: bool = True
-    late: dict[tuple[str, int], None] = field(default_factory=dict)  # reads that should start before the plan says
+    late: dict[tuple[str, int], None] = field(default_factory=dict)  # (graph, slot) to read before the plan says
     _slots: dict[tuple[str, int], Habit] = field(default_factory=dict)
 
     def of(self, graph: str, slot: int) -> Habit:
@@ -41,7 +41,7 @@ class Habits:
         return self._slots.setdefault((graph, slot), Habit())
 
     def freed(self, graph: str, slot: int, nbytes: int, freed: bool) -> None:
-        """A written tensor is wanted again; whether its memory had really gone."""
+        """Records, when a written tensor is loaded or dies, whether its memory had been freed meanwhile."""
         habit = self.of(graph, slot)
         habit.wasted = 0 if freed else habit.wasted + 1
         if self.adapt and habit.wasted == WASTES:
@@ -55,13 +55,17 @@ class Habits:
             )
 
     def kept(self, graph: str, slot: int, alone: bool) -> None:
-        """A tensor that was kept is wanted again; if nobody else has it now, it is worth writing again."""
+        """Records, when a tensor that was not written is loaded or dies, whether we alone hold it.
+
+        Then its slot is written again.
+        """
         habit = self.of(graph, slot)
         if alone and habit.keep:
-            habit.keep, habit.wasted = False, 0
+            habit.keep = False
+            habit.wasted = 0
 
     def waited(self, graph: str, slot: int, stall_s: float) -> None:
-        """The graph waited so long for a read of this slot."""
+        """Records how long the graph waited for a read of this slot."""
         habit = self.of(graph, slot)
         habit.stalled = habit.stalled + 1 if stall_s > STALL_S else max(0, habit.stalled - 1)
         if self.adapt and habit.stalled >= STALLS:

@@ -1,18 +1,19 @@
 """The operators `ssd_fx::*`: the contract between the graphs and the runtime.
 
-    begin_      counts a run of a forward
-    store       starts to write a tensor; a handle that takes its place among the saved tensors
-    stand_in    takes the place of another saved tensor that is on the same storage
-    refuse_stand_ins   begins a backward: what its own graph keeps must not have been exchanged for what another stores
-    wait_store_ the release: the graph reads the tensor no more
-    load        starts to read it back; undefined until
-    wait_load_  returned
+    begin_            counts a forward that starts
+    store             starts to write a tensor, and returns its handle, which autograd saves instead of the tensor
+    stand_in          returns what autograd saves instead of another tensor of the same alias group
+    refuse_stand_ins  starts a backward: raises if another graph's stand-in came for a tensor that this graph keeps
+    wait_store_       the release: the graph reads the stored tensor no more
+    load              starts to read the tensor back; its bytes are undefined until `wait_load_` returned
+    wait_load_        waits until the bytes are there
 
-`config` is the JSON of a `RuntimeConfig`, `graph` a name for reports, `slot` the number of the alias group, `seq` the
-planned position of the node among ours in its graph, `tier` where the plan wants the tensor: "host", "ssd", or
-empty; `binding`: it does not rest where the budget has room. `relies_on` is one of `layout.RELIES_ON`. docs/design.md
-has the promises.
-Mutating schemas keep the waits: nothing that FX or Inductor knows may drop or merge them.
+`config`: the JSON of a `RuntimeConfig`. `graph`: a name for reports. `slot`: the number of the alias group.
+`seq`: the planned position of the node among our nodes in its graph.
+`tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.
+`relies_on`: one of `layout.RELIES_ON`. The contract is in docs/design.md.
+
+The waits mutate an argument, so neither FX nor Inductor drops or merges them.
 """
 
 import time
@@ -32,7 +33,7 @@ from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-"""Whether this backward may come again (`retain_graph`, `create_graph`). Outside of a backward: yes."""
+"""Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
 
 _SCHEMAS = (
     "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes,"
@@ -54,7 +55,7 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
         if offloaded_bytes:
             HUGE_PAGES.follow()
             trace.positions[graph] = positions
-            get_store(config).begin(graph)  # directories that cannot be used are an error before anything was computed
+            get_store(config).begin(graph)  # raises for unusable directories before anything is computed
         counters(graph).begin(saved_bytes, offloaded_bytes)
     trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
 
@@ -178,11 +179,10 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., object], Callable[..., object]]]
     "wait_load_": (_wait_load, _fake_wait_load),
 }
 
-# flexible_layout: Inductor must hand us the buffer it has, not a copy in another layout.
+# flexible_layout: Inductor must pass us the buffer that it has, not a copy in another layout.
 # cudagraph_unsafe: CUDA graphs are split at our nodes.
-_TAGS = tuple(
-    tag for name in ("flexible_layout", "cudagraph_unsafe") if (tag := getattr(torch.Tag, name, None)) is not None
-)
+# Not every version of torch has both.
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagraph_unsafe") if hasattr(torch.Tag, name))
 
 
 def _register() -> Library:

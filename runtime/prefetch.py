@@ -1,9 +1,11 @@
-"""Reads across graphs: when a backward has asked for the last of its tensors, the next one's are read ahead.
+"""Prefetches across graphs: when a backward has asked for its last tensor, those of the next backward are read.
 
-A *run* is one forward of one graph with what it stored. Which run comes next is first taken to be the latest one that
-waits (backwards come in reverse order); once a step has been seen, it is the one that came then: runs are numbered in
-the order in which a step begins them, which also covers pipelines and gradient accumulation. Within a graph, slots
-are read in the order of its last backward. All methods run under the lock of `entries`.
+A *run* is one forward of one graph, with what it stored. In the first step the next run is taken to be the latest one
+whose backward has not begun, because backwards come in reverse order. Later it is the one that came next in the step
+before. Runs are numbered in the order in which a step begins them, so this covers pipelines and gradient accumulation
+too. Within a graph, slots are read in the order of its last backward.
+
+All methods run under the lock of `entries`.
 """
 
 from __future__ import annotations
@@ -18,41 +20,55 @@ from ssd_fx.runtime.reader import Reader
 
 _log = logging.getLogger("ssd_fx")
 
-OLD = 4096  # runs: 64 micro-batches through 48 blocks may all wait at a time
-FAR = 2  # a slot that stalled is looked for among so many that follow
+OLD = 4096  # runs: 64 micro-batches through 48 blocks may all wait for their backwards at a time
+FAR = 2  # a late slot is read early if it is among this many that follow in the last backward's order
+
+_Key = tuple[int, str]
+"""A run in any step: its number and its graph."""
 
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """One forward of `graph`, the `number`-th of its step. `waiting`: by slot, what was not asked for yet."""
+    """The `number`-th forward of its step. `waiting`: the entries not asked for yet, by slot. `asked`: the slots that
+    were, in order."""
 
     graph: str
     number: int
     waiting: dict[int, Entry] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
 
+    @property
+    def key(self) -> _Key:
+        return self.number, self.graph
+
+    def waits_for(self, entry: Entry) -> bool:
+        """Whether `entry` is in this run and was not asked for yet."""
+        return self.waiting.get(entry.slot) is entry
+
 
 class Prefetcher:
-    """Follows the runs, and begins reads within `window` bytes that are read and not waited for."""
+    """Follows the runs, and prefetches up to `window` bytes."""
 
     def __init__(self, reader: Reader, habits: Habits, window: int) -> None:
-        self._reader, self._habits, self._window = reader, habits, window
-        self._current: dict[str, Run] = {}
-        self._runs: dict[int, Run] = {}  # of this step, those with something waiting, by number
-        self._begun = 0
-        self._order: list[tuple[int, str]] = []  # in which the runs of this step were asked for
-        self._last_order: dict[tuple[int, str], tuple[int, str]] = {}  # of the last step: the successors
-        self._slots: dict[str, dict[int, int]] = {}  # the last backward of each graph: slots and their places
-        self._upcoming: deque[Entry] = deque()
+        self._reader = reader
+        self._habits = habits
+        self._window = window
+        self._current: dict[str, Run] = {}  # the latest run of each graph
+        self._runs: dict[int, Run] = {}  # the runs of this step that have something waiting, by number
+        self._begun = 0  # runs of this step
+        self._order: list[_Key] = []  # the runs of this step, as their backwards came
+        self._next: dict[_Key, _Key] = {}  # the run that followed each one in the last step
+        self._slots: dict[str, dict[int, int]] = {}  # the place of each slot in the last backward of each graph
+        self._upcoming: deque[Entry] = deque()  # to be read when the window has room
 
     def begin(self, graph: str) -> None:
-        """A forward of `graph` begins."""
+        """Records that a forward of `graph` begins."""
         self._forget_old()
         self._current[graph] = Run(graph, self._begun)
         self._begun += 1
 
     def stored(self, entry: Entry) -> None:
-        """An entry of the graph's latest run was stored."""
+        """Records that an entry of the graph's latest run was stored."""
         run = self._current.get(entry.graph)
         if run is None:
             return
@@ -61,14 +77,14 @@ class Prefetcher:
         self._runs[run.number] = run
 
     def asked(self, entry: Entry) -> None:
-        """The backward asked for an entry: reads what comes next if there is room."""
+        """Records that the backward asked for an entry, and prefetches what comes next."""
         run = entry.run
-        if run is None or run.waiting.get(entry.slot) is not entry:
+        if run is None or not run.waits_for(entry):
             return
         if not run.asked:
-            self._order.append((run.number, run.graph))
+            self._order.append(run.key)
         run.asked.append(entry.slot)
-        self._leave(run, entry)
+        self._remove(run, entry)
         if run.waiting:
             self._upcoming.extend(self._late_ones(run, entry.slot))
         else:
@@ -78,38 +94,47 @@ class Prefetcher:
         self.advance()
 
     def dead(self, entry: Entry) -> None:
-        """The entry dies."""
+        """Records that an entry dies."""
         run, entry.run = entry.run, None
-        if run is not None and run.waiting.get(entry.slot) is entry:
-            self._leave(run, entry)
+        if run is not None and run.waits_for(entry):
+            self._remove(run, entry)
 
     def advance(self) -> None:
-        """Begins the reads that there is room for."""
+        """Starts the prefetches that the window has room for."""
         while self._upcoming:
             entry = self._upcoming[0]
             if _worth_reading(entry):
-                outstanding = self._reader.outstanding_bytes  # one always may, however large
-                if outstanding + entry.moved_bytes > self._window and (outstanding or not self._window):
+                if not self._has_room(entry):
                     return
                 try:
                     self._reader.ahead(entry)
-                except (OSError, MemoryError) as error:  # nobody asked for it: who does will hear of it
+                except (OSError, MemoryError) as error:  # the graph's own load will raise it, if it fails too
                     _log.warning("reading %s ahead failed: %s", entry.name, error)
                     self._upcoming.clear()
                     return
             self._upcoming.popleft()
 
+    def _has_room(self, entry: Entry) -> bool:
+        """Whether the window has room for an entry. An entry larger than the window is read alone."""
+        outstanding = self._reader.outstanding_bytes
+        if self._window and not outstanding:
+            return True
+        return outstanding + entry.moved_bytes <= self._window
+
     def _forget_old(self) -> None:
-        """A run whose backward has not come while many others went by may never come: it no longer holds up a step."""
+        """Forgets the oldest run if very many began after it: a step ends only when nothing waits.
+
+        A caller may keep the graph of such a run for ever.
+        """
         oldest = next(iter(self._runs.values()), None)
-        if oldest and oldest.number < self._begun - max(OLD, 2 * len(self._last_order)):
+        if oldest and oldest.number < self._begun - max(OLD, 2 * len(self._next)):
             for entry in oldest.waiting.values():
                 entry.run = None
                 self._reader.drop_ahead(entry)
             oldest.waiting.clear()
             self._end(oldest)
 
-    def _leave(self, run: Run, entry: Entry) -> None:
+    def _remove(self, run: Run, entry: Entry) -> None:
         del run.waiting[entry.slot]
         if not run.waiting:
             self._end(run)
@@ -117,30 +142,38 @@ class Prefetcher:
     def _end(self, run: Run) -> None:
         self._runs.pop(run.number, None)
         if not self._runs:  # the step is over
-            self._last_order = dict(zip(self._order, self._order[1:], strict=False))
-            self._order, self._begun = [], 0
+            self._next = dict(zip(self._order, self._order[1:], strict=False))
+            self._order = []
+            self._begun = 0
 
     def _successor(self, run: Run) -> Run | None:
-        known = self._last_order.get((run.number, run.graph))
-        if known and known[0] in self._runs and self._runs[known[0]].graph == known[1]:
-            return self._runs[known[0]]
-        return next((r for _, r in sorted(self._runs.items(), reverse=True) if not r.asked), None)
+        """The run whose backward is expected after that of `run`."""
+        known = self._next.get(run.key)
+        if known:
+            found = self._runs.get(known[0])
+            if found and found.key == known:
+                return found
+        for number in sorted(self._runs, reverse=True):
+            if not self._runs[number].asked:
+                return self._runs[number]
+        return None
 
     def _in_order(self, run: Run) -> list[Entry]:
-        slots = self._slots.get(run.graph) or reversed(run.waiting)
-        return [run.waiting[slot] for slot in list(slots) if slot in run.waiting]
+        slots = list(self._slots.get(run.graph) or reversed(run.waiting))
+        return [run.waiting[slot] for slot in slots if slot in run.waiting]
 
     def _late_ones(self, run: Run, slot: int) -> list[Entry]:
-        """Those that follow soon and had to be waited for in the last steps."""
+        """The entries that follow `slot` soon, and that the graph had to wait for in the last steps."""
         if not self._habits.late:
             return []
         places = self._slots.get(run.graph, {})
-        near = range(places.get(slot, len(places)) + 1, places.get(slot, len(places)) + 1 + FAR)
+        first = places.get(slot, len(places)) + 1
+        near = range(first, first + FAR)
         late = [s for g, s in self._habits.late if g == run.graph and places.get(s) in near and s in run.waiting]
         return [run.waiting[s] for s in sorted(late, key=places.__getitem__)]
 
 
 def _worth_reading(entry: Entry) -> bool:
-    """Whether it still waits, and lies on the disk."""
-    waits = entry.run is not None and entry.run.waiting.get(entry.slot) is entry
+    """Whether the entry was not asked for yet, and is on the disk."""
+    waits = entry.run is not None and entry.run.waits_for(entry)
     return waits and entry.state is State.ON_DISK and entry.nbytes > 0 and not entry.ahead

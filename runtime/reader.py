@@ -1,6 +1,7 @@
-"""Tensors on their way back: from memory while they are still there, else from the disk. All but `complete` locked.
+"""Tensors on their way back: from memory while they are still there, else from the disk.
 
-What a load returns is `alias(stored bytes, layout)` wherever those bytes are: every source gives the same tensor.
+A load returns `alias(stored bytes, layout)`, whichever source the bytes come from.
+All methods but `complete` run under the lock of `entries`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
 
 ATTEMPTS = 3
-ALIGNMENT = 16  # bytes that Inductor takes what a graph makes to be aligned to, on a device
+ALIGNMENT = 16  # bytes: Inductor's kernels for a device assume that tensors made in the graph are aligned so
 now = time.perf_counter
 
 
@@ -27,20 +28,23 @@ class Reader:
     """Begins loads and completes them."""
 
     def __init__(self, engine: Engine, writer: Writer) -> None:
-        self._engine, self._writer = engine, writer
-        self.outstanding_bytes = 0  # of reads that were begun and not waited for
+        self._engine = engine
+        self._writer = writer
+        self.outstanding_bytes = 0  # of reads that have begun and were not waited for yet
 
     def begin(self, entry: Entry, asked: Layout, seq: int, *, consume: bool, relies_on: str) -> Load:
-        """A load for a reader that `relies_on` parts of the asked layout, noted down in the entry; its read, if it
-        needs one, is yet to be started.
+        """The load, for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
 
-        Raises: RuntimeError if the tensor was changed in place, given away before, or cannot be had in that layout.
+        It is noted down in the entry. The caller starts its read, if it needs one.
+
+        Raises: RuntimeError if the tensor was changed in place, was donated before, is lost, or cannot be had in that
+        layout.
         """
         layout = returned(entry.seen, asked, relies_on, entry.name)
         if entry.counter is not None and entry.counter._version != entry.version:
             raise RuntimeError(_changed_in_place(entry, entry.counter._version))
         match entry.state:
-            case State.GIVEN:
+            case State.DONATED:
                 raise RuntimeError(
                     f"{entry.name} was given away to a backward that did not keep the graph; a graph that several "
                     "backwards go through needs retain_graph=True in all but the last"
@@ -59,7 +63,7 @@ class Reader:
                 return self._read(entry, layout, seq)
 
     def ahead(self, entry: Entry) -> None:
-        """Begins a read that nobody asked for yet; `begin` will find it."""
+        """Starts a prefetch, which `begin` will find."""
         landing = self._landing(entry)
         entry.ahead = Load(landing, landing, self._engine.read(_extent(entry), Memory.of(landing)), -1)
         self._count(entry.ahead, entry.moved_bytes)
@@ -67,20 +71,20 @@ class Reader:
         self.start(entry.ahead)
 
     def drop_ahead(self, entry: Entry) -> None:
-        """Ends a read that nobody is going to ask for."""
+        """Ends the prefetch of an entry, if it has one."""
         ahead, entry.ahead = entry.ahead, None
         if ahead and ahead.read:
             ahead.read.cancel()
             self._count(ahead, 0)
 
     def start(self, load: Load) -> None:
-        """Starts the load's read, once it is noted down with its entry."""
+        """Starts the load's read, if it needs one. The load must be noted down in its entry."""
         if load.read and not load.started:
             load.started = True
             load.read.start()
 
     def forget(self, entry: Entry) -> None:
-        """The entry dies: ends its reads."""
+        """Ends all reads of an entry that dies."""
         self.drop_ahead(entry)
         for load in entry.loads:
             if load.read:
@@ -89,12 +93,15 @@ class Reader:
         entry.loads.clear()
 
     def done(self, entry: Entry, load: Load) -> None:
-        """A load was waited for."""
+        """Forgets a load that was waited for."""
         entry.loads.remove(load)
         self._count(load, 0)
 
     def complete(self, entry: Entry, load: Load) -> OSError | None:
-        """Waits for a load's bytes, trying again after an error; the last error. Takes the lock itself."""
+        """The last error of a load's read, None if its bytes are there. Waits, and reads again after an error.
+
+        Takes the lock itself.
+        """
         error = outcome(load.read) if load.read else None
         for _ in range(ATTEMPTS - 1):
             if error is None:
@@ -104,26 +111,31 @@ class Reader:
                 load.read.start()
             error = outcome(load.read)
         if load.read:
-            span, how, engine = load.read.span(), "failed" if error else "ok", self._engine.name
-            trace.transfer("read", entry.graph, entry.slot, load.seq, span, entry.moved_bytes, how, engine)
+            how = "failed" if error else "ok"
+            span = load.read.span()
+            trace.transfer("read", entry.graph, entry.slot, load.seq, span, entry.moved_bytes, how, self._engine.name)
         if error is None and load.read:
             counters(entry.graph).read_bytes += entry.moved_bytes
             _place(entry, load)
         return error
 
     def _forward(self, entry: Entry, layout: Layout, seq: int, consume: bool, relies_on: str) -> Load:
-        """From memory: the stored tensor itself if it may be given away and nobody else has it, else a copy."""
-        held, same = entry.held, layout == entry.seen
+        """The load from memory: the stored tensor is donated if the backward may consume it and nobody else has it.
+
+        Else it is copied.
+        """
+        held = entry.held
+        same = layout == entry.seen
         assert held is not None, "in memory"
         if entry.encoded:
             load = Load(self._new(entry, layout), held, None, seq, same)
             _place(entry, load)
             return load
         if consume and same and _may_begin_there(held, relies_on) and is_alone(held):
-            out = alias(held, layout)  # first: a write that had ended after all lets go of `held`
+            out = alias(held, layout)  # before `cancel`, which drops `held` if the write has ended meanwhile
             self._writer.cancel(entry)
             drop(entry)
-            entry.storage = None  # the backward has it now, which says nothing about what the write freed
+            entry.storage = None  # it lives on in the backward, so it cannot show whether the write freed memory
             return Load(out, out, None, seq)
         out = self._new(entry, layout)
         if same:
@@ -133,16 +145,18 @@ class Reader:
         return Load(out, out, None, seq)
 
     def _read(self, entry: Entry, layout: Layout, seq: int) -> Load:
-        ahead, same = entry.ahead, layout == entry.seen
+        ahead = entry.ahead
+        same = layout == entry.seen
         landing = ahead.landing if ahead else self._landing(entry)
         if entry.encoded or not same:
             out = self._new(entry, layout)
         else:
             out = landing if layout == entry.layout else alias(landing, layout)
-        if ahead:  # it keeps its owner until the load is noted down: something may raise in between
+        if ahead:  # it stays in `entry.ahead` until the load is noted down: something may raise in between
             load = Load(out, landing, ahead.read, seq, same, started=True)
             entry.loads.append(load)
-            entry.ahead, ahead.read = None, None
+            entry.ahead = None
+            ahead.read = None
             self._count(ahead, 0)
         else:
             load = Load(out, landing, self._engine.read(_extent(entry), Memory.of(landing)), seq, same)
@@ -151,19 +165,19 @@ class Reader:
         return load
 
     def _new(self, entry: Entry, layout: Layout) -> Tensor:
-        """Memory for a tensor of `layout`; it begins its storage."""
+        """A new tensor of `layout`, at storage offset 0."""
         if layout != entry.seen:
             return tensors.empty(layout, entry.device)
         stored = tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
         return stored if layout == entry.layout else alias(stored, layout)
 
     def _count(self, load: Load, nbytes: int) -> None:
-        """So many bytes of the window are the load's."""
+        """Counts the load as `nbytes` of the bytes outstanding."""
         self.outstanding_bytes += nbytes - load.counted
         load.counted = nbytes
 
     def _landing(self, entry: Entry) -> Tensor:
-        """Where the bytes will arrive: of the same phase as what was stored, so that a read needs no copy."""
+        """The tensor that a read fills: at the stored tensor's address modulo a page, so the read needs no copy."""
         if entry.encoded:
             return tensors.empty(Layout((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
         return tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
@@ -177,19 +191,22 @@ def _extent(entry: Entry) -> Extent:
 
 
 def _may_begin_there(held: Tensor, relies_on: str) -> bool:
-    """Whether the backward can use this memory as it is.
+    """Whether the backward can read the tensor where it is in its storage.
 
-    `as_strided` counts from the start of the storage, unless Inductor made an address of it. Inductor's kernels for a
-    device take 16 bytes at a time of what it loads, and its code compares the offset alone with that.
+    `as_strided` counts from the start of the storage; only code of Inductor counts from the tensor's address.
+    Its kernels for a device read 16 bytes at a time. It checks the alignment of the storage offset, and not that of the
+    address.
     """
     if relies_on != "address":
         return held.storage_offset() == 0
-    offset = held.storage_offset() * held.itemsize
-    return held.device.type == "cpu" or (held.data_ptr() % ALIGNMENT == 0 and offset % ALIGNMENT == 0)
+    if held.device.type == "cpu":
+        return True
+    offset_bytes = held.storage_offset() * held.itemsize
+    return held.data_ptr() % ALIGNMENT == 0 and offset_bytes % ALIGNMENT == 0
 
 
 def _place(entry: Entry, load: Load) -> None:
-    """The bytes have landed; if that is not in `out` already, they go there."""
+    """Fills `out` from `landing`, where the bytes have arrived, if the two differ."""
     stored = load.landing
     if entry.encoded:
         stored = alias(load.out, entry.layout) if load.same else tensors.empty(entry.layout, entry.device)
@@ -199,13 +216,20 @@ def _place(entry: Entry, load: Load) -> None:
 
 
 def _changed_in_place(entry: Entry, version: int) -> str:
-    kind = f"torch.{'cuda.' if entry.device.type == 'cuda' else ''}{_TYPE_NAMES.get(entry.layout.dtype, 'Tensor')}"
+    module = "torch.cuda" if entry.device.type == "cuda" else "torch"
+    kind = _TYPE_NAMES.get(entry.layout.dtype, "Tensor")
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {version}; "
+        f"[{module}.{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {version}; "
         f"expected version {entry.version} instead"
     )
 
 
-_TYPE_NAMES = {torch.float32: "FloatTensor", torch.float64: "DoubleTensor", torch.float16: "HalfTensor"}
-_TYPE_NAMES |= {torch.bfloat16: "BFloat16Tensor", torch.int64: "LongTensor", torch.bool: "BoolTensor"}
+_TYPE_NAMES = {
+    torch.float32: "FloatTensor",
+    torch.float64: "DoubleTensor",
+    torch.float16: "HalfTensor",
+    torch.bfloat16: "BFloat16Tensor",
+    torch.int64: "LongTensor",
+    torch.bool: "BoolTensor",
+}

@@ -1,4 +1,4 @@
-"""Counters of what the runtime did since the last reset: for the process, and for each graph."""
+"""Counts of what the runtime did since the last reset: for each graph, and summed for the process."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -11,15 +11,20 @@ from ssd_fx.runtime.memory.buffers import POOL
 class GraphStats:
     """Bytes, seconds and counts, summed over the steps of one graph.
 
-    `saved_bytes`, `offloaded_bytes`: what the plan said at begin_. `written_bytes`, `read_bytes`: transfers that
-    succeeded. `forwarded_bytes`: loads served from memory. `freed_bytes`: stored tensors whose memory really went,
-    looked at when they are loaded or their handle dies. `kept_bytes`: stores that failed and stay in memory.
-    `cancelled_bytes`: writes cut short because they were no longer needed. `wasted_bytes`: written, though somebody
-    else held the tensor until it was wanted again. `held_bytes`: not written, because that is known of their slot, or
-    because they are leaves. `prefetched_bytes`: reads that began before the graph asked. `encoded_from_bytes`,
-    `encoded_to_bytes`: what compression got and made. `encoding_error`: the largest relative error (root mean square)
-    that a lossy one was measured to make, at the first tensor of each slot. `stall_s`: time that ops waited for I/O.
-    `in_planned_order`: the share of nodes that came with a greater seq than the one before them in their run.
+    `saved_bytes`, `offloaded_bytes`: of the plan, counted at the start of each forward.
+    `written_bytes`, `read_bytes`: transfers that succeeded.
+    `forwarded_bytes`: loads served from memory.
+    `freed_bytes`: stored tensors whose memory was really freed, seen when they are loaded or their handle dies.
+    `kept_bytes`: tensors that stay in memory because storing them failed.
+    `cancelled_bytes`: writes ended early because they were no longer needed.
+    `wasted_bytes`: written although somebody else held the tensor until it was loaded or its handle died.
+    `held_bytes`: not written, because somebody else is known to hold the slot's tensors or the tensor is a leaf.
+    `prefetched_bytes`: reads that began before the graph asked.
+    `encoded_from_bytes`, `encoded_to_bytes`: before and after compression.
+    `encoding_error`: the largest relative error (root mean square) of a lossy codec, measured at the first tensor of
+    each slot.
+    `stall_s`: seconds that ops waited for I/O.
+    `in_planned_order`: the share of nodes that came with a greater seq than the node before them in their run.
     """
 
     steps: int = 0
@@ -45,10 +50,11 @@ class GraphStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats(GraphStats):
-    """The sums over all graphs (`steps`: of the graph with most), and the state of the process.
+    """The sums over all graphs, and the state of the process. `steps` is that of the graph with the most.
 
-    `staging_bytes`, `staging_peak_bytes`: memory that the pool of buffers has mapped, now and at most since the start.
-    `disk_bytes`: space of the files. `compiled_graphs`: how often the backend was called, which no reset changes.
+    `staging_bytes`, `staging_peak_bytes`: memory of the pool of buffers, now and at most since the last reset.
+    `disk_bytes`: the size of the files.
+    `compiled_graphs`: how often the backend was called; a reset does not change it.
     `graphs`: each graph that ran, by its name.
     """
 
@@ -59,26 +65,29 @@ class Stats(GraphStats):
     graphs: dict[str, GraphStats] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A table per step of what was planned and moved, and of whatever else is not 0; or what to look at if nothing
-        ran. `repr` has every field, and those of every graph."""
-        steps = max(self.steps, 1)
-        moved = {name: getattr(self, f"{name}_bytes") / steps for name in _MEANING}
-        rows = [
-            f"{name:14}{_mib(nbytes)}   {_MEANING[name]}" for name, nbytes in moved.items() if nbytes or name in _ALWAYS
-        ]
-        space = {name: getattr(self, f"{name}_bytes") for name in ("staging", "staging_peak", "disk")}
-        held = ", ".join(f"{name.replace('_', ' ')} {_mib(nbytes).strip()}" for name, nbytes in space.items())
+        """A table of the bytes per step, or the likely reason if nothing ran.
+
+        Rows that are 0 are left out, but for those in `_ALWAYS`. `repr` has every field, and those of every graph.
+        """
+        staging, peak, disk = (_mib(n).strip() for n in (self.staging_bytes, self.staging_peak_bytes, self.disk_bytes))
+        foot = f"at the moment: staging {staging}, staging peak {peak}, disk {disk}"
         if not self.graphs:
-            return f"{self._nothing_ran()}\nat the moment: {held}"
+            return f"{self._nothing_ran()}\n{foot}"
+        steps = max(self.steps, 1)
         head = f"{self.steps} steps, {len(self.graphs)} graphs, {1e3 * self.stall_s / steps:.1f} ms of stall per step"
-        return "\n".join([f"{head}; bytes per step:", *rows, f"at the moment: {held}"])
+        rows = []
+        for name, meaning in _MEANING.items():
+            nbytes = getattr(self, f"{name}_bytes") / steps
+            if nbytes or name in _ALWAYS:
+                rows.append(f"{name:14}{_mib(nbytes)}   {meaning}")
+        return "\n".join([f"{head}; bytes per step:", *rows, foot])
 
     def _nothing_ran(self) -> str:
         if self.compiled_graphs:
             return (
                 f"nothing ran since the start or the last reset_stats(): of the {self.compiled_graphs} graphs that "
                 "ssd_fx was asked to compile none has begun a forward that saves for a backward, as none does under "
-                "torch.no_grad(); TORCH_LOGS=recompiles,graph_breaks tells what runs instead"
+                "torch.no_grad(); TORCH_LOGS=recompiles,graph_breaks shows what runs instead"
             )
         return (
             "nothing ran: torch.compile has not called ssd_fx in this process, so whatever trains does so uncompiled; "
@@ -89,18 +98,18 @@ class Stats(GraphStats):
 
 _MEANING = {
     "saved": "by the forward for the backward",
-    "offloaded": "of these planned to leave",
+    "offloaded": "of these, planned for the drive or host memory",
     "written": "to the drive or host memory",
     "read": "back from there",
-    "forwarded": "not read: still in memory when wanted",
-    "freed": "stored, and gone from memory meanwhile",
+    "forwarded": "not read: still in memory when the backward asked",
+    "freed": "stored, and no longer in memory when the backward asked",
     "kept": "in memory, because storing them failed",
-    "cancelled": "writes cut short, because the backward came",
+    "cancelled": "writes ended early, because the backward asked",
     "wasted": "written in vain: somebody else held the tensor",
     "held": "not written: known to be held by somebody else",
-    "prefetched": "of what was read, before the graph asked",
-    "encoded_from": "what compression got",
-    "encoded_to": "what it made of that",
+    "prefetched": "of what was read, before the backward asked",
+    "encoded_from": "before compression",
+    "encoded_to": "after compression",
 }
 _ALWAYS = ("saved", "offloaded", "written", "read", "forwarded", "freed")
 
@@ -111,7 +120,10 @@ def _mib(nbytes: float) -> str:
 
 @dataclass(slots=True)
 class Counters:
-    """The mutable half of `GraphStats`, and what tells whether the planned order is the order that runs."""
+    """The counts of one graph while it runs: the fields of `GraphStats`, and the order of its nodes.
+
+    A frozen dataclass has no mutable subclass, so the fields are declared here once more.
+    """
 
     steps: int = 0
     stores: int = 0
@@ -132,27 +144,31 @@ class Counters:
     encoding_error: float = 0.0
     stall_s: float = 0.0
     nodes: int = 0
-    ordered: int = 0
-    forward_seq: int = -1
+    ordered: int = 0  # of these, in planned order
+    forward_seq: int = -1  # of the last node
     backward_seq: int = -1
-    backward_first: int = 1 << 62
+    backward_first: int = 1 << 62  # the lowest seq in the backward so far: its node starts a run
 
     def forward(self, seq: int) -> None:
-        """A node of the forward ran; `begin` starts its runs."""
-        self.nodes += 1
-        self.ordered += seq > self.forward_seq
+        """Counts a node of the forward."""
+        self._count(seq > self.forward_seq)
         self.forward_seq = seq
 
     def backward(self, seq: int) -> None:
-        """A node of the backward ran; the lowest seq starts its runs."""
+        """Counts a node of the backward."""
         if seq <= self.backward_first:
-            self.backward_first, self.backward_seq = seq, -1
-        self.nodes += 1
-        self.ordered += seq > self.backward_seq
+            self.backward_first = seq
+            self.backward_seq = -1
+        self._count(seq > self.backward_seq)
         self.backward_seq = seq
 
+    def _count(self, in_order: bool) -> None:
+        self.nodes += 1
+        if in_order:
+            self.ordered += 1
+
     def begin(self, saved_bytes: int, offloaded_bytes: int) -> None:
-        """A run of the forward starts."""
+        """Counts a forward that starts."""
         self.steps += 1
         self.saved_bytes += saved_bytes
         self.offloaded_bytes += offloaded_bytes
@@ -173,13 +189,13 @@ def counters(graph: str) -> Counters:
 
 
 def compiled() -> None:
-    """The backend compiled a graph."""
+    """Counts a graph that the backend compiled."""
     global _compiled
     _compiled += 1
 
 
 def stats() -> Stats:
-    """A snapshot. Takes no lock, so a signal handler may call it."""
+    """A snapshot of all counts. Takes no lock, so a signal handler may call it."""
     graphs = dict(_graphs)
     sums = {name: sum(getattr(c, name) for c in graphs.values()) for name in _SUMMED}
     nodes = sum(c.nodes for c in graphs.values())
@@ -198,7 +214,7 @@ def stats() -> Stats:
 
 
 def reset_stats() -> None:
-    """Sets all counters to zero, and the peaks to what is there now."""
+    """Sets all counts to zero, and the peak of the staging memory to what it is now."""
     _graphs.clear()
     POOL.peak_bytes = POOL.resident_bytes
 

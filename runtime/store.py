@@ -28,7 +28,7 @@ now = time.perf_counter
 
 
 class Store:
-    """The entries of one configuration, over one engine."""
+    """Stores and loads the tensors of all graphs with one configuration, through one engine."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         self.engine, room = registry.make_tiers(config)
@@ -36,7 +36,7 @@ class Store:
         self.writer = Writer(self.engine, config, self.habits, room)
         self.reader = Reader(self.engine, self.writer)
         self.prefetcher = Prefetcher(self.reader, self.habits, config.prefetch)
-        self.when_left: Callable[[], None] | None = None  # called under the lock when an entry has gone
+        self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
     def begin(self, graph: str) -> None:
         """A forward of `graph` begins."""
@@ -47,10 +47,12 @@ class Store:
     def store(
         self, x: Tensor, handle: Tensor, graph: str, slot: int, seq: int, tier: str = "", binding: bool = False
     ) -> None:
-        """Starts the write of `x`, or keeps it in memory if that fails or it may rest (not if `binding`).
+        """Takes `x` over, and makes `handle` its handle.
 
-        `handle` stands for `x` from now on.
-        Raises: ValueError for a tier that is none.
+        `x` is written, or is resident while the budget has room. A `binding` store is never resident. If the write
+        fails `x` stays in memory.
+
+        Raises: ValueError for an unknown tier.
         """
         started = now()
         if tier and tier not in TIERS:
@@ -59,10 +61,11 @@ class Store:
             )
         GUARD.drain()
         base.check_device(self.engine, x.device)
-        seen, layout = Layout(tuple(x.shape), x.stride(), x.dtype), dense_form(x)
+        seen = Layout(tuple(x.shape), x.stride(), x.dtype)
+        layout = dense_form(x)
         nbytes = math.prod(layout.size) * x.itemsize if x.numel() else 0
         entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding)
-        entries.register(entry, handle)  # first: whatever happens next, the handle's death releases the entry
+        entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
         with GUARD.lock:
             self.prefetcher.stored(entry)
@@ -73,9 +76,13 @@ class Store:
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.value)
 
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
-        """The release: afterwards the entry does not depend on the caller's buffer.
+        """The release: the graph reads `keepalive`, the stored tensor, no more.
 
-        `block`: the plan counts on the memory, so a write that is going on is waited for even if the tensor is ours.
+        `hand_over`: the caller drops its reference and writes nothing into the memory, so we may hold the tensor.
+        Otherwise a write is waited for, and what is still in memory then moves to memory of ours.
+        `block`: the plan needs the memory, so a write is waited for in any case.
+
+        Raises: RuntimeError if `keepalive` is not the memory that was stored.
         """
         started = now()
         if keepalive.data_ptr() != entry.ptr:
@@ -93,17 +100,21 @@ class Store:
             if not hand_over:
                 _put_aside(entry)
             c = counters(entry.graph)
-            c.stall_s += now() - started if write else 0.0
+            if write:
+                c.stall_s += now() - started
             c.forward(seq)
             self._record("release", entry, seq, started, entry.state.value)
 
     def load(
         self, entry: Entry, asked: Layout, seq: int, *, consume: bool, strict: bool = False, relies_on: str = "dtype"
     ) -> Tensor:
-        """A tensor of that layout as far as the reader `relies_on` it, valid after `wait_load_`.
+        """The tensor, whose bytes are undefined until `wait_load_` returned.
 
-        `consume`: nobody asks for it again, so what is still in memory may be given away. `strict`: the plan has no
-        memory to read it earlier, whatever it is waited for.
+        It has the layout `asked` in the parts that the reader `relies_on` (`layout.RELIES_ON`).
+        `consume`: no later backward loads it, so the stored tensor may be donated. `strict`: the plan has no memory to
+        read it earlier, so we do not learn to, however long the graph waits.
+
+        Raises: what `Reader.begin` raises.
         """
         started = now()
         with GUARD.lock:
@@ -114,10 +125,11 @@ class Store:
             load = self.reader.begin(entry, asked, seq, consume=consume, relies_on=relies_on)
             self.reader.start(load)
             self.prefetcher.asked(entry)
-            self.writer.wanted(entry)
+            self.writer.count_out(entry)
             c = counters(entry.graph)
             c.loads += 1
-            c.forwarded_bytes += entry.nbytes if where is State.IN_MEMORY else 0
+            if where is State.IN_MEMORY:
+                c.forwarded_bytes += entry.nbytes
             c.backward(seq)
             self._record("load", entry, seq, started, where.value)
         return load.out
@@ -146,11 +158,14 @@ class Store:
             raise OSError(error.errno, message, error.filename) from error
 
     def release(self, entry: Entry) -> None:
-        """The handle is dead: ends its I/O, gives extent and memory back. Called under the lock, twice if need be."""
+        """Ends the I/O of an entry whose handle is dead, and gives extent and memory back.
+
+        Called under the lock, and once more if a signal ended the first call early.
+        """
         self.prefetcher.dead(entry)
         self.reader.forget(entry)
         self.writer.cancel(entry)
-        self.writer.wanted(entry)
+        self.writer.count_out(entry)
         self._judge(entry)
         entry.held = None
         extent, entry.extent = entry.extent, None
@@ -158,8 +173,9 @@ class Store:
             self.engine.free(extent)
 
     def end(self) -> None:
-        """Nothing goes to the engine from here on: what is in memory stays there, what is not is lost. Called under the
-        lock; `close` follows. A read that somebody waits for may still end well.
+        """Ends the use of the engine: what is in memory stays there, and what is not is lost.
+
+        A read that somebody waits for may still end well. Called under the lock; `close` follows.
         """
         self.writer.end()
         for entry in entries.of(self):
@@ -168,16 +184,19 @@ class Store:
             entry.lost = entry.extent is not None
 
     def close(self) -> None:
-        """Joins the threads and closes the files, which may take a second for each GiB of them."""
+        """Joins the threads and closes the files. Takes up to a second per GiB of files."""
         self.engine.close()
 
     def _judge(self, entry: Entry) -> None:
-        """Once per entry, when it is wanted: did writing it free memory, and would it have if it was kept?"""
+        """Learns, once per entry, whether writing it freed memory, or would have freed memory if it was not written."""
         if entry.held is None and entry.extent and entry.storage:
-            freed, entry.storage = entry.storage.expired(), None
+            freed = entry.storage.expired()
+            entry.storage = None
             c = counters(entry.graph)
-            c.freed_bytes += entry.nbytes if freed else 0
-            c.wasted_bytes += 0 if freed else entry.nbytes
+            if freed:
+                c.freed_bytes += entry.nbytes
+            else:
+                c.wasted_bytes += entry.nbytes
             self.habits.freed(entry.graph, entry.slot, entry.nbytes, freed)
         elif entry.held is not None and self.habits.of(entry.graph, entry.slot).keep:
             self.habits.kept(entry.graph, entry.slot, is_alone(entry.held))
@@ -199,11 +218,12 @@ def _find(entry: Entry, x: Tensor) -> Load:
 
 
 def _put_aside(entry: Entry) -> None:
-    """From here on the owner of the tensor may write into its memory: what is there only moves elsewhere."""
+    """Moves what is still in the caller's memory to memory of ours: the caller may overwrite its own from here on."""
     if entry.held is not None and entry.borrowed:
         aside = tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
         tensors.copy_bytes(aside, entry.held)
-        entry.held, entry.borrowed = aside, False
+        entry.held = aside
+        entry.borrowed = False
     entry.counter = None
 
 
@@ -211,7 +231,7 @@ _stores: dict[RuntimeConfig, Store] = {}
 
 
 def get_store(config: str) -> Store:
-    """The store of a configuration, made at its first use.
+    """The store of a configuration, made at the first use.
 
     Raises: ValueError for a bad configuration; OSError if its directories cannot be used.
     """
@@ -220,13 +240,16 @@ def get_store(config: str) -> Store:
     if found is None:
         with GUARD.lock:
             found = _stores.get(parsed) or _stores.setdefault(parsed, Store(parsed))
-        janitor()  # from here on the death of its last graph is seen
+        janitor()  # this thread follows up the death of the store's last graph
     return found
 
 
 def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
-    """Ends the store of a configuration that no graph uses any more; not while something is stored, for a backward may
-    come: `when_left` is called then, under the lock, whenever an entry has gone."""
+    """Ends the store of a configuration that no graph uses any more.
+
+    A store that has entries does not end, because a backward may come. It then calls `when_left` under the lock after
+    the death of each entry.
+    """
     GUARD.drain()
     with GUARD.lock:
         store = _stores.get(config)
@@ -243,7 +266,7 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
 
 
 def close_stores() -> None:
-    """Ends all stores: I/O, threads and files. What is in memory can still be loaded; loading another is an error."""
+    """Ends the I/O, threads and files of all stores. What is in memory can still be loaded, and nothing else."""
     GUARD.drain()
     with GUARD.lock:
         for config, store in list(_stores.items()):

@@ -1,11 +1,14 @@
-"""What happened and when: the last events, as tuples.
+"""The last events of the runtime, as tuples.
 
     (kind, graph, slot, seq, started, ended, nbytes, where, engine)
 
-`kind`: "begin", "store", "release", "load", "wait" for the ops, "write" and "read" for finished transfers. Times are
-those of time.perf_counter, in seconds: of ops, when the host came to them (`device_trace` has when a device did).
-`where`: the place of the bytes ("memory", "disk", "none"), or how a transfer ended ("ok", "failed", "cancelled").
-`engine`: its name, empty for "begin". An append costs about 0.2 us.
+`kind`: "begin", "store", "release", "load" or "wait" for an op, "write" or "read" for a finished transfer.
+`started`, `ended`: seconds of time.perf_counter. An op's are those of the host; `device_trace` has the device's.
+`where`: the place of the bytes ("memory", "disk", "none", "lost"), or how a transfer ended ("ok", "failed",
+"cancelled").
+`engine`: its name, empty for "begin".
+
+An append costs about 0.2 us.
 """
 
 from collections import deque
@@ -13,9 +16,12 @@ from collections import deque
 Event = tuple[str, str, int, int, float, float, int, str, str]
 
 LENGTH = 65536
-# By graph: where in the forward begin_ and our nodes stand, `|`, where in the backward; indices of the graph's nodes
-# before ours came, in planned order.
 positions: dict[str, str] = {}
+"""By graph, the argument `positions` of `begin_`: "forward|backward|roofline ms".
+
+A half lists where our nodes stand, in planned order, as indices of the graph's own nodes. The forward half starts with
+`begin_`.
+"""
 _events: deque[Event] = deque(maxlen=LENGTH)
 
 record = _events.append
@@ -24,8 +30,8 @@ record = _events.append
 def transfer(
     kind: str, graph: str, slot: int, seq: int, span: tuple[float, float], nbytes: int, how: str, engine: str
 ) -> None:
-    """Records a transfer, if it ever began: what did not has no times."""
-    if span[1]:
+    """Records a transfer, unless it was cancelled before it began."""
+    if span[1]:  # else it has no times
         record((kind, graph, slot, seq, *span, nbytes, how, engine))
 
 

@@ -1,8 +1,8 @@
-"""Tensors on their way out of memory.
+"""Tensors on their way out of memory: when each one is written, and who holds it until then.
 
-    accept -> resting -> writing -> on disk        a tensor is held by a reference of ours until it is written
-       |         `-- while there is room in memory they stay, and the oldest one leaves first
-       `-> held for good: leaves, and what experience says is held by others anyway
+    accept -> resident -> writing -> on disk
+       |         `-- while the budget has room; the oldest is written first
+       `-> held for good: leaves that require grad, and slots whose tensors somebody else holds (`habits`)
 
 All methods but `accept` run under the lock of `entries`.
 """
@@ -18,34 +18,43 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines.base import Engine, Memory, outcome
+from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.layout import alias, let_go, versioned_alias
+from ssd_fx.runtime.layout import alias, drop_storage, versioned_alias
 from ssd_fx.runtime.stats import counters
 
-OVERTAKERS = 8  # writes end about in the order in which they began: so many unfinished ones are looked past
+OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` stops behind this many unfinished ones
 
 now = time.perf_counter
 
 
 class Writer:
-    """Decides when a tensor is written, and keeps it until that is done."""
+    """Decides when a tensor is written, and holds it until its write is done."""
 
     def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits, room: int) -> None:
-        """`room`: bytes that may rest."""
-        self._engine, self._habits = engine, habits
-        self._cap, self._room, self._codec = config.inflight, room, config.codec("ssd")
+        """`room`: the bytes that may be resident."""
+        self._engine = engine
+        self._habits = habits
+        self._room = room
+        self._cap = config.inflight
+        self._codec = config.codec("ssd")
         self._host_codec = config.codec("host")
-        self._resting: OrderedDict[Entry, None] = OrderedDict()  # oldest first, before them those that may not rest
+        self._resident: OrderedDict[Entry, None] = OrderedDict()  # binding ones first, then oldest first
         self._writing: dict[Entry, None] = {}  # oldest first
-        self.resting_bytes = self.writing_bytes = 0
-        self._live = _Tide()
+        self.resident_bytes = 0
+        self.writing_bytes = 0
+        self._forecast = _Forecast()
         self._ended = False
 
     def accept(self, entry: Entry, x: Tensor) -> float:
-        """Takes a tensor over, and starts what must be written now; seconds waited for the cap on bytes in flight."""
-        started, accepted, stalled = now(), False, False
+        """The seconds waited because too many bytes were being written already.
+
+        Takes the tensor over, and starts every write that is due.
+        """
+        started = now()
+        accepted = False
+        stalled = False
         while True:
             with GUARD.lock:
                 self.reap()
@@ -58,21 +67,24 @@ class Writer:
                 oldest = next(iter(self._writing)).write
             stalled = True
             if oldest:
-                outcome(oldest)  # whatever it is, reap deals with it
+                outcome(oldest)  # an error is left to `reap`
 
     def reap(self) -> None:
-        """Drops the references to what has been written: from here on only others keep that memory."""
-        unfinished, ended = 0, []
+        """Drops our references to the tensors that have been written."""
+        unfinished = 0
+        ended = []
         for entry in self._writing:
             if entry.write is not None and entry.write.done():
                 ended.append((entry, entry.write))
-            elif (unfinished := unfinished + 1) > OVERTAKERS:
+                continue
+            unfinished += 1
+            if unfinished > OVERTAKERS:
                 break
         for entry, write in ended:
             self.finish(entry, outcome(write))
 
     def finish(self, entry: Entry, error: OSError | None) -> None:
-        """A write has ended: the bytes are on disk, or the tensor stays."""
+        """Records the end of a write: the bytes are on disk, or after an error the tensor stays in memory."""
         c = counters(entry.graph)
         self._forget_write(entry, "failed" if error else "ok")
         if error is None:
@@ -80,16 +92,17 @@ class Writer:
             drop(entry)
             return
         c.kept_bytes += entry.nbytes
-        extent, entry.extent = entry.extent, None
-        assert extent, "a write has an extent"
-        self._engine.free(extent)
+        extent = self._free_extent(entry)
         if error.errno != errno.ECANCELED:
             self._engine.failed(extent, error)
 
     def cancel(self, entry: Entry) -> None:
-        """Afterwards nothing reads the tensor's memory; an extent stays only if all of it had been written."""
-        if entry in self._resting:
-            self._leave_rest(entry)
+        """Ends an entry's write, or its wait for one. Afterwards nothing reads the tensor's memory.
+
+        The extent stays only if all bytes had been written.
+        """
+        if entry in self._resident:
+            self._remove_resident(entry)
         if entry not in self._writing:
             return
         if entry.write and not entry.write.cancel():
@@ -98,43 +111,45 @@ class Writer:
         self._cut_short(entry)
 
     def end(self) -> None:
-        """Ends all writes for good. What was being written stays in memory, whatever had been written of it."""
+        """Ends all writes for good. What was being written stays in memory, even if its write had just ended."""
         self._ended = True
         for entry in list(self._writing):
             if entry.write:
                 entry.write.cancel()
             self._cut_short(entry)
 
-    def wanted(self, entry: Entry) -> None:
-        """The entry is asked for, or dies: it counts no more among what a step has outstanding."""
-        self._live.fall(entry)
+    def count_out(self, entry: Entry) -> None:
+        """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
+        self._forecast.remove(entry)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
-        entry.held = counter = versioned_alias(x)
-        if entry.layout != entry.seen:  # a view of the alias would keep the storage for as long as the counter lives
+        counter = versioned_alias(x)
+        entry.held = counter
+        if entry.layout != entry.seen:  # a view of `counter` would keep the storage for as long as `counter` lives
             entry.held = alias(x, entry.layout)
-            let_go(counter)
+            drop_storage(counter)
         entry.borrowed = True
         if not x.is_inference():
-            entry.counter, entry.version = counter, x._version
+            entry.counter = counter
+            entry.version = x._version
         entry.storage = StorageWeakRef(x.untyped_storage())
         if (x.requires_grad and x.is_leaf) or self._habits.of(entry.graph, entry.slot).keep:
             entry.storage = None
             counters(entry.graph).held_bytes += entry.nbytes
             return
-        entry.early = entry.binding or self._live.rise(entry) > self._room
+        entry.early = entry.binding or self._forecast.add(entry) > self._room
         if self._room and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         nbytes = entry.moved_bytes
-        self._resting[entry] = None
-        self.resting_bytes += nbytes
+        self._resident[entry] = None
+        self.resident_bytes += nbytes
         if entry.binding:
-            self._resting.move_to_end(entry, last=False)
+            self._resident.move_to_end(entry, last=False)
 
     def _due(self) -> Entry | None:
-        """The entry that should be written next: the first, if it may not rest, or more do than may or are to come."""
-        oldest = None if self._ended else next(iter(self._resting), None)
-        return oldest if oldest and (oldest.early or self.resting_bytes > self._room) else None
+        """The resident entry that should be written next, or None."""
+        oldest = None if self._ended else next(iter(self._resident), None)
+        return oldest if oldest and (oldest.early or self.resident_bytes > self._room) else None
 
     def _start_due(self) -> None:
         while entry := self._due():
@@ -143,41 +158,48 @@ class Writer:
             self._start(entry)
 
     def _start(self, entry: Entry) -> None:
-        self._leave_rest(entry)
-        # The plan's tier, wherever there is room: what a lossy codec leaves of a tensor must not depend on timing.
+        self._remove_resident(entry)
+        # Of the plan's tier, even if the tensor ends up in another: what a lossy codec loses must not depend on timing.
         encoding = self._host_codec if entry.tier == "host" else self._codec
         if encoding and not entry.encoded:
             self._encode(entry, encoding)
-        held, nbytes = entry.held, entry.moved_bytes
-        assert held is not None, "what rests is held"
+        held = entry.held
+        nbytes = entry.moved_bytes
+        assert held is not None, "a resident entry holds its tensor"
         try:
             extent = self._engine.alloc(nbytes, entry.tier)
         except OSError:  # the engine warned; the tensor stays in memory
             counters(entry.graph).kept_bytes += entry.nbytes
             return
+        # No call between these three lines: a signal handler that raises (Ctrl-C) would separate the extent, the
+        # table and its sum.
         entry.extent = extent
-        self._writing[entry] = None  # from the extent to the sum no call, in which a signal might end it
+        self._writing[entry] = None
         self.writing_bytes += nbytes
         try:
             entry.write = self._engine.write(extent, Memory.of(held))
             entry.write.start()
         except OSError as error:
             self.finish(entry, error)
-        except BaseException:  # Ctrl-C, no memory: nothing may stay among the writes that nobody will ever end
+        except BaseException:  # Ctrl-C or no memory: without this the entry would stay in `_writing` for ever
             self.cancel(entry)
             raise
 
     def _cut_short(self, entry: Entry) -> None:
         self._forget_write(entry, "cancelled")
         counters(entry.graph).cancelled_bytes += entry.nbytes
+        self._free_extent(entry)
+
+    def _free_extent(self, entry: Entry) -> Extent:
         extent, entry.extent = entry.extent, None
         assert extent, "a write has an extent"
         self._engine.free(extent)
+        return extent
 
-    def _leave_rest(self, entry: Entry) -> None:
+    def _remove_resident(self, entry: Entry) -> None:
         nbytes = entry.moved_bytes
-        del self._resting[entry]
-        self.resting_bytes -= nbytes
+        del self._resident[entry]
+        self.resident_bytes -= nbytes
 
     def _forget_write(self, entry: Entry, how: str) -> None:
         nbytes = entry.moved_bytes
@@ -193,12 +215,13 @@ class Writer:
         if name in habit.plain:
             return
         x = entry.held
-        assert x is not None, "what rests is held"
-        if entry.layout != entry.seen and codec.is_lossy(name, x.dtype):
-            return  # what lies in the gaps would count
+        assert x is not None, "a resident entry holds its tensor"
+        lossy = codec.is_lossy(name, x.dtype)
+        if lossy and entry.layout != entry.seen:
+            return  # the values in the gaps of the tensor would change the scale of their block
         made = codec.encode(name, x)
         if made is None:
-            if not codec.is_lossy(name, x.dtype):  # else it was an infinity, which comes and goes
+            if not lossy:  # a lossy codec refuses infinities, which the next tensor of the slot may not have
                 habit.plain.add(name)
             return
         payload, encoded = made
@@ -211,41 +234,47 @@ class Writer:
             habit.error = codec.relative_error(x, decoded)
         c.encoding_error = max(c.encoding_error, habit.error or 0.0)
         drop(entry)
-        entry.held, entry.encoded, entry.borrowed = payload, encoded, False
+        entry.held = payload
+        entry.encoded = encoded
+        entry.borrowed = False
 
 
-class _Tide:
-    """Bytes of the entries that are stored and not asked for yet; what the last step reached foretells the next.
+class _Forecast:
+    """Forecasts the peak of the bytes outstanding in a step: stored, and not asked for yet.
 
-    A step ends where they have fallen to half of their height or less and rise again. Not where none is left: a caller
-    may keep a graph for ever.
+    The forecast is the peak of the step before. A step ends when the bytes outstanding have fallen to half of their
+    peak or less and rise again. They need not fall to 0, because a caller may keep a graph for ever.
     """
 
     def __init__(self) -> None:
-        self._now = self._peak = self._forecast = 0
+        self.peak_bytes = 0
+        self._outstanding: set[Entry] = set()
+        self._outstanding_bytes = 0
+        self._highest_bytes = 0  # of this step
         self._falling = False
-        self._counted: set[Entry] = set()
 
-    def rise(self, entry: Entry) -> int:
-        """Counts an entry; the bytes that are expected to come on top of it: by that much memory will be short."""
-        if self._falling and 2 * self._now <= self._peak:
-            self._forecast, self._peak = self._peak, self._now
+    def add(self, entry: Entry) -> int:
+        """The bytes that are expected to be stored from this entry on until the peak, the entry included."""
+        before = self._outstanding_bytes
+        if self._falling and 2 * before <= self._highest_bytes:  # a new step
+            self.peak_bytes = self._highest_bytes
+            self._highest_bytes = before
         self._falling = False
-        self._counted.add(entry)
-        before, self._now = self._now, self._now + entry.nbytes
-        self._peak = max(self._peak, self._now)
-        return self._forecast - before
+        self._outstanding.add(entry)
+        self._outstanding_bytes += entry.nbytes
+        self._highest_bytes = max(self._highest_bytes, self._outstanding_bytes)
+        return self.peak_bytes - before
 
-    def fall(self, entry: Entry) -> None:
-        """Takes an entry out."""
-        if entry in self._counted:
-            self._counted.remove(entry)
-            self._now -= entry.nbytes
+    def remove(self, entry: Entry) -> None:
+        """The entry is outstanding no longer; an entry that was never added, or removed before, is ignored."""
+        if entry in self._outstanding:
+            self._outstanding.remove(entry)
+            self._outstanding_bytes -= entry.nbytes
             self._falling = True
 
 
 def drop(entry: Entry) -> None:
-    """Our reference to the stored bytes goes; what tells whether somebody wrote into the tensor stays."""
+    """Drops our reference to the stored bytes. The entry still sees whether somebody writes into the tensor."""
     held, entry.held = entry.held, None
     if held is not None and held is entry.counter:
-        let_go(held)
+        drop_storage(held)

@@ -1,8 +1,8 @@
-"""The times of a device's events on the host's clock, that of time.perf_counter.
+"""The times of a device's events on the host's clock, time.perf_counter.
 
-Events tell only how far two of them lie apart: as a float32 in milliseconds, 2 us of resolution after 20 s, and on the
-device's own clock, which drifts. So an event is measured from an `Anchor` that was made shortly before it was recorded:
-an event of which the host knows when it fired. It may be asked for at any time later.
+Only the time between two events can be asked for. It is a float32 in milliseconds, with a resolution of 2 us after
+20 s, and the device's clock drifts. So an event is measured from an *anchor*: an event that was recorded shortly
+before, and of which the host knows when it fired. The time of an event may be asked for at any later moment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from ssd_fx.runtime.device.streams import Event, Streams
 
-FRESH_S = 10.0  # at 20 ppm of drift an anchor is 0.2 ms off by then
+FRESH_S = 10.0  # a drift of 20 ppm makes 0.2 ms in this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Anchor:
     fired_s: float
 
     def when(self, event: Event) -> float:
-        """When the device came to `event`, which was recorded after the anchor was taken, and has fired."""
+        """When `event` fired, in seconds. It must have been recorded after the anchor was taken, and have fired."""
         return self.fired_s + self.event.elapsed_time(event) / 1e3
 
 
@@ -37,19 +37,19 @@ _making = threading.Lock()
 
 
 def anchor(streams: Streams, device: torch.device) -> Anchor:
-    """One of `device` that is at most `FRESH_S` old. To be taken before the events are recorded that it is for."""
+    """An anchor of `device`, at most `FRESH_S` old. Take it before recording the events that it is for."""
     found = _anchors.get((streams, device))
     if found is None or now() - found.fired_s > FRESH_S:
         with _making:
             event = streams.idle(device)
             with streams.on(device):
-                event.synchronize()  # not behind kernels, so some 20 us
+                event.synchronize()  # takes some 20 us, because no kernel is before it
             found = _anchors[streams, device] = Anchor(event, now())
     return found
 
 
 def forget() -> None:
-    """All anchors; in the child of a fork, where another thread may have held the lock."""
+    """Forgets all anchors, and makes a fresh lock for the child of a fork, where another thread may have held it."""
     global _making
     _making = threading.Lock()
     _anchors.clear()

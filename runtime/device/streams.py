@@ -1,16 +1,16 @@
-"""Queued work: what the runtime needs of a device whose streams run behind the host, and a transfer on a side stream.
+"""Devices whose streams run behind the host: what the runtime needs of them, and transfers on side streams.
 
-Three rules keep a transfer from seeing or leaving garbage:
+Three rules keep a transfer from reading or writing the wrong bytes:
 
-* it waits for an event of the compute stream: what is stored may still be in the making there, and the memory that a
-  load was given may still have a user there;
-* its owner keeps the memory until an event recorded behind it has fired, as the *host* saw it. So no allocator has to
-  know of side streams (`record_stream`), and memory goes back in the order of the compute stream, where it came from;
-* what was transferred is asked for only after that event: asking earlier would block the host, or be wrong.
+* It waits for an event of the compute stream. There a kernel may still be computing the stored tensor, or reading the
+  memory that a load was given.
+* Its owner keeps the memory until the *host* has seen an event fire that was recorded after the transfer. So no
+  allocator has to know of side streams (`record_stream`), and memory is freed in the order of the compute stream.
+* The result of a transfer is asked for only after that event. Earlier it would block the host, or be wrong.
 
-And one for GPUs that are not the first: a thread is on device 0 until somebody says otherwise, and a call there about
-an event or a stream of another device makes a context on device 0, of some 500 MiB. So whoever asks an event, or calls
-a library, is within `Streams.on`: the garbage of a tensor may be collected in any thread.
+A fourth rule is for GPUs other than the first. A new thread is on device 0. A call there about an event or a stream of
+another device makes a context on device 0, of some 500 MiB. A garbage collection may make such calls in any thread. So
+every question to an event, and every call of a library, is made within `Streams.on`.
 """
 
 import errno
@@ -33,71 +33,71 @@ Enqueue = Callable[["Stream"], Check]
 
 
 class Event(Protocol):
-    """A point in a stream. To be asked within `Streams.on`."""
+    """A point in a stream. To be used within `Streams.on`."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Whether the event has fired: the device has come to it."""
 
     def synchronize(self) -> None:
-        """Blocks the host until it has."""
+        """Blocks the host until the event has fired."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds of the device from here to `end`; both have fired."""
+        """The device's milliseconds from this event to `end`. Both must have fired."""
 
 
 class Stream(Protocol):
-    """A queue of a device. `cuda_stream`: its raw handle."""
+    """A queue of work of a device. `cuda_stream`: its raw handle."""
 
     @property
     def cuda_stream(self) -> int: ...
 
     def wait_event(self, event: Any) -> None:
-        """What is queued here from now on starts after `event`."""
+        """Makes all work that is queued from now on wait for `event`."""
 
 
 class Streams(Protocol):
     """The streams and the memory of one type of device."""
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
-        """Within it `device` is the one that this thread is on."""
+        """A context within which `device` is this thread's current device."""
 
     def current(self, device: torch.device) -> Stream:
         """The stream on which this thread computes."""
 
     def side(self, device: torch.device) -> Stream:
-        """Another one."""
+        """A new stream."""
 
     def record(self, stream: Stream) -> Event:
-        """An event behind all that has been queued on `stream`."""
+        """An event after all work that has been queued on `stream`."""
 
     def idle(self, device: torch.device) -> Event:
-        """An event behind no kernel."""
+        """An event that no kernel comes before."""
 
     def capturing(self) -> bool:
-        """Whether this thread's stream records a graph, instead of doing what it is told."""
+        """Whether this thread's stream is captured into a graph, and so executes nothing."""
 
     def empty(self, size: Ints, stride: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of the device, free from here on in the order of the current stream, with any content."""
+        """A tensor of the device with any content. It may be used by all later work of the current stream."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Host memory, uint8, that the device copies to and from without the host."""
+        """Pinned host memory, uint8."""
 
     def view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
-        """The memory there as uint8; it keeps nothing alive."""
+        """The memory at `address` as uint8. The view keeps nothing alive."""
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         """Queues `target.copy_(source)` on `stream`."""
 
 
 class Exposed:
-    """Memory of a device for whoever reads `__cuda_array_interface__` (version 3), as bytes; keeps nothing alive."""
+    """Memory of a device as bytes, through `__cuda_array_interface__` (version 3). It keeps nothing alive."""
 
     __slots__ = ("__cuda_array_interface__", "__weakref__")
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
-            "typestr": "|u1",  # whatever the tensor's dtype: bool, bfloat16 and float8 have no name here
+            "typestr": "|u1",  # bytes, because bfloat16 and float8 have no name here
             "data": (address, False),
             "strides": None,
             "version": 3,
@@ -105,7 +105,8 @@ class Exposed:
 
 
 class CudaStreams:
-    """torch.cuda's. Its calls go to the device of their stream, but for `query` and `synchronize` of an event."""
+    """The streams of torch.cuda. Its calls switch to their stream's device, except an event's `query` and
+    `synchronize`."""
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
         within: AbstractContextManager[None] = torch.cuda.device(device)
@@ -118,11 +119,12 @@ class CudaStreams:
         return torch.cuda.Stream(device)
 
     def record(self, stream: Any) -> Event:
-        event: Event = stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))  # wait without spinning
+        made = torch.cuda.Event(enable_timing=True, blocking=True)  # blocking: `synchronize` does not spin
+        event: Event = stream.record_event(made)
         return event
 
     def idle(self, device: torch.device) -> Event:
-        return self.record(torch.cuda.Stream(device, priority=-1))  # from a pool that the transfers do not use
+        return self.record(torch.cuda.Stream(device, priority=-1))  # from another pool of streams than `side`
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -142,16 +144,19 @@ class CudaStreams:
 
 
 BACKENDS: dict[str, Streams] = {"cuda": CudaStreams()}
-"""By the type of device. What is not here (the CPU) has done what it was told when the call returns."""
+"""By the type of device. A device of another type (the CPU) has finished its work when a call returns."""
 
 
 def of(device: torch.device) -> Streams | None:
-    """The streams of a device that has some."""
+    """The streams of a device, or None if it has none."""
     return BACKENDS.get(device.type)
 
 
 def check_not_captured(device: torch.device) -> None:
-    """Raises: RuntimeError within the capture of a CUDA graph."""
+    """Returns outside of the capture of a CUDA graph.
+
+    Raises: RuntimeError within one.
+    """
     found = of(device)
     if not found:
         return
@@ -165,50 +170,49 @@ def check_not_captured(device: torch.device) -> None:
 
 
 class SideStreams:
-    """For every device two streams, so that no load waits behind stores; `prepare` is called with each new one."""
+    """Two streams for every device, so that no load waits for stores. `prepare` is called with each new stream."""
 
     def __init__(self, prepare: Callable[[Stream], None] = lambda _: None) -> None:
         self._prepare = prepare
         self._made: dict[tuple[torch.device, bool], Stream] = {}
 
     def get(self, device: torch.device, write: bool) -> Stream:
-        """The stream for the stores to or from `device`, or for its loads."""
+        """The stream for the stores of `device` if `write`, else the stream for its loads."""
         stream = self._made.get((device, write))
         if stream is None:
             queued = of(device)
-            assert queued, "asked for such a device"
+            assert queued, "only asked for devices with streams"
             with queued.on(device):
                 stream = queued.side(device)
                 self._prepare(stream)
             self._made[device, write] = stream
         return stream
 
-    def all(self) -> list[Stream]:
-        """Those made so far."""
-        return list(self._made.values())
-
 
 class Queued:
-    """A completion: one transfer on the side stream `side`, behind all that the current stream has when it is started.
+    """The completion of one transfer on the stream `side`.
 
-    It cannot be taken back: `cancel` waits for its end. An error at its start is raised by `wait`, as later ones are.
+    It starts after all work that the current stream has when `start` is called. It cannot be taken back: `cancel` waits
+    for its end. `wait` raises an error of the start too.
     """
 
     __slots__ = ("_anchor", "_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_over", "_side")
 
     def __init__(self, device: torch.device, side: Stream, enqueue: Enqueue) -> None:
-        self._device, self._side, self._enqueue = device, side, enqueue
+        self._device = device
+        self._side = side
+        self._enqueue = enqueue
         self._begun: Event | None = None
         self._ended: Event | None = None
         self._check: Check | None = None
         self._error: OSError | None = OSError(errno.ECANCELED, "the transfer was never queued")
         self._anchor: Anchor | None = None
-        self._over: tuple[float, float] | None = None  # its span, once somebody saw its end
-        self._lock = threading.Lock()  # two threads may wait for one transfer, and both want to know how it ended
+        self._over: tuple[float, float] | None = None  # its span, once its end was seen
+        self._lock = threading.Lock()  # two threads may wait for one transfer, and both need its outcome
 
     def start(self) -> None:
         streams = of(self._device)
-        assert streams, "made for such a device"
+        assert streams, "only made for devices with streams"
         with streams.on(self._device):
             self._start(streams)
 
@@ -240,16 +244,11 @@ class Queued:
         return self._error is not None
 
     def span(self) -> tuple[float, float]:
-        """As the device says; (0, 0) before somebody saw the end."""
+        """Start and end by the device's clock; (0, 0) before the end was seen."""
         return self._over or (0.0, 0.0)
 
-    @property
-    def seconds(self) -> float:
-        started, ended = self.span()
-        return ended - started
-
     def _see_end(self) -> None:
-        """Returns when the device has come to the end, or at once if it was never to start."""
+        """Returns when the device has come to the end, or at once if the transfer was never started."""
         if self._ended is None:
             return
         with self._on_device():
@@ -265,11 +264,11 @@ class Queued:
             if self._check:
                 try:
                     self._check()
-                except OSError as error:  # its frames have what `_check` has, which is to go here and nowhere else
+                except OSError as error:  # its frames would keep alive what `_check` keeps, which must die right here
                     self._error = error.with_traceback(None)
                 self._check = None
 
     def _on_device(self) -> AbstractContextManager[None]:
         streams = of(self._device)
-        assert streams, "made for such a device"
+        assert streams, "only made for devices with streams"
         return streams.on(self._device)

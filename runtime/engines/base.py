@@ -1,6 +1,6 @@
-"""What moves bytes: the interface of the engines.
+"""The interface of the engines, which move bytes.
 
-An engine's methods are called by one thread at a time (the store's lock); completions are used by any thread.
+An engine's methods are called under the lock of `entries`, so by one thread at a time. Any thread uses completions.
 """
 
 import ctypes
@@ -11,9 +11,9 @@ import torch
 
 
 class Memory(NamedTuple):
-    """`nbytes` at address `ptr` of a device, which its owner keeps alive for as long as somebody transfers it.
+    """`nbytes` at address `ptr` of a device. The owner keeps them alive while a transfer uses them.
 
-    `home`: the device whose tensor these bytes are, where they are a copy in host memory: it will ask for them.
+    `home`: if these bytes are a copy in host memory of a device's tensor, that device.
     """
 
     ptr: int
@@ -23,7 +23,7 @@ class Memory(NamedTuple):
 
     @property
     def reader(self) -> torch.device:
-        """The device to which what is written from here will be read: an engine writes so that it can."""
+        """The device that the bytes will be read to, for which an engine must write them."""
         return self.home or self.device
 
     @staticmethod
@@ -33,43 +33,46 @@ class Memory(NamedTuple):
 
 
 class Extent:
-    """Room for one stored tensor of `nbytes`; `directory` is where, `offset` its place there (messages only)."""
+    """Room for one stored tensor of `nbytes`. `directory` and `offset` are for messages only."""
 
     __slots__ = ("directory", "nbytes", "offset")
 
     def __init__(self, nbytes: int, directory: str, offset: int = 0) -> None:
-        self.nbytes, self.directory, self.offset = nbytes, directory, offset
+        self.nbytes = nbytes
+        self.directory = directory
+        self.offset = offset
 
 
 class Completion(Protocol):
-    """A transfer, which keeps all it needs but the tensor's memory alive."""
+    """A transfer. It keeps everything alive that it needs, except the tensor's memory."""
 
     def start(self) -> None:
-        """Begins it. Apart from its making, so that its owner can note it down first: an exception that comes between
-        (Ctrl-C) leaves no transfer behind that nobody knows of. May raise OSError like `wait`."""
+        """Starts the transfer.
+
+        The owner notes the transfer down between its construction and this call. So a Ctrl-C in between leaves no
+        transfer running that nobody knows of.
+
+        Raises: OSError, as `wait` does.
+        """
 
     def done(self) -> bool:
         """Whether `wait` would return or raise at once."""
 
     def wait(self) -> None:
-        """Returns when all bytes are where they belong; may be called again.
+        """Returns when all bytes are where they belong. May be called again.
 
         Raises: OSError with path, offset and bytes.
         """
 
     def cancel(self) -> bool:
-        """Ends the transfer soon. After it nothing touches the memory. True: not all bytes had been transferred."""
+        """Whether bytes were left to transfer. Ends the transfer; afterwards nothing touches the memory."""
 
     def span(self) -> tuple[float, float]:
-        """Start and end of the transfer on the clock of time.perf_counter, once done."""
-
-    @property
-    def seconds(self) -> float:
-        """How long the transfer took, once done."""
+        """Start and end of the transfer in seconds of time.perf_counter, once it is done."""
 
 
 class Engine(Protocol):
-    """Moves the bytes of an extent to and from memory, which the caller keeps until that is done.
+    """Moves the bytes of an extent to and from memory, which the caller keeps alive until that is done.
 
     `devices`: the types of device, beside the CPU, whose memory it reaches.
     """
@@ -78,37 +81,37 @@ class Engine(Protocol):
     devices: frozenset[str]
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        """Room for `nbytes` > 0; `tier`: where the plan wants it, which only an engine of several tiers looks at.
+        """Room for `nbytes` > 0. `tier`: where the plan wants it; only an engine of several tiers looks at this.
 
-        Raises: OSError if there is none.
+        Raises: OSError if there is no room.
         """
 
     def free(self, extent: Extent) -> None:
-        """Takes back room whose transfers are done."""
+        """Takes back an extent whose transfers are done."""
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
-        """What will store the bytes of `memory` in `extent` once it is started."""
+        """A transfer of the bytes of `memory` to `extent`, which the caller starts."""
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
-        """What will load the bytes of `extent` into `memory` once it is started."""
+        """A transfer of the bytes of `extent` to `memory`, which the caller starts."""
 
     def failed(self, extent: Extent, error: OSError) -> None:
-        """Told that a write to `extent` failed, so that no new extents come from there."""
+        """Records that a write to `extent` failed, so that `alloc` gives no new room there."""
 
     @property
     def disk_bytes(self) -> int:
-        """Space that the engine holds on disk."""
+        """The space that the engine holds on disk."""
 
     def close(self) -> None:
-        """Cancels or finishes what is under way; the engine is of no use afterwards."""
+        """Ends all transfers. The engine must not be used afterwards."""
 
 
 def outcome(completion: Completion) -> OSError | None:
-    """Waits; the error instead of raising it."""
+    """The error of a transfer, or None. Waits for its end."""
     try:
         completion.wait()
     except OSError as error:
-        return error.with_traceback(None)  # whose frames would keep handles alive until a garbage collection
+        return error.with_traceback(None)  # its frames would keep handles alive until a garbage collection
     return None
 
 
@@ -118,7 +121,9 @@ class Copy:
     __slots__ = ("_nbytes", "_source", "_span", "_target")
 
     def __init__(self, target: int, source: int, nbytes: int) -> None:
-        self._target, self._source, self._nbytes = target, source, nbytes
+        self._target = target
+        self._source = source
+        self._nbytes = nbytes
         self._span = (0.0, 0.0)
 
     def start(self) -> None:
@@ -138,22 +143,21 @@ class Copy:
     def span(self) -> tuple[float, float]:
         return self._span
 
-    @property
-    def seconds(self) -> float:
-        return self._span[1] - self._span[0]
-
 
 def not_readable(stored: torch.device, wanted: torch.device) -> NotImplementedError:
-    """To be raised by a read for another device than the one the bytes were written for, where it has not their form.
+    """The error of a read to a device for which the bytes were not written.
 
-    What a graph stores it loads to the same device, so nobody should see it.
+    A graph loads to the device that it stored from, so users should never see it.
     """
     origin = "the CPU" if stored.type == "cpu" else str(stored)
     return NotImplementedError(f"what was stored from {origin} cannot be loaded to {wanted}")
 
 
 def check_device(engine: Engine, device: torch.device) -> None:
-    """Raises: NotImplementedError for a device whose memory the engine cannot reach."""
+    """Returns if the engine reaches the memory of `device`.
+
+    Raises: NotImplementedError if it does not.
+    """
     if device.type != "cpu" and device.type not in engine.devices:
         reach = " and ".join(sorted(engine.devices))
         message = f"engine {engine.name!r} moves tensors on {reach}, and got one on {device}; compile for one of those"

@@ -1,11 +1,11 @@
-"""cuFile, NVIDIA's library for GPUDirect Storage: what this machine can do with it, and the packages that lead to it.
+"""cuFile, NVIDIA's library for GPUDirect Storage: the packages that call it, and what it can do on this machine.
 
-* kvikio queues transfers only if cuFile has a configuration file when it is loaded; else every call blocks. So unless
-  the user names one (`CUFILE_ENV_PATH_JSON`), one is written first; it keeps the log out of the working directory too.
+* kvikio queues transfers only if cuFile finds a configuration file when it is loaded; else every call blocks. So we
+  write one, unless the user names one (`CUFILE_ENV_PATH_JSON`). It also keeps the log out of the working directory.
   Source: kvikio's compat_mode_manager.hpp.
 * Where GPU and drive cannot exchange data directly, kvikio and cuFile copy through host memory, in order with the
-  default stream: no overlap, no gain, and engine "posix" does it better. So both are told not to, and what they say
-  about the machine is asked for; the last word has a round trip in every directory (`gds.make`).
+  default stream. That overlaps with nothing, and engine "posix" is faster, so we turn it off in both. We ask both what
+  the machine can do, and then test each directory with a round trip (`gds.make`).
 """
 
 import atexit
@@ -24,13 +24,15 @@ import torch
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Memory
 
-FIXED_OFFSETS_AND_SIZE = 1 | 2 | 4  # cuFileStreamRegister: nothing that is passed changes after the call
+FIXED_OFFSETS_AND_SIZE = 1 | 2 | 4  # flags of cuFileStreamRegister: no argument of a transfer changes after its call
 _CONFIG = "CUFILE_ENV_PATH_JSON"
 
 
 class DriverFile(Protocol):
-    """A file as the driver knows it. `write` and `read` queue a transfer between device memory and a file offset on a
-    stream, and return what gives the number of bytes moved, once the stream has passed it.
+    """A file that the driver has opened.
+
+    `write` and `read` queue a transfer between device memory and a file offset on a stream. They return a function that
+    returns the number of bytes moved, to be called once the stream has passed the transfer.
 
     Raises: RuntimeError, in either call, if the transfer failed.
     """
@@ -43,28 +45,30 @@ class DriverFile(Protocol):
 
 
 class Driver(Protocol):
-    """An interface to cuFile. `name`: that of the engine; `missing`: how to get what it needs."""
+    """An interface to cuFile. `name`: the engine's name. `missing`: how to install what the driver needs."""
 
     name: str
     missing: str
 
     def load(self) -> str:
-        """Loads the library; its version. Raises: ImportError or OSError if it is not there."""
+        """The version of the library, which is loaded. Raises: ImportError or OSError if it is missing."""
 
     def obstacle(self) -> str:
-        """Why transfers would pass through the host or block, or "" if they would not; after `load`."""
+        """Why transfers would pass through the host or block, "" if they would not. To be called after `load`."""
 
     def open(self, path: str, forced: bool) -> DriverFile:
-        """Opens a file by name for reading and writing; where its transfers would pass through the host only if
-        `forced`. Raises: RuntimeError if that cannot be."""
+        """The file, opened by name for reading and writing. `forced`: even if its transfers pass through the host.
+
+        Raises: RuntimeError if it cannot be opened so.
+        """
 
     def register(self, stream: int) -> None:
-        """Makes a stream known, on which offsets and sizes are final when a transfer is queued."""
+        """Registers a stream on which offsets and sizes are final when a transfer is queued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a driver can do on this machine. `real`: GPU memory and drive exchange data directly, in the background."""
+    """What a driver can do on this machine. `real`: GPU and drive exchange data directly, in the background."""
 
     name: str
     version: str
@@ -73,7 +77,7 @@ class Status:
 
 
 class KvikioDriver:
-    """Package kvikio. It keeps no reference to a buffer: the completion has it."""
+    """Package kvikio. It keeps no reference to the memory of a transfer, so the completion does."""
 
     name = "kvikio"
     missing = "install the extra: pip install 'ssd_fx[gds]', for CUDA 12 'ssd_fx[gds-cu12]'"
@@ -88,13 +92,13 @@ class KvikioDriver:
         if self._defaults.is_compat_mode_preferred():
             return "kvikio is in compatibility mode (no libcufile, no /run/udev, or KVIKIO_COMPAT_MODE=ON)"
         if self._cufile.get("is_gds_available") or not self._cufile.get("allow_compat_mode"):
-            return ""  # nvidia-fs is loaded, or cuFile is to fail rather than to copy through the host
+            return ""  # nvidia-fs is loaded, or cuFile fails rather than copy through the host
         return "nvidia-fs is not loaded, and the configuration of cuFile allows copies through the host"
 
     def open(self, path: str, forced: bool) -> DriverFile:
         if forced:
             return _KvikioFile(self._kvikio.CuFile(path, "r+"))
-        # Not before `obstacle` has found a driver: without one this mode hangs.
+        # `obstacle` must have been asked before: without a GPU driver this mode hangs.
         with self._defaults.set({"compat_mode": self._kvikio.CompatMode.OFF}):
             return _KvikioFile(self._kvikio.CuFile(path, "r+"))
 
@@ -119,7 +123,8 @@ class _KvikioFile:
         exposed = streams.Exposed(memory.ptr, memory.nbytes)
         future = transfer(exposed, stream, memory.nbytes, offset, 0)
 
-        def moved(keep: object = exposed) -> int:  # the future synchronises its stream when asked or dropped
+        # The future synchronizes its stream when it is asked or dropped. `keep` keeps the memory's description alive.
+        def moved(keep: object = exposed) -> int:
             return int(future.check_bytes_done())
 
         return moved
@@ -129,20 +134,20 @@ DRIVERS: dict[str, Callable[[], Driver]] = {"kvikio": KvikioDriver}
 
 
 def driver(name: str) -> Driver:
-    """A driver of that name, not loaded yet."""
+    """The driver of that name, not loaded yet."""
     return DRIVERS[name]()
 
 
 def statuses() -> list[Status]:
-    """What each driver can do on this machine; loads them."""
+    """What each driver can do on this machine. Loads them."""
     return [status(driver(name)) for name in DRIVERS]
 
 
 def configure(forced: bool = False) -> None:
-    """Sees to a configuration of cuFile, to be called before it is loaded, which looks for it once per process.
+    """Writes a configuration file for cuFile, unless the user names one. cuFile reads it once, when it is loaded.
 
-    Ours lets PCI peers talk to each other, which needs no nvidia-fs (CUDA 12.8, kernel 6.2, the open driver), and has
-    cuFile copy through host memory only if `forced`.
+    It allows PCI peers to exchange data, which needs no nvidia-fs (CUDA 12.8, kernel 6.2, the open driver). It allows
+    copies through host memory only if `forced`.
     """
     if os.environ.get(_CONFIG):
         return
@@ -158,12 +163,12 @@ def configure(forced: bool = False) -> None:
 
 
 def current_device() -> torch.device | None:
-    """The GPU on which this process computes, or would."""
+    """The GPU on which this process computes or would compute, None without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def status(driver: Driver, forced: bool = False) -> Status:
-    """What `driver` can do on this machine; loads it. The last word has the round trip in each directory."""
+    """What `driver` says that it can do on this machine. Loads it. Only a round trip shows whether it is true."""
     if current_device() is None:
         return Status(driver.name, "", False, "torch sees no CUDA device")
     configure(forced)

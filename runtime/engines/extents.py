@@ -1,8 +1,8 @@
-"""Room on disk: one preallocated unlinked file per directory, cut in extents that are reused.
+"""Room on disk: one preallocated unlinked file per directory, cut into extents that are reused.
 
-Overwriting is the fastest write there is, so a file grows only when no free extent is large enough. It never shrinks:
-cutting a written GiB off its end took 2.3 s (ext4 mounted with `discard`), and punching holes 0.15 s. What a graph
-leaves behind coalesces and serves the next one; all of it goes back when the store is closed or the process ends.
+Overwriting is the fastest kind of write, so a file grows only when no free extent is large enough. It never shrinks:
+cutting a written GiB off its end took 2.3 s (ext4 mounted with `discard`), and punching holes 0.15 s. Free extents
+coalesce, and serve any graph. The space goes back when the store is closed or the process ends.
 """
 
 import errno
@@ -24,9 +24,8 @@ RESERVE = 1 << 30
 class SlabFile:
     """The unlinked file of one directory, of at most `limit` bytes (0: what the file system has).
 
-    `align`: what transfers must be aligned to, 1 without direct I/O.
-
-    `opened` is called with its path while it has one, for those who can open files by name only.
+    `align`: the alignment of transfers in bytes, 1 without direct I/O.
+    `opened`: called with the path before it is unlinked, for libraries that open files by name only.
 
     Raises: OSError if no file can be created.
     """
@@ -35,8 +34,8 @@ class SlabFile:
         self, directory: str, step: int = STEP, limit: int = 0, opened: Callable[[str], None] | None = None
     ) -> None:
         self.directory = directory
-        self.writable = True  # cleared by a failed write: no new extents from here
-        self.growable = True  # cleared by a failed growth: only what is there already
+        self.writable = True  # cleared by a failed write: from then on `room` raises
+        self.growable = True  # cleared by a failed growth: from then on only free extents are used
         self.fd, self.direct = _open_direct_if_possible(directory, opened)
         memory, offset = dio_alignment(self.fd) if self.direct else (1, 1)
         self.align = max(memory, offset)
@@ -45,11 +44,27 @@ class SlabFile:
         self._limit = limit
         self._allocator = Allocator()
         self._lock = threading.Lock()
+        self._warned = False
 
     @property
     def nbytes(self) -> int:
-        """The file's space in bytes, 0 once it is closed."""
+        """The size of the file, 0 once it is closed."""
         return 0 if self.fd < 0 else self._allocator.end
+
+    def room(self, nbytes: int) -> tuple[int, int]:
+        """As `allocate`, for an engine: warns of the first failure, and raises OSError after a failed write too."""
+        if not self.writable:
+            raise OSError(errno.ENOSPC, "an earlier write here failed, so there are no new ones", self.directory)
+        try:
+            return self.allocate(nbytes)
+        except OSError as error:
+            self._warn(nbytes, error)
+            raise
+
+    def failed(self, nbytes: int, error: OSError) -> None:
+        """Records that a write of `nbytes` failed: there is no new room from now on."""
+        self.writable = False
+        self._warn(nbytes, error)
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
         """(offset, size) of an extent of at least `nbytes`.
@@ -64,7 +79,7 @@ class SlabFile:
             if offset is None:
                 self._grow(size - self._allocator.tail_bytes())
                 offset = self._allocator.allocate(size)
-            assert offset is not None, "grown by what was missing"
+            assert offset is not None, "the file has grown by what was missing"
         return offset, size
 
     def free(self, offset: int, size: int) -> None:
@@ -73,15 +88,31 @@ class SlabFile:
             self._allocator.free(offset, size)
 
     def close(self) -> None:
-        """Closes the descriptor, with which the file's space goes back. Again is once."""
+        """Closes the descriptor, which frees the file's space. May be called again."""
         with self._lock:
-            fd, self.fd = self.fd, -1  # the number will be another file's
+            fd, self.fd = self.fd, -1  # the operating system may give the number to another file
         if fd >= 0:
             os.close(fd)
 
+    def _warn(self, nbytes: int, error: OSError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"ssd_fx keeps activations in memory that do not go to {self.directory}: storing {nbytes} B failed "
+            f"({error.strerror}); the file there holds {self.nbytes} B. Training goes on and needs more memory, "
+            "unless another directory takes them.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def _grow(self, missing: int) -> None:
+        """Grows the file by at least `missing` bytes.
+
+        Raises: OSError if it cannot grow.
+        """
         nbytes = self.nbytes + missing
-        if self._limit and nbytes > self._limit:  # a smaller extent may still fit
+        if self._limit and nbytes > self._limit:  # `growable` stays True, because a smaller extent may still fit
             message = f"the file would have {nbytes} B, and disk_limit is {self._limit} B"
             raise OSError(errno.ENOSPC, message, self.directory)
         if not self.growable:
@@ -101,12 +132,15 @@ class SlabFile:
         self._step = min(2 * self._step, LARGEST_STEP)
 
     def _available(self) -> int:
-        """Bytes we may take: what is free, less 5% of the file system or 1 GiB, whichever is smaller."""
+        """The bytes we may take: the free ones, less 5% of the file system or 1 GiB, whichever is smaller."""
         status = os.fstatvfs(self.fd)
         return status.f_bavail * status.f_frsize - min(status.f_blocks * status.f_frsize // 20, RESERVE)
 
     def _extend(self, wanted: int, missing: int) -> int:
-        """Preallocates `wanted` bytes, or `missing` if those cannot be had; returns how many."""
+        """The bytes preallocated: `wanted`, or `missing` if `wanted` cannot be had.
+
+        Raises: OSError if not even `missing` can be had.
+        """
         for nbytes in (wanted, missing):
             try:
                 os.posix_fallocate(self.fd, self._allocator.end, nbytes)
@@ -136,7 +170,7 @@ def _open_direct_if_possible(directory: str, opened: Callable[[str], None] | Non
 
 
 def _open_unlinked(directory: str, flags: int, opened: Callable[[str], None] | None) -> int:
-    """A descriptor of a file without a name, so that a crash leaves nothing and nobody else can open it."""
+    """A descriptor of a file without a name: nobody else can open it, and a crash leaves nothing on the drive."""
     try:
         if opened is None:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | flags, 0o600)

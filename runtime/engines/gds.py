@@ -1,11 +1,11 @@
-"""GPUDirect Storage: the engines whose transfers go between GPU memory and files without the host in between.
+"""GPUDirect Storage: transfers between GPU memory and files that do not pass through the host.
 
-* Transfers are queued on side streams of ours; `streams` has the rules.
+* Transfers are queued on side streams; `streams` has the rules.
 * **Blocks are not verified**: the data never passes the host, where the checksums of engine "posix" are computed.
-* Tensor memory is not registered with cuFile. A registration is by address and would outlive the tensor in a caching
-  allocator; cuFile moves what is not registered through a buffer on the GPU.
-* What lies in host memory goes through a `PosixEngine` beside, with files of its own, made when the first one comes:
-  tensors of the CPU, and those of a GPU that a host tier hands on. Both come back the way they went.
+* Tensor memory is not registered with cuFile. A registration is by address, and in a caching allocator the address
+  outlives the tensor. cuFile moves unregistered memory through a buffer on the GPU.
+* Host memory goes through a second engine, "posix", with separate files, which is made when the first such write comes.
+  This is memory of CPU tensors, and of GPU tensors that a host tier moves on. It is read through the same engine.
 """
 
 import dataclasses
@@ -27,28 +27,28 @@ from ssd_fx.runtime.engines.cufile import Driver, DriverFile
 from ssd_fx.runtime.engines.extents import STEP, SlabFile
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import make_engine
+from ssd_fx.runtime.engines.striped import one_for_each
 
 _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
 
 
 class GdsExtent(Extent):
-    """Room in a file of `GdsEngine`, which it has no more if the bytes come `from_cpu`: they are in `host` instead."""
+    """Room in a file of `GdsEngine`. Bytes that come `from_cpu` have room in `host` instead, and none in the file."""
 
-    __slots__ = ("file", "from_cpu", "host", "size")
+    __slots__ = ("from_cpu", "host", "size")
 
-    def __init__(self, nbytes: int, file: "_GdsFile", offset: int, size: int) -> None:
-        super().__init__(nbytes, file.slab.directory, offset)
-        self.file, self.size = file, size
+    def __init__(self, nbytes: int, slab: SlabFile, offset: int, size: int) -> None:
+        super().__init__(nbytes, slab.directory, offset)
+        self.size = size
         self.from_cpu = False
         self.host: Extent | None = None
 
 
 class _GdsFile:
-    """A slab file and the driver's view of it. `writable` is cleared by a failed write."""
+    """A slab file, and the same file opened by the driver."""
 
     def __init__(self, driver: Driver, directory: str, limit: int, forced: bool) -> None:
         opened: list[DriverFile] = []
-        self.writable = True
         self.slab = SlabFile(directory, STEP, limit, lambda path: opened.append(_opened(driver, path, forced)))
         self.driver = opened[0]
 
@@ -65,68 +65,53 @@ def _opened(driver: Driver, path: str, forced: bool) -> DriverFile:
 
 
 class GdsEngine:
-    """Slab files in `dirs`, dealt round robin, behind `driver`, which is loaded.
+    """One slab file in `directory`, with the other options of `config`. `driver` must be loaded.
 
-    Raises: ValueError without directories; what `check_directory` raises; OSError if no file can be opened.
+    Raises: what `check_directory` raises; OSError if the file cannot be opened.
     """
 
     devices = frozenset({"cpu", "cuda"})
 
-    def __init__(self, driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> None:
-        if not config.dirs:
-            raise ValueError(f"engine {driver.name!r} needs at least one directory on a drive in dirs")
-        for path in config.dirs:
-            check_directory(path, config.allow_tmpfs)
+    def __init__(self, driver: Driver, directory: str, config: RuntimeConfig, *, forced: bool = False) -> None:
+        check_directory(directory, config.allow_tmpfs)
         self.name = driver.name
-        self._config = config
+        self._config = dataclasses.replace(config, engine="posix", dirs=(directory,))
         self._host: Engine | None = None
-        self._turn = 0
-        self._warned: set[str] = set()
-        self._under_way: dict[streams.Queued, None] = {}  # a future that is dropped too early blocks for its stream
+        self._under_way: dict[streams.Queued, None] = {}  # a future that is dropped before its end blocks the host
         self._sides = streams.SideStreams(lambda stream: driver.register(stream.cuda_stream))
-        self._files = [_GdsFile(driver, str(Path(path)), config.disk_limit, forced) for path in config.dirs]
+        self._file = _GdsFile(driver, str(Path(directory)), config.disk_limit, forced)
         _open_engines.append(self)
 
     @property
     def disk_bytes(self) -> int:
-        return sum(file.slab.nbytes for file in self._files)  # the engine beside counts its own
+        return self._file.slab.nbytes  # the registry counts `_host` by itself
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        error = OSError(errno.ENOSPC, "no directory takes writes any more", self._files[0].slab.directory)
-        for _ in self._files:
-            file = self._files[self._turn % len(self._files)]
-            self._turn += 1
-            if not file.writable:
-                continue
-            try:
-                return GdsExtent(nbytes, file, *file.slab.allocate(nbytes))
-            except OSError as failure:
-                error = failure
-                self._warn(file, nbytes, failure)
-        raise error
+        slab = self._file.slab
+        return GdsExtent(nbytes, slab, *slab.room(nbytes))
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, GdsExtent)
         if extent.host:
-            assert self._host, "where it came from"
+            assert self._host, "it was written there"
             self._host.free(extent.host)
         else:
-            extent.file.slab.free(extent.offset, extent.size)
+            self._file.slab.free(extent.offset, extent.size)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, GdsExtent)
         if streams.of(memory.device):
             return self._queued("write", extent, memory)
         extent.from_cpu = True
-        self._host = self._host or make_engine(dataclasses.replace(self._config, engine="posix"))
+        self._host = self._host or make_engine(self._config)
         extent.host = self._host.alloc(extent.nbytes)
-        extent.file.slab.free(extent.offset, extent.size)
+        self._file.slab.free(extent.offset, extent.size)
         return self._host.write(extent.host, memory)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, GdsExtent)
         if extent.host:
-            assert self._host, "where it was written"
+            assert self._host, "it was written there"
             return self._host.read(extent.host, memory)
         if extent.from_cpu or not streams.of(memory.device):
             raise not_readable(torch.device("cpu" if extent.from_cpu else "cuda"), memory.device)
@@ -137,24 +122,23 @@ class GdsEngine:
         if extent.host and self._host:
             self._host.failed(extent.host, error)
         elif not extent.from_cpu:
-            extent.file.writable = False
-            self._warn(extent.file, extent.nbytes, error)
+            self._file.slab.failed(extent.nbytes, error)
 
     def close(self) -> None:
         for transfer in list(self._under_way):
             transfer.cancel()
         self._under_way.clear()
-        for file in self._files:
-            file.close()
+        self._file.close()
         if self._host:
             self._host.close()
         if self in _open_engines:
             _open_engines.remove(self)
 
     def _queued(self, what: str, extent: GdsExtent, memory: Memory) -> Completion:
+        file = self._file.driver
+        queue = file.write if what == "write" else file.read
+
         def enqueue(side: streams.Stream) -> streams.Check:
-            file = extent.file.driver
-            queue = file.write if what == "write" else file.read
             moved = _checked(what, extent, lambda: queue(memory, extent.offset, side.cuda_stream))
             self._under_way[transfer] = None
             return functools.partial(self._end, transfer, what, extent, moved)
@@ -163,7 +147,7 @@ class GdsEngine:
         return transfer
 
     def _end(self, transfer: streams.Queued, what: str, extent: GdsExtent, moved: Callable[[], int]) -> None:
-        """Raises: OSError unless all bytes were moved."""
+        """Returns if all bytes were moved. Raises: OSError if not."""
         try:
             nbytes = _checked(what, extent, moved)
             if nbytes != extent.nbytes:
@@ -171,29 +155,18 @@ class GdsEngine:
         finally:
             self._under_way.pop(transfer, None)
 
-    def _warn(self, file: _GdsFile, nbytes: int, error: OSError) -> None:
-        directory = file.slab.directory
-        if directory in self._warned:
-            return
-        self._warned.add(directory)
-        warnings.warn(
-            f"ssd_fx keeps activations in memory that do not go to {directory}: storing {nbytes} B failed "
-            f"({error.strerror}); the file there holds {file.slab.nbytes} B. Training goes on and needs more memory.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
 
 _open_engines: list[GdsEngine] = []
-"""Keeps engines until they are closed. The child of a fork drops its stores without closing them, and must not run the
-destructors of the parent's cuFile handles."""
+"""Keeps engines alive until they are closed. The child of a fork drops its stores without closing them, and must not
+run the destructors of the parent's cuFile handles."""
 
 
 def _checked(what: str, extent: GdsExtent, call: Callable[[], Any]) -> Any:
+    """What `call` returns. Raises: OSError instead of the RuntimeError of kvikio and cuda.bindings."""
     try:
         return call()
-    except RuntimeError as error:  # what kvikio and cuda.bindings raise, with cuFile's message
-        error.__traceback__ = None  # its frames have the future, which is to be dropped with the transfer
+    except RuntimeError as error:
+        error.__traceback__ = None  # its frames keep the future alive, which must die with the transfer
         raise _failure(what, extent, f"failed: {error}") from None
 
 
@@ -203,9 +176,9 @@ def _failure(what: str, extent: GdsExtent, how: str) -> OSError:
 
 
 def check_machine(driver: Driver, *, forced: bool = False) -> None:
-    """Returns if GPUDirect Storage is real here or, if `forced`, cuFile is.
+    """Returns if this machine has GPUDirect Storage or, with `forced`, at least cuFile.
 
-    Raises: RuntimeError, which names the engine that would do.
+    Raises: RuntimeError, which names an engine that works here.
     """
     found = cufile.status(driver, forced)
     if not found.version or not (found.real or forced):
@@ -217,24 +190,29 @@ def check_machine(driver: Driver, *, forced: bool = False) -> None:
         )
 
 
-def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> GdsEngine:
-    """An engine that has stored and loaded some bytes in every directory.
+def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> Engine:
+    """An engine that has passed a round trip in every directory.
 
-    Raises: what `check_machine` and `GdsEngine` raise; OSError if the round trip fails.
+    Raises: ValueError without directories; what `check_machine` and `GdsEngine` raise; OSError if a round trip fails.
     """
     check_machine(driver, forced=forced)
-    engine = GdsEngine(driver, config, forced=forced)
-    try:
-        for _ in config.dirs:
+    if not config.dirs:
+        raise ValueError(f"engine {driver.name!r} needs at least one directory on a drive in dirs")
+
+    def tried(directory: str) -> Engine:
+        engine = GdsEngine(driver, directory, config, forced=forced)
+        try:
             _round_trip(engine)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    return one_for_each(config.dirs, tried)
 
 
-def usable(driver: Driver, config: RuntimeConfig) -> GdsEngine | None:
-    """The engine if this process computes on a GPU and GPUDirect Storage is real in all directories, else None."""
+def usable(driver: Driver, config: RuntimeConfig) -> Engine | None:
+    """The engine, or None unless this process computes on a GPU and GPUDirect Storage works in all directories."""
     if not torch.cuda.is_initialized() or not cufile.status(driver).real:
         return None
     try:
@@ -246,7 +224,7 @@ def usable(driver: Driver, config: RuntimeConfig) -> GdsEngine | None:
 
 
 def _round_trip(engine: GdsEngine, nbytes: int = 64 << 10) -> None:
-    """Raises: OSError if what is read in the next directory is not what was written."""
+    """Writes and reads some bytes. Raises: OSError if the two differ."""
     device = cufile.current_device()
     queued = streams.of(device) if device else None
     assert device and queued, "checked by status"  # noqa: PT018

@@ -1,4 +1,4 @@
-"""The engine in host memory: the reference that others are compared with, and the tier before the drive."""
+"""The engine in host memory, which is also the tier before the drive."""
 
 import torch
 
@@ -8,7 +8,7 @@ from ssd_fx.runtime.memory.buffers import POOL, Region
 
 
 class _HostExtent(Extent):
-    """`region` holds the tensor of a CPU, `pinned` that of a device with streams, which is `reader`."""
+    """`region` holds a CPU tensor's bytes, `pinned` those of a device with streams. `reader`: the tensor's device."""
 
     __slots__ = ("pinned", "reader", "region")
 
@@ -33,7 +33,7 @@ class MemoryEngine:
         self._sides = streams.SideStreams()
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        return _HostExtent(nbytes)  # the memory comes with the write, which knows the device
+        return _HostExtent(nbytes)  # `write` allocates the memory, because it knows the device
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, _HostExtent)
@@ -63,7 +63,7 @@ class MemoryEngine:
         raise not_readable(extent.reader, memory.device)
 
     def located(self, extent: Extent) -> Memory:
-        """The host memory of an extent that was written."""
+        """The host memory of an extent, which must have been written."""
         assert isinstance(extent, _HostExtent)
         if extent.pinned is not None:
             return Memory(extent.pinned.data_ptr(), extent.nbytes, torch.device("cpu"), extent.reader)

@@ -1,11 +1,12 @@
 """Direct file I/O on the pool of threads.
 
-Torch's CPU allocations sit 64 bytes behind a page boundary, where direct I/O does not reach. So a large tensor's
-*body*, from the first boundary on, is transferred in place, and its *head* and *tail* (each shorter than the alignment)
-stay in memory with the extent. A load into memory of the same phase (address modulo a page) does the same without a
-copy. What is small, or has another phase, bounces through an aligned buffer, padded to the alignment. What is on a CUDA
-device goes whole, and padded, through pinned memory of the I/O threads (`native/staging.h`); what lies in host memory
-and will be read by such a device is written whole too, as only that can be read so.
+Direct I/O needs aligned memory, and torch's CPU allocations start 64 bytes after a page boundary. So a large tensor's
+*body*, from the first aligned address on, is transferred where it is. Its *head* and *tail*, each shorter than the
+alignment, stay in memory with the extent. A load into memory of the same phase (address modulo a page) needs no copy.
+A small tensor, or a load into another phase, bounces through an aligned buffer, padded to the alignment.
+
+Memory of a CUDA device goes whole and padded through pinned memory of the I/O threads (`native/staging.h`). Host memory
+that a CUDA device will read is written whole too: a tensor without its head and tail could not be read that way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,26 +27,38 @@ from ssd_fx.runtime.native import driver, loader
 from ssd_fx.runtime.native.pool import CUDA_FAILED, OnDevice, Sums, sums_for
 
 SMALL = 64 << 10
-POLL_MS = 100  # how long a signal handler waits for its turn while a thread waits here
+POLL_MS = 100  # a thread that waits for I/O runs signal handlers this often
 
 
 class FileExtent(Extent):
-    """A piece of a slab file. `body_at` and `body_bytes`: the part of the tensor that is on disk, the rest is here.
-    `sums`: the checksums of that part, None without."""
+    """Room in a slab file.
+
+    `body_at`, `body_bytes`: the part of the tensor that is on disk. `head`, `tail`: its other bytes.
+    `sums`: the checksums of the body, None without checksums.
+    """
 
     __slots__ = ("body_at", "body_bytes", "file", "head", "size", "sums", "tail")
 
     def __init__(self, nbytes: int, file: SlabFile, offset: int, size: int) -> None:
         super().__init__(nbytes, file.directory, offset)
-        self.file, self.size = file, size
-        self.body_at, self.body_bytes = 0, nbytes
-        self.head = self.tail = b""
+        self.file = file
+        self.size = size
         self.sums: Sums | None = None
+        self.whole()
+
+    def whole(self) -> None:
+        """Records that all bytes of the tensor are on disk, so that there are no head and tail."""
+        self.body_at = 0
+        self.body_bytes = self.nbytes
+        self.head = self.tail = b""
 
 
 class Transfer:
-    """The completion of one request. `bounce` goes back to the pool when it is over; a read copies it out.
-    `record`: makes the event, at the start, that a device's memory has to wait for."""
+    """The completion of one request.
+
+    `bounce`: a buffer that goes back to the pool at the end. `copy`: (target, source) of the copy out of it after a
+    read. `record`: called at the start, returns the event that the transfer of a device's memory waits for.
+    """
 
     __slots__ = ("_copy", "_extent", "_held", "_record", "_request", "_what")
 
@@ -59,9 +71,11 @@ class Transfer:
         copy: tuple[int, int] = (0, 0),
         record: Callable[[], driver.Event] | None = None,
     ) -> None:
-        self._what, self._extent, self._request = what, extent, request
-        self._held = {"bounce": bounce} if bounce else {}
-        self._copy = copy  # (target, source)
+        self._what = what
+        self._extent = extent
+        self._request = request
+        self._held = {"bounce": bounce} if bounce else {}  # a dict, whose `pop` is atomic: two threads may wait
+        self._copy = copy
         self._record = record
 
     def start(self) -> None:
@@ -87,13 +101,8 @@ class Transfer:
     def span(self) -> tuple[float, float]:
         return self._request.span()
 
-    @property
-    def seconds(self) -> float:
-        started, ended = self._request.span()
-        return ended - started
-
     def _release(self) -> None:
-        bounce = self._held.pop("bounce", None)  # atomic: two threads may wait for one write
+        bounce = self._held.pop("bounce", None)
         if bounce:
             POOL.give(bounce)
 
@@ -117,9 +126,9 @@ class Transfer:
 
 
 class PosixEngine:
-    """The slab file of `directory`, of at most `limit` bytes (0: no limit), behind `threads` I/O threads.
+    """One slab file in `directory`, of at most `limit` bytes (0: no limit), with `threads` I/O threads.
 
-    `checksums` over every block of it. `cuda` gives the driver when memory of a device comes first.
+    `checksums`: sum every block. `cuda`: returns the driver, when memory of a device is first transferred.
 
     Raises: what `check_directory` raises; OSError if no file can be created.
     """
@@ -144,7 +153,6 @@ class PosixEngine:
         self._checksums = checksums
         self._cuda = cuda
         self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
-        self._warned = False
         self._file = SlabFile(str(Path(directory)), step, limit)
         self._pool = loader.make_pool(threads)
 
@@ -153,13 +161,7 @@ class PosixEngine:
         return self._file.nbytes
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        if not self._file.writable:
-            raise OSError(errno.ENOSPC, "an earlier write here failed, so there are no new ones", self._file.directory)
-        try:
-            return FileExtent(nbytes, self._file, *self._file.allocate(nbytes))
-        except OSError as error:
-            self._warn(nbytes, error)
-            raise
+        return FileExtent(nbytes, self._file, *self._file.room(nbytes))
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, FileExtent)
@@ -170,14 +172,15 @@ class PosixEngine:
         ptr, nbytes, device, _ = memory
         align = extent.file.align
         if device.type == "cuda":
-            extent.body_at, extent.body_bytes, extent.head, extent.tail = 0, nbytes, b"", b""
+            extent.whole()
             return self._staged(True, extent, ptr, device)
         whole = memory.reader.type == "cuda" and (ptr % align or nbytes % align)
         if whole or (nbytes < self._small and align > 1):
             return self._write_bounced(extent, ptr, nbytes, align)
         head = -ptr % align
         body = (nbytes - head) // align * align
-        extent.body_at, extent.body_bytes = head, body
+        extent.body_at = head
+        extent.body_bytes = body
         extent.head = ctypes.string_at(ptr, head)
         extent.tail = ctypes.string_at(ptr + head + body, nbytes - head - body)
         return Transfer("write", extent, self._request(True, extent, ptr + head, body))
@@ -197,8 +200,7 @@ class PosixEngine:
 
     def failed(self, extent: Extent, error: OSError) -> None:
         assert isinstance(extent, FileExtent)
-        self._file.writable = False
-        self._warn(extent.nbytes, error)
+        self._file.failed(extent.nbytes, error)
 
     def close(self) -> None:
         self._pool.close()
@@ -208,12 +210,12 @@ class PosixEngine:
         padded = -(-nbytes // align) * align
         bounce = POOL.take(padded)
         ctypes.memmove(bounce.address, ptr, nbytes)
-        ctypes.memset(bounce.address + nbytes, 0, padded - nbytes)  # nothing of others goes to the disk
-        extent.body_at, extent.body_bytes, extent.head, extent.tail = 0, nbytes, b"", b""
+        ctypes.memset(bounce.address + nbytes, 0, padded - nbytes)  # no bytes of other tensors go to the disk
+        extent.whole()
         return Transfer("write", extent, self._request(True, extent, bounce.address, padded), bounce)
 
     def _read_bounced(self, extent: FileExtent, ptr: int, align: int) -> Completion:
-        """The body lands on a page boundary of a buffer, head and tail around it; `wait` copies all of it to `ptr`."""
+        """Reads the body to a page boundary in a buffer, between head and tail; `wait` copies all three to `ptr`."""
         head, body = extent.body_at, extent.body_bytes
         padded = -(-body // align) * align
         lead = -(-head // PAGE) * PAGE
@@ -224,7 +226,7 @@ class PosixEngine:
         return Transfer("read", extent, self._request(False, extent, at, padded), bounce, (ptr, at - head))
 
     def _staged(self, write: bool, extent: FileExtent, ptr: int, device: torch.device) -> Completion:
-        """All of the tensor's bytes between the device and the file, padded to the alignment."""
+        """A transfer of the whole tensor between the device and the file, padded to the alignment."""
         if extent.body_bytes != extent.nbytes:
             raise not_readable(torch.device("cpu"), device)
         assert device.index is not None, "the device of a tensor has a number"
@@ -240,15 +242,3 @@ class PosixEngine:
         if write:
             extent.sums = sums_for(nbytes) if self._checksums else None
         return self._pool.request(write, extent.file.fd, address, nbytes, extent.offset, extent.sums, on_device)
-
-    def _warn(self, nbytes: int, error: OSError) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"ssd_fx keeps activations in memory that do not go to {self._file.directory}: storing {nbytes} B failed "
-            f"({error.strerror}); the file there holds {self._file.nbytes} B. Training goes on and needs more memory, "
-            "unless another directory takes them.",
-            RuntimeWarning,
-            stacklevel=2,
-        )

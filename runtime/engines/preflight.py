@@ -1,4 +1,4 @@
-"""What a directory must be before activations go there."""
+"""Checks of a directory before activations are written there."""
 
 import ctypes
 import errno
@@ -13,17 +13,19 @@ _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
 def check_directory(path: str, allow_tmpfs: bool = False) -> None:
-    """Returns if files can be kept in `path`.
+    """Returns if activations can be written to `path`.
 
-    Raises: FileNotFoundError, NotADirectoryError, PermissionError, or OSError for a file system that is in RAM; each
-    names the path and says what would be right.
+    Raises: FileNotFoundError, NotADirectoryError, PermissionError, or OSError for a file system in RAM. Each names the
+    path and says what would be right.
     """
     if not os.path.exists(path):
         raise FileNotFoundError(2, "the directory for activations does not exist; create it on an NVMe drive", path)
     if not os.path.isdir(path):
         raise NotADirectoryError(20, "activations need a directory, and this is something else", path)
     try:
-        tempfile.TemporaryFile(dir=path).close()  # access(2) says yes to root and over quota, and no without a reason
+        tempfile.TemporaryFile(
+            dir=path
+        ).close()  # access(2) allows root everything, ignores quotas, and gives no reason
     except OSError as error:
         code = error.errno or errno.EIO
         message = _HELP.get(code, f"no file can be made here ({error.strerror}); name a directory on a drive")

@@ -19,24 +19,21 @@ def _memory(_: RuntimeConfig) -> Engine:
 
 def _posix(config: RuntimeConfig) -> Engine:
     from ssd_fx.runtime.engines.posix import PosixEngine
-    from ssd_fx.runtime.engines.striped import StripedEngine
+    from ssd_fx.runtime.engines.striped import one_for_each
 
     if not config.dirs:
         raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
-    made: list[Engine] = []
-    try:
-        for path in config.dirs:
-            made.append(
-                PosixEngine(path, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums)
-            )
-    except BaseException:
-        for engine in made:
-            engine.close()
-        raise
-    return made[0] if len(made) == 1 else StripedEngine(made)
+
+    def made(directory: str) -> Engine:
+        return PosixEngine(
+            directory, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums
+        )
+
+    return one_for_each(config.dirs, made)
 
 
-_GDS = {"kvikio": ("kvikio", False), "kvikio-forced": ("kvikio", True)}  # the driver, whether it may copy in the host
+_GDS = {"kvikio": ("kvikio", False), "kvikio-forced": ("kvikio", True)}
+"""By engine, the driver, and whether it may copy through the host."""
 
 
 def _gds(name: str) -> Callable[[RuntimeConfig], Engine]:
@@ -50,9 +47,9 @@ def _gds(name: str) -> Callable[[RuntimeConfig], Engine]:
 
 
 def check_engine(name: str) -> None:
-    """Returns if this machine has what the engine needs, its directories aside.
+    """Returns if this machine has what the engine needs, apart from its directories.
 
-    Raises: RuntimeError, which names the engine that would do.
+    Raises: RuntimeError, which names an engine that works here.
     """
     from ssd_fx.runtime.engines import cufile, gds
 
@@ -78,11 +75,12 @@ _made: list[weakref.ref[Engine]] = []
 
 
 def make_tiers(config: RuntimeConfig) -> tuple[Engine, int]:
-    """The engine of `config`, and how many bytes may rest where they are before they go to it.
+    """The engine of `config`, and the bytes that may be resident before they go to it.
 
-    Where a GPU computes, `host_budget` is a tier of its own, which tensors are copied to; else they are there already.
+    On a GPU `host_budget` is the room of a tier to which tensors are copied. On the CPU tensors are in host memory
+    already, so `host_budget` adds to the bytes that may be resident.
 
-    Raises: as `make_engine`.
+    Raises: what `make_engine` raises.
     """
     engine = make_engine(config)
     if not (config.host_budget and torch.cuda.is_available() and "cuda" in engine.devices):
@@ -107,10 +105,10 @@ def make_engine(config: RuntimeConfig) -> Engine:
 
 
 def disk_bytes() -> int:
-    """Space on disk that the engines of this process hold; those that are closed hold none."""
+    """The space on disk that the engines of this process hold. Closed engines hold none."""
     return sum(engine.disk_bytes for made in list(_made) if (engine := made()))
 
 
 def forget_engines() -> None:
-    """Their files do not count any more: they are a parent's, before a fork."""
+    """In the child of a fork: the files of the parent's engines no longer count."""
     _made.clear()

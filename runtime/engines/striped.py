@@ -1,21 +1,21 @@
-"""Several drives as one: an engine over engines that share nothing, so that a slow drive does not stop the others.
+"""Several drives as one engine. Every drive has its own engine below, so that a slow drive does not stop the others.
 
-A small tensor goes as a whole to the drive with the fewest bytes under way. A large one is cut in contiguous stripes
-over all drives that take it, so that a single load has the bandwidth of all of them.
+A small tensor goes whole to the drive with the fewest bytes under way. A large one is cut into contiguous stripes, one
+for each drive, so that a single load has the bandwidth of all drives.
 """
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, outcome
 from ssd_fx.runtime.memory.arena import PAGE
 
-STRIPE = 1 << 20  # the least that is worth a request of its own: from 256 KiB on a drive has its full bandwidth
+STRIPE = 1 << 20  # the shortest stripe; a drive has its full bandwidth from 256 KiB on
 
 
 class _Drive:
-    """One engine, and what it has to do."""
+    """One engine, and its load."""
 
     __slots__ = ("_under_way", "engine", "live_bytes")
 
@@ -29,25 +29,25 @@ class _Drive:
         self._under_way.append((transfer, nbytes))
 
     def busy(self) -> tuple[int, int]:
-        """What drives are compared by: bytes under way, then bytes that live there."""
-        self._under_way = [each for each in self._under_way if not each[0].done()]
+        """(bytes under way, bytes stored), by which drives are compared."""
+        self._under_way = [(transfer, nbytes) for transfer, nbytes in self._under_way if not transfer.done()]
         return sum(nbytes for _, nbytes in self._under_way), self.live_bytes
 
 
 class _Part(NamedTuple):
-    """A stripe: `extent` holds the tensor's bytes from `start` on."""
+    """A stripe: `extent` stores the tensor's bytes from `start` on."""
 
     drive: _Drive
     extent: Extent
     start: int
 
     def of(self, memory: Memory) -> Memory:
-        """The stripe's share of the tensor's memory."""
+        """The stripe's part of the tensor's memory."""
         return Memory(memory.ptr + self.start, self.extent.nbytes, memory.device, memory.home)
 
 
 class StripedExtent(Extent):
-    """The stripes of one tensor. `errors`: of those whose write failed, by their place."""
+    """The stripes of one tensor. `errors`: the errors of failed writes, by the index of the stripe."""
 
     __slots__ = ("errors", "parts")
 
@@ -58,19 +58,21 @@ class StripedExtent(Extent):
 
 
 class StripedTransfer:
-    """The transfers of all stripes as one. Of their errors the first is its error, and all are left in `errors`."""
+    """The transfers of all stripes as one. It raises the earliest of their errors, and records all in `errors`."""
 
     __slots__ = ("_errors", "_parts", "_transfers")
 
     def __init__(self, parts: list[_Part], transfers: list[Completion], errors: dict[int, OSError]) -> None:
-        self._parts, self._transfers, self._errors = parts, transfers, errors
+        self._parts = parts
+        self._transfers = transfers
+        self._errors = errors
 
     def start(self) -> None:
-        for place, (part, transfer) in enumerate(zip(self._parts, self._transfers, strict=True)):
+        for index, (part, transfer) in enumerate(zip(self._parts, self._transfers, strict=True)):
             try:
                 transfer.start()
             except OSError as error:
-                self._errors[place] = _copy(error)
+                self._errors[index] = _copy(error)
                 self.cancel()
                 raise
             part.drive.began(transfer, part.extent.nbytes)
@@ -79,13 +81,17 @@ class StripedTransfer:
         return all(transfer.done() for transfer in self._transfers)
 
     def wait(self) -> None:
-        outcomes = enumerate([outcome(transfer) for transfer in self._transfers])
-        failed = {place: error for place, error in outcomes if error}
+        outcomes = [outcome(transfer) for transfer in self._transfers]
+        failed = {index: error for index, error in enumerate(outcomes) if error}
         if not failed:
             return
-        self._errors.update((place, _copy(error)) for place, error in failed.items())
-        # A part that was cancelled tells why only if no other failed.
-        raise failed[min(failed, key=lambda at: (failed[at].errno == errno.ECANCELED, self._transfers[at].span()[1]))]
+        self._errors.update((index, _copy(error)) for index, error in failed.items())
+
+        def rank(index: int) -> tuple[bool, float]:
+            cancelled = failed[index].errno == errno.ECANCELED  # last: it does not say why the transfer failed
+            return cancelled, self._transfers[index].span()[1]
+
+        raise failed[min(failed, key=rank)]
 
     def cancel(self) -> bool:
         cut_short = [transfer.cancel() for transfer in self._transfers]
@@ -95,16 +101,11 @@ class StripedTransfer:
         spans = [transfer.span() for transfer in self._transfers]
         return min(started for started, _ in spans), max(ended for _, ended in spans)
 
-    @property
-    def seconds(self) -> float:
-        started, ended = self.span()
-        return ended - started
-
 
 class StripedEngine:
-    """`engines`, one for each drive. Stripes have at least `stripe` bytes, so a tensor under two of them is not cut.
+    """`engines`, one for each drive. Stripes have at least `stripe` bytes, so a tensor under two of these is not cut.
 
-    To retire a drive that fails is for its own engine; what is stored there stays readable.
+    The engine of a drive that fails retires it, by refusing new room. What is stored there stays readable.
     """
 
     def __init__(self, engines: Sequence[Engine], stripe: int = STRIPE) -> None:
@@ -131,7 +132,7 @@ class StripedEngine:
                 return StripedExtent(nbytes, parts)
             except OSError:
                 _free(parts)
-                drives.remove(used[len(parts)])  # full, or retired; the others take its share
+                drives.remove(used[len(parts)])  # full or retired; the others take its share
                 if not drives:
                     raise
 
@@ -159,9 +160,9 @@ class StripedEngine:
 
     def failed(self, extent: Extent, error: OSError) -> None:
         assert isinstance(extent, StripedExtent)
-        for place, failure in extent.errors.items():
+        for index, failure in extent.errors.items():
             if failure.errno != errno.ECANCELED:
-                part = extent.parts[place]
+                part = extent.parts[index]
                 part.drive.engine.failed(part.extent, failure)
 
     def close(self) -> None:
@@ -169,13 +170,29 @@ class StripedEngine:
             drive.engine.close()
 
 
+def one_for_each(directories: Sequence[str], make: Callable[[str], Engine]) -> Engine:
+    """The engine that `make` makes for a directory, striped if there are several directories.
+
+    Raises: what `make` raises, after the engines made before are closed.
+    """
+    made: list[Engine] = []
+    try:
+        for directory in directories:
+            made.append(make(directory))
+    except BaseException:
+        for engine in made:
+            engine.close()
+        raise
+    return made[0] if len(made) == 1 else StripedEngine(made)
+
+
 def _copy(error: OSError) -> OSError:
-    """To be kept: without the traceback, whose frames would keep the extent alive that keeps it, and handles too."""
+    """The error without its traceback, whose frames would keep the extent alive that keeps the error, and handles."""
     return OSError(error.errno, error.strerror, error.filename)
 
 
 def _stripes(drives: list[_Drive], nbytes: int) -> list[tuple[_Drive, int, int]]:
-    """(drive, start, bytes) of equal shares that begin at multiples of a page."""
+    """(drive, start, bytes) of about equal stripes, which start at multiples of a page."""
     starts = [nbytes * i // len(drives) // PAGE * PAGE for i in range(len(drives))]
     ends = [*starts[1:], nbytes]
     return [(drive, start, end - start) for drive, start, end in zip(drives, starts, ends, strict=True)]

@@ -1,9 +1,9 @@
-"""Host memory before the drive, for tensors of a device with memory of its own: an engine over two engines.
+"""Host memory before the drive, for tensors of a GPU: an engine over two engines.
 
     write -> host                     read <- host
                `- when it is full: the oldest moves on -> drive -> read
 
-On the CPU host memory is where the tensor is already; there `runtime/writer.py` lets it rest without a copy.
+On the CPU a tensor is in host memory already; there `runtime/writer.py` leaves it where it is.
 """
 
 from collections.abc import Callable
@@ -14,66 +14,79 @@ Locate = Callable[[Extent], Memory]
 
 
 class TieredExtent(Extent):
-    """Where a tensor is: `host` while it has one, then `drive`; `moving` is the write from one to the other.
+    """Room for a tensor: `host` until it has moved on, then `drive`. `moving`: the write from `host` to `drive`.
 
-    `planned`: the plan wants it in host memory.
+    `planned`: the plan wants the tensor in host memory.
     """
 
     __slots__ = ("drive", "host", "moving", "planned", "written")
 
     def __init__(self, host: Extent | None, drive: Extent | None, nbytes: int, planned: bool = False) -> None:
         at = host or drive
-        assert at, "it is somewhere"
+        assert at, "an extent is in a tier"
         super().__init__(nbytes, at.directory, at.offset)
-        self.host, self.drive, self.planned = host, drive, planned
+        self.host = host
+        self.drive = drive
+        self.planned = planned
         self.written: Completion | None = None  # the write that filled `host`
         self.moving: Completion | None = None
 
 
 class TieredEngine:
-    """Up to `room` bytes in `host`, the rest in `drive`; `locate` gives the memory behind an extent of `host`.
+    """Keeps up to `room` bytes in `host` and the rest in `drive`. `locate` returns the memory of an extent of `host`.
 
-    Which those are is the plan's choice; where it says nothing, the latest.
-    What moves on still takes its room until it is written, beside the `room` bytes that stay: host memory holds up to
-    `room + in_flight` bytes. While more than `in_flight` would move, new tensors go to the drive at once.
+    The plan says which tensors stay in `host`; where it names no tier, the latest stay.
+    A tensor that moves on takes host memory until it is written, so host memory holds up to `room + in_flight` bytes.
+    If more than `in_flight` bytes would be moving, new tensors go to the drive at once.
     """
 
     def __init__(self, host: Engine, drive: Engine, locate: Locate, room: int, in_flight: int) -> None:
-        self.name, self.devices = f"{host.name}+{drive.name}", host.devices & drive.devices
-        self._host, self._drive, self._locate = host, drive, locate
-        self._room, self._cap = room, in_flight
-        self._resting: dict[TieredExtent, None] = {}  # both oldest first
-        self._moving: dict[TieredExtent, None] = {}
-        self.host_bytes = self.moving_bytes = 0
+        self.name = f"{host.name}+{drive.name}"
+        self.devices = host.devices & drive.devices
+        self._host = host
+        self._drive = drive
+        self._locate = locate
+        self._room = room
+        self._cap = in_flight
+        self._in_host: dict[TieredExtent, None] = {}  # those that may move on, oldest first
+        self._moving: dict[TieredExtent, None] = {}  # oldest first
+        self.host_bytes = 0  # those moving included
+        self.moving_bytes = 0
 
     @property
     def disk_bytes(self) -> int:
         return self._drive.disk_bytes
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        """Room in the tier that the plan wants: "ssd", "host" as long as there is some, or either.
+        """Room on the drive for `tier` "ssd"; else in host memory, if the oldest there can move on for it.
 
-        What the plan wants in host memory makes room only for its like: the forwards of several graphs may come before
-        the first backward, and then there is more of it than fits.
+        A planned tensor moves on only for another planned one. More may be planned for host memory than fits: a plan
+        is for one graph, and several graphs may run their forwards before the first backward.
         """
         self._reap()
-        while tier != "ssd" and self.host_bytes - self.moving_bytes + nbytes > self._room:
-            oldest = next((e for e in self._resting if not e.planned), None)
-            if oldest is None and tier == "host":
-                oldest = next(iter(self._resting), None)
-            if oldest is None or (self._moving and self.moving_bytes + nbytes > self._cap) or not self._move(oldest):
-                break
-        if tier == "ssd" or self.host_bytes - self.moving_bytes + nbytes > self._room:
+        if tier == "ssd" or not self._make_room(nbytes, tier):
             return TieredExtent(None, self._drive.alloc(nbytes), nbytes)
         extent = TieredExtent(self._host.alloc(nbytes), None, nbytes, tier == "host")
-        self._resting[extent] = None
+        self._in_host[extent] = None
         self.host_bytes += nbytes
         return extent
+
+    def _make_room(self, nbytes: int, tier: str) -> bool:
+        """Whether host memory has room for `nbytes`. Moves older tensors on until it does."""
+        while self.host_bytes - self.moving_bytes + nbytes > self._room:
+            oldest = next((extent for extent in self._in_host if not extent.planned), None)
+            if oldest is None and tier == "host":
+                oldest = next(iter(self._in_host), None)
+            if oldest is None or (self._moving and self.moving_bytes + nbytes > self._cap):
+                return False
+            if not self._move(oldest):
+                return False
+        return True
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, TieredExtent)
         self._stop(extent)
-        self._leave_host(extent)
+        self._free_host(extent)
         drive, extent.drive = extent.drive, None
         if drive:
             self._drive.free(drive)
@@ -81,7 +94,7 @@ class TieredEngine:
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, TieredExtent)
         if not extent.host:
-            assert extent.drive, "it is somewhere"
+            assert extent.drive, "an extent is in a tier"
             return self._drive.write(extent.drive, memory)
         extent.written = self._host.write(extent.host, memory)
         return extent.written
@@ -90,9 +103,9 @@ class TieredEngine:
         assert isinstance(extent, TieredExtent)
         self._reap()
         if not extent.host:
-            assert extent.drive, "it is somewhere"
+            assert extent.drive, "an extent is in a tier"
             return self._drive.read(extent.drive, memory)
-        self._resting.pop(extent, None)  # it is wanted now: it moves no more
+        self._in_host.pop(extent, None)  # the graph asks for it, so it no longer moves on
         self._stop(extent)
         return self._host.read(extent.host, memory) if extent.host else self.read(extent, memory)
 
@@ -108,14 +121,14 @@ class TieredEngine:
         self._host.close()
 
     def _move(self, extent: TieredExtent) -> bool:
-        """Starts to write the oldest from host memory to the drive; False if that cannot be, now or ever."""
-        assert extent.host, "what rests is in host memory"
+        """Whether the write of an extent from host memory to the drive has started."""
+        assert extent.host, "what is in `_in_host` has host memory"
         if extent.written is None or not extent.written.done():
             return False
-        del self._resting[extent]
+        del self._in_host[extent]
         try:
             extent.drive = self._drive.alloc(extent.nbytes)
-        except OSError:  # the drive warned; it stays in host memory
+        except OSError:  # the drive warned; the tensor stays in host memory
             return False
         self._moving[extent] = None
         self.moving_bytes += extent.nbytes
@@ -123,44 +136,47 @@ class TieredEngine:
             extent.moving = self._drive.write(extent.drive, self._locate(extent.host))
             extent.moving.start()
         except OSError as error:
-            self._moved(extent, error)
+            self._finish_move(extent, error)
         return True
 
     def _reap(self) -> None:
         for extent in list(self._moving):
             if extent.moving and extent.moving.done():
-                self._moved(extent, outcome(extent.moving))
+                self._finish_move(extent, outcome(extent.moving))
 
     def _stop(self, extent: TieredExtent) -> None:
-        """Ends a move; if all had been written after all, the tensor is on the drive."""
+        """Ends a move, if one is under way. If all bytes were written already, the tensor is on the drive."""
         if extent not in self._moving:
             return
         if extent.moving and not extent.moving.cancel():
-            self._moved(extent, None)
+            self._finish_move(extent, None)
             return
         drive = self._forget_move(extent)
         self._drive.free(drive)
 
-    def _moved(self, extent: TieredExtent, error: OSError | None) -> None:
+    def _finish_move(self, extent: TieredExtent, error: OSError | None) -> None:
+        """Records the end of a move: the tensor is on the drive, or after an error it stays in host memory."""
         drive = self._forget_move(extent)
         if error:
             self._drive.free(drive)
             self._drive.failed(drive, error)
             return
         extent.drive = drive
-        extent.directory, extent.offset = drive.directory, drive.offset
-        self._leave_host(extent)
+        extent.directory = drive.directory
+        extent.offset = drive.offset
+        self._free_host(extent)
 
     def _forget_move(self, extent: TieredExtent) -> Extent:
         del self._moving[extent]
         self.moving_bytes -= extent.nbytes
-        drive, extent.drive, extent.moving = extent.drive, None, None
-        assert drive, "a move has a place to go"
+        drive, extent.drive = extent.drive, None
+        extent.moving = None
+        assert drive, "a move has room on the drive"
         return drive
 
-    def _leave_host(self, extent: TieredExtent) -> None:
+    def _free_host(self, extent: TieredExtent) -> None:
         host, extent.host = extent.host, None
         if host:
-            self._resting.pop(extent, None)
+            self._in_host.pop(extent, None)
             self.host_bytes -= extent.nbytes
             self._host.free(host)

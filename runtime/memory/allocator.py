@@ -1,21 +1,21 @@
-"""Room in a range of addresses: what cuts files into extents and the arena of buffers into regions.
+"""Allocates ranges of offsets: extents of a file, and regions of the arena of buffers.
 
-Free extents are coalesced at once and handed out best fit, the lowest address first among equals. `_lengths` is the
-truth; the rest is an index into it that may hold stale entries, which are recognised when they are met. So an exception
-between any two of its statements (Ctrl-C) can lose an extent, and can never hand out the same bytes twice.
+Best fit, the lowest offset first among equals; free extents are coalesced at once. `_lengths` alone says what is free.
+The rest is an index that may hold stale entries, which are recognised when they are met. So an exception between any
+two statements (Ctrl-C) can lose an extent, and can never allocate the same bytes twice.
 
 Complexity, with n free extents of D different lengths: `allocate` and `free` take O(log n) amortised, and a shift in a
 list of D pointers. Sizes that are multiples of a unit give D <= sqrt(2 * end / unit), because D different lengths sum
-up to D^2 / 2 units at least: 23,170 for 1 TiB in pages. A call takes 1.8 us among 10 free extents, 4.3 among 100,000.
+up to at least D^2 / 2 units: 23,170 for 1 TiB in pages. A call takes 1.8 us among 10 free extents, 4.3 among 100,000.
 
 Fragmentation: steps whose shapes all change needed up to 1.04 times the peak of their live bytes, random sizes and
-lifetimes up to 1.17 times (tests/runtime/test_runtime_extents.py). There is no bound for every order.
+lifetimes up to 1.17 times (tests/runtime/test_runtime_extents.py). No bound holds for every order of calls.
 """
 
 import bisect
 import heapq
 
-SLACK = 64  # stale entries that are never worth a rebuild
+SLACK = 64  # this many stale entries are not worth a new index
 
 
 class Allocator:
@@ -28,11 +28,11 @@ class Allocator:
         self.grow(end)
 
     def allocate(self, size: int) -> int | None:
-        """The offset of `size` > 0 bytes that nobody has, or None if they are not there."""
+        """The offset of `size` > 0 free bytes, or None if there are none in one piece."""
         while (at := bisect.bisect_left(self._sizes, size)) < len(self._sizes):
             length = self._sizes[at]
             offset = self._pop(at, length)
-            if offset is None:  # its extents have been merged with others
+            if offset is None:  # all extents of this length were merged with others
                 continue
             self._remove(offset, length)
             if length > size:
@@ -41,14 +41,16 @@ class Allocator:
         return None
 
     def free(self, offset: int, size: int) -> None:
-        """Takes back [offset, offset + size), which somebody has."""
-        before, behind = self._ends.get(offset), self._lengths.get(offset + size)
+        """Takes back [offset, offset + size), which must be allocated."""
+        before = self._ends.get(offset)
+        behind = self._lengths.get(offset + size)
         if behind is not None:
             self._remove(offset + size, behind)
             size += behind
         if before is not None and before + self._lengths.get(before, -1) == offset:
             self._remove(before, offset - before)
-            offset, size = before, size + offset - before
+            size += offset - before
+            offset = before
         self._insert(offset, size)
 
     def grow(self, nbytes: int) -> None:
@@ -58,16 +60,18 @@ class Allocator:
             self.free(self.end - nbytes, nbytes)
 
     def tail_bytes(self) -> int:
-        """Free bytes that touch the end, which growing by that much less would still use."""
+        """The free bytes at the end: growth by that much less makes the same room."""
         start = self._ends.get(self.end)
-        return 0 if start is None or start + self._lengths.get(start, -1) != self.end else self.end - start
+        if start is None or start + self._lengths.get(start, -1) != self.end:
+            return 0
+        return self.end - start
 
     def extents(self) -> list[tuple[int, int]]:
-        """(offset, length) of the free extents, lowest first, in O(n log n)."""
+        """(offset, length) of the free extents, the lowest first, in O(n log n)."""
         return sorted(self._lengths.items())
 
     def _index(self) -> None:
-        """Builds anew what leads to the extents of `_lengths`, without the stale entries."""
+        """Builds the index of `_lengths` again, without stale entries."""
         bins: dict[int, list[int]] = {}
         for offset, length in sorted(self._lengths.items()):  # a sorted list is a heap
             bins.setdefault(length, []).append(offset)
@@ -92,8 +96,9 @@ class Allocator:
         self._ends.pop(offset + length, None)
 
     def _pop(self, at: int, length: int) -> int | None:
-        """The lowest offset of a free extent of that length, the `at`-th of the lengths."""
-        heap, found = self._bins.get(length, []), None
+        """The lowest offset of the free extents of that length, the `at`-th of `_sizes`; None if all were stale."""
+        heap = self._bins.get(length, [])
+        found = None
         while heap and found is None:
             offset = heapq.heappop(heap)
             self._entries -= 1

@@ -1,8 +1,8 @@
-"""Memory that is reserved without cost, touched where it is used, and given back where it lies idle.
+"""A range of addresses that costs memory only where it is used.
 
-A range of addresses is mapped without any permission, which the kernel charges to nobody: not to the commit limit
-(vm.overcommit_memory = 2), nor to RLIMIT_DATA. What is used of it is made accessible from the bottom upwards, and only
-that is charged. RLIMIT_AS does count reserved addresses, so under that limit ranges are small, and there are several.
+The range is mapped without permissions. The kernel charges that to no limit: not to vm.overcommit_memory = 2, nor to
+RLIMIT_DATA. It is made accessible from the bottom upwards as it is used, and only that is charged. RLIMIT_AS does count
+reserved addresses, so under that limit ranges are small, and there are several.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ import weakref
 from ssd_fx.runtime.memory.allocator import Allocator
 
 PAGE = 4096
-CHUNK = 2 << 20  # a huge page on most machines: what is touched at once, counted and given back
-STEP = 32 << 20  # made accessible at a time
-LIMITED = 64 << 20  # the least that is reserved at a time under RLIMIT_AS
+CHUNK = 2 << 20  # the unit of counting and of giving memory back: a huge page on most machines
+STEP = 32 << 20  # bytes made accessible at a time
+LIMITED = 64 << 20  # bytes reserved at a time under RLIMIT_AS
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
-    """The next multiple of `unit`."""
+    """The lowest multiple of `unit` that is at least `nbytes`."""
     return -(-nbytes // unit) * unit
 
 
@@ -33,7 +33,9 @@ _libc.mprotect.argtypes = _libc.madvise.argtypes = [_pointer, _size, ctypes.c_in
 
 
 class AddressRange:
-    """`nbytes` at `address`, both multiples of CHUNK, unmapped when nobody refers to them. Accessible up to `usable`.
+    """`nbytes` at `address`, both multiples of CHUNK. The first `usable` bytes are accessible.
+
+    They are unmapped when nobody refers to this object.
 
     Raises: OSError if the addresses cannot be had.
     """
@@ -43,8 +45,10 @@ class AddressRange:
         if start == _size(-1).value:
             raise _error(f"no addresses for {nbytes} B of buffers")
         weakref.finalize(self, _libc.munmap, start, nbytes + CHUNK).atexit = False
-        self.address, self.nbytes, self.usable = round_up(start, CHUNK), nbytes, 0
-        _libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel without huge pages: slower, nothing else
+        self.address = round_up(start, CHUNK)
+        self.nbytes = nbytes
+        self.usable = 0
+        _libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)  # may fail: a kernel without huge pages is only slower
 
     def make_usable(self, end: int) -> None:
         """Makes at least [0, end) accessible.
@@ -60,7 +64,7 @@ class AddressRange:
         self.usable = end
 
     def discard(self, start: int, end: int) -> None:
-        """Gives the memory behind [start, end) back; it is zeros from then on."""
+        """Gives the memory of [start, end) back to the kernel. The bytes are zeros afterwards."""
         if _libc.madvise(self.address + start, end - start, mmap.MADV_DONTNEED):
             raise _error(f"giving back {end - start} B of buffers")
 
@@ -71,7 +75,9 @@ def _error(what: str) -> OSError:
 
 
 def map_range(nbytes: int, reserve: int | None = None) -> AddressRange:
-    """Room for at least `nbytes`: `reserve`, else as much as the machine has memory, else what can be had.
+    """A range of `reserve` bytes, or of less if that cannot be had, but of at least `nbytes`.
+
+    Without `reserve` it is as large as the machine's memory.
 
     Raises: OSError if not even `nbytes` can be had.
     """
@@ -88,31 +94,34 @@ def map_range(nbytes: int, reserve: int | None = None) -> AddressRange:
 
 
 class Arena:
-    """Regions of one range of addresses. `touched` marks the chunks that may have memory behind them."""
+    """Regions of one range of addresses. `_touched` marks the chunks that may have memory."""
 
     def __init__(self, memory: AddressRange) -> None:
         self._memory = memory
         self._allocator = Allocator(memory.nbytes)
         self._touched = bytearray(memory.nbytes // CHUNK)
         self.address = memory.address
-        # One object for all of it: a ctypes array of another length is another type, which takes 0.1 ms to make.
+        # One object for the range: a ctypes array of another length is another type, and making a type takes 0.1 ms.
         whole = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
-        whole.memory = memory  # type: ignore[attr-defined]  # mapped for as long as anybody looks at a part of it
+        whole.memory = memory  # type: ignore[attr-defined]  # keeps the range mapped for as long as a view of it lives
         self._bytes = memoryview(whole).cast("B")
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """A new object on these bytes, which keeps them mapped."""
+        """A new object on these bytes, which keeps the range mapped."""
         return self._bytes[offset : offset + nbytes]
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """(offset, bytes that were not touched before) of `nbytes`, a multiple of a page; None if they are not there.
+        """(offset, bytes that were not touched before) of a region of `nbytes`, or None if there is no room.
+
+        `nbytes` is a multiple of a page.
 
         Raises: OSError if the kernel has no more memory for this process.
         """
         offset = self._allocator.allocate(nbytes)
         if offset is None:
             return None
-        first, behind = offset // CHUNK, round_up(offset + nbytes, CHUNK) // CHUNK
+        first = offset // CHUNK
+        behind = round_up(offset + nbytes, CHUNK) // CHUNK
         fresh = self._touched.count(0, first, behind)
         if fresh:
             try:
@@ -128,14 +137,21 @@ class Arena:
         self._allocator.free(offset, nbytes)
 
     def shrink(self, excess: int) -> int:
-        """Gives at least `excess` bytes of idle memory back to the kernel, if there are so many in whole chunks, the
-        highest first; how many."""
-        before = excess
+        """The bytes given back to the kernel: at least `excess` idle bytes if whole chunks of them are idle.
+
+        The highest go first.
+        """
+        given = 0
         for offset, length in reversed(self._allocator.extents()):
-            first, behind = round_up(offset, CHUNK) // CHUNK, (offset + length) // CHUNK
-            while excess > 0 and (end := self._touched.rfind(1, first, behind) + 1):
-                start = max(self._touched.rfind(0, first, end) + 1, first, end - -(-excess // CHUNK))
+            first = round_up(offset, CHUNK) // CHUNK
+            behind = (offset + length) // CHUNK
+            while given < excess:
+                end = self._touched.rfind(1, first, behind) + 1
+                if not end:
+                    break
+                missing = round_up(excess - given, CHUNK) // CHUNK
+                start = max(self._touched.rfind(0, first, end) + 1, first, end - missing)
                 self._memory.discard(start * CHUNK, end * CHUNK)
                 self._touched[start:end] = bytes(end - start)
-                excess -= (end - start) * CHUNK
-        return before - excess
+                given += (end - start) * CHUNK
+        return given

@@ -1,9 +1,8 @@
-"""Recycled page-aligned memory: what loads arrive in, and what small transfers bounce through.
+"""Recycled page-aligned memory, for loads to arrive in and for small transfers to bounce through.
 
-The first touch of fresh memory costs as much as the read itself (64 MiB: 21 ms in huge pages, 52 ms in small ones,
-10 ms to fill it again), so what was touched is used again. It is cut from one arena: a range of addresses that costs
-nothing until it is touched, so that what one size gave back serves any other. A tensor gives its memory back when its
-storage dies, whatever aliases of it exist by then.
+The first touch of fresh memory takes as long as the read itself (64 MiB: 21 ms in huge pages, 52 ms in small ones,
+10 ms to fill it again), so touched memory is used again. It is cut from one range of addresses (`arena`), so memory of
+one size serves any other. A tensor gives its memory back when its storage dies.
 """
 
 import weakref
@@ -18,12 +17,13 @@ __all__ = ["PAGE", "POOL", "BufferPool", "Region"]
 
 
 class Region:
-    """`nbytes` at `address`, as long as nobody gave them back."""
+    """`nbytes` at `address`, which are its user's until they are given back."""
 
     __slots__ = ("address", "arena", "nbytes", "taken")
 
     def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
-        self.arena, self.nbytes = arena, nbytes  # the reference keeps the range mapped
+        self.arena = arena  # keeps the range mapped
+        self.nbytes = nbytes
         self.address = arena.address + offset
         self.taken = True
 
@@ -31,9 +31,10 @@ class Region:
 class BufferPool:
     """Regions of recycled memory. At most about `limit` touched bytes stay without a user.
 
-    `resident_bytes`: what may have memory behind it, in chunks; `peak_bytes`: the most that was; `mappings`: how often
-    it grew. `live_bytes`: what somebody has. `reserve`: bytes of address space that are asked for at a time.
-    `observer`, for measurements, is called with the bytes of what is taken, and negated when it is given back or dies.
+    `resident_bytes`: the touched bytes, in whole chunks. `peak_bytes`: the most they were. `mappings`: how often they
+    grew. `live_bytes`: the bytes of regions that have a user. `reserve`: bytes of address space to ask for at a time.
+    `observer`, for measurements, is called with the bytes of a region when it is taken, and with their negative when it
+    is given back or its tensor dies.
     """
 
     def __init__(self, limit: int = 256 << 20, reserve: int | None = None) -> None:
@@ -49,7 +50,7 @@ class BufferPool:
 
     @property
     def idle_bytes(self) -> int:
-        """What has memory behind it and no user."""
+        """The touched bytes without a user."""
         return self.resident_bytes - self.live_bytes
 
     def take(self, nbytes: int) -> Region:
@@ -77,7 +78,7 @@ class BufferPool:
             return Region(arena, offset, nbytes)
 
     def give(self, region: Region) -> None:
-        """Takes a region back."""
+        """Takes a region back from its user."""
         if self.observer:
             self.observer(-region.nbytes)
         self._guard.later(region)
@@ -85,11 +86,11 @@ class BufferPool:
     def tensor(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, nbytes: int, phase: int
     ) -> torch.Tensor:
-        """A CPU tensor of that layout, spanning `nbytes`, whose data_ptr() is `phase` modulo a page; any content."""
+        """A CPU tensor of that layout, with any content. It spans `nbytes`; its address is `phase` modulo a page."""
         region = self.take(phase + nbytes)
         memory = region.arena.view(region.address - region.arena.address + phase, nbytes)
         self._guard.watch(memory, region)
-        if self.observer:  # at the death itself: the guard deals with it later
+        if self.observer:  # called at the death itself, which the guard handles later
             weakref.finalize(memory, self.observer, -region.nbytes)
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
@@ -101,8 +102,10 @@ class BufferPool:
             self._shrink(0)
 
     def after_fork(self) -> None:
-        """In the child: a fresh lock and no arena, for another thread may have been at work on it. Tensors that were
-        inherited keep their memory, which is not counted."""
+        """In the child: a fresh lock and no arena, because another thread may have been changing them.
+
+        Inherited tensors keep their memory, which is not counted.
+        """
         self._guard.reset()
         self._arenas = []
         self.resident_bytes = self.peak_bytes = self.live_bytes = 0
@@ -115,7 +118,7 @@ class BufferPool:
 
     def _recycle(self, region: Region) -> None:
         if not region.taken:
-            return  # called again after a signal came in between, see Guard
+            return  # a signal interrupted the guard, which calls again
         region.taken = False
         if region.arena not in self._arenas:
             return  # from before a fork

@@ -1,10 +1,10 @@
-"""The C heap, where CPU tensors live: freed memory stays with the process, and lies in huge pages.
+"""The C heap, where CPU tensors live: it keeps freed memory, and gets huge pages.
 
-A page that the kernel hands out costs 0.7 s per GiB at its first touch, 17 times what it costs to fill it again.
-Offloading frees and allocates every activation within a step; glibc gives the top of its heap back to the kernel as
-soon as twice its mmap threshold (at most 64 MiB) is free there, and the step pays for the same pages over and over.
-Direct I/O pins every page that it transfers, and releases it in the disk's interrupt: with huge pages that is one
-page in 512 (docs/measurements.md).
+Fresh pages cost 0.7 s per GiB at their first touch, 17 times what it costs to fill them again. Offloading frees and
+allocates every activation within a step. By default glibc gives the top of its heap back to the kernel once more than
+twice its mmap threshold (at most 64 MiB) is free there. A step would pay for the same pages over and over.
+Direct I/O pins every page that it transfers, and unpins it in the disk's interrupt. With huge pages it has 512 times
+fewer to pin (docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 
 KEEP_BYTES = 512 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MMAP_THRESHOLD_BYTES = 32 << 20  # where glibc's own adjustment ends; setting the one threshold freezes the other
+_MMAP_THRESHOLD_BYTES = 32 << 20  # the most to which glibc adjusts it; setting the trim threshold stops the adjustment
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _HUGE = 2 << 20
 
@@ -26,9 +26,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep up to `KEEP_BYTES` of free memory; returns whether it does.
+    """Whether glibc keeps up to `KEEP_BYTES` of freed memory from now on.
 
-    It is left alone where the user tunes malloc (`MALLOC_*_`, `GLIBC_TUNABLES`); another C library is not asked.
+    Nothing is changed where the user tunes malloc (`MALLOC_*_`, `GLIBC_TUNABLES`), nor in another C library.
     Source: mallopt(3).
     """
     if not _ours():
@@ -38,27 +38,28 @@ def keep_freed_memory() -> bool:
 
 
 class HugePages:
-    """Asks for huge pages under the heap, part by part as it grows."""
+    """Asks the kernel for huge pages for the heap, part by part as it grows."""
 
     def __init__(self) -> None:
         self._done_to: int | None = None  # None: nothing yet
 
     def follow(self) -> int:
-        """To be called once a step. Bytes of the heap that were new; 0, at the price of one call, when it did not grow.
+        """The bytes of the heap that were new. Called once a step; costs one system call when the heap did not grow.
 
-        Source: madvise(2); pages that are in use already are collapsed where the kernel can (6.1 and later).
+        Pages in use are collapsed into huge ones where the kernel can (6.1 and later). Source: madvise(2).
         """
         if not _ours():
             return 0
         end = int(_libc.sbrk(0))
         if self._done_to is None:
             self._done_to = _heap_start(end)
-        start, stop = -(-min(self._done_to, end) // _HUGE) * _HUGE, end // _HUGE * _HUGE
+        start = -(-min(self._done_to, end) // _HUGE) * _HUGE
+        stop = end // _HUGE * _HUGE
         self._done_to = max(start, stop)
         if stop <= start:
             return 0
         if _libc.madvise(start, stop - start, _MADV_HUGEPAGE) == 0:
-            _libc.madvise(start, stop - start, _MADV_COLLAPSE)  # an older kernel refuses, and only new pages are huge
+            _libc.madvise(start, stop - start, _MADV_COLLAPSE)  # may fail: then only new pages are huge
         return stop - start
 
 
@@ -73,7 +74,7 @@ def _ours() -> bool:
 
 
 def _heap_start(end: int) -> int:
-    """Where the heap that ends at `end` begins, or `end` if the kernel shows none."""
+    """The start of the heap that ends at `end`, or `end` if the kernel does not show the heap."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             if line.rstrip().endswith("[heap]"):

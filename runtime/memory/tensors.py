@@ -1,7 +1,7 @@
-"""Memory for tensors: recycled on the CPU, torch's own elsewhere.
+"""Memory for tensors: recycled on the CPU, from torch's allocator elsewhere.
 
-On a device with streams, allocations and copies are in the order of the stream on which the caller computes, and
-nothing here knows an address longer than the tensor that has it.
+On a device with streams, allocations and copies are in the order of the stream on which the caller computes. Nothing
+here keeps an address longer than the tensor lives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POOLED = 64 << 10  # smaller CPU tensors come from torch's allocator
 
 
 def empty(layout: Layout, device: torch.device, phase: int = 0) -> Tensor:
-    """A dense tensor with any content; on the CPU its address is `phase` modulo a page: a read then needs no copy."""
+    """A dense tensor with any content. On the CPU its address is `phase` modulo a page, so a read needs no copy."""
     size, stride, dtype = layout
     queued = streams.of(device)
     if queued:
@@ -32,7 +32,7 @@ def empty(layout: Layout, device: torch.device, phase: int = 0) -> Tensor:
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:
-    """The bytes of a dense tensor in memory order, into another one of equal size."""
+    """Copies the bytes of a dense tensor, in memory order, into another one of equal size."""
     queued = streams.of(source.device)
     if queued:
         queued.copy(queued.current(source.device), as_bytes(target), as_bytes(source))
@@ -41,7 +41,7 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
 
 
 def copy_elements(target: Tensor, source: Tensor) -> None:
-    """The elements of a tensor into one of the same size and dtype, and of other strides."""
+    """Copies the elements of a tensor into one of the same size and dtype, and of other strides."""
     queued = streams.of(source.device)
     if queued:
         queued.copy(queued.current(source.device), target, source)
@@ -50,5 +50,5 @@ def copy_elements(target: Tensor, source: Tensor) -> None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The bytes that a dense `x` spans, in memory order, as uint8 on the same storage."""
+    """The bytes of a dense `x` in memory order: a uint8 view of the same storage."""
     return alias(x, Layout((x.numel() * x.itemsize,), (1,), torch.uint8))

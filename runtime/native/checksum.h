@@ -1,13 +1,19 @@
 /* The checksum of a block: CRC32C of its four quarters, mixed to 64 bits.
  *
- * Why CRC32C: at blocks of 1 MiB, on one core of a Xeon at 2.5 GHz, 4 quarters by the CPU's instruction took 0.099 CPU-s per
- * GB of memory not in cache and 0.047 of memory in cache; XXH3_64bits of a distribution's libxxhash.so.0 0.166 and 0.167;
- * the table below 1.8 and 2.0. It also needs nothing that may be missing: with a system library there might be no checksum.
- * Why quarters: the instruction takes 3 cycles and a CPU starts one in each, so lanes are needed; lanes over neighbouring
- * words took 0.119 out of cache, because one stream of addresses keeps fewer loads under way than four.
- * What is found: any change that is confined to one half of a block, if CRC32C finds it (all bursts of 32 bits, all flips
- * of up to 3 bits in a quarter); what else there is goes unseen with a chance of 1 in 2^64. The CRC starts with ones, so
- * zeros count. The sums never leave the process, so their definition may change.
+ * Why CRC32C: it is the fastest. CPU seconds per GB in blocks of 1 MiB, on one core of a Xeon at 2.5 GHz:
+ *
+ *                                              not in cache   in cache
+ *     4 quarters by the CPU's instruction             0.099      0.047
+ *     XXH3_64bits of a distribution's library         0.166      0.167
+ *     the table below                                 1.8        2.0
+ *
+ * It also needs no library of the system, which may be missing.
+ * Why quarters: the instruction takes 3 cycles and a CPU can start one in each cycle, so several lanes must run at a
+ * time. Lanes over neighbouring words took 0.119 out of cache, because the CPU keeps fewer loads under way for one
+ * stream of addresses than for four.
+ * What is detected: any change within one half of a block that CRC32C detects (all bursts of 32 bits, all flips of up
+ * to 3 bits in a quarter). Any other change is missed with a probability of 1 in 2^64. The CRC starts with ones, so
+ * leading zeros change it. The sums stay in the process, so their definition may change.
  */
 #include <pthread.h>
 #include <stddef.h>
@@ -64,7 +70,7 @@ static void lanes_portable(uint32_t crc[4], const unsigned char *memory, size_t 
     } \
     crc[0] = (uint32_t)a, crc[1] = (uint32_t)b, crc[2] = (uint32_t)c, crc[3] = (uint32_t)d
 
-/* In assembler, because compilers do not agree on the name of the target feature that their builtin needs. */
+/* In assembler, because the builtin needs a target feature that compilers name differently. */
 #if defined(__x86_64__)
 #define STEP_SSE42(lane, word) __asm__("crc32q %1, %0" : "+r"(lane) : "r"(word))
 static void lanes_hardware(uint32_t crc[4], const unsigned char *memory, size_t quarter) { FOUR_LANES(STEP_SSE42); }
@@ -97,11 +103,11 @@ static uint64_t sum_with(Lanes lanes, const unsigned char *memory, size_t bytes)
     return low ^ high;
 }
 
-/* Once `prepare_checksum` was called. */
+/* The sum of a block. `prepare_checksum` must have run. */
 static uint64_t block_sum(const void *memory, size_t bytes) { return sum_with(best_lanes, memory, bytes); }
 
-/* For tests: plain CRC32C of `bytes` through lane 0 and the sum of a block, by the instruction (1) or the table (0).
- * 0 if this CPU lacks the instruction. */
+/* For tests: the CRC32C of `bytes` through lane 0, and the sum of a block. `hardware`: by the instruction (1) or the
+ * table (0). Returns 0 if this CPU lacks the instruction, else 1. */
 int checksum_by(int hardware, const void *memory, size_t bytes, uint32_t *crc32c, uint64_t *sum) {
     pthread_once(&checksum_once, prepare_checksum);
     if (hardware && !has_hardware()) return 0;

@@ -1,7 +1,7 @@
-"""The functions of the CUDA driver that the native pool's workers call, without the GIL, to stage a device's memory.
+"""The functions of the CUDA driver that the native pool's threads call, without the GIL, to copy a device's memory.
 
-The driver API and not the runtime's: a process has one libcuda, and may have several copies of the runtime. Streams,
-events and primary contexts of torch's runtime are the driver's own objects.
+We use the driver API and not the runtime API: a process has one libcuda, and may have several copies of the runtime.
+Streams, events and primary contexts that torch made with its runtime are objects of the driver.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ FUNCTIONS = (  # in the order of struct Cuda in native/pool.h
     "cuMemFreeHost",
 )
 
-DEVICES = 32  # native/pool.h says so too
+DEVICES = 32  # as in native/pool.h
 
 
 class Device(ctypes.Structure):
@@ -44,22 +44,22 @@ class Event(Protocol):
 
 
 class Driver(Protocol):
-    """Where functions, contexts and events come from."""
+    """The source of functions, contexts and events."""
 
     def functions(self) -> Sequence[int]:
         """The addresses of FUNCTIONS."""
 
     def context(self, index: int) -> int:
-        """The context in which the memory of device `index` is."""
+        """The context that has the memory of device `index`."""
 
     def record(self, index: int) -> Event:
-        """An event behind all that was given to the current stream of device `index` so far."""
+        """An event after all work that was queued on the current stream of device `index`."""
 
 
 def describe(driver: Driver, index: int) -> Device:
-    """What the workers need to know of device `index`; the caller keeps it alive until the pool is closed.
+    """The record of device `index` for the pool's threads. The caller keeps it alive until the pool is closed.
 
-    Raises: ValueError for a number that the workers have no room for.
+    Raises: ValueError for an index beyond `DEVICES`.
     """
     if index >= DEVICES:
         raise ValueError(f"device {index} is beyond the {DEVICES} devices that the I/O threads have room for")
@@ -69,7 +69,7 @@ def describe(driver: Driver, index: int) -> Device:
 class CudaDriver:
     """libcuda.so.1, and the streams of torch.
 
-    Raises: RuntimeError if there is no driver, or it does not work. No OSError: that would be held against a directory.
+    Raises: RuntimeError if there is no driver, or it does not work. Not OSError, which would be blamed on a directory.
     """
 
     def __init__(self) -> None:
@@ -85,8 +85,9 @@ class CudaDriver:
         return self._functions
 
     def context(self, index: int) -> int:
-        if index not in self._contexts:  # retained once, for as long as the process lives
-            device, context = ctypes.c_int(), ctypes.c_void_p()
+        if index not in self._contexts:  # retained once, and never released
+            device = ctypes.c_int()
+            context = ctypes.c_void_p()
             self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
             self._contexts[index] = context.value or 0

@@ -1,4 +1,4 @@
-"""Python threads behind the interface of the native pool: correct, and slow while somebody holds the GIL."""
+"""Python threads behind the interface of the native pool: correct, and slow while another thread holds the GIL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ssd_fx.runtime.native.pool import (
 
 @dataclass(eq=False, slots=True)
 class ThreadRequest:
-    """A transfer in one go; see `pool.Request` for the contract of its methods."""
+    """A transfer that is not cut into pieces. `pool.Request` has the contract of its methods."""
 
     pool: ThreadPool
     write: bool
@@ -44,7 +44,7 @@ class ThreadRequest:
     _final: threading.Event = field(default_factory=threading.Event)
 
     def start(self, event: Event | None = None) -> None:
-        assert event is None, "no request of this pool is on a device"
+        assert event is None, "this pool transfers no memory of a device"
         self.pool.enqueue(self)
 
     def state(self) -> int:
@@ -67,13 +67,13 @@ class ThreadRequest:
         return self._error
 
     def cuda_error(self) -> tuple[str, int]:
-        raise AssertionError("no request of this pool is on a device")
+        raise AssertionError("this pool transfers no memory of a device")
 
     def span(self) -> tuple[float, float]:
         return self._span
 
     def run(self) -> None:
-        """Executes the transfer unless it was cancelled; called by a worker."""
+        """Executes the transfer unless it was cancelled. Called by a thread of the pool."""
         with self._lock:
             if self._started:
                 return
@@ -99,7 +99,7 @@ class ThreadRequest:
         return failure
 
     def _computed(self, memory: memoryview) -> list[int]:
-        """CRC-32 rather than the native pool's sum: the sums never leave the process."""
+        """The CRC-32 of each block. Another sum than the native pool's will do, because sums stay in the process."""
         with self.pool.lock:
             self.pool.summed += self.nbytes
         return [zlib.crc32(memory[at : at + BLOCK]) for at in range(0, self.nbytes, BLOCK)]
@@ -125,7 +125,7 @@ class ThreadRequest:
 
 
 class ThreadPool:
-    """`pool.Pool` on Python threads; reads go before writes."""
+    """`pool.Pool` with Python threads. Reads go before writes."""
 
     def __init__(self, threads: int) -> None:
         self._queue: queue.PriorityQueue[tuple[int, int, ThreadRequest | None]] = queue.PriorityQueue()
@@ -158,7 +158,7 @@ class ThreadPool:
         return Counts(summed_bytes=self.summed)
 
     def enqueue(self, request: ThreadRequest) -> None:
-        """Hands a request to the workers, or cancels it if they have gone."""
+        """Queues a request for the threads, or cancels it if the pool is closed."""
         with self.lock:
             if not self._closed:
                 self._count += 1

@@ -1,13 +1,15 @@
 /* A pool of threads that execute positioned reads and writes.
  *
  * Why native: Inductor's CPU kernels hold the GIL, so a Python I/O thread stands still while they run.
- * Contract: a request is (fd, address, bytes, offset, read|write). It is split in pieces of PIECE bytes, which the workers
- * take in order, reads before writes, each queue first-in-first-out. A request is final when no piece runs and none
- * is left; only then does nobody touch its memory. The caller owns the request (`req_size` bytes, set up by `req_init`) and
- * keeps it, memory and descriptor alive until then. It can note the request down before `req_start`, so that whatever
- * interrupts it leaves no transfer behind that nobody knows of.
- * With `sums` every block (checksum.h) of a write is summed before it is written, and of a read compared after it arrived;
- * PIECE is a multiple of BLOCK, so no block is in two pieces.
+ *
+ * Contract: a request is (fd, address, bytes, offset, read|write). It is cut into pieces of PIECE bytes. Workers take
+ * pieces in order, reads before writes, each first in, first out. A request is *final* when no piece runs and none is
+ * left; from then on nothing accesses its memory. The caller owns the request (`req_size` bytes, set up by
+ * `req_init`), and keeps it, the memory and the descriptor alive until it is final. The caller notes the request down
+ * between `req_init` and `req_start`, so that an interruption in between leaves no transfer running that nobody knows
+ * of.
+ * With `sums` every block (checksum.h) is summed before it is written, and compared after it was read. PIECE is a
+ * multiple of BLOCK, so no block is in two pieces.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -57,12 +59,12 @@ static void dequeue(Pool *p, Request *r) {
     r->queued = 0;
 }
 
-/* Lock held: make the request final once nothing of it runs or waits. */
+/* Makes the request final if no piece of it runs or waits. The lock is held. */
 static void finish_if_idle(Pool *p, Request *r) {
     if (r->running || r->queued || atomic_load(&r->state) != PENDING) return;
     r->ended = now();
     int state = r->failure.error ? FAILED : (r->cursor < r->bytes ? CANCELLED : OK);
-    atomic_store(&r->state, state); /* the last access: its owner may free it from here on */
+    atomic_store(&r->state, state); /* the last access to `r`: its owner may free it from here on */
     pthread_cond_broadcast(&p->finished);
 }
 
@@ -89,7 +91,7 @@ static void run_piece(Worker *w, Request *r) {
 static void *worker(void *argument) {
     Worker *w = argument;
     Pool *p = w->pool;
-    pthread_setname_np(pthread_self(), "ssd_fx-io"); /* so that top and the benchmarks can tell these threads */
+    pthread_setname_np(pthread_self(), "ssd_fx-io"); /* by which top and the benchmarks know these threads */
     pthread_mutex_lock(&p->lock);
     for (;;) {
         Request *r = p->head[READ] ? p->head[READ] : p->head[WRITE];
@@ -118,7 +120,7 @@ static int start_workers(Pool *p, int threads) {
 const char *iopool_version(void) { return VERSION; }
 const char *iopool_source_hash(void) { return IOPOOL_SOURCE_HASH; }
 
-/* NULL when memory or threads cannot be had. */
+/* The pool, or NULL if there is no memory or no thread for it. */
 Pool *pool_create(int threads) {
     Pool *p = calloc(1, sizeof *p);
     pthread_condattr_t monotonic;
@@ -136,7 +138,7 @@ Pool *pool_create(int threads) {
     return NULL;
 }
 
-/* In the order of `Counts` in runtime/native/pool.py. */
+/* Fills `counts` in the order of `Counts` in runtime/native/pool.py. */
 void pool_counts(Pool *p, uint64_t counts[5]) {
     counts[0] = atomic_load(&p->summed_bytes);
     counts[1] = atomic_load(&p->copied_bytes);
@@ -149,7 +151,7 @@ size_t req_size(void) { return sizeof(Request); }
 size_t block_size(void) { return BLOCK; }
 size_t device_size(void) { return sizeof(Device); }
 
-/* `sums`: room for a number per block, which the caller keeps and passes to the read again, or NULL. */
+/* `sums`: room for one number per block, or NULL. A write fills it, and the caller passes it to the read. */
 void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset, uint64_t *sums) {
     memset(r, 0, sizeof *r);
     r->pool = p;
@@ -163,14 +165,15 @@ void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t b
     atomic_init(&r->state, PENDING);
 }
 
-/* The memory is on `device` and ends after `content` of the request's bytes. The caller keeps `device` until
- * `pool_destroy` returned. */
+/* The memory is on `device`, and has the first `content` of the request's bytes. The caller keeps `device` alive until
+ * `pool_destroy` has returned. */
 void req_on_device(Request *r, const Device *device, size_t content) {
     r->device = device;
     r->content = content;
 }
 
-/* `event`: of the device's compute stream, recorded, kept until the request is final. NULL for host memory. */
+/* Queues the request. `event`: recorded on the device's compute stream, and kept alive until the request is final;
+ * NULL for host memory. */
 void req_start(Request *r, void *event) {
     Pool *p = r->pool;
     pthread_mutex_lock(&p->lock);
@@ -185,7 +188,7 @@ void req_start(Request *r, void *event) {
 
 int req_state(Request *r) { return atomic_load(&r->state); }
 
-/* The state after at most `timeout_ms`; a negative timeout waits for as long as it takes. */
+/* The state, after at most `timeout_ms`. A negative timeout waits until the request is final. */
 int req_wait(Request *r, int timeout_ms) {
     Pool *p = r->pool;
     struct timespec until;
@@ -203,8 +206,8 @@ int req_wait(Request *r, int timeout_ms) {
     return atomic_load(&r->state);
 }
 
-/* Drops the pieces that no worker holds, waits for those that run; the final state (OK: it had finished after all).
- * A request that was never started is final from here on. */
+/* The final state, OK if all bytes were transferred. Drops the pieces that no worker has taken, and waits for those
+ * that run. A request that was never started is final afterwards. */
 int req_cancel(Request *r) {
     Pool *p = r->pool;
     if (atomic_load(&r->state) != PENDING || r->process != getpid()) return atomic_load(&r->state);
@@ -237,14 +240,14 @@ void pool_destroy(Pool *p) {
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->lock);
     for (int i = 0; i < p->threads; i++) pthread_join(p->workers[i].thread, NULL);
-    /* The pool itself stays: somebody may still poll or wait on a request with it. */
+    /* The pool's memory stays: another thread may still ask for the state of a request. */
 }
 
-/* STATX_DIOALIGN, whose constants older headers lack: struct statx carries the two numbers at bytes 0x98 and 0x9c. */
+/* STATX_DIOALIGN. Older headers lack its constants; its two numbers are at bytes 0x98 and 0x9c of struct statx. */
 #define DIOALIGN_MASK 0x2000U
 #define DIOALIGN_AT 0x98
 
-/* 1 and the alignments of direct I/O on fd; 0 when the kernel does not say (older than 6.1, or no direct I/O). */
+/* 1 with the alignments for direct I/O on fd; 0 if the kernel does not say (older than 6.1, or no direct I/O). */
 int dio_alignment(int fd, uint32_t *memory, uint32_t *offset) {
     uint32_t raw[64] = {0}; /* 256 bytes: sizeof(struct statx) */
 #ifdef SYS_statx

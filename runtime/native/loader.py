@@ -1,7 +1,7 @@
-"""The pool of I/O threads: the C one where it can be had, else Python threads behind the same interface.
+"""The pool of I/O threads: the C one if its library is found or can be built, else Python threads.
 
-The library is looked for beside the package (`_iopool*.so`, built with it), then in the user's cache, where it is built
-once with `cc`. It is plain C without Python.h and is only ever loaded with ctypes.
+The library is looked for in this package (`_iopool*.so`, built with it), then in the user's cache, where it is built
+once with `cc`. It is plain C without Python.h, and is loaded with ctypes.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ VERSION = "3"
 
 
 class _Library:
-    """The C functions, once with the GIL held (a few us, never blocking) and once without (the waits)."""
+    """The C functions. Those that take a few us and never block keep the GIL; those that may wait release it."""
 
     def __init__(self, path: str) -> None:
-        held, released = ctypes.PyDLL(path), ctypes.CDLL(path)
+        held = ctypes.PyDLL(path)
+        released = ctypes.CDLL(path)
         pointer, size, i32, i64, real = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 
         def bind(dll: ctypes.CDLL, name: str, result: object, *arguments: object) -> ctypes._NamedFuncPointer:
             function = getattr(dll, name)
-            function.restype, function.argtypes = result, list(arguments)
+            function.restype = result
+            function.argtypes = list(arguments)
             return function  # type: ignore[no-any-return]
 
         self.version = bind(held, "iopool_version", ctypes.c_char_p)
@@ -78,7 +80,8 @@ class _NativeRequest:
     __slots__ = ("_address", "_event", "_library", "_memory", "_sums", "_under_way")
 
     def __init__(self, library: _Library, under_way: dict[_NativeRequest, None]) -> None:
-        self._library, self._under_way = library, under_way
+        self._library = library
+        self._under_way = under_way
         self._memory = library.request_type()
         self._address = ctypes.addressof(self._memory)
         self._event: Event | None = None
@@ -86,7 +89,7 @@ class _NativeRequest:
     def prepare(
         self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int, sums: Sums | None
     ) -> None:
-        self._sums = sums  # alive for as long as a worker may fill it
+        self._sums = sums  # kept alive while a thread may fill it
         sums_at = sums.buffer_info()[0] if sums else None
         self._library.init(self._address, pool, int(write), fd, address, nbytes, offset, sums_at)
 
@@ -124,7 +127,7 @@ class _NativeRequest:
 
 
 class NativePool:
-    """`Pool` on the C library."""
+    """`Pool` with the threads of the C library."""
 
     def __init__(self, library: _Library, threads: int) -> None:
         self._library = library
@@ -159,22 +162,23 @@ class NativePool:
 
 
 def make_pool(threads: int = 2) -> Pool:
-    """The native pool, or (with one RuntimeWarning per process) Python threads."""
+    """The native pool, or Python threads, with one RuntimeWarning per process."""
     found = library()
     return NativePool(found, threads) if found else ThreadPool(threads)
 
 
 def dio_alignment(fd: int) -> tuple[int, int]:
-    """(memory, file offset) alignment in bytes that direct I/O on `fd` asks for; 4096 where nobody says."""
+    """The alignment in bytes of (memory, file offset) for direct I/O on `fd`; 4096 if the kernel does not say."""
     found = library()
-    memory, offset = ctypes.c_uint32(0), ctypes.c_uint32(0)
+    memory = ctypes.c_uint32(0)
+    offset = ctypes.c_uint32(0)
     if found and found.dio_alignment(fd, ctypes.byref(memory), ctypes.byref(offset)):
         return memory.value, offset.value
     return 4096, 4096
 
 
 def source_hash() -> str:
-    """16 hex digits over the C files; every build passes it as -DIOPOOL_SOURCE_HASH. Empty without the source."""
+    """The hash of the C files in 16 hex digits, "" without them. Every build passes it as -DIOPOOL_SOURCE_HASH."""
     if not SOURCE.is_file():
         return ""
     files = sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".c", ".h"))
@@ -183,7 +187,7 @@ def source_hash() -> str:
 
 @functools.cache
 def library() -> _Library | None:
-    """The C library, loaded or built once per process; None, after a RuntimeWarning, if neither works."""
+    """The C library, loaded or built once per process. None, after a RuntimeWarning, if neither works."""
     reasons = []
     for locate in (_packaged, _built_once):
         found, reason = locate()
@@ -200,7 +204,7 @@ def library() -> _Library | None:
 
 
 def _packaged() -> tuple[_Library | None, str]:
-    """The library that was built with the package, if it belongs to this source."""
+    """The library that was built with the package from this source, or None and the reason."""
     for path in sorted(Path(__file__).parent.glob("_iopool*.so")):
         found = _load(path)
         if found:
@@ -209,7 +213,7 @@ def _packaged() -> tuple[_Library | None, str]:
 
 
 def _built_once() -> tuple[_Library | None, str]:
-    """The library in the user's cache, compiled now if it is not there."""
+    """The library in the user's cache, compiled now if it is not there, or None and the reason."""
     digest = source_hash()
     if not digest:
         return None, f"{SOURCE} is missing"
@@ -226,7 +230,10 @@ def _built_once() -> tuple[_Library | None, str]:
 
 
 def _cache_directory() -> Path:
-    """Ours alone: a library is loaded from there, so nobody else may be able to write to it."""
+    """The directory for the library, which is made. We load code from there, so nobody else may write to it.
+
+    Raises: OSError if it cannot be made, or another user could write to it.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     path = Path(base) / "ssd_fx"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -246,7 +253,7 @@ def _compile(target: Path, digest: str) -> None:
 
 
 def _load(path: Path) -> _Library | None:
-    """None if it does not load, or was built from another source."""
+    """The library, or None if it does not load or was built from another source."""
     try:
         found = _Library(str(path))
     except (OSError, AttributeError):
@@ -258,7 +265,7 @@ def _load(path: Path) -> _Library | None:
 
 
 def source_version() -> str:
-    """The VERSION that iopool.c declares, which must be ours."""
+    """The VERSION that iopool.c declares. It must equal `VERSION`."""
     match = re.search(r'#define VERSION "(\w+)"', SOURCE.read_text())
     assert match, f"{SOURCE} declares no VERSION"
     return match.group(1)

@@ -5,13 +5,13 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#define PIECE ((size_t)8 << 20) /* what a worker takes at a time; a multiple of BLOCK */
+#define PIECE ((size_t)8 << 20) /* bytes that a worker takes at a time; a multiple of BLOCK */
 #ifndef HALF
-#define HALF ((size_t)4 << 20) /* what is copied from or to a device at a time; a multiple of BLOCK */
+#define HALF ((size_t)4 << 20) /* bytes that are copied from or to a device at a time; a multiple of BLOCK */
 #endif
 #define DEVICES 32
 
-/* Error codes beside errno: a read hit the end of the file; a block is not what was written; a CUDA function failed. */
+/* Error codes besides those of errno: a read hit the end of the file, a checksum differs, a CUDA function failed. */
 enum { END_OF_FILE = -1, CHECKSUM_MISMATCH = -2, CUDA_FAILED = -3 };
 
 enum { READ = 0, WRITE = 1 };
@@ -39,23 +39,23 @@ typedef struct Device {
 
 typedef struct Failure {
     int error;     /* 0, an errno or a code from above */
-    int64_t where; /* in the file */
-    int function, code; /* of CUDA_FAILED: which one of Cuda, and its result */
+    int64_t where; /* offset in the file */
+    int function, code; /* of CUDA_FAILED: the member of Cuda, and its result */
 } Failure;
 
 typedef struct Request {
     struct Request *next;
     struct Pool *pool;
-    pid_t process; /* that submitted it: a forked child has no workers, and must not touch the lock */
+    pid_t process; /* that made it: a forked child has no workers, and must not touch the lock */
     int operation, fd;
     char *memory;
-    size_t bytes, cursor; /* cursor: bytes whose pieces were handed to a worker */
+    size_t bytes, cursor; /* cursor: bytes whose pieces a worker has taken */
     int64_t offset;
-    uint64_t *sums;       /* one per block, the caller's; NULL: no checksums */
-    const Device *device; /* on which `memory` is, NULL: here */
-    size_t content;       /* bytes of `memory` there; what is beyond them in `bytes` is padding */
-    void *event;          /* after which the device's memory is ready */
-    int running;          /* pieces that a worker holds now */
+    uint64_t *sums;       /* one per block, owned by the caller; NULL: no checksums */
+    const Device *device; /* that has `memory`; NULL: the host */
+    size_t content;       /* bytes of `memory` on the device; the rest of `bytes` is padding */
+    void *event;          /* the device's memory is ready when it has fired */
+    int running;          /* pieces that workers transfer now */
     int queued;
     Failure failure;
     double started, ended;
@@ -70,8 +70,8 @@ typedef struct Lane {
 typedef struct Worker {
     struct Pool *pool;
     pthread_t thread;
-    void *allocated; /* pinned, at the first use */
-    char *half[2];   /* page-aligned in it */
+    void *allocated; /* pinned memory, made at the first use */
+    char *half[2];   /* within it, page-aligned */
     Lane lanes[DEVICES];
 } Worker;
 

@@ -1,13 +1,13 @@
-/* Pieces of requests whose memory is on a CUDA device: through two pinned halves of the worker's, so that the copy of one
- * runs while the other is on its way to or from the file. Include after transfer.h.
+/* Transfers of memory on a CUDA device. They go through two pinned halves of each worker, so that one half is copied
+ * while the other is written or read. Include after transfer.h.
  *
- * The copies run in a stream of the worker's own, which does not synchronise with the default stream, and which waits for
- * the request's event first: what the compute stream had been given before the request was started (the kernel that
- * writes the tensor; for a read, the kernels that still use what was in its memory before). The worker waits for every
- * copy too: a final request is final for the host, and no allocator has to be told of the worker's stream.
+ * Every worker has a stream for its copies, which does not synchronise with the default stream. It waits for the
+ * request's event first, and so for the work that the compute stream had when the request was started: the kernel that
+ * writes the tensor, or, before a read, the kernels that still use the memory. The worker waits for every copy. So the
+ * memory of a final request is no longer in use, and no allocator has to know of the worker's stream.
  */
 
-/* 1 if `result` is success; else 0 and the failure. */
+/* 1 if `result` is success; else 0, with the failure filled in. */
 static int succeeded(int result, int function, int64_t where, Failure *failure) {
     if (!result) return 1;
     failure->function = function;
@@ -15,7 +15,8 @@ static int succeeded(int result, int function, int64_t where, Failure *failure) 
     return failed(failure, CUDA_FAILED, where);
 }
 
-/* The worker's stream on the request's device, with its context current and the halves allocated; NULL and the failure. */
+/* The worker's stream on the request's device, or NULL with the failure filled in. Makes the device's context current,
+ * and allocates the halves. */
 static void *lane(Worker *w, const Request *r, Failure *failure) {
     const Device *d = r->device;
     const Cuda *cuda = &d->cuda;
@@ -30,7 +31,7 @@ static void *lane(Worker *w, const Request *r, Failure *failure) {
         atomic_fetch_add(&w->pool->streams, 1);
     }
     if (!w->allocated) {
-        size_t bytes = 2 * HALF + 4096; /* nothing promises a page boundary */
+        size_t bytes = 2 * HALF + 4096; /* the driver does not promise a page boundary */
         void *memory = NULL;
         int result = cuda->host_alloc(&memory, bytes, 1 /* CU_MEMHOSTALLOC_PORTABLE */);
         if (!succeeded(result, HOST_ALLOC, r->offset, failure)) return NULL;
@@ -43,7 +44,8 @@ static void *lane(Worker *w, const Request *r, Failure *failure) {
     return own->stream;
 }
 
-/* Starts the copy between the device and `half`; the padding behind the tensor is zeros in the file, and not copied back. */
+/* Starts the copy between the device and `half`. The padding after the tensor is zeros in the file, and not copied
+ * back. */
 static int start_copy(const Request *r, char *half, size_t from, size_t bytes, void *stream, Failure *failure) {
     size_t content = from >= r->content ? 0 : (r->content - from < bytes ? r->content - from : bytes);
     uint64_t device = (uint64_t)(uintptr_t)r->memory + from, host = (uint64_t)(uintptr_t)half;
@@ -56,12 +58,13 @@ static int start_copy(const Request *r, char *half, size_t from, size_t bytes, v
 }
 
 static int synchronize(const Request *r, size_t from, void *stream, Failure *failure) {
-    return succeeded(r->device->cuda.stream_synchronize(stream), STREAM_SYNCHRONIZE, r->offset + (int64_t)from, failure);
+    int result = r->device->cuda.stream_synchronize(stream);
+    return succeeded(result, STREAM_SYNCHRONIZE, r->offset + (int64_t)from, failure);
 }
 
 #define LENGTH(at) (end - (at) < HALF ? end - (at) : HALF)
 
-/* Writes from byte `from` to `end`: while a half is written, the next is copied. */
+/* Writes bytes `from` to `end`: while one half is written, the next is copied. */
 static int write_staged(Worker *w, const Request *r, size_t from, size_t end, void *stream, Failure *failure) {
     int turn = 0;
     if (!start_copy(r, w->half[0], from, LENGTH(from), stream, failure)) return 0;
@@ -74,7 +77,7 @@ static int write_staged(Worker *w, const Request *r, size_t from, size_t end, vo
     return 1;
 }
 
-/* Reads from byte `from` to `end`: while a half is read, the one before is copied. */
+/* Reads bytes `from` to `end`: while one half is read, the one before is copied. */
 static int read_staged(Worker *w, const Request *r, size_t from, size_t end, void *stream, Failure *failure) {
     int turn = 0;
     for (size_t at = from; at < end; at += HALF, turn ^= 1) {
@@ -85,18 +88,18 @@ static int read_staged(Worker *w, const Request *r, size_t from, size_t end, voi
     return synchronize(r, from, stream, failure);
 }
 
-/* `transfer` for a device's memory. */
+/* As `transfer`, for memory of a device. */
 static int transfer_staged(Worker *w, const Request *r, size_t from, size_t bytes, Failure *failure) {
     void *stream = lane(w, r, failure);
     if (!stream) return 0;
     int result = r->device->cuda.stream_wait_event(stream, r->event, 0);
     if (!succeeded(result, STREAM_WAIT_EVENT, r->offset, failure)) return 0;
     int ok = (r->operation == WRITE ? write_staged : read_staged)(w, r, from, from + bytes, stream, failure);
-    if (!ok) r->device->cuda.stream_synchronize(stream); /* a copy may be under way; the first failure is reported */
+    if (!ok) r->device->cuda.stream_synchronize(stream); /* a copy may be running; the first failure is reported */
     return ok;
 }
 
-/* At the worker's end. A driver that is shutting down refuses, and has given everything back itself. */
+/* Called when the worker ends. Errors are ignored: a driver that is shutting down has freed everything already. */
 static void free_staging(Worker *w) {
     const Device *last = NULL;
     for (int i = 0; i < DEVICES; i++) {

@@ -1,4 +1,4 @@
-/* Bytes of a request between host memory and the file, with checksums. Include after pool.h and checksum.h. */
+/* Transfers between host memory and the file, with checksums. Include after pool.h and checksum.h. */
 #include <errno.h>
 #include <unistd.h>
 
@@ -8,7 +8,8 @@ static int failed(Failure *failure, int error, int64_t where) {
     return 0;
 }
 
-/* `bytes` of the request from its byte `from` on, to or from `memory`; short transfers are continued. */
+/* Writes or reads `bytes` from the request's byte `from` on, from or to `memory`. Continues short transfers.
+ * Returns 1, or 0 with the failure filled in. */
 static int move_bytes(const Request *r, char *memory, size_t from, size_t bytes, Failure *failure) {
     size_t done = 0;
     while (done < bytes) {
@@ -22,7 +23,7 @@ static int move_bytes(const Request *r, char *memory, size_t from, size_t bytes,
     return 1;
 }
 
-/* Notes the sums of the blocks from byte `from` on, or (of a read) compares them. */
+/* Records the sums of the blocks from byte `from` on; of a read, compares them. Returns as `move_bytes`. */
 static int check(const Request *r, const char *memory, size_t from, size_t bytes, Failure *failure) {
     uint64_t *sum = r->sums + from / BLOCK;
     atomic_fetch_add_explicit(&r->pool->summed_bytes, bytes, memory_order_relaxed);
@@ -34,7 +35,7 @@ static int check(const Request *r, const char *memory, size_t from, size_t bytes
     return 1;
 }
 
-/* 1, or 0 and the failure. `from` is a multiple of BLOCK. */
+/* Moves bytes and handles their sums. `from` is a multiple of BLOCK. Returns as `move_bytes`. */
 static int transfer(const Request *r, char *memory, size_t from, size_t bytes, Failure *failure) {
     if (r->sums && r->operation == WRITE && !check(r, memory, from, bytes, failure)) return 0;
     if (!move_bytes(r, memory, from, bytes, failure)) return 0;

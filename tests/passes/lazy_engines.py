@@ -39,10 +39,6 @@ class Lazy:
     def span(self) -> tuple[float, float]:
         return self._transfer.span()
 
-    @property
-    def seconds(self) -> float:
-        return self._transfer.seconds
-
 
 class LazyRead(Lazy):
     """And leaves garbage in the memory until then."""

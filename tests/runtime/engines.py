@@ -104,11 +104,6 @@ class LateWrite:
     def span(self) -> tuple[float, float]:
         return self._inner.span() if self._inner else (self._created, time.perf_counter())
 
-    @property
-    def seconds(self) -> float:
-        started, ended = self.span()
-        return ended - started
-
 
 class DelayedEngine(Wrapped):
     """Every write starts a random `shortest_s` to `longest_s` late, so writes complete out of order."""

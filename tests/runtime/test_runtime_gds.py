@@ -21,6 +21,7 @@ from ssd_fx.runtime import stats
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines import cufile, gds, registry
 from ssd_fx.runtime.engines.base import Memory
+from ssd_fx.runtime.engines.striped import STRIPE
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.store import close_stores, get_store
 
@@ -254,16 +255,22 @@ def test_closing_waits_for_what_is_queued(stub, gpu, config):
     del kept
 
 
-def test_two_directories_in_turn(stub, gpu, tmp_path):
+def test_two_directories(stub, gpu, tmp_path):
+    """A small tensor goes to one of them, a large one to both."""
     dirs = [tmp_path / "a", tmp_path / "b"]
     for path in dirs:
         path.mkdir()
     config = json.dumps({"dirs": [str(path) for path in dirs], "engine": "kvikio", "allow_tmpfs": True})
     kept = [stored(gpu, config, i) for i in range(4)]
     assert [lookup(handle).extent.directory for handle, _ in kept] == [str(dirs[i % 2]) for i in range(4)]
-    for handle, values in kept:
+    values = torch.randn(2 * STRIPE // 4)
+    x = gpu.tensor(values)
+    large = store(x, config, slot=4)
+    release(large, x)
+    assert [part.extent.directory for part in lookup(large).extent.parts] == [str(path) for path in dirs]
+    for handle, expected in [*kept, (large, values)]:
         settle(handle)
-        assert gpu.bytes_of(load(handle, values)) == raw(values)
+        assert gpu.bytes_of(load(handle, expected)) == raw(expected)
 
 
 def test_room_is_given_back(stub, gpu, config):
@@ -317,11 +324,11 @@ def test_a_forked_child_runs_no_destructor_of_the_engine(stub, gpu, config):
     """A child that drops its stores must not deregister the parent's files."""
     handle, values = stored(gpu, config)
     engine = get_store(config).engine
-    files = [file.driver._file for file in engine._files]
+    file = engine._file.driver._file
     child = os.fork()
     if child == 0:
         del engine
-        os._exit(0 if gds._open_engines and not files[0].closed else 1)
+        os._exit(0 if gds._open_engines and not file.closed else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert gpu.bytes_of(load(handle, values)) == raw(values)
 

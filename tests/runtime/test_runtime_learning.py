@@ -80,7 +80,7 @@ def test_a_resting_tensor_dies_without_a_trace(tmp_path):
     del x, h
     assert entries.living() == []
     assert gone.expired()
-    assert get_store(config).writer.resting_bytes == 0
+    assert get_store(config).writer.resident_bytes == 0
 
 
 def test_release_without_hand_over_of_a_resting_tensor(tmp_path):
@@ -300,7 +300,7 @@ def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatc
     assert len(prefetcher._runs) <= 3
     assert len(prefetcher._order) <= 3 * 64
     assert get_store(config).reader.outstanding_bytes == 0
-    assert get_store(config).writer._live._forecast > 0
+    assert get_store(config).writer._forecast.peak_bytes > 0
     assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
 
 

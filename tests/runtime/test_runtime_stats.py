@@ -24,11 +24,11 @@ def test_what_happened_in_a_step() -> None:
     assert str(found).splitlines() == [
         "2 steps, 1 graphs, 1.5 ms of stall per step; bytes per step:",
         "saved               1.50 MiB   by the forward for the backward",
-        "offloaded           1.00 MiB   of these planned to leave",
+        "offloaded           1.00 MiB   of these, planned for the drive or host memory",
         "written             0.50 MiB   to the drive or host memory",
         "read                0.00 MiB   back from there",
-        "forwarded           0.00 MiB   not read: still in memory when wanted",
-        "freed               0.00 MiB   stored, and gone from memory meanwhile",
+        "forwarded           0.00 MiB   not read: still in memory when the backward asked",
+        "freed               0.00 MiB   stored, and no longer in memory when the backward asked",
         "wasted              0.25 MiB   written in vain: somebody else held the tensor",
         "at the moment: staging 0.00 MiB, staging peak 0.25 MiB, disk 0.00 MiB",
     ]

@@ -46,7 +46,7 @@ def test_consumed_load_is_the_stored_memory(stuck):
     y = load(h, expected, consume=True)
     assert y.data_ptr() == address
     assert torch.equal(y, expected)
-    assert lookup(h).state is State.GIVEN
+    assert lookup(h).state is State.DONATED
     s = stats()
     assert (s.forwarded_bytes, s.cancelled_bytes, s.written_bytes) == (4 * N, 4 * N, 0)
 
@@ -79,7 +79,7 @@ def test_consumed_load_copies_while_somebody_else_holds_the_storage(stuck):
     del view
     y = load(h, expected, consume=True)
     assert torch.equal(y, expected)
-    assert lookup(h).state is State.GIVEN
+    assert lookup(h).state is State.DONATED
 
 
 def test_consumed_load_before_the_release_copies(stuck):
@@ -509,7 +509,7 @@ def test_interrupts_anywhere_in_the_writer_leave_nothing_counted(config):
         assert entries.GUARD.lock.acquire(timeout=10), interrupt.at
         entries.GUARD.lock.release()
         step()
-        assert (ours.writing_bytes, ours.resting_bytes, entries.living()) == (0, 0, []), interrupt.at
+        assert (ours.writing_bytes, ours.resident_bytes, entries.living()) == (0, 0, []), interrupt.at
     assert len(places) > 50
 
 

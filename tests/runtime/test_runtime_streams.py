@@ -122,7 +122,7 @@ def test_given_away_and_overwritten_while_being_written(gpu, config):
     release(handle, x)
     del x
     y = load(handle, values, consume=True)
-    if lookup(handle).state is State.GIVEN:
+    if lookup(handle).state is State.DONATED:
         assert y.data_ptr() == address
     assert gpu.bytes_of(y) == raw(values)
     gpu.overwrite(y, torch.full((N,), -1.0))
@@ -322,7 +322,6 @@ def test_span_is_as_long_as_the_device_says():
         x, transfer = queued(fake, lambda: None)
         transfer.start()
         transfer.wait()
-        assert transfer.seconds == pytest.approx(1.5e-3)
         started, ended = transfer.span()
         assert ended - started == pytest.approx(1.5e-3)
         del x

@@ -298,9 +298,6 @@ def test_span_covers_all_parts(drives):
     transfer.wait()
     spans = [part.span() for part in transfer._transfers]
     assert transfer.span() == (min(s for s, _ in spans), max(e for _, e in spans))
-    assert (
-        transfer.seconds == transfer.span()[1] - transfer.span()[0] >= max(part.seconds for part in transfer._transfers)
-    )
 
 
 def test_an_engine_that_cannot_be_made_leaves_none(tmp_path):
