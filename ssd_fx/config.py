@@ -31,47 +31,53 @@ _MIB = 2**20
 class Config:
     """The options of one `torch.compile` call.
 
-    `dirs`, `disk_limit`, `host_budget` and the bandwidths of `machine` are of the node, whose ranks share them; all
-    else is of each process.
+    `dirs`, `disk_limit`, `host_budget` and the bandwidths of `machine` belong to the node. Its ranks share them. All
+    other options belong to one process.
 
-    dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
-        temporary directory.
-    budget: saved tensors that may stay resident. A share of each graph's saved bytes (a float from 0 to 1): the plan
-        keeps at most that share of what can leave, and memory stays as far below its peak with everything kept. Bytes
-        (`"2GiB"`, an int): one budget over all graphs of the process, kept at run time; the oldest tensors leave first.
-        A size that is less than what must stay of one graph (marks, small storages, what cannot be offloaded) is a
-        ValueError when that is compiled, which says the least that can be met; 0 bounds nothing that must stay.
-        `"auto"`: the least share that is predicted to cost no wait. Default: 0, all that can leave leaves.
-    recompute: compute tensors again instead where that is predicted to be faster than the drive. Default: on.
-    min_bytes: smaller storages always stay. Default: 1 MiB.
-    engine: `"auto"`: GPUDirect Storage for tensors on a GPU where it is real, else direct file I/O; `"posix"`: direct
-        file I/O; `"kvikio"`: GPUDirect Storage or an error, `"kvikio-forced"`: cuFile through host memory if need be;
-        `"memory"`: host memory, for comparisons.
-    inner: the compiler behind: `"inductor"` or `"aot_eager"`.
-    inflight: bytes that may be waiting to be written; a store beyond it waits. Default: 128 MiB.
-    prefetch: bytes that may be loaded before they are due. Default: 64 MiB.
-    dump: directory that gets the plan and both rewritten graphs of everything compiled; turns the compile cache off.
-    allow_tmpfs: accept a directory in memory, which frees no memory.
-    checksums: sum up every block when it is written and compare when it is read. Default: on.
-    disk_limit: the most bytes that the file in one directory may have; 0, the default: what the file system has.
-    host_budget: bytes of offloaded tensors that may rest in host memory before they move on to disk; on their way there
-        they take up to `inflight` bytes more. Default: 0.
-    compression: none (the default), or a codec for what goes to disk: `"bitpack"` (lossless, for what is small by
-        nature), `"fp8"` or `"int8"` (lossy); or one per tier, `{"host": "bitpack", "ssd": "fp8"}` or
-        `"host=bitpack,ssd=fp8"`.
-    adapt: stop writing tensors that somebody else keeps anyway, read earlier what was waited for. Default: on.
-    keep: patterns of module names (`["head", "blocks.[0-3].attn", "*.norm"]`) whose saved tensors stay, whatever the
-        budget; one in bytes that they alone exceed is an error. Names are those of `named_modules()`; a pattern holds
-        for everything inside the modules it names.
-    offload: patterns of module names whose saved tensors of at least `min_bytes` leave, whatever the budget. Where both
-        match, the innermost module decides, and `ssd_fx.keep(x)` or `ssd_fx.offload(x)` in the model before that.
-    machine: the rates that the plan is made for. `"auto"`: measured once, which takes some seconds, and kept in the
-        user's cache directory; `"default"`: typical ones, nothing is measured; or a dictionary (in the environment
-        JSON) of the fields of `ssd_fx.passes.cost.machine.Machine`, e.g. `{"flops": 3e14, "write_bw": 6e9}`, to plan
-        for another.
-    profile: a file that `ssd_fx.save_profile` wrote: the plan is made with its measured times. Default: none.
-    ranks: how many processes of this node share it. `"auto"`, the default: `LOCAL_WORLD_SIZE`, which torchrun sets, or
-        1. With a number above 1 `LOCAL_RANK` says which of them this one is. 1: all that is named is this process's.
+    dirs (a directory or a list of them; in the environment separated by `:`): Directories on the drives. A large
+        tensor is striped over all of them; a small one goes to the least busy drive. Default: the system's temporary
+        directory.
+    budget (a size, a share or `"auto"`): Saved tensors that may stay in memory. A size (`"2GiB"`) is one budget over
+        all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
+        memory is an error that names the least possible size. 0 is never an error, and offloads everything that can be
+        offloaded. A share (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part.
+        `"auto"` is the least share with no predicted stall; it may recompute tensors.
+    recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
+    min_bytes (a size): Smaller tensors stay in memory, unless `ssd_fx.offload(x)` marks them.
+    engine (a name): `"posix"` is direct file I/O. `"kvikio"` is GPUDirect Storage or an error; `"kvikio-forced"` also
+        accepts its compatibility mode, which copies through host memory. `"memory"` copies to host memory, for
+        comparisons. `"auto"` takes GPUDirect Storage for tensors on a GPU where it works, else direct file I/O.
+    inner (a name): The compiler that gets the rewritten graphs: `"inductor"` or `"aot_eager"`.
+    inflight (a size above 0): Bytes that may be waiting to be written. A store beyond it waits.
+    prefetch (a size): Bytes that may be read before the graph asks for them.
+    dump (a directory): Gets the plan and both rewritten graphs of everything that is compiled. The directory is made
+        if it is missing. With this option no compiled graph comes from the compile cache.
+    allow_tmpfs (a flag): Accept a directory that is in memory, which saves no memory.
+    checksums (a flag): Compute a checksum of every block that is written, and compare it when the block is read.
+    disk_limit (a size): The most bytes that the file in one directory may have, for each set of options. Default: no
+        limit but the free space.
+    host_budget (a size): Bytes of offloaded tensors that may be in host memory instead of on disk. On a GPU the plan
+        chooses the tensors. On the CPU this is the same memory as that of `budget`. Tensors on their way from there to
+        the drive take up to `inflight` bytes more.
+    compression (a name, or names per tier): `"bitpack"` is lossless, and shrinks masks, small integers and the zeros
+        of ReLU. `"fp8"` and `"int8"` are lossy. A name alone is for the drive. `{"host": "bitpack", "ssd": "fp8"}`,
+        or `host=bitpack,ssd=fp8` in the environment, names one codec per tier.
+    adapt (a flag): Learn from the steps that ran. Stop writing a tensor that the program holds anyway, and read
+        earlier what was waited for.
+    keep (patterns of module names; in the environment separated by `,`): What these modules save stays in memory,
+        whatever the budget: `["head", "blocks.[0-3].attn", "*.norm"]`. Names are those of `named_modules()`. A pattern
+        also holds for everything inside the modules that it names. A budget in bytes below what they keep is an error.
+    offload (patterns of module names, as for `keep`): What these modules save is offloaded, whatever the budget, from
+        `min_bytes` on. Where both options match, the innermost module decides. `ssd_fx.keep(x)` and
+        `ssd_fx.offload(x)` in the model override both.
+    machine (`"auto"`, `"default"` or a dictionary): The rates that plans are made for. `"auto"` measures them once,
+        which takes some seconds, and keeps them in the user's cache directory. `"default"` takes typical rates and
+        measures nothing. A dictionary, in the environment JSON, overrides typical rates: fields of
+        `ssd_fx.passes.cost.machine.Machine` such as `{"flops": 3e14, "write_bw": 6e9}`.
+    profile (a file): A file that `ssd_fx.save_profile` wrote. Plans are made with its measured times.
+    ranks (`"auto"` or a number): Processes that share this node. `"auto"` reads `LOCAL_WORLD_SIZE`, which torchrun
+        sets, and is 1 without it. For a number above 1, `LOCAL_RANK` must say which of them this process is. 1 shares
+        nothing. Default: `"auto"`.
     """
 
     dirs: tuple[str, ...] = ()
