@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from ssd_fx import Config
 from ssd_fx.report import options
@@ -23,6 +26,30 @@ def test_the_page_of_options_is_up_to_date() -> None:
 def test_the_page_has_every_option_in_its_order() -> None:
     sections = re.findall(r"^## (\w+)$", options.page(), re.MULTILINE)
     assert sections == [field.name for field in fields(Config)]
+
+
+@pytest.fixture
+def how_it_works() -> ModuleType:
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("the excerpts are of torch 2.13, and another one names nodes otherwise")
+    spec = importlib.util.spec_from_file_location("how_it_works", ROOT / "examples" / "how_it_works.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_excerpts_are_up_to_date(how_it_works: ModuleType) -> None:
+    """If not: python examples/how_it_works.py --write."""
+    page = how_it_works.PAGE.read_text()
+    assert how_it_works.filled(page, how_it_works.excerpts()) == page
+
+
+@pytest.mark.slow
+def test_the_excerpts_of_inductor_are_up_to_date(how_it_works: ModuleType) -> None:
+    page = how_it_works.PAGE.read_text()
+    assert how_it_works.filled(page, how_it_works.inductor_excerpts()) == page
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
