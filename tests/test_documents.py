@@ -57,3 +57,12 @@ def test_links_lead_to_files(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (document.parent / target).exists()] == []
+
+
+def test_the_readme_is_short_and_names_options_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 110
+    table = readme.split("## Options")[1].split("## ")[0]
+    named = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert len(named) == 10
+    assert set(named) <= {field.name for field in fields(Config)}
