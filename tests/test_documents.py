@@ -7,10 +7,12 @@ import re
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+import ssd_fx
 from ssd_fx import Config
 from ssd_fx.report import options
 
@@ -66,3 +68,11 @@ def test_the_readme_is_short_and_names_options_that_exist() -> None:
     named = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
     assert len(named) == 10
     assert set(named) <= {field.name for field in fields(Config)}
+
+
+def test_the_test_of_a_plan_that_users_are_shown() -> None:
+    (shown,) = re.findall(r"```python\n(def test_.*?)```", (ROOT / "docs" / "using.md").read_text(), re.DOTALL)
+    x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    names: dict[str, Any] = {"ssd_fx": ssd_fx, "x": x, "w": w}
+    exec(shown, names)
+    names["test_the_relu_is_offloaded"]()
