@@ -76,3 +76,8 @@ def test_the_test_of_a_plan_that_users_are_shown() -> None:
     names: dict[str, Any] = {"ssd_fx": ssd_fx, "x": x, "w": w}
     exec(shown, names)
     names["test_the_relu_is_offloaded"]()
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "compatibility.md"], ids=lambda path: path.name)
+def test_lines_end_at_120_columns(document: Path) -> None:
+    assert [line for line in document.read_text().splitlines() if len(line) > 120] == []
