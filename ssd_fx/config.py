@@ -1,7 +1,7 @@
-"""The options: what may be said, what it means, and what is wrong with what was said.
+"""The options: names, types, meanings and defaults. `docs/options.md` is made from the docstring of `Config`.
 
 Options come from `torch.compile(..., options={...})`, else from `SSD_FX_<NAME>` in the environment, else from the
-defaults. This is the only module that reads the environment, but for `SSD_FX_ANY_TORCH` of versions.py.
+defaults. Only this module reads the environment, and versions.py for `SSD_FX_ANY_TORCH`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ssd_fx.runtime.config import TIERS
 from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive
 
 _MIB = 2**20
+_PREFIX = "SSD_FX_"
 
 
 @dataclass(frozen=True)
@@ -103,34 +104,37 @@ class Config:
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
-        """Read `options` and the environment.
+        """Return the options of `options` and of the environment; the former win.
 
         Raises:
-            ValueError: an unknown option, or a value that is none; the message says what would be right.
+            ValueError: an unknown option, or a bad value; the message says what would be right.
         """
         names = [f.name for f in fields(Config)]
-        own = [n for n in os.environ if n.startswith("SSD_FX_") and n != versions.ANYWAY]
-        unknown = [n for n in own if n[7:].lower() not in names]
-        if unknown:
-            raise ValueError(
-                f"the environment has {unknown[0]}, and ssd_fx has no such option{_known(unknown[0][7:], names)}"
-            )
-        given = {n: os.environ[f"SSD_FX_{n.upper()}"] for n in names if f"SSD_FX_{n.upper()}" in os.environ}
+        for variable in os.environ:
+            option = variable.removeprefix(_PREFIX).lower()
+            if variable.startswith(_PREFIX) and variable != versions.ANYWAY and option not in names:
+                raise ValueError(
+                    f"the environment has {variable}, and ssd_fx has no such option{_known(option, names)}"
+                )
         if not isinstance(options or {}, Mapping):
             raise ValueError(f"options={options!r} is no dictionary of options such as {{'dirs': ['/mnt/nvme']}}")
-        for name, value in (options or {}).items():
+        given = dict(options or {})
+        for name in given:
             if name not in names:
                 raise ValueError(f"ssd_fx has no option {name!r}{_known(str(name), names)}")
-            given[name] = value
-        said = options or {}
-        values = {n: _PARSERS[n](n, value) if n in said else _from_environment(n, value) for n, value in given.items()}
+        values: dict[str, Any] = {}
+        for name in names:
+            if name in given:
+                values[name] = _PARSERS[name](name, given[name])
+            elif _variable(name) in os.environ:
+                values[name] = _from_environment(name)
         values.setdefault("dirs", (os.path.abspath(tempfile.gettempdir()),))
         values.setdefault("ranks", _parse_ranks("ranks", "auto"))
         return Config(**values)
 
     @property
     def own_dirs(self) -> tuple[str, ...]:
-        """Those of `dirs` that this rank writes to."""
+        """The directories of `dirs` that this rank writes to."""
         return dealt(self.dirs, self.ranks)
 
     @property
@@ -141,15 +145,19 @@ class Config:
     @property
     def own_disk_limit(self) -> int:
         """The most bytes of this rank's file in a directory; 0 for no limit."""
-        return max(1, self.disk_limit // in_a_directory(self.dirs, self.ranks)) if self.disk_limit else 0
+        if not self.disk_limit:
+            return 0
+        return max(1, self.disk_limit // in_a_directory(self.dirs, self.ranks))
 
     @property
     def own_dump(self) -> str:
-        """Where this rank's dump goes: the graphs of all ranks have one name."""
-        return self.dump if self.ranks.number is None or not self.dump else f"{self.dump}/rank{self.ranks.number}"
+        """The directory of this rank's dump. Each rank has one, because their graphs have the same names."""
+        if self.ranks.number is None or not self.dump:
+            return self.dump
+        return f"{self.dump}/rank{self.ranks.number}"
 
     def sharing(self) -> int:
-        """How many ranks share the bandwidth of this one's drives, told by the file systems of the directories.
+        """How many ranks share the bandwidth of this one's drives. Directories of one file system are one drive.
 
         Raises:
             OSError: a directory that is missing.
@@ -159,27 +167,39 @@ class Config:
         return on_a_drive(self.dirs, self.ranks, lambda path: os.stat(path).st_dev)
 
     def share(self) -> str:
-        """What this rank has of its node, in a line; empty where it has all of it."""
+        """One line about this rank's share of the node; empty if the node is not shared."""
         if self.ranks.count == 1:
             return ""
         own = f"writes to {', '.join(self.own_dirs)}, whose bandwidth {self.sharing()} ranks share"
         return f"{self.ranks}: {own}; host_budget {self.own_host_budget} B, disk_limit {self.own_disk_limit} B"
 
     def runtime_json(self) -> str:
-        """The half that the runtime needs, as canonical JSON: it travels in the compiled graphs."""
-        half = {"allow_tmpfs": self.allow_tmpfs, "dirs": list(self.own_dirs), "engine": self.engine}
-        half |= {"inflight": self.inflight, "prefetch": self.prefetch, "checksums": self.checksums}
-        half |= {"disk_limit": self.own_disk_limit, "host_budget": self.own_host_budget, "adapt": self.adapt}
-        half |= {"compression": dict(self.compression)}
-        half |= {"resident": self.budget if isinstance(self.budget, int) else 0}
-        return json.dumps(half, sort_keys=True, separators=(",", ":"))
+        """The options that the runtime needs, as canonical JSON. Compiled graphs carry it."""
+        needed = {
+            "adapt": self.adapt,
+            "allow_tmpfs": self.allow_tmpfs,
+            "checksums": self.checksums,
+            "compression": dict(self.compression),
+            "dirs": list(self.own_dirs),
+            "disk_limit": self.own_disk_limit,
+            "engine": self.engine,
+            "host_budget": self.own_host_budget,
+            "inflight": self.inflight,
+            "prefetch": self.prefetch,
+            "resident": self.budget if isinstance(self.budget, int) else 0,
+        }
+        return json.dumps(needed, sort_keys=True, separators=(",", ":"))
 
 
-def _from_environment(name: str, value: str) -> Any:
+def _variable(name: str) -> str:
+    return _PREFIX + name.upper()
+
+
+def _from_environment(name: str) -> Any:
     try:
-        return _PARSERS[name](name, value)
+        return _PARSERS[name](name, os.environ[_variable(name)])
     except ValueError as error:
-        raise ValueError(f"SSD_FX_{name.upper()} in the environment: {error}") from None
+        raise ValueError(f"{_variable(name)} in the environment: {error}") from None
 
 
 def _known(name: str, names: list[str]) -> str:
@@ -189,7 +209,7 @@ def _known(name: str, names: list[str]) -> str:
 
 
 def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
-    """One path, several separated by the system's path separator, or a sequence of paths; made absolute."""
+    """The absolute paths of one path, of several separated by the system's path separator, or of a sequence."""
     if isinstance(value, (str, Path)):
         parts: list[Any] = str(value).split(os.pathsep)
     elif isinstance(value, (list, tuple)):
@@ -221,7 +241,7 @@ def _parse_engine(name: str, value: object) -> str:
 
 
 def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
-    """`"fp8"`, `"host=bitpack,ssd=fp8"`, a mapping of tiers to codecs, or nothing."""
+    """Pairs of tier and codec, of `"fp8"`, `"host=bitpack,ssd=fp8"`, a mapping of tiers to codecs, or nothing."""
     given = value
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip() not in ("", "none", "off")]
@@ -238,7 +258,7 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
 
 
 def _parse_patterns(name: str, value: object) -> tuple[str, ...]:
-    """One pattern, several separated by commas, or a sequence of patterns."""
+    """The patterns of one pattern, of several separated by commas, or of a sequence."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
         raise ValueError(
@@ -264,7 +284,7 @@ def _parse_flag(name: str, value: object) -> bool:
 
 
 def _parse_machine(name: str, value: object) -> str:
-    """`"auto"`, `"default"`, or rates as a mapping or as JSON; these come back as canonical JSON."""
+    """`"auto"`, `"default"`, or rates, which may be a mapping or JSON, as canonical JSON."""
     if value in ("auto", "default"):
         return str(value)
     try:
