@@ -66,22 +66,32 @@ def calibrated(config: RuntimeConfig, device: torch.device, *, again: bool = Fal
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())  # of this thread; another thread measures
-    keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
-    measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
+    keys = _keys(config, device)
     with _lock:
-        if again or any(keys[section] not in _known[section] for section in _SECTIONS):
-            with _exclusive() as kept:
-                for section in _SECTIONS:
-                    found = None if again else kept[section].get(keys[section])
-                    if found is None:
-                        found = _measured(section, measure[section], device)
-                    _known[section][keys[section]] = found
-                    if found:
-                        kept[section][keys[section]] = found
+        if again or any(key not in _known[section] for section, key in keys.items()):
+            _learn(config, device, again)
         machine = Machine.default(device, torch.get_num_threads())
-        for section in _SECTIONS:
-            machine = machine.with_rates(_known[section][keys[section]])
+        for section, key in keys.items():
+            machine = machine.with_rates(_known[section][key])
         return machine
+
+
+def _keys(config: RuntimeConfig, device: torch.device) -> dict[str, str]:
+    """The key of this machine in every section."""
+    return {"compute": compute_key(device), "disk": disk_key(config, device)}
+
+
+def _learn(config: RuntimeConfig, device: torch.device, again: bool) -> None:
+    """Fill `_known` from the cache, and measure what it lacks; with `again` measure everything."""
+    measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
+    with _exclusive() as kept:
+        for section, key in _keys(config, device).items():
+            found = None if again else kept[section].get(key)
+            if found is None:
+                found = _measured(section, measure[section], device)
+            _known[section][key] = found
+            if found:
+                kept[section][key] = found
 
 
 def _measured(section: str, measure: Callable[[], Rates], device: torch.device) -> Rates:
@@ -122,8 +132,7 @@ def _nothing() -> Cached:
 
 def unmeasured(config: RuntimeConfig, device: torch.device) -> list[str]:
     """The sections that this process could not measure, and plans with typical rates for."""
-    keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
-    return [section for section in _SECTIONS if _known[section].get(keys[section]) == {}]
+    return [section for section, key in _keys(config, device).items() if _known[section].get(key) == {}]
 
 
 def forget() -> None:
