@@ -108,7 +108,7 @@ def _measured(section: str, measure: Callable[[], Rates], device: torch.device) 
         first = (str(error) or type(error).__name__).splitlines()[0]
         reason = f"{_WHAT[section].format(device=device)} (there is no memory for it: {first})"
     text = f"ssd_fx could not measure {reason}, and plans with typical rates: {_WITHOUT}"
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
     return {}
 
 
