@@ -138,10 +138,17 @@ def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
         what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
         where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
     members = tuple(m.name for m in group.members)
-    size, source = format_bytes(group.nbytes), sources.get(group.base, "")
-    if group.stored_nbytes != group.nbytes:  # 256 of 512 B
-        size = f"{format_bytes(group.stored_nbytes).removesuffix(size[size.index(' ') :])} of {size}"
-    return Row(group.base, plan.modules.get(group.slot, ""), size, what, reason, where, members, source=source)
+    module, source = plan.modules.get(group.slot, ""), sources.get(group.base, "")
+    return Row(group.base, module, _size(group), what, reason, where, members, source=source)
+
+
+def _size(group: AliasGroup) -> str:
+    """`512 B`, or `256 of 512 B` where only a part is stored."""
+    whole = format_bytes(group.nbytes)
+    if group.stored_nbytes == group.nbytes:
+        return whole
+    unit = whole.partition(" ")[2]
+    return f"{format_bytes(group.stored_nbytes).removesuffix(f' {unit}')} of {whole}"
 
 
 def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:

@@ -42,7 +42,9 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        what = f"{self.where} ({self.reason})" if self.where and self.reason else self.where or self.reason
+        what = self.where or self.reason
+        if self.where and self.reason:
+            what = f"{self.where} ({self.reason})"
         members = f"[{', '.join(self.members)}]" if self.members else ""
         return self.name, self._modules(), self.source, self.size, self.decision, what, members
 
