@@ -18,7 +18,7 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all zoo loops peers matrix compatibility lint format check gpu bench bigger-than-memory clean
+.PHONY: help setup demo test test-all zoo loops peers matrix compatibility pages lint format check gpu bench bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
@@ -29,6 +29,7 @@ help:
 	@echo "make bigger-than-memory  train what saves three times the memory that the process may have (ten minutes)"
 	@echo "make peers     PyTorch's own test suites, stock and ours: TESTS=DIR, a checkout of pytorch (an hour)"
 	@echo "make compatibility  docs/compatibility.md, of what zoo, loops, peers and matrix found"
+	@echo "make pages     docs/options.md and the excerpts of docs/how-it-works.md, of what the code says"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
 	@echo "make gpu       on a GPU: tests, rates, bandwidth, steps (25 minutes); gpu-PART: one of its parts, GPU_FLAGS=--dry-run"
 	@echo "make bench     the demo at its full size;  make clean"
@@ -68,6 +69,11 @@ zoo: $(STAMP)
 loops: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,trainers]'
 	EVERY_SOURCE=$(EVERY_SOURCE) $(RECORDED) $(PY) -m pytest tests/loops tests/trainers tests/distributed $(PYTEST_FLAGS)
+
+# The pages that the code makes; tests compare them.
+pages: $(STAMP)
+	$(PY) -m ssd_fx.report.options > docs/options.md
+	$(PY) examples/how_it_works.py --write
 
 compatibility: $(STAMP)
 	$(PY) -m tests.compatibility $(RESULTS) --tidy > docs/compatibility.md

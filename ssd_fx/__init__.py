@@ -1,6 +1,6 @@
 """Train with the saved activations on NVMe: `torch.compile(model, backend=ssd_fx.backend)`."""
 
-# First: with another torch the imports below may fail, with a message that says nothing.
+# First: under an unknown torch the imports below may fail with a message that does not name the cause.
 from ssd_fx import versions  # noqa: F401
 
 # isort: split

@@ -40,7 +40,7 @@ from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
 Report = Callable[[Dump], None]
-Compiled = Any  # what a backend returns: a callable; Inductor types it as whatever any of its modes yields
+Compiled = Any  # a callable; Inductor types it as whatever any of its modes yields
 
 
 def backend(
@@ -50,12 +50,12 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Compiled:
-    """Compile `gm` as Inductor does, with the activations that it saves for backward on disk.
+    """Return `gm` compiled as by Inductor, with the activations that it saves for the backward on disk.
 
-    `options` are those of `ssd_fx.Config`; `mode` is one of `torch.compile`'s and goes to Inductor.
+    `options` are those of `ssd_fx.Config`. `mode` is one of `torch.compile`'s and goes to Inductor.
 
     Raises:
-        ValueError: an option that is unknown or whose value is none, an engine that this machine lacks.
+        ValueError: an unknown option, a bad value, or an engine that this machine lacks.
         OSError: a directory that is missing, not writable, or in memory (tmpfs); the message names it.
     """
     return compile_graph(gm, inputs, options=options, mode=mode)
@@ -69,7 +69,10 @@ def compile_graph(
     mode: str | None = None,
     report: Report | None = None,
 ) -> Compiled:
-    """`backend`; `report`, a function of a module, gets the dump of every graph instead of the option `dump`."""
+    """Return what `backend` returns. `report` gets the dump of every graph, instead of the option `dump`.
+
+    `report` is pickled with the partitioner, so it must be a function of a module.
+    """
     with user_errors():
         config = _checked(options, mode)
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
@@ -89,15 +92,13 @@ def compile_graph(
 
 
 def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None = None) -> Config:
-    """Complain of `options`, and of those in the environment, at once, as `backend` does when a model first runs. The
-    directory of `dump` is made.
+    """Return all options as they would be in force, those in the environment included.
 
-    Returns all options as they would be in force. What only a graph can tell is not looked at: patterns of `keep` and
-    `offload` that name no module, a budget in bytes that is too small.
+    `backend` checks the same when a model first runs. Two errors need a graph and are not found here: a pattern of
+    `keep` or `offload` that names no module, and a budget in bytes that is too small. The directory of `dump` is made.
 
     Raises:
-        ValueError: an option that is unknown or whose value is none, an engine that this machine lacks, a profile that
-            cannot be read.
+        ValueError: an unknown option, a bad value, an engine that this machine lacks, or a profile that cannot be read.
         OSError: a directory that is missing, not writable, or in memory (tmpfs), or a `dump` that cannot be made; the
             message names it.
     """
@@ -126,10 +127,11 @@ def _checked(options: Mapping[str, Any] | None, mode: str | None) -> Config:
 
 
 def _keeps_all() -> bool:
-    """Whether nothing of what is compiled now leaves, because somebody else disposes of what autograd saves.
+    """Whether all tensors of the graph compiled now must stay in memory; warns if so.
 
-    A checkpoint drops it, and computes it again right before it is needed. The forward that runs again may be another
-    graph (for dynamic sizes): its saved tensors go to the backward of the first one, which only plain tensors can.
+    They must where autograd's saved tensors are in somebody else's hands. A checkpoint drops them, and recomputes them
+    right before they are needed. Its second forward may be another graph (for dynamic sizes). That one's saved tensors
+    then go to the backward of the first graph, which can take plain tensors only.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
@@ -143,7 +145,11 @@ def _keeps_all() -> bool:
 
 
 def _make_dump(directory: str) -> None:
-    """Raises: OSError, which names it, if `directory` cannot be made or written to."""
+    """Make `directory`, and check that files can be made in it.
+
+    Raises:
+        OSError: it cannot be made or written to; the message names it.
+    """
     os.makedirs(directory, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
         pass
@@ -154,21 +160,21 @@ def _reported(report: Report, arguments: Sequence[str], partition: Partition, pl
 
 
 def _write(directory: str, share: str, made: Dump) -> None:
-    """Put the dump of a graph into `directory`; `share`, if any, begins the plan: it is one rank's of some."""
+    """Write the dump of a graph to `directory`. `share`, if any, begins the plan: this rank's share of the node."""
     for name, text in made.files().items():
         head = f"{share}\n" if share and name.endswith(".plan.txt") else ""
         (Path(directory) / name).write_text(head + text)
 
 
 def plan_options(config: Config, device: torch.device) -> PlanOptions:
-    """What the passes need of the options for graphs that compute on `device`.
+    """The part of the options that the passes need, for graphs that compute on `device`.
 
     Raises:
         ValueError: the profile cannot be read.
     """
     return PlanOptions(
         version=source_digest(),
-        budget=config.budget,  # bytes are the runtime's, one budget for all graphs: each plan only leaves room for them
+        budget=config.budget,  # bytes are one budget over all graphs, which the runtime keeps; plans leave room
         recompute=config.recompute,
         min_bytes=config.min_bytes,
         prefetch=config.prefetch,
@@ -182,7 +188,7 @@ def plan_options(config: Config, device: torch.device) -> PlanOptions:
 
 
 def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:
-    """What only the Dynamo graph and the frame it was traced from know: marks, and the names of the modules.
+    """`options` with the marks and module names that only the Dynamo graph and its frame know.
 
     Raises:
         ValueError: a pattern of `keep` or `offload` that names no module.
@@ -195,19 +201,20 @@ def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:
 
 
 def machine_of(config: Config, device: torch.device) -> Machine:
-    """The rates to plan for, as the option `machine` says; the first call on a machine may measure for some seconds.
+    """The rates to plan for, by the option `machine`; the first call on a machine may measure for some seconds.
 
-    Whoever says them, those of the drives are what one process has alone: a rank plans with its share.
+    Rates of the drives are those of one process alone. A rank plans with its share.
     """
     if config.machine == "auto":
         return calibrate.calibrated(parse(config.runtime_json()), device).shared(config.sharing())
-    typical = Machine.default(device, torch.get_num_threads())
-    said = typical if config.machine == "default" else typical.with_rates(json.loads(config.machine))
-    return said.shared(config.sharing())
+    machine = Machine.default(device, torch.get_num_threads())
+    if config.machine != "default":
+        machine = machine.with_rates(json.loads(config.machine))
+    return machine.shared(config.sharing())
 
 
 def _device(inputs: Sequence[object]) -> torch.device:
-    """Where a graph with these inputs computes: on the first one that is not the CPU."""
+    """The device that a graph with these inputs computes on: the first that is not the CPU, else the CPU."""
     devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
@@ -221,13 +228,17 @@ def _inductor(
     from ssd_fx.passes.lowering.settings import settings
 
     inductor.register()
-    partitioner = _for_cpp(partitioner) if inductor_config.cpp_wrapper else partitioner
+    if inductor_config.cpp_wrapper:
+        partitioner = _for_cpp(partitioner)
     passes = inductor_passes(partitioner, source_digest())
     return compile_fx(gm, list(inputs), config_patches=settings(gm, inputs, mode) | passes)
 
 
 def _for_cpp(partitioner: Partitioner) -> Partitioner:
-    """Inductor's C++ wrapper escapes no strings, and frees buffers itself: what was stored is not handed over."""
+    """The partitioner for Inductor's C++ wrapper, which escapes no strings and frees buffers itself; warns.
+
+    No release can hand its buffer over there, so every release waits for its write.
+    """
     warnings.warn(
         "torch._inductor.config.cpp_wrapper is on: every release of ssd_fx waits until its tensor is written, because "
         "Inductor's C++ code cannot give it away before; without it the step goes on meanwhile",
@@ -251,6 +262,6 @@ def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: 
         fw_compiler=boxed_nop,
         inference_compiler=inference,
         partition_fn=partitioner,
-        keep_inference_input_mutations=True,  # as stock: behind the graph a checkpoint's second run would miss them
+        keep_inference_input_mutations=True,  # as stock; behind the graph, a checkpoint's second run would miss them
     )
     return compiler(gm, list(inputs))

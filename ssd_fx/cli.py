@@ -1,7 +1,7 @@
 """The command `ssd-fx`: what this machine offers.
 
-ssd-fx check /mnt/nvme     is the directory fit for activations, and how fast does the runtime write and read there
-ssd-fx calibrate /mnt/nvme measure anew what the planner reckons with, and keep it in the cache directory
+ssd-fx check /mnt/nvme     whether the directory is fit for activations, and how fast the runtime writes and reads
+ssd-fx calibrate /mnt/nvme measure the rates that plans are made for, and keep them in the cache directory
 ssd-fx info                versions, the device, whether GPUDirect Storage is real, and the default options
 """
 
@@ -30,12 +30,15 @@ from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.sizes import format_bytes
 
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20
-_ALL_TO_THE_DRIVE = {"budget": 0, "host_budget": 0, "compression": "", "adapt": False}  # whatever the environment says
+_ALL_TO_THE_DRIVE = {"budget": 0, "host_budget": 0, "compression": "", "adapt": False}  # overrides the environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0 fine, 1 the directory is unfit, or the cores are busy, 2 a wrong word
-    on the command line or in the environment, 141 (as a shell says of SIGPIPE) nobody reads what it prints."""
+    """Run the command, and return its exit status.
+
+    0: fine. 1: the directory is unfit, or the cores are busy. 2: a wrong word on the command line or in the
+    environment. 141, a shell's status for SIGPIPE: the reader of the output has gone.
+    """
     try:
         status = _run(argv)
         sys.stdout.flush()
@@ -50,7 +53,7 @@ def _run(argv: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="write and read activations in a directory and print the rates")
     check.add_argument("directory")
-    measure = commands.add_parser("calibrate", help="measure the machine and a directory anew, for the planner")
+    measure = commands.add_parser("calibrate", help="measure the machine and a directory for the planner")
     measure.add_argument("directory")
     commands.add_parser("info", help="versions, device, GPUDirect Storage, default options")
     flags = parser.parse_args(argv)
@@ -78,7 +81,7 @@ def _info() -> int:
 
 
 def _is_fit(directory: str) -> bool:
-    """Whether activations may go there; prints why not."""
+    """Whether activations may go to `directory`; prints why not."""
     try:
         check_directory(directory)
     except OSError as error:
@@ -93,7 +96,7 @@ def _calibrate(directory: str) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()
     config = parse(Config.make({"dirs": [directory]}).runtime_json())
-    machine = calibrate.calibrated(config, device, anew=True)
+    machine = calibrate.calibrated(config, device, again=True)
     print(*described(machine.rates()), sep="\n")
     took = f"measured in {time.perf_counter() - started:.1f} s"
     missed = calibrate.unmeasured(config, device)
@@ -121,8 +124,8 @@ def _gds(found: cufile.Status) -> str:
 def _check(directory: str) -> int:
     if not _is_fit(directory):
         return 1
-    said = {"dirs": [directory], "engine": "posix", "inflight": _TENSORS * _TENSOR_BYTES}
-    config = Config.make(said | _ALL_TO_THE_DRIVE).runtime_json()
+    options = {"dirs": [directory], "engine": "posix", "inflight": _TENSORS * _TENSOR_BYTES}
+    config = Config.make(options | _ALL_TO_THE_DRIVE).runtime_json()
     tensors = [torch.full((_TENSOR_BYTES,), i, dtype=torch.uint8) for i in range(_TENSORS)]
     free = os.statvfs(directory)
     try:
@@ -138,24 +141,30 @@ def _check(directory: str) -> int:
 
 
 def _rates(tensors: list[torch.Tensor], config: str) -> str:
-    """How fast all `tensors` go to the drive and come back; what the runtime warns of is printed.
+    """A line with the rates at which all `tensors` are written and read. Prints the runtime's warnings.
 
-    Raises: OSError if some do not: rates of what stays in memory are none of the drive.
+    Raises:
+        OSError: some stayed in memory, so the rates are not those of the drive.
     """
     ssd_fx.reset_stats()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         write_s, read_s = _round_trip(tensors, config)
-    for warning in told:
+    for warning in caught:
         print(warning.message, file=sys.stderr)
-    moved, nbytes = min(ssd_fx.stats().written_bytes, ssd_fx.stats().read_bytes), _TENSORS * _TENSOR_BYTES
+    moved = min(ssd_fx.stats().written_bytes, ssd_fx.stats().read_bytes)
+    nbytes = _TENSORS * _TENSOR_BYTES
     if moved < nbytes:
         raise OSError(f"of {format_bytes(nbytes)} only {format_bytes(moved)} went to the drive and came back")
     return f"write {nbytes / 1e6 / write_s:7.0f} MB/s   read {nbytes / 1e6 / read_s:7.0f} MB/s"
 
 
 def _round_trip(tensors: list[torch.Tensor], config: str) -> tuple[float, float]:
-    """Seconds to store all `tensors`, and to load them again; what comes back is compared."""
+    """Seconds to store all `tensors`, and seconds to load them.
+
+    Raises:
+        RuntimeError: a loaded tensor is not what was stored.
+    """
     ops = torch.ops.ssd_fx
     start = time.perf_counter()
     handles = [ops.store(t, config, "check", i, i) for i, t in enumerate(tensors)]

@@ -1,7 +1,7 @@
-"""The options: what may be said, what it means, and what is wrong with what was said.
+"""The options: names, types, meanings and defaults. `docs/options.md` is made from the docstring of `Config`.
 
 Options come from `torch.compile(..., options={...})`, else from `SSD_FX_<NAME>` in the environment, else from the
-defaults. This is the only module that reads the environment, but for `SSD_FX_ANY_TORCH` of versions.py.
+defaults. Only this module reads the environment, and versions.py for `SSD_FX_ANY_TORCH`.
 """
 
 from __future__ import annotations
@@ -25,53 +25,60 @@ from ssd_fx.runtime.config import TIERS
 from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive
 
 _MIB = 2**20
+_PREFIX = "SSD_FX_"
 
 
 @dataclass(frozen=True)
 class Config:
     """The options of one `torch.compile` call.
 
-    `dirs`, `disk_limit`, `host_budget` and the bandwidths of `machine` are of the node, whose ranks share them; all
-    else is of each process.
+    `dirs`, `disk_limit`, `host_budget` and the bandwidths of `machine` belong to the node. Its ranks share them. All
+    other options belong to one process.
 
-    dirs: directories on the drives that take the activations; several are used in turn. Default: the system's
-        temporary directory.
-    budget: saved tensors that may stay resident. A share of each graph's saved bytes (a float from 0 to 1): the plan
-        keeps at most that share of what can leave, and memory stays as far below its peak with everything kept. Bytes
-        (`"2GiB"`, an int): one budget over all graphs of the process, kept at run time; the oldest tensors leave first.
-        A size that is less than what must stay of one graph (marks, small storages, what cannot be offloaded) is a
-        ValueError when that is compiled, which says the least that can be met; 0 bounds nothing that must stay.
-        `"auto"`: the least share that is predicted to cost no wait. Default: 0, all that can leave leaves.
-    recompute: compute tensors again instead where that is predicted to be faster than the drive. Default: on.
-    min_bytes: smaller storages always stay. Default: 1 MiB.
-    engine: `"auto"`: GPUDirect Storage for tensors on a GPU where it is real, else direct file I/O; `"posix"`: direct
-        file I/O; `"kvikio"`: GPUDirect Storage or an error, `"kvikio-forced"`: cuFile through host memory if need be;
-        `"memory"`: host memory, for comparisons.
-    inner: the compiler behind: `"inductor"` or `"aot_eager"`.
-    inflight: bytes that may be waiting to be written; a store beyond it waits. Default: 128 MiB.
-    prefetch: bytes that may be loaded before they are due. Default: 64 MiB.
-    dump: directory that gets the plan and both rewritten graphs of everything compiled; turns the compile cache off.
-    allow_tmpfs: accept a directory in memory, which frees no memory.
-    checksums: sum up every block when it is written and compare when it is read. Default: on.
-    disk_limit: the most bytes that the file in one directory may have; 0, the default: what the file system has.
-    host_budget: bytes of offloaded tensors that may rest in host memory before they move on to disk; on their way there
-        they take up to `inflight` bytes more. Default: 0.
-    compression: none (the default), or a codec for what goes to disk: `"bitpack"` (lossless, for what is small by
-        nature), `"fp8"` or `"int8"` (lossy); or one per tier, `{"host": "bitpack", "ssd": "fp8"}` or
-        `"host=bitpack,ssd=fp8"`.
-    adapt: stop writing tensors that somebody else keeps anyway, read earlier what was waited for. Default: on.
-    keep: patterns of module names (`["head", "blocks.[0-3].attn", "*.norm"]`) whose saved tensors stay, whatever the
-        budget; one in bytes that they alone exceed is an error. Names are those of `named_modules()`; a pattern holds
-        for everything inside the modules it names.
-    offload: patterns of module names whose saved tensors of at least `min_bytes` leave, whatever the budget. Where both
-        match, the innermost module decides, and `ssd_fx.keep(x)` or `ssd_fx.offload(x)` in the model before that.
-    machine: the rates that the plan is made for. `"auto"`: measured once, which takes some seconds, and kept in the
-        user's cache directory; `"default"`: typical ones, nothing is measured; or a dictionary (in the environment
-        JSON) of the fields of `ssd_fx.passes.cost.machine.Machine`, e.g. `{"flops": 3e14, "write_bw": 6e9}`, to plan
-        for another.
-    profile: a file that `ssd_fx.save_profile` wrote: the plan is made with its measured times. Default: none.
-    ranks: how many processes of this node share it. `"auto"`, the default: `LOCAL_WORLD_SIZE`, which torchrun sets, or
-        1. With a number above 1 `LOCAL_RANK` says which of them this one is. 1: all that is named is this process's.
+    dirs (a directory or a list of them; in the environment separated by `:`): Directories on the drives. A large
+        tensor is striped over all of them; a small one goes to the least busy drive. Default: the system's temporary
+        directory.
+    budget (a size, a share or `"auto"`): Saved tensors that may stay in memory. A size (`"2GiB"`) is one budget over
+        all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
+        memory is an error that names the least possible size. 0 is never an error, and offloads everything that can be
+        offloaded. A share (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part.
+        `"auto"` is the least share with no predicted stall; it may recompute tensors.
+    recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
+    min_bytes (a size): Smaller tensors stay in memory, unless `ssd_fx.offload(x)` marks them.
+    engine (a name): `"posix"` is direct file I/O. `"kvikio"` is GPUDirect Storage or an error; `"kvikio-forced"` also
+        accepts its compatibility mode, which copies through host memory. `"memory"` copies to host memory, for
+        comparisons. `"auto"` takes GPUDirect Storage for tensors on a GPU where it works, else direct file I/O.
+    inner (a name): The compiler that gets the rewritten graphs: `"inductor"` or `"aot_eager"`.
+    inflight (a size above 0): Bytes that may be waiting to be written. A store beyond it waits.
+    prefetch (a size): Bytes that may be read before the graph asks for them.
+    dump (a directory): Gets the plan and both rewritten graphs of everything that is compiled. The directory is made
+        if it is missing. With this option no compiled graph comes from the compile cache.
+    allow_tmpfs (a flag): Accept a directory that is in memory, which saves no memory.
+    checksums (a flag): Compute a checksum of every block that is written, and compare it when the block is read.
+    disk_limit (a size): The most bytes that the file in one directory may have, for each set of options. Default: no
+        limit but the free space.
+    host_budget (a size): Bytes of offloaded tensors that may be in host memory instead of on disk. On a GPU the plan
+        chooses the tensors. On the CPU this is the same memory as that of `budget`. Tensors on their way from there to
+        the drive take up to `inflight` bytes more.
+    compression (a name, or names per tier): `"bitpack"` is lossless, and shrinks masks, small integers and the zeros
+        of ReLU. `"fp8"` and `"int8"` are lossy. A name alone is for the drive. `{"host": "bitpack", "ssd": "fp8"}`,
+        or `host=bitpack,ssd=fp8` in the environment, names one codec per tier.
+    adapt (a flag): Learn from the steps that ran. Stop writing a tensor that the program holds anyway, and read
+        earlier what was waited for.
+    keep (patterns of module names; in the environment separated by `,`): What these modules save stays in memory,
+        whatever the budget: `["head", "blocks.[0-3].attn", "*.norm"]`. Names are those of `named_modules()`. A pattern
+        also holds for everything inside the modules that it names. A budget in bytes below what they keep is an error.
+    offload (patterns of module names, as for `keep`): What these modules save is offloaded, whatever the budget, from
+        `min_bytes` on. Where both options match, the innermost module decides. `ssd_fx.keep(x)` and
+        `ssd_fx.offload(x)` in the model override both.
+    machine (`"auto"`, `"default"` or a dictionary): The rates that plans are made for. `"auto"` measures them once,
+        which takes some seconds, and keeps them in the user's cache directory. `"default"` takes typical rates and
+        measures nothing. A dictionary, in the environment JSON, overrides typical rates: fields of
+        `ssd_fx.passes.cost.machine.Machine` such as `{"flops": 3e14, "write_bw": 6e9}`.
+    profile (a file): A file that `ssd_fx.save_profile` wrote. Plans are made with its measured times.
+    ranks (`"auto"` or a number): Processes that share this node. `"auto"` reads `LOCAL_WORLD_SIZE`, which torchrun
+        sets, and is 1 without it. For a number above 1, `LOCAL_RANK` must say which of them this process is. 1 shares
+        nothing. Default: `"auto"`.
     """
 
     dirs: tuple[str, ...] = ()
@@ -97,34 +104,37 @@ class Config:
 
     @staticmethod
     def make(options: Mapping[str, Any] | None = None) -> Config:
-        """Read `options` and the environment.
+        """Return the options of `options` and of the environment; the former win.
 
         Raises:
-            ValueError: an unknown option, or a value that is none; the message says what would be right.
+            ValueError: an unknown option, or a bad value; the message says what would be right.
         """
         names = [f.name for f in fields(Config)]
-        own = [n for n in os.environ if n.startswith("SSD_FX_") and n != versions.ANYWAY]
-        unknown = [n for n in own if n[7:].lower() not in names]
-        if unknown:
-            raise ValueError(
-                f"the environment has {unknown[0]}, and ssd_fx has no such option{_known(unknown[0][7:], names)}"
-            )
-        given = {n: os.environ[f"SSD_FX_{n.upper()}"] for n in names if f"SSD_FX_{n.upper()}" in os.environ}
+        for variable in os.environ:
+            option = variable.removeprefix(_PREFIX).lower()
+            if variable.startswith(_PREFIX) and variable != versions.ANYWAY and option not in names:
+                raise ValueError(
+                    f"the environment has {variable}, and ssd_fx has no such option{_known(option, names)}"
+                )
         if not isinstance(options or {}, Mapping):
             raise ValueError(f"options={options!r} is no dictionary of options such as {{'dirs': ['/mnt/nvme']}}")
-        for name, value in (options or {}).items():
+        given = dict(options or {})
+        for name in given:
             if name not in names:
                 raise ValueError(f"ssd_fx has no option {name!r}{_known(str(name), names)}")
-            given[name] = value
-        said = options or {}
-        values = {n: _PARSERS[n](n, value) if n in said else _from_environment(n, value) for n, value in given.items()}
+        values: dict[str, Any] = {}
+        for name in names:
+            if name in given:
+                values[name] = _PARSERS[name](name, given[name])
+            elif _variable(name) in os.environ:
+                values[name] = _from_environment(name)
         values.setdefault("dirs", (os.path.abspath(tempfile.gettempdir()),))
         values.setdefault("ranks", _parse_ranks("ranks", "auto"))
         return Config(**values)
 
     @property
     def own_dirs(self) -> tuple[str, ...]:
-        """Those of `dirs` that this rank writes to."""
+        """The directories of `dirs` that this rank writes to."""
         return dealt(self.dirs, self.ranks)
 
     @property
@@ -135,15 +145,19 @@ class Config:
     @property
     def own_disk_limit(self) -> int:
         """The most bytes of this rank's file in a directory; 0 for no limit."""
-        return max(1, self.disk_limit // in_a_directory(self.dirs, self.ranks)) if self.disk_limit else 0
+        if not self.disk_limit:
+            return 0
+        return max(1, self.disk_limit // in_a_directory(self.dirs, self.ranks))
 
     @property
     def own_dump(self) -> str:
-        """Where this rank's dump goes: the graphs of all ranks have one name."""
-        return self.dump if self.ranks.number is None or not self.dump else f"{self.dump}/rank{self.ranks.number}"
+        """The directory of this rank's dump. Each rank has one, because their graphs have the same names."""
+        if self.ranks.number is None or not self.dump:
+            return self.dump
+        return f"{self.dump}/rank{self.ranks.number}"
 
     def sharing(self) -> int:
-        """How many ranks share the bandwidth of this one's drives, told by the file systems of the directories.
+        """How many ranks share the bandwidth of this one's drives. Directories of one file system are one drive.
 
         Raises:
             OSError: a directory that is missing.
@@ -153,27 +167,39 @@ class Config:
         return on_a_drive(self.dirs, self.ranks, lambda path: os.stat(path).st_dev)
 
     def share(self) -> str:
-        """What this rank has of its node, in a line; empty where it has all of it."""
+        """One line about this rank's share of the node; empty if the node is not shared."""
         if self.ranks.count == 1:
             return ""
         own = f"writes to {', '.join(self.own_dirs)}, whose bandwidth {self.sharing()} ranks share"
         return f"{self.ranks}: {own}; host_budget {self.own_host_budget} B, disk_limit {self.own_disk_limit} B"
 
     def runtime_json(self) -> str:
-        """The half that the runtime needs, as canonical JSON: it travels in the compiled graphs."""
-        half = {"allow_tmpfs": self.allow_tmpfs, "dirs": list(self.own_dirs), "engine": self.engine}
-        half |= {"inflight": self.inflight, "prefetch": self.prefetch, "checksums": self.checksums}
-        half |= {"disk_limit": self.own_disk_limit, "host_budget": self.own_host_budget, "adapt": self.adapt}
-        half |= {"compression": dict(self.compression)}
-        half |= {"resident": self.budget if isinstance(self.budget, int) else 0}
-        return json.dumps(half, sort_keys=True, separators=(",", ":"))
+        """The options that the runtime needs, as canonical JSON. Compiled graphs carry it."""
+        needed = {
+            "adapt": self.adapt,
+            "allow_tmpfs": self.allow_tmpfs,
+            "checksums": self.checksums,
+            "compression": dict(self.compression),
+            "dirs": list(self.own_dirs),
+            "disk_limit": self.own_disk_limit,
+            "engine": self.engine,
+            "host_budget": self.own_host_budget,
+            "inflight": self.inflight,
+            "prefetch": self.prefetch,
+            "resident": self.budget if isinstance(self.budget, int) else 0,
+        }
+        return json.dumps(needed, sort_keys=True, separators=(",", ":"))
 
 
-def _from_environment(name: str, value: str) -> Any:
+def _variable(name: str) -> str:
+    return _PREFIX + name.upper()
+
+
+def _from_environment(name: str) -> Any:
     try:
-        return _PARSERS[name](name, value)
+        return _PARSERS[name](name, os.environ[_variable(name)])
     except ValueError as error:
-        raise ValueError(f"SSD_FX_{name.upper()} in the environment: {error}") from None
+        raise ValueError(f"{_variable(name)} in the environment: {error}") from None
 
 
 def _known(name: str, names: list[str]) -> str:
@@ -183,7 +209,7 @@ def _known(name: str, names: list[str]) -> str:
 
 
 def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
-    """One path, several separated by the system's path separator, or a sequence of paths; made absolute."""
+    """The absolute paths of one path, of several separated by the system's path separator, or of a sequence."""
     if isinstance(value, (str, Path)):
         parts: list[Any] = str(value).split(os.pathsep)
     elif isinstance(value, (list, tuple)):
@@ -215,7 +241,7 @@ def _parse_engine(name: str, value: object) -> str:
 
 
 def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
-    """`"fp8"`, `"host=bitpack,ssd=fp8"`, a mapping of tiers to codecs, or nothing."""
+    """Pairs of tier and codec, of `"fp8"`, `"host=bitpack,ssd=fp8"`, a mapping of tiers to codecs, or nothing."""
     given = value
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip() not in ("", "none", "off")]
@@ -232,7 +258,7 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
 
 
 def _parse_patterns(name: str, value: object) -> tuple[str, ...]:
-    """One pattern, several separated by commas, or a sequence of patterns."""
+    """The patterns of one pattern, of several separated by commas, or of a sequence."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
         raise ValueError(
@@ -258,7 +284,7 @@ def _parse_flag(name: str, value: object) -> bool:
 
 
 def _parse_machine(name: str, value: object) -> str:
-    """`"auto"`, `"default"`, or rates as a mapping or as JSON; these come back as canonical JSON."""
+    """`"auto"`, `"default"`, or rates, which may be a mapping or JSON, as canonical JSON."""
     if value in ("auto", "default"):
         return str(value)
     try:

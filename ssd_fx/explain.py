@@ -1,4 +1,4 @@
-"""What becomes of a model's graphs, as values: to look at, and for tests of toy graphs."""
+"""Plans and rewritten graphs of a model, as values: to look at, and for tests of toy graphs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ssd_fx.report.dump import Dump
 class Explanation:
     """One compiled graph, as the option `dump` writes it.
 
-    `graph`: its name in stats, logs and traces. `table`: the plan, for people. `plan`: the same in full, with the keys
-    `saved_bytes`, `offloaded_bytes`, `predicted`, `groups` and `recomputed`. `forward`, `backward`: the code of both
-    graphs with the stores, releases, loads and waits in them.
+    graph: its name in stats, logs and traces.
+    table: the plan, for people.
+    plan: the same in full, with the keys `saved_bytes`, `offloaded_bytes`, `predicted`, `groups` and `recomputed`.
+    forward, backward: the code of both graphs, with stores, releases, loads and waits.
     """
 
     graph: str
@@ -39,27 +40,28 @@ def explain(
     dynamic: bool | None = None,
     fullgraph: bool = False,
 ) -> Callable[..., list[Explanation]]:
-    """A function that takes the inputs of `model` and returns what `ssd_fx.backend` makes of each of its graphs, equal
-    ones once, in the order in which they were compiled.
+    """Return a function that takes the inputs of `model` and returns an `Explanation` of each of its graphs.
+
+    They come in the order in which they were compiled, equal ones once.
 
         for graph in ssd_fx.explain(model, options={"budget": 0.5})(tokens, targets):
             print(graph)
 
-    It compiles and runs the forward once, which draws random numbers and changes buffers as a forward does, and calls
-    `torch._dynamo.reset()`: what the process has compiled before is compiled again when it runs next. `options` are
-    those of the backend, `dynamic` and `fullgraph` as in `torch.compile`. For a test of a toy:
-    `{"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0}` plans the same everywhere, in a
-    second and without a drive.
+    The function compiles the model and runs its forward once. That draws random numbers and changes buffers, as a
+    forward does. It also calls `torch._dynamo.reset()`, so what the process compiled before is compiled again when it
+    runs next. `options` are those of the backend, `dynamic` and `fullgraph` as in `torch.compile`. For a test of a toy,
+    `{"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0}` gives the same plan on every
+    machine, in a second and without a drive.
 
     Raises:
-        ValueError, OSError: what `check_options` raises, at once; and what a budget or a pattern of module names raises
-            that does not suit the graph, when it is called.
-        ValueError: when called, nothing was compiled for a backward.
+        ValueError, OSError: at once, what `check_options` raises. When the function is called, a budget or a pattern of
+            module names that does not suit a graph.
+        ValueError: when the function is called, nothing was compiled for a backward.
     """
     check_options(options)
 
     def explained(*args: Any, **kwargs: Any) -> list[Explanation]:
-        torch._dynamo.reset()  # a function that was compiled eight times is not compiled again
+        torch._dynamo.reset()  # Dynamo compiles a function eight times at most
         backend = partial(compile_graph, report=_take)
         compiled = torch.compile(
             model, backend=backend, options=dict(options or {}), dynamic=dynamic, fullgraph=fullgraph
@@ -82,7 +84,7 @@ def explain(
 
 
 _taken: dict[str, Explanation] = {}
-"""By graph, in the order in which they were compiled. Of this module, because what reports is pickled."""
+"""By graph, in the order in which they were compiled. Global, because `_take` is pickled and may own no state."""
 
 
 def _take(made: Dump) -> None:

@@ -11,32 +11,32 @@ from ssd_fx.passes.joint.marks import ANNOTATION, KEEP, OFFLOADS
 
 
 def keep(x: torch.Tensor) -> torch.Tensor:
-    """Return `x`, and have what is saved of it for backward stay in memory, whatever the budget.
+    """Return `x`, and keep in memory whatever the backward saves of it, whatever the budget.
 
-    The mark is one of the memory of `x` as it is here: it holds for whichever tensor or view of it autograd saves. It
-    saves nothing that would not be saved without it; where nothing of it is (Inductor recomputes cheap operators from
-    their inputs), the logger `ssd_fx` says so at level INFO. It changes neither kernels nor results. Outside of a
-    graph that ssd_fx compiles it is the identity. A budget in bytes that is less than what is kept in one graph is a
-    ValueError when that is compiled.
+    The mark is on the memory of `x` as it is here. It holds for every tensor or view of it that autograd saves, and
+    makes autograd save nothing more. If nothing of `x` is saved (Inductor recomputes cheap operators from their
+    inputs), the logger `ssd_fx` reports that at level INFO. The mark changes neither kernels nor results. Outside a
+    graph that ssd_fx compiles it does nothing. A budget in bytes below what one graph keeps is a ValueError when that
+    graph is compiled.
 
     Raises:
-        ValueError: `x` is no tensor.
+        ValueError: `x` is not a tensor.
     """
     return _marked(x, KEEP)
 
 
 def offload(x: torch.Tensor, *, tier: Literal["host", "ssd"] | None = None) -> torch.Tensor:
-    """Return `x`, and have what is saved of it for backward leave memory, whatever the budget and however small it is.
+    """Return `x`, and offload whatever the backward saves of it, whatever the budget and however small it is.
 
-    What `keep` says of the memory of `x` holds here too. Where it cannot leave, a `RuntimeWarning` says why. To mark
-    the same memory both ways is a `ValueError` when the graph is compiled.
+    The mark is on the memory of `x`, as in `keep`. If that cannot be offloaded, a `RuntimeWarning` gives the reason. It
+    is a `ValueError` to mark the same memory both ways, raised when the graph is compiled.
 
-    tier: `"ssd"` is the drive. `"host"` is host memory, before all that is not marked so, as far as `host_budget` has
-        room (by default it has none). None: wherever it is predicted to be better. On the CPU, whose memory is the
-        host's, the tier says nothing.
+    tier: `"ssd"` is the drive. `"host"` is host memory, ahead of everything that is not marked so, as far as
+        `host_budget` has room (by default it has none). None: wherever it is predicted to be better. On the CPU, whose
+        memory is the host's, the tier has no effect.
 
     Raises:
-        ValueError: `x` is no tensor, or `tier` is none.
+        ValueError: `x` is not a tensor, or `tier` is unknown.
     """
     if tier not in OFFLOADS:
         raise ValueError(f"ssd_fx.offload(tier={tier!r}): right would be 'host', 'ssd' or None")

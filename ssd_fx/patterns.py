@@ -1,8 +1,13 @@
-"""What the module name patterns of `keep` and `offload` name in the user's program, and whether they name anything.
+"""Checks that the module name patterns of `keep` and `offload` name modules of the user's program.
 
-A name is that of `named_modules()` of what the compiled code belongs to: the model whose `forward` it is, or the model
-that it calls. One compile call may see many graphs (graph breaks, blocks that are compiled one by one), so that no
-single graph decides whether a pattern is wrong: it is an error where it names no module of the models in reach.
+Names are those of `named_modules()` of the model whose `forward` was compiled, or of the model that the compiled
+function calls. The names in one graph do not decide whether a pattern is wrong. One `torch.compile` may make many
+graphs (graph breaks, blocks that are compiled one by one), and a pattern may name a module of a later one. So a pattern
+is compared with three sets of models:
+
+    of the graph    the models that the graph's modules belong to (`roots`)
+    in reach        the models in the locals, closures and named globals of the compiled function
+    running         the models whose methods are on the call stack: a block's graph is compiled while its model runs
 """
 
 from __future__ import annotations
@@ -24,15 +29,15 @@ from torch._dynamo import OptimizedModule
 from ssd_fx.passes.joint.marks import ANNOTATION
 from ssd_fx.passes.joint.modules import enclosing, matches, paths
 
-# Patterns that named a module while a model was in reach: a later graph of the same code may reach that model and not
-# the one that was named, or stand below it on the stack.
+# Patterns that named a module while a model was in reach. A later graph of the same code may reach that model, and not
+# the model that has the named module.
 _matched: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def roots(graph_module: fx.GraphModule) -> dict[str, nn.Module]:
-    """The models that a Dynamo graph reaches its modules through, by the expression that stands at its nodes.
+    """The models that the modules of a Dynamo graph belong to, by Dynamo's expression for each.
 
-    Empty where no module is in the graph, and where the compiled frame cannot be seen (outside of Dynamo).
+    Empty if no module is in the graph, or outside of Dynamo, where there is no compiled frame.
     """
     frame = _compiled_frame()
     outermost = dict.fromkeys(around[0] for node in _nodes(graph_module) if (around := paths(node)))
@@ -40,15 +45,15 @@ def roots(graph_module: fx.GraphModule) -> dict[str, nn.Module]:
 
 
 def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: dict[str, nn.Module]) -> None:
-    """Compare patterns with the names of all modules in reach. `own`: the graph's `roots`.
+    """Compare patterns with the names of modules in the graph, in reach and running. `own`: the graph's `roots`.
 
-    A pattern that names modules of this graph only by what they are called further outside cannot be obeyed, because
-    the compiled code may serve every module of that kind: a RuntimeWarning.
+    A pattern may name modules of this graph only by their names in a running model. It cannot be obeyed, because the
+    compiled code may serve every module of that class. It is a RuntimeWarning.
 
     Raises:
-        ValueError: a pattern names no module; the message has near ones.
+        ValueError: a pattern names no module; the message has similar names.
     """
-    if not patterns:  # looking at the callers' variables keeps those alive for as long as the callers run
+    if not patterns:  # f_locals of a running frame keeps its variables alive until the frame returns
         return
     models = [*own.values(), *_models_of(_compiled_frame())]
     names = {name for node in _nodes(graph_module) for name in enclosing(node, tuple(own))}
@@ -75,7 +80,7 @@ def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: dict[str, 
 
 
 def arguments(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """What the user calls the inputs of a Dynamo graph: `tokens`, `batch['mask']`, `self.head.weight`."""
+    """The user's names of the inputs of a Dynamo graph: `tokens`, `batch['mask']`, `self.head.weight`."""
     names = []
     for node in graph_module.graph.find_nodes(op="placeholder"):
         source = getattr(node.meta.get("grapharg"), "source", None)
@@ -90,9 +95,10 @@ def _called(source: str) -> str:
 
 
 def annotation_digest(graph_module: fx.GraphModule, *, names: bool) -> str:
-    """A digest of the marks at the nodes of a Dynamo graph, and of the modules' names where they matter.
+    """A digest of the marks at the nodes of a Dynamo graph, and with `names` of the names of their modules.
 
-    Compile caches look at the code of a graph, in which neither stands. Empty where there is nothing to tell apart.
+    Compile caches look at the code of a graph, which has neither. Empty if the graph has no marks and names do not
+    matter.
     """
     notes = []
     for node in _nodes(graph_module):
@@ -110,7 +116,7 @@ def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _compiled_frame() -> Any:
-    """What the frame that Dynamo is compiling sees: `f_locals`, `f_globals` and `f_code`; nothing outside of Dynamo."""
+    """`f_locals`, `f_globals` and `f_code` of the frame that Dynamo is compiling; empty outside of Dynamo."""
     from torch._dynamo.symbolic_convert import tls
 
     translator = getattr(tls, "current_tx", None)
@@ -120,7 +126,7 @@ def _compiled_frame() -> Any:
 
 
 def _first_module(path: str, frame: Any) -> tuple[str, nn.Module] | None:
-    """Follow an expression such as `L['self'].model.blocks.0` up to the first module on it."""
+    """The first module on an expression such as `L['self'].model.blocks.0`, and the expression up to it."""
     match = re.match(r"([LG])\['([^']*)'\]", path)
     if match is None:
         return None
@@ -133,20 +139,20 @@ def _first_module(path: str, frame: Any) -> tuple[str, nn.Module] | None:
         try:
             value = getattr(value, attribute) if attribute else value[int(index) if index else key]
         except (AttributeError, LookupError, TypeError):
-            return None  # an expression of another form than we know: the node's own names still count
+            return None  # an unknown form of expression; the names at the node still count
         end = match.end() + step.end()
     return (path[:end], value) if isinstance(value, nn.Module) else None
 
 
 def _models_of(frame: Any) -> list[nn.Module]:
-    """Models that another graph of the compiled function may call: its locals, globals it names, what those hold."""
+    """Models that another graph of the compiled function may call: in its locals and the globals that it names."""
     values = list(frame.f_locals.values())
     values += [frame.f_globals.get(name) for name in (frame.f_code.co_names if frame.f_code else ())]
     return [held for value in values for held in _held(value) if isinstance(held, nn.Module)]
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """The value itself where it is a module, else what is in it or are its attributes."""
+    """The value itself if it is a module, else its items or attributes."""
     if isinstance(value, (nn.Module, ModuleType, type, torch.Tensor)):
         return (value,)
     if isinstance(value, (list, tuple)):
@@ -155,7 +161,7 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 def _running(models: list[nn.Module]) -> list[nn.Module]:
-    """Modules whose methods are running right now, but for `models`."""
+    """Modules whose methods are on the call stack, without `models`."""
     inner = {id(model) for model in models}
     owners: dict[int, nn.Module] = {}
     frame: Any = sys._getframe()

@@ -1,12 +1,12 @@
-"""Measured times of the graphs that ran, from the runtime's trace, for the next compilation.
+"""Measured times of the graphs that ran, taken from the runtime's trace, for the next compilation.
 
     ssd_fx.save_profile("step.json")                                    # after some training steps
     torch.compile(model, backend=ssd_fx.backend, options={"profile": "step.json"})
 
-The trace has the start and end of every node of ours; on a GPU those of CUDA events around it (`device_trace`). What
-lies between two nodes is compute; what lies within one (a full queue, a late read) is left out. Every `begin_` says
-where in its graph our nodes stand, so that a graph from the compile cache, which no pass has seen in this process, is
-profiled like any other.
+The trace has the start and end of every node of ours; on a GPU those of CUDA events around it (`device_trace`). Time
+between two nodes is compute. Time within a node (a full queue, a late read) is left out. Every `begin_` carries the
+positions of our nodes in its graph. So a graph from the compile cache, which no pass saw in this process, is profiled
+like any other.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Run = dict[int, float]  # seq of a node of ours -> ms of compute before it; -1 i
 
 
 def save_profile(path: str | os.PathLike[str]) -> int:
-    """Writes what the trace has to `path`; returns the number of graphs. Of graphs on a GPU these are the times of its
-    compute stream, which this waits for.
+    """Write the profile of the graphs in the trace to `path`, and return their number.
+
+    Times of graphs on a GPU are those of its compute stream, which this waits for.
 
     Raises:
-        ValueError: the trace has no complete run of any graph; train some steps first.
+        ValueError: the trace has no complete run of any graph.
         OSError: `path` cannot be written.
     """
     events, on_devices = trace.events(), device_trace.events()
@@ -52,7 +53,7 @@ def save_profile(path: str | os.PathLike[str]) -> int:
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """What `save_profile` wrote.
+    """The profile that `save_profile` wrote.
 
     Raises:
         ValueError: the file is missing or was not written by `save_profile`.
@@ -91,7 +92,7 @@ def _profile(graph: str, positions: str, events: list[trace.Event]) -> GraphProf
 
 
 def _runs(events: list[trace.Event]) -> list[Run]:
-    """The events of one direction, cut where the numbers start again."""
+    """The runs in the events of one direction. A new run begins where `seq` does not grow."""
     runs: list[Run] = []
     last_seq, last_end, compute_s = 0, 0.0, 0.0
     for _, _, _, seq, started, ended, *_ in events:
@@ -105,31 +106,39 @@ def _runs(events: list[trace.Event]) -> list[Run]:
 
 
 def _medians(runs: list[Run]) -> Run:
-    """Per node, over the last complete runs, and without the first, which is cold."""
+    """The median per node over the last complete runs, without the first, which is cold; empty without runs."""
     warm = (runs[1:] or runs)[-_RUNS:]
-    return {seq: statistics.median(run[seq] for run in warm) for seq in sorted(warm[0])} if warm else {}
+    if not warm:
+        return {}
+    return {seq: statistics.median(run[seq] for run in warm) for seq in sorted(warm[0])}
 
 
 def _anchors(times: Run, positions: dict[int, int]) -> Anchors:
-    """Ascending in both: of nodes at one position the first counts, for nothing is computed between them."""
+    """Pairs of position and ms, both ascending.
+
+    Of nodes at one position the first counts, because nothing is computed between them.
+    """
     anchors: list[tuple[int, float]] = []
+    last_position, last_ms = -1, 0.0
     for seq, ms in sorted(times.items()):
-        if not anchors or positions[seq] > anchors[-1][0]:
-            anchors.append((positions[seq], round(max(ms, anchors[-1][1] if anchors else 0.0), 4)))
+        if positions[seq] > last_position:
+            last_position, last_ms = positions[seq], round(max(ms, last_ms), 4)
+            anchors.append((last_position, last_ms))
     return tuple(anchors)
 
 
 def _scale(measured: Mapping[str, GraphProfile]) -> float:
-    """Measured compute of all graphs over what the roofline says of it; 1 where that is nothing."""
+    """Measured compute of all graphs, relative to the roofline's prediction; 1 if either is 0."""
     measured_ms = sum(half[-1][1] - half[0][1] for g in measured.values() for half in (g.forward, g.backward))
     roofline_ms = sum(float(trace.positions[name].split("|")[2]) for name in measured)
     return float(f"{measured_ms / roofline_ms:.3g}") if measured_ms and roofline_ms else 1.0
 
 
 def _bandwidth(kind: str, events: list[trace.Event]) -> float:
-    """Bytes per second of the time in which a transfer was under way; 0 if there was none."""
+    """Bytes per second, over the time in which transfers were under way; 0 if there were none."""
     done = sorted((e[4], e[5], e[6]) for e in events if e[0] == kind and e[7] == "ok")
-    busy_s, until = 0.0, 0.0
+    busy_s = 0.0
+    until = 0.0
     for started, ended, _ in done:
         busy_s += max(ended - max(started, until), 0.0)
         until = max(until, ended)

@@ -1,11 +1,11 @@
-"""What the processes of one node share: its drives, what may be on them, and its host memory.
+"""What the processes (ranks) of one node share: drives, disk limits and host memory.
 
     2 directories, 4 ranks      ranks 0 and 2 write to the first, 1 and 3 to the second
     4 directories, 2 ranks      two each: 0 and 2, 1 and 3
     3 directories, 2 ranks      both ranks stripe over all three
 
-Every rank has the same share: where the numbers have a common divisor the directories are dealt out in as many hands,
-so that few ranks meet on a drive, and within a hand its ranks stripe over all it holds.
+Every rank has the same share. Directories are dealt out in as many hands as the greatest common divisor of both
+numbers, so that few ranks meet on a drive. The ranks of a hand stripe over all its directories.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process is number `rank` of `count` on its node, and `number` on all nodes, or None where it is alone."""
+    """This process is number `rank` of `count` on its node. `number` counts over all nodes; None if it is alone."""
 
     rank: int = 0
     count: int = 1
@@ -39,17 +39,20 @@ def in_a_directory(dirs: Sequence[str], ranks: Ranks) -> int:
 
 
 def on_a_drive(dirs: Sequence[str], ranks: Ranks, drive_of: Callable[[str], object]) -> int:
-    """How many ranks, this one included, write to drives that this one writes to; `drive_of` a directory."""
+    """How many ranks, this one included, write to drives that this one writes to.
+
+    `drive_of` gives the drive of a directory.
+    """
     mine = {drive_of(path) for path in dealt(dirs, ranks)}
     others = (dealt(dirs, Ranks(rank, ranks.count)) for rank in range(ranks.count))
     return sum(not mine.isdisjoint(map(drive_of, theirs)) for theirs in others)
 
 
 def parse_ranks(name: str, value: object, environ: Mapping[str, str]) -> Ranks:
-    """`"auto"`, or how many processes share the node; which of them this one is stands in the environment.
+    """The ranks of this node, by `"auto"` or a number of processes, and by torchrun's variables in `environ`.
 
     Raises:
-        ValueError: no number, or no rank among so many.
+        ValueError: `value` is no number, or LOCAL_RANK is no rank among so many.
     """
     count = environ.get("LOCAL_WORLD_SIZE", "1") if value == "auto" else str(value)
     if not count.isdecimal() or not int(count):

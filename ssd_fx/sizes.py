@@ -1,4 +1,4 @@
-"""Sizes: as options, what may be said and what is wrong with what was said; and as text."""
+"""Sizes as options and as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """`"2GiB"`, `"512MB"`, `4096` -> bytes.
+    """The bytes of a size such as `"2GiB"`, `"512MB"` or `4096`.
 
     Raises:
         ValueError: not a size.
@@ -34,6 +34,11 @@ def parse_bytes(name: str, value: object) -> int:
 
 
 def parse_positive(name: str, value: object) -> int:
+    """The bytes of a size above 0.
+
+    Raises:
+        ValueError: not a size, or 0.
+    """
     nbytes = parse_bytes(name, value)
     if not nbytes:
         raise ValueError(f"option {name}={value!r} lets nothing be written; right would be e.g. '128MiB'")
@@ -41,10 +46,10 @@ def parse_positive(name: str, value: object) -> int:
 
 
 def parse_budget(name: str, value: object) -> int | float | str:
-    """A share of the saved bytes (`0.25`, `"25%"`), a size, or "auto".
+    """A share (`0.25`, `"25%"`) as a float, a size as bytes (int), or "auto".
 
     Raises:
-        ValueError: neither.
+        ValueError: none of these.
     """
     right = (
         f"option {name}={value!r} is not a budget; "

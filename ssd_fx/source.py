@@ -1,4 +1,4 @@
-"""The digest of the package's own source, which stands in the keys of compile caches."""
+"""The digest of the package's source, which is a part of the keys of compile caches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ssd_fx import passes, runtime
 
 @cache
 def source_digest() -> str:
-    """Digest of every Python file of the package, so that a new version never meets what an old one has cached."""
+    """The digest of every Python file of the package. It keeps a new version from the cached graphs of an old one."""
     return digest([Path(__file__).parent, passes.__path__[0], runtime.__path__[0]])
 
 
 def digest(folders: Iterable[str | Path]) -> str:
-    """Digest of names and contents of all Python files in `folders`, at any depth, each once."""
+    """The digest of names and contents of all Python files in `folders`, at any depth, each file once."""
     found: dict[Path, str] = {}
     for folder in folders:
         root = Path(folder).resolve()

@@ -1,4 +1,4 @@
-"""Which versions of torch this package knows. Imports nothing else of the package, and of torch its version alone."""
+"""Which versions of torch this package knows. It imports nothing else of the package."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ ANYWAY = "SSD_FX_ANY_TORCH"
 
 
 def check(version: str) -> None:
-    """Refuse a torch whose private parts are not known to be what the passes take them for.
+    """Refuse a torch whose private parts the passes do not know.
 
-    pip says so too, but not to those who install torch afterwards or with `--no-deps`. With `SSD_FX_ANY_TORCH=1` in the
-    environment it is a warning, for trying a new release.
+    pip refuses it too, but not if torch is installed afterwards or with `--no-deps`. With `SSD_FX_ANY_TORCH=1` in the
+    environment it is only a warning, for trying a new release.
 
     Raises:
-        ImportError: `version` is outside of the known ones; the message names both.
+        ImportError: `version` is not a known one; the message names it and those.
     """
     found = re.match(r"(\d+)\.(\d+)", version)
     if found and FIRST <= (int(found[1]), int(found[2])) <= LAST:
         return
-    told = f"ssd_fx knows torch {_name(FIRST)} to {_name(LAST)}, and this is torch {version}"
+    unknown = f"ssd_fx knows torch {_name(FIRST)} to {_name(LAST)}, and this is torch {version}"
     if os.environ.get(ANYWAY) != "1":
-        raise ImportError(f"{told}: install one of those, or set {ANYWAY}=1 to try this one, at your own risk")
-    warnings.warn(f"{told}, which {ANYWAY}=1 lets through: compare gradients", RuntimeWarning, stacklevel=2)
+        raise ImportError(f"{unknown}: install one of those, or set {ANYWAY}=1 to try this one, at your own risk")
+    warnings.warn(f"{unknown}, which {ANYWAY}=1 lets through: compare gradients", RuntimeWarning, stacklevel=2)
 
 
 def _name(version: tuple[int, int]) -> str:

@@ -124,11 +124,11 @@ NO_RATES = {
 
 
 @pytest.mark.parametrize("text", NO_RATES.values(), ids=NO_RATES)
-def test_a_file_that_is_none_is_measured_anew_with_one_warning(calls: Calls, tmp_path: Path, text: str) -> None:
+def test_a_file_of_no_use_is_measured_again_with_one_warning(calls: Calls, tmp_path: Path, text: str) -> None:
     path = calibrate.cache_path()
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.warns(RuntimeWarning, match="machine.json is of no use .*, so ssd_fx measures anew") as seen:
+    with pytest.warns(RuntimeWarning, match="machine.json is of no use .*, so ssd_fx measures again") as seen:
         calibrate.calibrated(config_for(tmp_path), CPU)
     assert len(seen) == 1
     assert sorted(json.loads(path.read_text())) == ["compute", "disk", "version"]
@@ -175,7 +175,7 @@ def test_what_others_use_of_the_cores(
     used_s = iter((0.0, others * len(os.sched_getaffinity(0))))  # of one second, the shortest that is looked at
     monkeypatch.setattr(calibrate, "_others_s", lambda: next(used_s))
     with contextlib.nullcontext() if kept else pytest.warns(RuntimeWarning, match="processes use 60% of its cores"):
-        calibrate.calibrated(config_for(tmp_path), CPU, anew=True)
+        calibrate.calibrated(config_for(tmp_path), CPU, again=True)
     (rates_kept,) = calibrate.cached()["compute"].values()
     assert rates_kept["flops"] == (1e9 if kept else 2e11)
     assert calibrate.unmeasured(config_for(tmp_path), CPU) == ([] if kept else ["compute"])

@@ -27,7 +27,8 @@ def test_a_toy() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_budget_in_bytes_says_what_stays_at_run_time(recompute: bool) -> None:
-    told = "up to 512 B of what is offloaded stay at run time, the latest of all graphs; this plan is as if none did"
+    told = "up to 512 B of what is offloaded stay in memory at run time, the latest of all graphs; "
+    told += "this plan counts on none of it"
     for budget, shared in (("512B", 512), (0.5, None), (0, None)):
         options = TOY | {"budget": budget, "recompute": recompute}
         (found,) = ssd_fx.explain(toys.relu_chain, options=options)(*toys.inputs())

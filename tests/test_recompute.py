@@ -53,7 +53,7 @@ def test_a_slow_drive_makes_for_recomputing(tmp_path: Path) -> None:
     assert not again.keys() & {group["name"] for group in with_["groups"]}
     nbytes = sum(t["nbytes"] for t in again.values())
     text = next((tmp_path / "recomputed").glob("*.plan.txt")).read_text()
-    assert f"{len(again)} tensors and {format_bytes(nbytes)} computed again" in text
+    assert f"{len(again)} tensors and {format_bytes(nbytes)} recomputed" in text
     rows = [line.split() for line in text.splitlines() if " recompute " in line]
     assert rows[0][0] == next(iter(again))
 

@@ -2,9 +2,9 @@
 
     ~/.cache/ssd_fx/machine.json        {"version": 2, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
 
-One process measures at a time, under a lock on a file beside it (on the temporary directory where there can be none):
-ranks that share a node would otherwise measure each other. What is kept is what a process has alone; a rank plans with
-its share (`Machine.shared`). What cannot be kept is measured again by the next process, with a warning.
+One process measures at a time, because ranks that share a node would otherwise measure each other. They lock a file
+beside the cache, or the temporary directory where no such file can be made. The cache has the rates of a process alone;
+a rank plans with its share (`Machine.shared`). Where nothing can be kept, every process measures, with a warning.
 """
 
 from __future__ import annotations
@@ -44,48 +44,58 @@ T = TypeVar("T")
 Rates = dict[str, object]
 Cached = dict[str, dict[str, Rates]]  # section -> key -> rates
 _WITHOUT = (
-    "results are the same, but a step may wait for the drive, or compute again, where another plan would not. "
+    "results are the same, but a step may wait for the drive, or recompute, where another plan would not. "
     "`ssd-fx calibrate DIRECTORY` measures when the machine is idle; options={'machine': 'default'} takes the typical "
     "rates without asking"
 )
 
 
 class _Unmeasured(Exception):
-    """What was measured says nothing of this machine; the text names what, and why."""
+    """A measurement that is not one of this machine; the text names what was measured, and why it is wrong."""
 
 
 _lock = threading.Lock()
-_known: Cached = {section: {} for section in _SECTIONS}  # what this process has read or measured
+_known: Cached = {section: {} for section in _SECTIONS}  # read or measured by this process
 
 
-def calibrated(config: RuntimeConfig, device: torch.device, *, anew: bool = False) -> Machine:
-    """The machine that computes on `device` with the drives of `config`: as cached, else measured, which takes seconds.
+def calibrated(config: RuntimeConfig, device: torch.device, *, again: bool = False) -> Machine:
+    """The machine that computes on `device` with the drives of `config`: from the cache, else measured in seconds.
 
-    `anew` measures in any case. What cannot be measured, a drive that is full, cores that others use or a device that
-    has no memory left, has typical rates in this process and is not kept, after a RuntimeWarning.
+    `again` measures in any case. A full drive, cores that others use or a device without free memory cannot be
+    measured. Then typical rates hold in this process, nothing is kept, and a RuntimeWarning says so.
     """
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())  # this thread's; what measures is another
-    keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
-    measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
+        device = torch.device("cuda", torch.cuda.current_device())  # of this thread; another thread measures
+    keys = _keys(config, device)
     with _lock:
-        if anew or any(keys[section] not in _known[section] for section in _SECTIONS):
-            with _exclusive() as kept:
-                for section in _SECTIONS:
-                    found = None if anew else kept[section].get(keys[section])
-                    if found is None:
-                        found = _measured(section, measure[section], device)
-                    _known[section][keys[section]] = found
-                    if found:
-                        kept[section][keys[section]] = found
+        if again or any(key not in _known[section] for section, key in keys.items()):
+            _learn(config, device, again)
         machine = Machine.default(device, torch.get_num_threads())
-        for section in _SECTIONS:
-            machine = machine.with_rates(_known[section][keys[section]])
+        for section, key in keys.items():
+            machine = machine.with_rates(_known[section][key])
         return machine
 
 
+def _keys(config: RuntimeConfig, device: torch.device) -> dict[str, str]:
+    """The key of this machine in every section."""
+    return {"compute": compute_key(device), "disk": disk_key(config, device)}
+
+
+def _learn(config: RuntimeConfig, device: torch.device, again: bool) -> None:
+    """Fill `_known` from the cache, and measure what it lacks; with `again` measure everything."""
+    measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
+    with _exclusive() as kept:
+        for section, key in _keys(config, device).items():
+            found = None if again else kept[section].get(key)
+            if found is None:
+                found = _measured(section, measure[section], device)
+            _known[section][key] = found
+            if found:
+                kept[section][key] = found
+
+
 def _measured(section: str, measure: Callable[[], Rates], device: torch.device) -> Rates:
-    """What `measure` finds; nothing, after a RuntimeWarning, where that is no measure of this machine."""
+    """The rates that `measure` finds; none, after a RuntimeWarning, if they are not those of this machine."""
     try:
         return _rounded(_in_thread(measure, device))
     except _Unmeasured as error:
@@ -97,20 +107,22 @@ def _measured(section: str, measure: Callable[[], Rates], device: torch.device) 
             raise
         first = (str(error) or type(error).__name__).splitlines()[0]
         reason = f"{_WHAT[section].format(device=device)} (there is no memory for it: {first})"
-    told = f"ssd_fx could not measure {reason}, and plans with typical rates: {_WITHOUT}"
-    warnings.warn(told, RuntimeWarning, stacklevel=3)
+    text = f"ssd_fx could not measure {reason}, and plans with typical rates: {_WITHOUT}"
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
     return {}
 
 
 def cached() -> Cached:
-    """What the cache holds, by section and hardware: nothing where there is no file yet, and nothing, after a
-    RuntimeWarning, where the file is of no use."""
+    """The contents of the cache, by section and hardware.
+
+    Empty if there is no file yet. Empty after a RuntimeWarning if the file is of no use.
+    """
     try:
         return _parse(cache_path().read_text())
     except FileNotFoundError:
         return _nothing()
     except (OSError, ValueError) as error:
-        warnings.warn(f"{cache_path()} is of no use ({error}), so ssd_fx measures anew", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{cache_path()} is of no use ({error}), so ssd_fx measures again", RuntimeWarning, stacklevel=2)
         return _nothing()
 
 
@@ -119,19 +131,19 @@ def _nothing() -> Cached:
 
 
 def unmeasured(config: RuntimeConfig, device: torch.device) -> list[str]:
-    """The sections that this process could not measure, and has typical rates for."""
-    keys = {"compute": compute_key(device), "disk": disk_key(config, device)}
-    return [section for section in _SECTIONS if _known[section].get(keys[section]) == {}]
+    """The sections that this process could not measure, and plans with typical rates for."""
+    return [section for section, key in _keys(config, device).items() if _known[section].get(key) == {}]
 
 
 def forget() -> None:
-    """What this process knows; the file stays."""
+    """Forget what this process has read or measured; the file stays."""
     with _lock:
         for section in _known.values():
             section.clear()
 
 
 def cache_path() -> Path:
+    """The file of the cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "ssd_fx" / "machine.json"
 
@@ -148,7 +160,7 @@ def compute_key(device: torch.device) -> str:
 
 
 def disk_key(config: RuntimeConfig, device: torch.device) -> str:
-    """What moves bytes: the block devices under the directories (not their paths), the engine, its options."""
+    """What moves bytes, as JSON: the block devices under the directories (not their paths), engine and checksums."""
     numbers = [] if config.engine == "memory" else sorted({os.stat(path).st_dev for path in config.dirs})
     drives = [f"{os.major(n)}:{os.minor(n)}" for n in numbers]
     what = {"drives": drives, "engine": config.engine, "checksums": config.checksums}
@@ -156,7 +168,8 @@ def disk_key(config: RuntimeConfig, device: torch.device) -> str:
 
 
 def _compute(device: torch.device) -> Rates:
-    started, others_s = time.perf_counter(), _others_s()
+    started = time.perf_counter()
+    others_s = _others_s()
     found = rates.Compute(device).rates() | host_copies(device)
     cores_s = max(time.perf_counter() - started, 1.0) * len(os.sched_getaffinity(0))  # the kernel counts in 10 ms
     others = (_others_s() - others_s) / cores_s
@@ -169,7 +182,7 @@ def _compute(device: torch.device) -> Rates:
 
 
 def _others_s() -> float:
-    """CPU seconds that others have had of the cores that this process may use; 0 where the kernel does not tell."""
+    """CPU seconds that other processes have had of this process's cores; 0 where the kernel has no /proc/stat."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
@@ -195,9 +208,9 @@ def _rounded(found: Mapping[str, object]) -> Rates:
 
 
 def _in_thread(work: Callable[[], T], device: torch.device) -> T:
-    """The result of `work` in a thread of its own, where no autocast, mode or compilation of the caller is in force.
+    """The result of `work` in a new thread, where no autocast, mode or compilation of the caller is in force.
 
-    The thread is on `device`: by itself it would be on device 0, whatever the caller's is.
+    The thread is set to `device`, because a new thread is on device 0, whatever the caller's is.
     """
     outcome: list[T | BaseException] = []
     queued = streams.of(device)
@@ -219,7 +232,7 @@ def _in_thread(work: Callable[[], T], device: torch.device) -> T:
 
 @contextmanager
 def _exclusive() -> Iterator[Cached]:
-    """The contents of the cache, locked against other processes; what the caller adds is written at the end."""
+    """The contents of the cache, locked against other processes. Additions of the caller are written at the end."""
     path = cache_path()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -240,7 +253,7 @@ def _exclusive() -> Iterator[Cached]:
 
 @contextmanager
 def _in_turn(lock: int) -> Iterator[None]:
-    """Holds the lock of an open file, which is closed at the end."""
+    """Hold the lock of an open file, and close the file at the end."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -254,7 +267,7 @@ def _warn_unkept(error: OSError) -> None:
 
 
 def _write(path: Path, contents: Cached) -> None:
-    """All or nothing: a reader sees the old file or the new one."""
+    """Write the cache in one move: a reader sees the old file or the new one."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         try:
             json.dump({"version": _VERSION} | contents, file, indent=1, sort_keys=True)
@@ -266,7 +279,11 @@ def _write(path: Path, contents: Cached) -> None:
 
 
 def _parse(text: str) -> Cached:
-    """Raises: ValueError for what this version did not write."""
+    """The contents of a file of this version.
+
+    Raises:
+        ValueError: another version or something else wrote it.
+    """
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("version") != _VERSION:
         raise ValueError(f"not version {_VERSION} of the machine's rates")
@@ -282,7 +299,7 @@ def _parse(text: str) -> Cached:
 
 
 def _cpu() -> str:
-    """The model's name, where the kernel tells it."""
+    """The name of the CPU model, from /proc/cpuinfo where there is one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a device with memory of its own copies to pinned host memory and back: the lanes of the host tier."""
+"""Rates of copies between a device with separate memory and pinned host memory: the lanes of the host tier."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _REPEATS = 5
 
 
 def host_copies(device: torch.device, nbytes: int = _NBYTES) -> dict[str, float]:
-    """`to_host_bw`, `from_host_bw` and `host_latency_s`; nothing for a device whose memory is the host's.
+    """`to_host_bw`, `from_host_bw` (bytes per second) and `host_latency_s`; empty for a device in host memory.
 
-    Each direction in turn, on a stream of its own and without compute beside it, as the copy engines work: the best of
-    a few repeats, timed until the host sees the end, as the runtime does.
+    Each direction is measured in turn, on a side stream, without compute beside it, because copy engines work so. It is
+    the best of a few repeats, timed until the host sees the end, as the runtime does.
     """
     queued = streams.of(device)
     if queued is None:
@@ -35,7 +35,7 @@ class _Copies:
         self.queued, self.side = queued, queued.side(device)
         self.ours = queued.empty((nbytes,), (1,), torch.uint8, device)
         self.pinned = queued.pinned(nbytes)
-        queued.record(queued.current(device)).synchronize()  # memory is there in the order of the current stream
+        queued.record(queued.current(device)).synchronize()  # allocations are ordered by the current stream
 
     def seconds(self, *, write: bool) -> float:
         target, source = (self.pinned, self.ours) if write else (self.ours, self.pinned)

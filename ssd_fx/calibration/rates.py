@@ -1,8 +1,8 @@
-"""Short measurements of a machine: what its cores, memory and drives do for the kernels of a training step.
+"""Short measurements of a machine: rates of its cores, memory and drives for the kernels of a training step.
 
-Every figure is the median of some tenths of a second: the best of a few runs is a core that had rested (products ran at
-205 Gflop/s for 35 ms and at 143 from then on, Xeon at 2.5 GHz), and training never rests. Random numbers come from
-generators of their own, so that measuring does not change what a seeded program draws.
+Every figure is the median of some tenths of a second of work. The best of a few runs would be that of a core that had
+idled: products ran at 205 Gflop/s for 35 ms and at 143 from then on (Xeon at 2.5 GHz). Training never idles. Random
+numbers come from separate generators, so that measuring does not change what a seeded program draws.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ aten = torch.ops.aten
 MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of one of our nodes on the host: the wrapper's line, the dispatcher, the op without I/O; a GPU runs behind it.
+# Seconds of one of our nodes on the host: the wrapper's line, the dispatcher, the op without I/O. A GPU runs behind it.
 _NODE_S = 40e-6
 _TRANSFERS, _TRANSFER_BYTES, _SMALL_BYTES = 16, 8 * MIB, 128 * 1024
-# Inductor draws by Philox, number by number without vectors; eager mode's CPU generator is a Mersenne twister, as
+# Inductor draws by Philox, one number at a time without vectors. Eager mode's CPU generator, a Mersenne twister, is as
 # scalar, and needs no compiler here. CPU time of a number in one thread: 15.1 ns against 5.6 ns (Xeon at 2.5 GHz).
 _PHILOX_PER_TWISTER = 2.7
 
@@ -45,14 +45,14 @@ class Disk:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that the host or the device has no memory left: torch has several ways to say so."""
+    """Whether `error` is one of torch's several errors for a host or device without free memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 class Compute:
-    """The rates of one device."""
+    """Measures the rates of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.clock = device, Clock(device)
@@ -60,7 +60,7 @@ class Compute:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def product_flops(self, dtype: torch.dtype) -> float:
-        """Of the three products that a linear layer makes of its input, weight and gradient."""
+        """Flops per second of the three products that a linear layer makes of its input, weight and gradient."""
         size = self._affordable(dtype)
         rows, wide = 4 * size, size
         x, grad = self._draw((rows, wide), dtype), self._draw((rows, wide), dtype)
@@ -73,7 +73,7 @@ class Compute:
         return len(works) * 2 * rows * wide * wide / sum(map(self.clock.typical, works))
 
     def _affordable(self, dtype: torch.dtype) -> int:
-        """Small where the type has no fast product (float16 on many CPUs: 10 Gflop/s and less)."""
+        """The size of the products; small where the type has no fast one (float16 on many CPUs: 10 Gflop/s or less)."""
         x = self._draw((256, 256), dtype)
         seconds = self.clock.typical(lambda: torch.mm(x, x))
         if self.gpu:
@@ -81,7 +81,7 @@ class Compute:
         return 512 if seconds < 2e-3 else 128
 
     def attention_flops(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Forward and backward, of the fused kernel that this device has; (0, 0) where it has none."""
+        """Flops per second of the fused kernel's forward and backward; (0, 0) where this device has none."""
         length, heads = (2048, 16) if self.gpu else (512, 4)
         shape = (1 if self.gpu else 2, heads, length, 64)
         q, k, v = (self._draw(shape, dtype) for _ in range(3))
@@ -101,13 +101,13 @@ class Compute:
         return 4.0 * pairs * 64 / times[0], 10.0 * pairs * 64 / times[1]
 
     def memory_bw(self) -> float:
-        """Of the sum of two tensors that no cache holds: bytes read and written."""
+        """Bytes per second, read and written, of the sum of two tensors that no cache holds."""
         count = (256 if self.gpu else 32) * MIB // 4
         a, b, out = (torch.ones(count, dtype=torch.float32, device=self.device) for _ in range(3))
         return 3 * 4 * count / self.clock.typical(lambda: torch.add(a, b, out=out))
 
     def kernel_s(self) -> float:
-        """Of a kernel with next to nothing to do, in a row of them."""
+        """Seconds of a kernel with next to nothing to do, in a row of them."""
         x = torch.ones(65536, dtype=torch.float32, device=self.device)
         out = torch.empty_like(x)
 
@@ -118,7 +118,7 @@ class Compute:
         return self.clock.typical(row) / 50
 
     def erf_s(self) -> float:
-        """Of an element in cache; a GPU hides it behind its memory."""
+        """Seconds of erf of an element in cache; 0 on a GPU, which hides it behind its memory."""
         if self.gpu:
             return 0.0
         x = torch.ones(MIB // 2, dtype=torch.float32)
@@ -127,9 +127,9 @@ class Compute:
         return max(self.clock.typical(lambda: torch.erf(x, out=out)) - copied, 0.0) / x.numel()
 
     def random_s(self) -> float:
-        """Of a number in a fused kernel; a GPU hides it behind its memory.
+        """Seconds of a random number in a fused kernel; 0 on a GPU, which hides it behind its memory.
 
-        All threads draw at once: two that are one core's hyperthreads are hardly faster than one.
+        All threads draw at once, because two hyperthreads of one core are hardly faster than one.
         """
         if self.gpu:
             return 0.0
@@ -147,7 +147,7 @@ class Compute:
         return torch.rand(shape, generator=self._generator, device=self.device, dtype=torch.float32).to(dtype)
 
     def rates(self) -> dict[str, object]:
-        """All of them, as `Machine.with_rates` takes them."""
+        """All rates, as `Machine.with_rates` takes them."""
         products = {dtype_name(t): self.product_flops(t) for t in _DTYPES}
         attention = {dtype_name(t): self.attention_flops(t) for t in _DTYPES[:2]}
         return {
@@ -164,7 +164,7 @@ class Compute:
 
 
 def _attention_ops(device: torch.device) -> tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., object]]:
-    """Forward (q, k, v) -> tuple, and backward (grad, q, k, v, that tuple): no autograd, so no graph is recorded."""
+    """Forward (q, k, v) -> tuple, and backward (grad, q, k, v, that tuple), without autograd's graph."""
     if device.type == "cpu":
         forward = aten._scaled_dot_product_flash_attention_for_cpu
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -180,17 +180,19 @@ def _attention_ops(device: torch.device) -> tuple[Callable[..., tuple[torch.Tens
 
 
 class Transfers:
-    """What the engine of a configuration does with the device's tensors, alone and beside compute."""
+    """Measures how the engine of a configuration moves the device's tensors, alone and beside compute."""
 
     def __init__(self, config: RuntimeConfig, device: torch.device) -> None:
         self.device, self.clock = device, Clock(device)
-        self.engine: Engine = ENGINES[config.engine](config)  # its own: no statistics or trace of the process see it
+        self.engine: Engine = ENGINES[config.engine](
+            config
+        )  # a separate one, which statistics and trace of the process do not see
         self._extents: list[Extent] = []
         room = config.disk_limit // (2 * _TRANSFER_BYTES) if config.disk_limit else _TRANSFERS
         self._count = max(min(room, _TRANSFERS), 1)
 
     def measure(self) -> Disk:
-        """Closes the engine.
+        """The rates of the drive. Closes the engine.
 
         Raises:
             OSError: a transfer failed, or the directory is full.
@@ -229,7 +231,7 @@ class Transfers:
         return made
 
     def _all(self, pairs: list[tuple[Extent, torch.Tensor]], write: bool) -> float:
-        """Seconds until all pairs are moved that start at once."""
+        """Seconds until all pairs are moved, started together."""
         started = time.perf_counter()
         for completion in self._start(pairs, write):
             completion.wait()
@@ -239,19 +241,21 @@ class Transfers:
         return statistics.median(self._all([pair], write) for pair in pairs)
 
     def _beside(self, pairs: list[tuple[Extent, torch.Tensor]], write: bool) -> _Beside:
-        """Moves all pairs while products run, and compares the products with as many that run alone."""
+        """Move all pairs while products run, and compare the products with as many that run alone."""
         size = 4096 if self.device.type != "cpu" else 512
         x = torch.ones((size, size), dtype=torch.float32, device=self.device)
         out = torch.empty_like(x)
-        started, compute_s, count = time.perf_counter(), 0.0, 0
+        started = time.perf_counter()
+        compute_s = 0.0
+        count = 0
         completions = self._start(pairs, write)
-        held_s = time.perf_counter() - started  # an engine that copies at once holds the caller for all of it
+        held_s = time.perf_counter() - started  # an engine that copies at once blocks its caller all the time
         while not all(c.done() for c in completions):
             compute_s += self.clock.once(lambda: torch.mm(x, x, out=out))
             count += 1
         for completion in completions:
             completion.wait()
-        spans = [c.span() for c in completions]  # of a device, they are known once they were waited for
+        spans = [c.span() for c in completions]  # spans of a device are known only after the wait
         alone_s = sum(self.clock.once(lambda: torch.mm(x, x, out=out)) for _ in range(count))
         transfer_s = max(end for _, end in spans) - min(begin for begin, _ in spans)
         return _Beside(transfer_s, held_s + compute_s - alone_s)
@@ -259,7 +263,7 @@ class Transfers:
 
 @dataclass(frozen=True)
 class _Beside:
-    """Seconds until all transfers were done, and seconds that products took longer for them."""
+    """Seconds until all transfers were done, and seconds that they slowed the products by."""
 
     transfer_s: float
     lost_s: float

@@ -1,4 +1,4 @@
-"""How long work takes on a device: by the device's events where it runs behind the host."""
+"""Times of work on a device, by the device's events where it runs behind the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Clock:
         self.device = device
 
     def once(self, work: Callable[[], object]) -> float:
-        """Seconds of one run, on the device's current stream whatever device this thread is on."""
+        """Seconds of one run on the device's current stream; this thread may be on another device."""
         queued = streams.of(self.device)
         if queued is None:
             started = time.perf_counter()
@@ -41,9 +41,10 @@ class Clock:
             return begin.elapsed_time(end) / 1e3
 
     def typical(self, work: Callable[[], object]) -> float:
-        """Seconds of one run, as the median of some behind a warm-up; of few where a single one takes long.
+        """Seconds of one run, as the median of several after a warm-up; of few if one takes long.
 
-        Raises: NoClock if they take none, which would go on for ever.
+        Raises:
+            NoClock: the runs take no time by the device's events, so their sum would never be enough.
         """
         started = time.perf_counter()
         self.once(work)

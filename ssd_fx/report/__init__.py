@@ -1,1 +1,1 @@
-"""What people read of a plan: tables, with layers that are alike told once."""
+"""Texts for people: the dump of a plan, in which equal layers are folded, and the page of options."""

@@ -7,7 +7,7 @@ before:
     sin     mlp  gpt.py:58  256 B  keep       below min_bytes                              [sin]
     gelu    mlp  gpt.py:59  256 B  recompute  0.0132 ms
 
-Layers that are alike are told once (`layers.py`); `plan.json` has them all.
+Equal layers are folded (`layers.py`); `plan.json` has them all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_SOURCES: Sources = {}
 
 
 def source_lines(partition: Partition, arguments: Sequence[str] = ()) -> Sources:
-    """Of inputs, `arguments` by their place, as AOTAutograd's descriptors have it."""
+    """The line of the model by the name of its node; of an input its name among `arguments`."""
     lines = {n.name: line for n in partition.forward.graph.nodes if (line := source_line(n))}
     for node in partition.forward.graph.find_nodes(op="placeholder"):
         index = getattr(node.meta.get("desc"), "idx", None)
@@ -39,9 +39,9 @@ def source_lines(partition: Partition, arguments: Sequence[str] = ()) -> Sources
 
 
 def table(plan: Plan, names: Names, sources: Sources = NO_SOURCES) -> str:
-    """A head, one line per alias group and per tensor that is computed again, and what is predicted.
+    """A head, one line per alias group and per recomputed tensor, and the predictions.
 
-    `names`: `node_names`, taken before insertion.
+    names: `node_names`, taken before insertion.
     """
     rows = [*fold(_row(plan, g, names, sources) for g in plan.groups), *fold(_recomputed(plan, sources))]
     share = 100 * plan.offloaded_bytes / plan.saved_bytes if plan.saved_bytes else 0.0
@@ -51,12 +51,12 @@ def table(plan: Plan, names: Names, sources: Sources = NO_SOURCES) -> str:
     )
     if plan.recomputed:
         again = format_bytes(sum(r.nbytes for r in plan.recomputed))
-        head += f", {len(plan.recomputed)} tensors and {again} computed again"
+        head += f", {len(plan.recomputed)} tensors and {again} recomputed"
     return "\n".join([head, *_aligned([row.cells for row in rows]), *_predicted(plan)]) + "\n"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns side by side, sizes to the right; one that is empty in all rows is left out."""
+    """The rows with aligned columns, sizes to the right. A column that is empty in all rows is left out."""
     padded = []
     for i, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
@@ -66,7 +66,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def predicted(plan: Plan) -> dict[str, float]:
-    """What the simulator says of the plan; seconds, and bytes above the level before the step."""
+    """The simulator's predictions for the plan: seconds, and bytes above the level before the step."""
     if plan.prediction is None:
         return {}
     found, outcome = plan.prediction, plan.prediction.solution.outcome
@@ -108,20 +108,20 @@ def _predicted(plan: Plan) -> list[str]:
 
 
 def _shared(sizes: dict[str, str]) -> list[str]:
-    """A plan says what may leave; a budget in bytes is over all graphs, so that what stays shows at run time only."""
+    """A budget in bytes is over all graphs, so which tensors stay shows at run time only."""
     if "shared_budget_bytes" not in sizes:
         return []
     much = sizes["shared_budget_bytes"]
-    return [
-        f"up to {much} of what is offloaded stay at run time, the latest of all graphs; this plan is as if none did"
-    ]
+    stays = f"up to {much} of what is offloaded stay in memory at run time, the latest of all graphs"
+    return [f"{stays}; this plan counts on none of it"]
 
 
 def _predicted_host(sizes: dict[str, str]) -> list[str]:
     if "host_budget_bytes" in sizes:
         return [f"predicted host memory {sizes['host_peak_bytes']} of {sizes['host_budget_bytes']} allowed"]
     if "resting_bytes" in sizes:
-        return [f"host memory is this device's: beyond that peak the runtime lets {sizes['resting_bytes']} rest"]
+        much = sizes["resting_bytes"]
+        return [f"host memory is this device's: the runtime keeps up to {much} resident beyond that peak"]
     return []
 
 
@@ -138,14 +138,21 @@ def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
         what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
         where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
     members = tuple(m.name for m in group.members)
-    size, source = format_bytes(group.nbytes), sources.get(group.base, "")
-    if group.stored_nbytes != group.nbytes:  # 256 of 512 B
-        size = f"{format_bytes(group.stored_nbytes).removesuffix(size[size.index(' ') :])} of {size}"
-    return Row(group.base, plan.modules.get(group.slot, ""), size, what, reason, where, members, source=source)
+    module, source = plan.modules.get(group.slot, ""), sources.get(group.base, "")
+    return Row(group.base, module, _size(group), what, reason, where, members, source=source)
+
+
+def _size(group: AliasGroup) -> str:
+    """`512 B`, or `256 of 512 B` where only a part is stored."""
+    whole = format_bytes(group.nbytes)
+    if group.stored_nbytes == group.nbytes:
+        return whole
+    unit = whole.partition(" ")[2]
+    return f"{format_bytes(group.stored_nbytes).removesuffix(f' {unit}')} of {whole}"
 
 
 def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
-    """The names of the nodes that a group's nodes stand behind (`>`) or before (`<`); empty before it is scheduled."""
+    """The nodes that a group's nodes stand behind (`>`) or before (`<`); empty before the group is scheduled."""
     points, (forward, backward) = plan.points.get(group.slot), names
     if points is None:
         return {}
@@ -168,21 +175,21 @@ def _price(seconds: float) -> str:
 
 
 LEGEND = """
-# One row per alias group, a storage that is saved: its base, its module, its line in the model or the argument that it
-# is, its bytes, what becomes of it, where or why, [the saved tensors that are views of it]. "{0..3} x 4": rows of four
-# layers that are alike.
-# Sizes are exact below a MiB; the .plan.json has all bytes exactly, every layer, and the slot by which messages and
-# traces of the runtime call a group.
-# store>, release>: the forward node behind which the write starts, and the memory is given up; load<, wait<: the
-# backward node before which the read starts, and ends at the latest.
-# floor: the peak if everything that can leave left at once. allowed: the floor, and for a share its part of what is
-# between floor and everything kept, for a number of bytes so many more. Predictions use the options machine, profile.
+# One row per alias group, a storage that is saved: its base, its module, its line in the model or its argument, its
+# bytes, the decision, the nodes or the reason, [the saved tensors that are views of it]. "{0..3} x 4": the rows of four
+# equal layers.
+# Sizes are exact below a MiB. The .plan.json has exact bytes, every layer, and the slots that messages and traces use.
+# store>, release>: the forward node behind which the write starts, and behind which the forward reads it no more.
+# load<, wait<: the backward node before which the read starts, and before which it has ended.
+# floor: the peak if everything that can be offloaded were gone at once. allowed: the floor, and for a share its part of
+# the bytes between floor and everything kept, for a budget in bytes so many more. Predictions use the options machine
+# and profile.
 """
 
 
 @dataclass(frozen=True)
 class Dump:
-    """One graph behind insertion: the plan for people, the same in full, and the code of both graphs."""
+    """One graph after insertion: the plan for people, the same in full, and the code of both graphs."""
 
     graph: str
     table: str
@@ -191,7 +198,7 @@ class Dump:
     backward: str
 
     def files(self) -> dict[str, str]:
-        """Texts by the names of their files."""
+        """The texts by the names of their files."""
         return {
             f"{self.graph}.plan.txt": self.table,
             f"{self.graph}.plan.json": json.dumps(self.details, indent=1) + "\n",
@@ -201,7 +208,11 @@ class Dump:
 
 
 def dump(partition: Partition, plan: Plan, names: Names, arguments: Sequence[str] = ()) -> Dump:
-    """`names`: `node_names` before insertion. `arguments`: what the inputs of the Dynamo graph are called, in order."""
+    """The dump of a rewritten graph.
+
+    names: `node_names` before insertion.
+    arguments: the names of the Dynamo graph's inputs, in order.
+    """
     sources = source_lines(partition, arguments)
     return Dump(
         plan.graph,
@@ -213,13 +224,21 @@ def dump(partition: Partition, plan: Plan, names: Names, arguments: Sequence[str
 
 
 def details(plan: Plan, names: Names, sources: Sources) -> dict[str, Any]:
-    """All that the table says, of every layer."""
+    """The contents of the table, with every layer."""
     groups = []
     for group in plan.groups:
         row = _row(plan, group, names, sources)
-        found: dict[str, object] = {"slot": group.slot, "name": row.name, "module": row.module, "source": row.source}
-        found |= {"nbytes": group.nbytes, "stored_nbytes": group.stored_nbytes}
-        found |= {"decision": row.decision, "reason": row.reason, "members": list(row.members)}
+        found: dict[str, object] = {
+            "slot": group.slot,
+            "name": row.name,
+            "module": row.module,
+            "source": row.source,
+            "nbytes": group.nbytes,
+            "stored_nbytes": group.stored_nbytes,
+            "decision": row.decision,
+            "reason": row.reason,
+            "members": list(row.members),
+        }
         groups.append(found | {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()})
     again = [
         {

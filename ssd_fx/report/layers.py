@@ -1,12 +1,13 @@
-"""Rows of a table, one per alias group, in which layers that are alike are told once.
+"""Rows of a table, one per alias group, in which equal layers are folded.
 
     tanh    blocks.0.attn  256 B  offload          tanh  blocks.{0..1}.attn x 2  256 B  offload
     exp     blocks.0       256 B  keep        =>   exp   blocks.{0..1} x 2       256 B  keep
     tanh_1  blocks.1.attn  256 B  offload
     exp_1   blocks.1       256 B  keep
 
-A layer is the rows in a row whose modules have the same first number in their names. Two are alike that have the same
-rows but for that number and for the names of nodes, which number on through the graph; those of the first are shown.
+A layer is a run of rows whose modules have the same first number in their names. Two layers are alike if their rows
+differ only in that number and in the names of nodes, which PyTorch numbers through the graph. The folded rows show the
+names of the first layer.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row. `reason`: why, in words that name no node of the graph; `where`: the nodes; `layers`: how many it is
-    for; `source`: the line of the model."""
+    """One row.
+
+    reason: of the decision, without names of nodes.
+    where: the nodes that ours stand beside.
+    layers: how many layers the row is for.
+    source: the line of the model.
+    """
 
     name: str
     module: str
@@ -36,7 +42,9 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        what = f"{self.where} ({self.reason})" if self.where and self.reason else self.where or self.reason
+        what = self.where or self.reason
+        if self.where and self.reason:
+            what = f"{self.where} ({self.reason})"
         members = f"[{', '.join(self.members)}]" if self.members else ""
         return self.name, self._modules(), self.source, self.size, self.decision, what, members
 
@@ -49,25 +57,25 @@ class Row:
 
     @property
     def layer(self) -> tuple[tuple[str, ...], int] | None:
-        """Which layer it is of: what its modules are called before the number, and the number."""
+        """The layer: the names of its modules before the number, and the number; None without a number."""
         before, number, _ = _parts(self.module)
         return None if number is None else (before, number)
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What is equal in the same row of a layer that is alike."""
+        """What must be equal in two layers that are alike."""
         return _parts(self.module)[2], self.source, self.size, self.decision, self.reason, len(self.members)
 
 
 def _parts(module: str) -> tuple[tuple[str, ...], int | None, tuple[str, ...]]:
-    """`a.b.3.c` -> (a, b), 3, (c); without a number all of it comes before."""
+    """`a.b.3.c` -> (a, b), 3, (c); without a number all names come before."""
     parts = tuple(module.split("."))
     at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return (parts, None, ()) if at is None else (parts[:at], int(parts[at]), parts[at + 1 :])
 
 
 def fold(rows: Iterable[Row]) -> list[Row]:
-    """The rows, those of consecutive layers that are alike once."""
+    """The rows, with consecutive layers that are alike folded into one."""
     runs: list[list[list[Row]]] = []  # layers that are alike
     for _, found in groupby(rows, key=lambda row: row.layer):
         layer = list(found)

@@ -1,4 +1,4 @@
-"""What the dump says: modules, what is computed again, and layers that are alike told once."""
+"""What the dump says: modules, what is recomputed, and equal layers folded."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_what_is_computed_again_has_rows_of_its_own() -> None:
     again = tuple(Recomputed(f"gelu_{i}", f"blocks.{i}.mlp", 1024, 1.32e-5) for i in range(3))
     text = dump.table(planned.plan.with_(points={}, recomputed=again), ([], []))
     head, *lines = text.splitlines()
-    assert head.endswith(", 1 groups and 256 B offloaded (100.0%), 3 tensors and 3072 B computed again")
+    assert head.endswith(", 1 groups and 256 B offloaded (100.0%), 3 tensors and 3072 B recomputed")
     assert_expected_inline(
         "\n".join(lines[:-2]),
         """\

@@ -214,7 +214,7 @@ def test_on_the_cpu_host_memory_is_no_tier() -> None:
     text, _, partition = planned(chain, *toys.inputs(), host_budget=600)
     plain, _, _ = planned(chain, *toys.inputs())
     *lines, last = text.splitlines()
-    assert last == "host memory is this device's: beyond that peak the runtime lets 600 B rest"
+    assert last == "host memory is this device's: the runtime keeps up to 600 B resident beyond that peak"
     assert lines == plain.splitlines()
     assert tiers_of_stores(partition) == [(), (), ()]
 

@@ -1,0 +1,83 @@
+"""The documents: pages made by the package are as it makes them, links lead somewhere, lines fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import ssd_fx
+from ssd_fx import Config
+from ssd_fx.report import options
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    """If not: python -m ssd_fx.report.options > docs/options.md."""
+    assert (ROOT / "docs" / "options.md").read_text() == options.page()
+
+
+def test_the_page_has_every_option_in_its_order() -> None:
+    sections = re.findall(r"^## (\w+)$", options.page(), re.MULTILINE)
+    assert sections == [field.name for field in fields(Config)]
+
+
+@pytest.fixture
+def how_it_works() -> ModuleType:
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("the excerpts are of torch 2.13, and another one names nodes otherwise")
+    spec = importlib.util.spec_from_file_location("how_it_works", ROOT / "examples" / "how_it_works.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_excerpts_are_up_to_date(how_it_works: ModuleType) -> None:
+    """If not: python examples/how_it_works.py --write."""
+    page = how_it_works.PAGE.read_text()
+    assert how_it_works.filled(page, how_it_works.excerpts()) == page
+
+
+@pytest.mark.slow
+def test_the_excerpts_of_inductor_are_up_to_date(how_it_works: ModuleType) -> None:
+    page = how_it_works.PAGE.read_text()
+    assert how_it_works.filled(page, how_it_works.inductor_excerpts()) == page
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (document.parent / target).exists()] == []
+
+
+def test_the_readme_is_short_and_names_options_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 110
+    table = readme.split("## Options")[1].split("## ")[0]
+    named = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert len(named) == 10
+    assert set(named) <= {field.name for field in fields(Config)}
+
+
+def test_the_test_of_a_plan_that_users_are_shown() -> None:
+    (shown,) = re.findall(r"```python\n(def test_.*?)```", (ROOT / "docs" / "using.md").read_text(), re.DOTALL)
+    x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    names: dict[str, Any] = {"ssd_fx": ssd_fx, "x": x, "w": w}
+    exec(shown, names)
+    names["test_the_relu_is_offloaded"]()
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "compatibility.md"], ids=lambda path: path.name)
+def test_lines_end_at_120_columns(document: Path) -> None:
+    assert [line for line in document.read_text().splitlines() if len(line) > 120] == []
