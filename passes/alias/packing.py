@@ -55,7 +55,8 @@ def pack(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool
             return Stored(core, Pack(expanded=expanded) if expanded else None, tuple(members))
         made = Pack(expanded, memory_order(core), box, copy=not box.is_range)
         return Stored(_contiguous(core, (box.height, box.width)), made, tuple(within(box, m) for m in members))
-    box = smallest_box(span(core), members, whole_rows=False) if alike and part and restride else None
+    # The box holds the owner too: of as many elements as the owner it is the owner's elements, and no others.
+    box = smallest_box(span(core), [core, *members], whole_rows=False) if alike and part and restride else None
     if box is None or box.numel != core.numel or span(core) <= core.numel:
         return None
     order = memory_order(core)

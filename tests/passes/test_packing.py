@@ -142,3 +142,15 @@ def test_memory_order() -> None:
 )  # fmt: skip
 def test_dense(size: tuple[int, ...], stride: tuple[int, ...], dense: bool) -> None:
     assert is_dense(layout(size, stride)) is dense
+
+
+def test_a_box_of_as_many_elements_as_an_owner_with_gaps() -> None:
+    """Elements 0 and 2 of the storage lie in a box of three. So many has the owner, but its own are 0, 2 and 4."""
+    owner = torch.arange(6.0).view(1, 3, 2)[..., 0]
+    members = [owner[:, 0:1], owner[:, 1:2]]
+    found = pack(Layout.of(owner), [Layout.of(m) for m in members], part=True, restride=True)
+    assert found is not None
+    loaded = torch.empty(found.layout.numel).as_strided(found.layout.size, found.layout.stride)
+    loaded.copy_(stored_of(owner, found.pack))
+    rebuilt = [torch.as_strided(loaded, m.size, m.stride, m.offset) for m in found.members]
+    assert [m.item() for m in rebuilt] == [m.item() for m in members]
