@@ -21,14 +21,14 @@ _CHANGEABLE = {
 """Obstacles that the user can remove, with how."""
 
 
-def tell(plan: Plan, options: PlanOptions) -> None:
+def warn(plan: Plan, options: PlanOptions) -> None:
     """Warn of all that the user should know about the plan."""
-    _tell_kept(plan, options.min_bytes)
-    _tell_full_host(plan)
-    _tell_unprofiled(plan, options.profile)
+    _warn_kept(plan, options.min_bytes)
+    _warn_full_host(plan)
+    _log_unprofiled(plan, options.profile)
 
 
-def _tell_kept(plan: Plan, min_bytes: int) -> None:
+def _warn_kept(plan: Plan, min_bytes: int) -> None:
     """Warn of groups that are kept for an obstacle which the user can remove."""
     for obstacle, text in _CHANGEABLE.items():
         nbytes = sum(g.nbytes for g in plan.groups if g.obstacle == obstacle and g.nbytes >= min_bytes)
@@ -37,7 +37,7 @@ def _tell_kept(plan: Plan, min_bytes: int) -> None:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def _tell_full_host(plan: Plan) -> None:
+def _warn_full_host(plan: Plan) -> None:
     """Warn of groups that were marked for host memory, which is full, and go to the drive."""
     marked = {slot for slot, mark in plan.marks.items() if (mark.decision, mark.tier) == ("offload", "host")}
     full = [g for g in plan.offloaded if g.slot in marked and plan.tier(g.slot) == "ssd"]
@@ -51,7 +51,7 @@ def _tell_full_host(plan: Plan) -> None:
         )
 
 
-def _tell_unprofiled(plan: Plan, profile: Profile | None) -> None:
+def _log_unprofiled(plan: Plan, profile: Profile | None) -> None:
     """Log that the user's profile does not have this graph."""
     if profile is not None and profile.of(plan.graph) is None:
         log.info(

@@ -19,7 +19,7 @@ class PlanOptions:
     * `runtime_config`: goes into the nodes unread.
     * `recompute`: whether tensors may be computed again instead.
     * `keep`, `offload`: module name patterns.
-    * `roots`: the expressions for the outermost modules, behind which module names begin (`joint/modules.py`).
+    * `roots`: the expressions for the outermost modules, after which module names begin (`joint/modules.py`).
     * `annotations`: a digest of the graph's annotations, which caches ignore otherwise.
     * `profile`: measured times, of this graph or of others.
     * `host_budget`: bytes of host memory. It is a separate tier only if the device has other memory.

@@ -114,9 +114,9 @@ def changed_inputs(graph: fx.Graph) -> frozenset[int]:
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     by_desc = {n.meta["desc"]: n for n in inputs if "desc" in n.meta}
     descs = graph.output_node().meta.get("desc", ())
-    behind = [by_desc.get(d.mutated_input) for d in descs if isinstance(d, InputMutationAOTOutput)]
+    after = [by_desc.get(d.mutated_input) for d in descs if isinstance(d, InputMutationAOTOutput)]
     inside = [arg for n in graph.nodes for arg in written(n)]
-    keys = {storage_of(n) for n in (*behind, *inside) if n is not None}
+    keys = {storage_of(n) for n in (*after, *inside) if n is not None}
     return frozenset(keys & {storage_of(n) for n in inputs} - {None})  # type: ignore[arg-type]
 
 

@@ -34,7 +34,7 @@ from ssd_fx.passes.joint.marks import LiftMarks, lift, mark
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint, price
 from ssd_fx.passes.joint.stale_views import rejoin_views
-from ssd_fx.passes.notices import tell
+from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan, PlanPass
@@ -60,7 +60,7 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
         partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # marks groups, binds select
-        merge_copies,  # behind mark: a copy that is marked otherwise than its source stays a separate group
+        merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
         partial(time, machine=machine, profile=options.profile),  # before lifetimes, whose idle time is predicted time
         lifetime,
     )
@@ -88,7 +88,7 @@ def decisions(
 
 
 LAST: tuple[Callable[[Partition], None], ...] = (
-    refuse_stand_ins,  # behind the rewrite: it is about what is kept, even if that is everything
+    refuse_stand_ins,  # after the rewrite: it is about what is kept, even if that is everything
 )
 
 
@@ -165,7 +165,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions) -> None:
     """Put the nodes of the plan into both graphs."""
-    tell(plan, options)  # first: if the rewrite fails, the user knows what was planned
+    warn(plan, options)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config)

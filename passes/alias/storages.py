@@ -233,7 +233,7 @@ def _live_anyway(forward: list[fx.Node], partition: Partition) -> set[int]:
 def _disputed(forward: list[fx.Node]) -> set[int]:
     """Storages of nodes that are views of an argument by their operator's schema, but not by their FakeTensors.
 
-    Passes that run before the partitioner may leave such metadata. What the storages share is then unknown.
+    Passes that run before the partitioner may produce such metadata. What the storages share is then unknown.
     """
     disputed: set[int] = set()
     for node in forward:

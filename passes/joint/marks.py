@@ -132,9 +132,9 @@ def mark(
         if found is not None:
             marks[group.slot] = found
     plan = plan.with_(marks=marks, modules=names)
-    _tell_obstacles(plan)
-    _tell_unsaved(plan, nodes, aliases)
-    _tell_idle(plan, nodes, [*keep, *offload], roots)
+    _warn_obstacles(plan)
+    _log_unsaved(plan, nodes, aliases)
+    _log_idle(plan, nodes, [*keep, *offload], roots)
     return plan
 
 
@@ -214,7 +214,7 @@ def _of_policies(callers: tuple[str, ...]) -> Mark | None:
     return Mark("prefer_offload", "PREFER_CPU_OFFLOAD", tier="host") if "PREFER_CPU_OFFLOAD" in callers else None
 
 
-def _tell_obstacles(plan: Plan) -> None:
+def _warn_obstacles(plan: Plan) -> None:
     """Warn of groups that were marked to be offloaded and cannot be."""
     stuck = [g for g in plan.groups if g.obstacle and g.slot in plan.marks and plan.marks[g.slot].decision == "offload"]
     if stuck:
@@ -224,7 +224,7 @@ def _tell_obstacles(plan: Plan) -> None:
         )
 
 
-def _tell_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list[fx.Node]]) -> None:
+def _log_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list[fx.Node]]) -> None:
     """Log the calls that mark no saved tensor. They are no error: another partition may save the tensor."""
     saved = {_key(nodes[g.base]) for g in plan.groups}
     for key, sharing in aliases.items():
@@ -241,7 +241,7 @@ def _tell_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list
             )
 
 
-def _tell_idle(plan: Plan, nodes: dict[str, fx.Node], patterns: Sequence[str], roots: Sequence[str]) -> None:
+def _log_idle(plan: Plan, nodes: dict[str, fx.Node], patterns: Sequence[str], roots: Sequence[str]) -> None:
     """Log the patterns that match modules of the graph none of whose tensors is saved. Another graph may save some."""
     around = {name: modules.enclosing(node, roots) for name, node in nodes.items()} if patterns else {}
     saved = {group.base for group in plan.groups}

@@ -5,7 +5,7 @@ in the compiled frame:
 
     L['self'].model.blocks.0.attn          blocks.0.attn, with the root L['self'].model
 
-A module's name begins behind its *root*, the expression for the outermost module. The root is `L['self']` if the model
+A module's name begins after its *root*, the expression for the outermost module. The root is `L['self']` if the model
 itself was compiled, and `L['self'].model` in a method of a trainer.
 """
 
@@ -34,7 +34,7 @@ def paths(node: fx.Node) -> tuple[str, ...]:
 
 
 def name_of(path: str, roots: Sequence[str] = ()) -> str:
-    """The name of a module: the part of `path` behind the longest matching root, or else behind the first accessor."""
+    """The name of a module: the part of `path` after the longest matching root, or else after the first accessor."""
     for root in sorted(roots, key=len, reverse=True):
         if path == root or path.startswith((f"{root}.", f"{root}[")):
             return path[len(root) :].lstrip(".")

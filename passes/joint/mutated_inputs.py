@@ -1,10 +1,10 @@
 """Inputs that the step changes, such as running statistics, counters and caches. The backward needs their old values.
 
-    forward    y = exp(x); z = mul(x, w); x_new = add(x, 1)      x_new is written into x behind the forward
+    forward    y = exp(x); z = mul(x, w); x_new = add(x, 1)      x_new is written into x after the forward
     backward   reads y, and x itself (for the gradient of w)
 
     before the cut    y is tagged MUST_SAVE                      min-cut would compute it again, from x_new
-    behind the cut    x_copied = clone(x) is saved, not x        the backward reads x_copied
+    after the cut     x_copied = clone(x) is saved, not x        the backward reads x_copied
 
 A functional graph hides this hazard: it writes the input last, and the backward runs after that write.
 """
@@ -113,7 +113,7 @@ def _save_first(partition: Partition, copied: fx.Node, instead_of: fx.Node | Non
 
 
 def _copy(forward: fx.Graph, node: fx.Node, name: str) -> fx.Node:
-    """A clone of `node`, right behind it or behind the last of the inputs."""
+    """A clone of `node`, right after it, or after the last input if it is one."""
     tensor = node.meta["val"]
     last = forward.find_nodes(op="placeholder")[-1]
     with forward.inserting_after(last if node.op == "placeholder" else node):

@@ -41,7 +41,7 @@ class Joint:
     """A joint graph that can be partitioned several times, each time with other operators recomputed.
 
     `module` has been through the passes of a joint graph; `inputs` and `arguments` are those of PyTorch's min-cut.
-    `behind_cut`: passes that run on every partition.
+    `after_cut`: passes that run on every partition.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Joint:
         module: fx.GraphModule,
         inputs: Sequence[object],
         arguments: dict[str, Any],
-        behind_cut: Sequence[Callable[[Partition], None]],
+        after_cut: Sequence[Callable[[Partition], None]],
     ) -> None:
         self._module = module
         self._inputs = inputs
         self._arguments = arguments
-        self._behind_cut = behind_cut
+        self._after_cut = after_cut
         self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
 
     @property
@@ -95,7 +95,7 @@ class Joint:
     def _cut(self, module: fx.GraphModule) -> Partition:
         forward, backward = min_cut_rematerialization_partition(module, self._inputs, **self._arguments)
         partition = Partition(forward, _lazy(backward), self._arguments["num_fwd_outputs"], self._activations)
-        for each in self._behind_cut:
+        for each in self._after_cut:
             each(partition)
         return partition
 

@@ -7,7 +7,7 @@
                       del buf4
 
 Inductor frees a buffer or reuses its memory after the last use, although a write may still read from there. So the
-lowering of `wait_store_` emits the `del` itself, right behind the call, and takes the buffer out of reuse. The release
+lowering of `wait_store_` emits the `del` itself, right after the call, and takes the buffer out of reuse. The release
 should always be the last use. If it is not, it hands nothing over and blocks until the write is done.
 """
 
@@ -51,7 +51,7 @@ class RefusingKernel(AuditedKernel):
 
 
 class ReleaseKernel(AuditedKernel):
-    """`wait_store_`: drops its buffer behind the call if nothing uses it later."""
+    """`wait_store_`: drops its buffer after the call if nothing uses it later."""
 
     def codegen(self, wrapper: Any) -> None:
         name = _input_name(self, 1)

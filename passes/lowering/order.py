@@ -137,7 +137,7 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
 def _readers_before_release(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode], position: list[int]) -> None:
     """Add an edge to each release from every kernel that reads the released buffer at a later position.
 
-    No FX node reads behind a release, but Inductor may compute such a node where another kernel uses it. Without the
+    No FX node reads after a release, but Inductor may compute such a node where another kernel uses it. Without the
     edge the release is not the last use: it hands nothing over and blocks. The edge is added only if loops alone must
     move with the reader. To move library calls, or others of our nodes, would undo the plan.
     """
@@ -155,7 +155,7 @@ def _readers_before_release(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNod
 
 
 def _released(node: BaseSchedulerNode) -> str:
-    """The buffer that a release gives up; empty for other nodes."""
+    """The buffer that a release drops; empty for other nodes."""
     release = _calls(node, torch.ops.ssd_fx.wait_store_.default)
     kept = node.node.inputs[1] if release and isinstance(node.node, ir.FallbackKernel) else None
     return str(kept.get_name()) if isinstance(kept, ir.IRNode) else ""
@@ -204,7 +204,7 @@ def _calls(node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> bool:
 
 
 def _position(node: BaseSchedulerNode, in_graph: dict[torch.fx.Node, int]) -> int:
-    """The position of the last FX node that a kernel computes; behind all where that is not known."""
+    """The position of the last FX node that a kernel computes; after all of them where that is not known."""
     call = _call(node) if isinstance(node, ExternKernelSchedulerNode) else None
     computed = _origins(node) if call is None else {call}
     return max((in_graph[o] for o in computed if o in in_graph), default=len(in_graph))
@@ -213,7 +213,7 @@ def _position(node: BaseSchedulerNode, in_graph: dict[torch.fx.Node, int]) -> in
 def _links(order: list[BaseSchedulerNode]) -> Iterator[tuple[BaseSchedulerNode, BaseSchedulerNode]]:
     """The pairs of kernels that must be chained to keep `order`.
 
-    Inductor replaces or drops some kernels after this pass, and their links too. So a kernel behind such ones is
+    Inductor replaces or drops some kernels after this pass, and their links too. So a kernel after such ones is
     chained to each of them, and to the last one before them that stays.
     """
     before: list[BaseSchedulerNode] = []

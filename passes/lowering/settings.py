@@ -29,17 +29,17 @@ def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> 
     annotation = gm.meta.pop("cudagraph_annotation", None)  # set by torch.compiler's override_cudagraphs
     if found.get("triton.cudagraphs", config.triton.cudagraphs) or getattr(annotation, "fwd", False):
         found["triton.cudagraphs"] = False
-        tell_no_cuda_graphs(inputs)
+        warn_no_cuda_graphs(inputs)
     if compiled_autograd.loads(gm.graph):
         found["reorder_for_locality"] = False  # used for inference only: it moves loads to the first use of the tensor
     return found
 
 
-def tell_no_cuda_graphs(inputs: Sequence[object]) -> None:
+def warn_no_cuda_graphs(inputs: Sequence[object]) -> None:
     """Warn that CUDA graphs are off, if an input is on a GPU.
 
     Hazard: a replayed graph writes to the addresses that were free when it was recorded. A write to the drive may still
-    read from there. And to record fewer graphs, Inductor moves all releases behind all kernels.
+    read from there. And to record fewer graphs, Inductor moves all releases after all kernels.
     """
     if any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs):
         warnings.warn(

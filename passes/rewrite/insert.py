@@ -202,7 +202,7 @@ class _ForwardWriter:
     def _erase_dead_views(self, group: AliasGroup) -> None:
         """Erase what was made of one tensor only to be saved, mostly views. The base stays: its store reads it.
 
-        Hazard: such a view may stand behind the release, which must be the last to read the storage.
+        Hazard: such a view may stand after the release, which must be the last to read the storage.
         """
         for member in group.members:
             node = self.by_name[member.name]
@@ -310,7 +310,7 @@ class _BackwardWriter:
     def _replace(self, member: Member, source: fx.Node, held: Layout, position: int) -> None:
         """Rebuild a member from `source` before the node at `position`, and replace its placeholder by it.
 
-        Views of the member that stand earlier move behind it: their bytes are not there yet. Nothing before `position`
+        Views of the member that stand earlier move after it: their bytes are not there yet. Nothing before `position`
         reads them, so only views (whose other inputs are symbolic sizes) can stand there.
         """
         placeholder = self.placeholders[member.name]

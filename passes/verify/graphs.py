@@ -1,7 +1,7 @@
 """The rules of the rewritten graphs.
 
-    forward    store -> one release;  nobody writes the stored storage behind the store, or reads it behind the release
-    backward   load -> one wait;      nobody reads the loaded tensor before the wait
+    forward    store -> one release;  no node writes the storage after the store, or reads it after the release
+    backward   load -> one wait;      no node reads the loaded tensor before the wait
 
 Two things are checked elsewhere. `lowering/audit.py` checks what Inductor makes of the graphs. The runtime's allocator
 sees to it that extents of live groups do not overlap (`runtime/engines/extents.py`).
@@ -110,7 +110,7 @@ def _verify_backward(partition: Partition, plan: Plan) -> None:
         require(len(waits) == 1, f"load {load.name!r} has {len(waits)} waits instead of one", "insert", load)
         wait = waits[0]
         require(wait.args[1] is load.args[0], f"wait of {load.name!r} has the handle of another", "insert", wait)
-        for user in load.users:  # a reader of a view comes behind the view, which is a user
+        for user in load.users:  # a reader of a view comes after the view, which is a user
             text = f"load {load.name!r} is used by {user.name!r} before its wait"
             require(user is wait or position[user] > position[wait], text, "schedule", user)
         require(_is_as_given(load), f"load {load.name!r} says another layout than its value has", "insert", load)
