@@ -59,9 +59,12 @@ def fastest(joint: Joint, decide: Decide) -> Candidate:
     """
     partition = joint.partition(again=True)
     first = Candidate(partition, decide(partition))
-    limits = tight = first.prediction.limits
+    if not _could_gain(first):
+        return first
+    limits = first.prediction.limits
+    tight = limits
     tried = {frozenset[str]()}
-    for _ in range(ROUNDS if _could_gain(first) else 0):
+    for _ in range(ROUNDS):
         proposal = _propose(first, decide, tight)
         if proposal is None or proposal.recomputed_nodes in tried:
             return first

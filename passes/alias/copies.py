@@ -58,7 +58,8 @@ def copied(node: fx.Node) -> fx.Node | None:
     source = _copied_argument(node)
     if not isinstance(source, fx.Node):
         return None
-    out, old = tensor_of(node), tensor_of(source)
+    out = tensor_of(node)
+    old = tensor_of(source)
     if out is None or old is None or storage_key(out) is None or storage_key(old) is None:
         return None
     if Layout.of(out).is_symbolic or Layout.of(old).is_symbolic:

@@ -253,7 +253,7 @@ def _nested(forward: list[fx.Node]) -> set[int]:
     """Storages of the results of nested regions. Their FakeTensors are wrong about what shares them.
 
     All calls of one region get the FakeTensors of one of them (torch 2.13). So results of different calls seem to share
-    memory, and a view that a region returns of its input seems to be a view of another call's result.
+    memory. If a region returns a view of its input, it seems to be a view of another call's result.
     """
     calls = (n for n in forward if n.target is torch.ops.higher_order.invoke_subgraph)
     return set(nodes_by_storage(item for call in calls for item in call.users))

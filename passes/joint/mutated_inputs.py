@@ -58,8 +58,8 @@ def _is_in(node: fx.Node, storages: frozenset[int]) -> bool:
 def copy_changed_inputs(partition: Partition) -> None:
     """Save a copy of each changed input, or view of one, that the backward reads.
 
-    The model asks for such a copy itself (`x.clone()`), since eager autograd refuses it otherwise; Inductor takes the
-    copy out. Where the backward writes into the input, it still gets the input itself.
+    A model must copy such an input itself (`x.clone()`), or eager autograd raises an error. But Inductor takes that
+    copy out of the graph. Where the backward writes into the input, it still gets the input itself.
     """
     changed = changed_inputs(partition.forward.graph)
     received = partition.bwd_placeholders

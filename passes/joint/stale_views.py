@@ -34,7 +34,8 @@ def rejoin_views(graph: fx.Graph) -> None:
         source = _viewed(node, rejoined)
         if source is None:
             continue
-        has, wanted = _storages(node), _storages(source)
+        has = _storages(node)
+        wanted = _storages(source)
         if None in has | wanted or has <= wanted:
             continue
         found = _inferred(node, source)

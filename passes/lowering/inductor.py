@@ -111,7 +111,8 @@ def _lower_release(handle: Any, keepalive: Any, *args: Any) -> None:
     ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, *args, *defaults)
     release = V.graph.operations[-1]
     assert isinstance(release, ReleaseKernel)
-    held, written = _input_name(release, 1), _input_name(store, 0)
+    held = _input_name(release, 1)
+    written = _input_name(store, 0)
     assert held == written, f"Inductor would protect {held} but stores {written}"
 
 

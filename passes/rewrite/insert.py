@@ -82,7 +82,7 @@ def refuse_stand_ins(partition: Partition) -> None:
 def _is_kept(node: fx.Node, partition: Partition) -> bool:
     """Whether a saved node is a kept activation: no handle or stand-in of ours, no parameter and no buffer.
 
-    Nor what a nested region returns: what its forward saves for its own backward may be a handle of its graph.
+    A result of a nested region does not count: it may be a handle, which the region's forward saves for its backward.
     """
     if tensor_of(node) is None or node.target in (ops.store.default, ops.stand_in.default):
         return False
@@ -270,7 +270,8 @@ class _BackwardWriter:
             load.meta["val"] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
     def _wait(self, group: AliasGroup, seq: int) -> None:
-        loaded, layout = self.loads[group.slot], group.layout
+        loaded = self.loads[group.slot]
+        layout = group.layout
         assert layout is not None
         node = self.graph.call_function(ops.wait_load_.default, (loaded, self.handles[group.slot], seq))
         node.meta["val"] = None
@@ -280,9 +281,9 @@ class _BackwardWriter:
 
     def _copy_again(self, group: AliasGroup) -> None:
         """Make each copy of the group right before it is first needed, and rebuild its members from it."""
-        loaded, layout = self.loads[group.slot], group.layout
+        layout = group.layout
         assert layout is not None
-        made: dict[Copy | None, tuple[fx.Node, Layout]] = {None: (loaded, layout)}
+        made: dict[Copy | None, tuple[fx.Node, Layout]] = {None: (self.loads[group.slot], layout)}
         for copy, position in self._first_reads(group).items():
             target, arguments = copies.again(self.forward[copy.node])
             with self.graph.inserting_before(self.nodes[position]):
@@ -372,5 +373,6 @@ def _stand_in(mode: FakeTensorMode, saved: torch.Tensor) -> torch.Tensor:
 
 def _same(a: Iterable[int | torch.SymInt], b: Iterable[int | torch.SymInt]) -> bool:
     """Whether two shapes are equal for certain; asking adds no guard."""
-    first, second = list(a), list(b)
+    first = list(a)
+    second = list(b)
     return len(first) == len(second) and all(map(statically_equal, first, second))

@@ -189,7 +189,8 @@ def _shape(node: fx.Node) -> list[str]:
 
 def _origin(view: View, index: tuple[int, ...], fills: Mapping[int, Fill]) -> tuple[int, int]:
     """The storage that an element was computed into, and where in it, in bytes."""
-    storage, byte = view.storage, view.byte(index)
+    storage = view.storage
+    byte = view.byte(index)
     while storage in fills:
         storage, byte = fills[storage].back(byte)
     return storage, byte
