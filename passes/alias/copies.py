@@ -10,7 +10,7 @@
 A copy is an operator that changes the layout and nothing else. In the backward it runs on the same strides, so its
 result has the same bits and strides. Each copy of a chain is in memory while the next one is made.
 
-Two kinds of copies keep a group of their own: those that the user marked otherwise than the source, and those whose
+Two kinds of copies keep a separate group: those that the user marked otherwise than the source, and those whose
 readers would add up in another order. For Inductor may fuse a copy into its readers, which then loop over the source.
 """
 

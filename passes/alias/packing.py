@@ -93,7 +93,7 @@ def smallest_box(numel: int, members: Sequence[Layout], *, whole_rows: bool = Tr
 
 def _box(numel: int, row: int, members: Sequence[Layout]) -> Box | None:
     """The smallest box with rows of that length; None where a member is no rectangle of rows and columns."""
-    corners = []
+    boxes = []
     for member in members:
         steps = [(n - 1, t) for n, t in zip(member.size, member.stride, strict=True) if n > 1]
         top, left = divmod(member.offset, row)
@@ -101,9 +101,10 @@ def _box(numel: int, row: int, members: Sequence[Layout]) -> Box | None:
         right = left + sum(n * t for n, t in steps if t % row)
         if right >= row:
             return None
-        corners.append((top, bottom, left, right))
-    tops, bottoms, lefts, rights = zip(*corners, strict=True)
-    box = Box(row, (min(tops), max(bottoms) + 1), (min(lefts), max(rights) + 1))
+        boxes.append(Box(row, (top, bottom + 1), (left, right + 1)))
+    rows = (min(b.rows[0] for b in boxes), max(b.rows[1] for b in boxes))
+    columns = (min(b.columns[0] for b in boxes), max(b.columns[1] for b in boxes))
+    box = Box(row, rows, columns)
     inside = (box.rows[1] - 1) * row + box.columns[1] <= numel
     return box if inside and all(_merges_alike(m, within(box, m)) for m in members) else None
 
