@@ -87,28 +87,46 @@ class Fill:
 
 
 @dataclass(frozen=True)
+class Read:
+    """A node of the backward, `reader`, has the saved tensor `name` as its argument number `place`."""
+
+    name: str
+    reader: str
+    place: int
+
+
+@dataclass(frozen=True)
 class Reads:
     """The reads of saved tensors before the rewrite.
 
-    By name: `saved`, the saved tensors, and `copies`, the copies in the forward. `readers`: the name of a saved tensor,
-    that of a node that reads it in the backward, and its index among the node's arguments. `tensors` stay alive, so
-    that no other storage gets the identity of one of theirs.
+    By name: `saved`, the saved tensors, and `copies`, the copies in the forward. `tensors` stay alive, so that no other
+    storage gets the identity of one of theirs.
     """
 
     saved: Mapping[str, View]
     copies: Mapping[str, Fill]
-    readers: tuple[tuple[str, str, int], ...]
+    all: tuple[Read, ...]
     tensors: tuple[torch.Tensor, ...]
 
     @staticmethod
     def of(partition: Partition) -> Reads:
         views = {n.name: view for n in partition.saved if (view := View.of(n)) is not None}
-        pairs = {n.name: (n, source) for n in partition.forward.graph.nodes if (source := copied(n)) is not None}
-        fills = {name: fill for name, (n, source) in pairs.items() if (fill := Fill.of(n, source)) is not None}
-        given = ((n, i, a) for n in partition.backward.graph.nodes for i, a in enumerate(arguments(n)))
-        readers = tuple((a.name, n.name, i) for n, i, a in given if a.op == "placeholder" and a.name in views)
-        tensors = (tensor_of(n) for n in (*partition.saved, *(n for pair in pairs.values() for n in pair)))
-        return Reads(views, fills, readers, tuple(t for t in tensors if t is not None))
+        involved = list(partition.saved)
+        fills = {}
+        for node in partition.forward.graph.nodes:
+            source = copied(node)
+            if source is not None:
+                involved += [node, source]
+                fill = Fill.of(node, source)
+                if fill is not None:
+                    fills[node.name] = fill
+        reads = []
+        for node in partition.backward.graph.nodes:
+            for place, argument in enumerate(arguments(node)):
+                if argument.op == "placeholder" and argument.name in views:
+                    reads.append(Read(argument.name, node.name, place))
+        tensors = tuple(t for n in involved if (t := tensor_of(n)) is not None)
+        return Reads(views, fills, tuple(reads), tensors)
 
     def verify(self, partition: Partition, plan: Plan) -> None:
         """Check that each reader of an offloaded tensor is given the bytes that it was given before.
@@ -123,19 +141,19 @@ class Reads:
         now = then | _fills(partition, plan)
         names = {key: same[0].name for key, same in nodes_by_storage(partition.forward.graph.nodes).items()}
         nodes = {n.name: n for n in partition.backward.graph.nodes}
-        for name, reader, place in self.readers:
-            if name not in offloaded:
+        for read in self.all:
+            if read.name not in offloaded:
                 continue
-            node = nodes[reader]
-            was = self.saved[name]
-            view = View.of(arguments(node)[place])
-            require(view is not None, f"{reader!r} reads what has no known place", "insert", node)
+            node = nodes[read.reader]
+            was = self.saved[read.name]
+            view = View.of(arguments(node)[read.place])
+            require(view is not None, f"{node.name!r} reads what has no known place", "insert", node)
             assert view is not None
             for index in _corners(was.layout.size):
                 old = _origin(was, index, then)
                 new = _origin(view, index, now)
-                text = f"{reader!r} reads element {index} of {name!r} from {_text(new, names)}, which was computed "
-                require(old == new, f"{text}into {_text(old, names)}", "insert", node)
+                text = f"{node.name!r} reads element {index} of {read.name!r} from {_text(new, names)}, which was "
+                require(old == new, f"{text}computed into {_text(old, names)}", "insert", node)
 
 
 def arguments(node: fx.Node) -> list[fx.Node]:
