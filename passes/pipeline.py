@@ -69,7 +69,10 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
 def decisions(
     options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool, host_tier: bool, quick: bool
 ) -> tuple[PlanPass, ...]:
-    """`host_tier`: the device has other memory than the host. `priced`, `quick`: as in `decide`."""
+    """`host_tier`: the device has other memory than the host; if not, the host budget is for resident tensors.
+
+    `priced`, `quick`: as in `decide`.
+    """
     return (
         *([price] if priced else []),  # needs the groups and the times
         partial(  # decides and places together, since the cost of a decision depends on where its nodes can be
