@@ -70,44 +70,44 @@ class AuditLine(lines_of.WrapperLine):
 
 def audit_schedule(graph: GraphLowering, nodes: Sequence[BaseSchedulerNode]) -> None:
     """Check the kernels: none mutates a buffer that is being stored or loaded."""
-    flights = _Flights(graph)
+    in_flight = _InFlight(graph)
     for node in nodes:
         if _kind(node.node) is not None:
-            flights.step(node.node, node.get_name())
+            in_flight.step(node.node, node.get_name())
             continue
         for part in node.get_nodes():
             for name in {m for out in part.get_outputs() for m in out.get_mutations()}:
-                flights.written(name, part.get_name())
+                in_flight.written(name, part.get_name())
 
 
 def audit_lines(graph: GraphLowering, lines: Sequence[Any]) -> None:
     """Check order, reuse, frees and reads, in the code as it will run."""
-    flights = _Flights(graph)
+    in_flight = _InFlight(graph)
     for i, line in enumerate(lines):
         where = _text(line)
         try:
             match line:
                 case lines_of.ExternKernelAllocLine(node=node) if (kind := _kind(node)) is not None:
-                    flights.step(node, where)
+                    in_flight.step(node, where)
                     if kind == "wait_store_" and _argument(node, "hand_over") and not graph.cpp_wrapper:
                         drop = f"del {_input(node, 1)}"
                         _require(_next(lines, i) == drop, f"{where} hands over and is not followed by {drop!r}")
                 case lines_of.ReuseLine(node=old, reused_as=new):
-                    flights.reused(old.get_name(), new.get_name())
+                    in_flight.reused(old.get_name(), new.get_name())
                 case lines_of.ReinterpretLine(node=old, reused_as=new):
-                    flights.alias[new.get_name()] = old.get_name()
+                    in_flight.alias[new.get_name()] = old.get_name()
                 case lines_of.FreeIfNotReusedLine(node=node, is_reused=False) | lines_of.FreeLine(node=node):
-                    flights.freed(node.get_name())
+                    in_flight.freed(node.get_name())
                 case _:
                     for name in _touched(graph, line):
-                        flights.touched(name, where)
+                        in_flight.touched(name, where)
         except VerifyError as error:
             raise VerifyError(f"{error}\n{_around(lines, i)}") from None
-    flights.finish()
+    in_flight.finish()
 
 
 @dataclass
-class _Flights:
+class _InFlight:
     """The buffers that are being stored or loaded, and those that were handed over, at a point of the code.
 
     `alias`: by name of a buffer, the one whose memory it has.
@@ -116,7 +116,7 @@ class _Flights:
     graph: GraphLowering
     stores: set[str] = field(default_factory=set)
     loads: set[str] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
+    handed_over: set[str] = field(default_factory=set)
     alias: dict[str, str] = field(default_factory=dict)
     last_seq: int = -1
 
@@ -132,7 +132,7 @@ class _Flights:
         self.last_seq = seq
         if kind == "store":
             name = _input(node, 0)
-            busy = set(self._chain(name)) & (self.loads | self.gone)
+            busy = set(self._chain(name)) & (self.loads | self.handed_over)
             _require(not busy, f"{name!r} is stored while it is loaded or after it was handed over")
             self.stores.add(name)
         elif kind == "wait_store_":
@@ -140,7 +140,7 @@ class _Flights:
             _require(name in self.stores, f"{where} releases {name!r}, which is not being stored")
             self.stores.remove(name)
             if _argument(node, "hand_over"):
-                self.gone.add(name)
+                self.handed_over.add(name)
         elif kind == "load":
             self.loads.add(node.get_name())
         elif kind == "wait_load_":
@@ -156,7 +156,11 @@ class _Flights:
 
     def reused(self, old: str, new: str) -> None:
         """Check that the memory of `old` is free, which becomes that of `new`."""
-        texts = ((self.stores, "is being stored"), (self.loads, "is being loaded"), (self.gone, "was handed over"))
+        texts = (
+            (self.stores, "is being stored"),
+            (self.loads, "is being loaded"),
+            (self.handed_over, "was handed over"),
+        )
         for buffers, text in texts:
             for busy in self._sharing(old, buffers):
                 _require(False, f"{new!r} reuses the memory of {busy!r}, which {text}")
@@ -173,7 +177,7 @@ class _Flights:
         """Check a read of a buffer or a write into it."""
         chain = set(self._chain(name))
         _require(not chain & self.loads, f"{where} uses {name!r} before its wait")
-        _require(not chain & self.gone, f"{where} uses {name!r} after it was handed over")
+        _require(not chain & self.handed_over, f"{where} uses {name!r} after it was handed over")
 
     def finish(self) -> None:
         _require(not self.stores, f"{sorted(self.stores)} are stored and never released")
