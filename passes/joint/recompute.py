@@ -69,7 +69,7 @@ class Joint:
 
     def partition(self, *, again: bool = False) -> Partition:
         """The partition that PyTorch makes by itself. `again`: the graph may be cut once more later."""
-        if again:  # otherwise PyTorch looks for what it notes at the graph of its own module
+        if again:  # only then: PyTorch later reads its notes from its own module, and not from this one
             self._module = _lazy(self._module)
         return self._cut(self._module)
 
