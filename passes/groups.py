@@ -1,8 +1,8 @@
 """Alias groups: the saved tensors that share bytes, and what is stored of those.
 
-storage of base      ..[========]......        box: the part that any member reads
-stored (layout)        [========]              packed: dense, in the order of memory
-members                [==]  [===]             each a layout within what is stored
+storage of base      ..[========]......        box: the part that the members need
+stored (layout)        [========]              pack: dense, in the order of memory
+members                [==]  [===]             each has a layout within the stored tensor
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes, strides and storage offset in elements of `dtype`; `conj` and `neg` are lazy, on top of the bytes.
+    """Sizes, strides and storage offset in elements of `dtype`; `conj` and `neg` are lazy: the bytes do not have them.
 
-    All of them may be symbolic: whoever compares such layouts must not add guards (`packing.is_dense` does not).
+    Hazard: numbers may be symbolic. Compare such layouts without adding guards, as `packing.is_dense` does.
     """
 
     size: tuple[int, ...]
@@ -49,7 +49,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Columns of rows of a storage that is cut into rows of `row` elements; `rows` and `columns` are [from, to)."""
+    """Some columns of some rows of a storage cut into rows of `row` elements; `rows` and `columns` are [from, to)."""
 
     row: int
     rows: tuple[int, int]
@@ -75,10 +75,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """How the stored tensor is made of the base.
+    """How the stored tensor is made of the base, step by step.
 
-    The dimensions in `expanded` are cut to one element, the others brought into memory `order`, then the `box` is
-    taken out and, if it must be, copied.
+    The dimensions in `expanded` are cut to one element. The dimensions are permuted to the `order` in memory. The `box`
+    is taken out. `copy`: the result is copied.
     """
 
     expanded: tuple[int, ...] = ()
@@ -89,10 +89,10 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A saved tensor that is a copy of bytes stored anyway: the backward makes it again.
+    """A copy of stored bytes, which the backward makes again.
 
-    `node` is the forward node that copies, `source` the layout of what it copies: within the copy `of`, or within the
-    stored tensor where that is None.
+    `node`: the forward node that copies. `of`: the copy that it copies, or None for the stored tensor. `source`: the
+    layout of what it copies, within `of` or the stored tensor.
     """
 
     node: str
@@ -101,7 +101,7 @@ class Copy:
 
     @property
     def chain(self) -> tuple[Copy, ...]:
-        """All copies up to this one, the first is one of the stored tensor."""
+        """All copies up to this one; the first is a copy of the stored tensor."""
         return (*(self.of.chain if self.of is not None else ()), self)
 
 
@@ -109,7 +109,7 @@ class Copy:
 class Member:
     """One saved tensor of a group: a forward output and the backward placeholder of the same name.
 
-    `layout` is that of the member within the stored tensor, or within the copy where it is a member of one.
+    `copy`: the copy that has the member's bytes, or None for the stored tensor. `layout`: the member's layout in that.
     """
 
     name: str
@@ -121,10 +121,10 @@ class Member:
 class AliasGroup:
     """All saved tensors that share one storage or are copies of it: the unit of every decision.
 
-    `base` is the forward node that owns the storage; what a store writes is the base itself, or what `pack` makes of
-    it, and has `layout`. `obstacle` says why the group cannot be offloaded, or is empty. `nbytes` is what stays in
-    memory if the group is kept: its storages. `needed_nbytes`: what a store writes and a load reads, where it is less.
-    `is_hint`: sizes are symbolic, and the bytes those of the call that was compiled.
+    `base`: the forward node that owns the storage. The store writes the base itself, or what `pack` makes of it;
+    `layout` is the layout of what it writes. `obstacle`: why the group cannot be offloaded, or empty. `nbytes`: the
+    storages, which stay in memory if the group is kept. `needed_nbytes`: what a store writes and a load reads, if that
+    is less. `is_hint`: sizes are symbolic, and bytes are those of the call that was compiled.
     """
 
     slot: int

@@ -1,4 +1,4 @@
-"""What a user is told about a plan: what stays or goes elsewhere than was asked for. A fallback is loud."""
+"""Warnings about a plan that keeps or stores something otherwise than the user asked for."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ from ssd_fx.passes.plan import Plan
 log = logging.getLogger("ssd_fx")
 
 _CHANGEABLE = {
-    DYNAMIC: "shapes are dynamic, and what is stored cannot be told from the sizes that the backward knows. Equal "
-    "shapes (drop_last=True, padding) or torch.compile(dynamic=False), which compiles for every shape, let them leave.",
-    NESTED: "a nested region (torch.compiler.nested_compile_region) returns it, and PyTorch does not tell apart what "
-    "its calls return. Without the region it leaves.",
+    DYNAMIC: "shapes are dynamic, and the backward does not know all sizes that a load would need. ssd_fx can offload "
+    "it with equal shapes (drop_last=True, padding) or torch.compile(dynamic=False), which compiles for every shape.",
+    NESTED: "a nested region (torch.compiler.nested_compile_region) returns it, and PyTorch's metadata confuse the "
+    "results of its calls. ssd_fx can offload it without the region.",
 }
-"""Obstacles that the user can remove."""
+"""Obstacles that the user can remove, with how."""
 
 
-def tell(plan: Plan, options: PlanOptions) -> None:
-    """Warn of what keeps memory that was to be free."""
-    _tell_kept(plan, options.min_bytes)
-    _tell_full_host(plan)
-    _tell_unprofiled(plan, options.profile)
+def warn(plan: Plan, options: PlanOptions) -> None:
+    """Warn of all that the user should know about the plan."""
+    _warn_kept(plan, options.min_bytes)
+    _warn_full_host(plan)
+    _log_unprofiled(plan, options.profile)
 
 
-def _tell_kept(plan: Plan, min_bytes: int) -> None:
+def _warn_kept(plan: Plan, min_bytes: int) -> None:
+    """Warn of groups that are kept for an obstacle which the user can remove."""
     for obstacle, text in _CHANGEABLE.items():
         nbytes = sum(g.nbytes for g in plan.groups if g.obstacle == obstacle and g.nbytes >= min_bytes)
         if nbytes:
-            told = f"ssd_fx keeps about {nbytes} B of graph {plan.graph} in memory: {text}"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            message = f"ssd_fx keeps about {nbytes} B of graph {plan.graph} in memory: {text}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def _tell_full_host(plan: Plan) -> None:
-    """What was to go to host memory goes to the drive where that is full."""
+def _warn_full_host(plan: Plan) -> None:
+    """Warn of groups that were marked for host memory, which is full, and go to the drive."""
     marked = {slot for slot, mark in plan.marks.items() if (mark.decision, mark.tier) == ("offload", "host")}
     full = [g for g in plan.offloaded if g.slot in marked and plan.tier(g.slot) == "ssd"]
     if full:
         listed = ", ".join(f"{g.base!r} ({g.stored_nbytes} B, {plan.marks[g.slot].reason})" for g in full)
         warnings.warn(
-            f"ssd_fx has no room in host memory for what graph {plan.graph} was told to put there, which goes to the "
-            f"drive: {listed}; host_budget would have to be larger",
+            f"ssd_fx has no room in host memory for all that is marked for it in graph {plan.graph}; to the drive go: "
+            f"{listed}; host_budget would have to be larger",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def _tell_unprofiled(plan: Plan, profile: Profile | None) -> None:
+def _log_unprofiled(plan: Plan, profile: Profile | None) -> None:
+    """Log that the user's profile does not have this graph."""
     if profile is not None and profile.of(plan.graph) is None:
         log.info(
             "graph %s is not in the profile, whose graphs are %s: another model, or the same one cut otherwise, as "

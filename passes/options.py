@@ -1,4 +1,4 @@
-"""What the passes need to know of the user's options, and of the machine."""
+"""The user's options as far as the passes need them, and the machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from ssd_fx.passes.cost.profile import Profile
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Plain values: they are a part of the key of compile caches.
+    """Plain values, because they are part of the key of compile caches.
 
-    `version` is a digest of the package's source. `runtime_config` is handed through to the nodes unread.
-    `budget` is bytes (int), a share of the bytes that can leave (float) or "auto"; `min_bytes`, `prefetch` are bytes;
-    `recompute`: whether tensors may be computed again instead. `host_budget` is bytes of host memory, which is a tier
-    of its own only where the device has other memory. `keep` and `offload` are module name patterns, `roots` the
-    expressions that module names begin behind; `annotations` is a digest of what the graph says beside its code, which
-    caches do not look at. `machine`: None for typical rates. `profile`: measured times, of this graph or of others.
+    * `version`: a digest of the package's source.
+    * `budget`: bytes (int), a share of the bytes that can be offloaded (float), or "auto".
+    * `min_bytes`, `prefetch`: bytes.
+    * `machine`: None for typical rates.
+    * `runtime_config`: goes into the nodes unread.
+    * `recompute`: whether tensors may be computed again instead.
+    * `keep`, `offload`: module name patterns.
+    * `roots`: the expressions for the outermost modules, after which module names begin (`joint/modules.py`).
+    * `annotations`: a digest of the graph's annotations, which caches ignore otherwise.
+    * `profile`: measured times, of this graph or of others.
+    * `host_budget`: bytes of host memory. It is a separate tier only if the device has other memory.
     """
 
     version: str

@@ -13,8 +13,8 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, P
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
-NOT_CHECKED = "saved_tensor_with_no_vc_check"  # PyTorch's, in the meta of what autograd hands over whatever its version
-COPIED = "ssd_fx_copied"  # in the meta of a copy that a pass made of an input which the step changes
+NOT_CHECKED = "saved_tensor_with_no_vc_check"  # PyTorch's, in node.meta: autograd does not check the tensor's version
+COPIED = "ssd_fx_copied"  # in node.meta: a copy that a pass made of an input which the step changes
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Partition:
 
     `num_fwd_outputs` is the number of leading forward outputs that are not saved tensors (user outputs, mutated inputs,
     intermediate bases, tokens). Each saved forward output has the name of its backward placeholder. `activations`:
-    names of the forward's inputs that come anew with every step, unlike parameters and buffers.
+    names of the forward's inputs that are new in every step, unlike parameters and buffers.
     """
 
     forward: fx.GraphModule
@@ -52,13 +52,15 @@ class Partition:
 
     @property
     def activation_inputs(self) -> list[fx.Node]:
-        """The forward's inputs that come anew with every step."""
+        """The forward's inputs that are new in every step."""
         return [n for n in self.forward.graph.nodes if n.op == "placeholder" and n.name in self.activations]
 
     @property
-    def lent(self) -> frozenset[str]:
-        """Names of what the backward reads although the caller has it, and may write into it before: outputs, and
-        inputs that come anew with every step."""
+    def shared_with_caller(self) -> frozenset[str]:
+        """Names of the outputs, and of the inputs that are new in every step, that share a storage with a saved tensor.
+
+        Hazard: the caller has these too, and may write into them before the backward reads them.
+        """
         saved = {storage_of(n) for n in self.saved} - {None}
         return frozenset(n.name for n in (*self.kept_outputs, *self.activation_inputs) if storage_of(n) in saved)
 
@@ -67,7 +69,7 @@ class Partition:
         return {n.name: n for n in self.backward.graph.nodes if n.op == "placeholder"}
 
     def once(self, analysis: Callable[[Partition], T]) -> T:
-        """What `analysis` says of both graphs: asked once, however many passes want it, until they are rewritten."""
+        """The result of `analysis`, computed once for all passes that ask, until the graphs are rewritten."""
         if analysis not in self._found:
             self._found[analysis] = analysis(self)
         return cast(T, self._found[analysis])
@@ -79,16 +81,16 @@ class Partition:
             module.recompile()
 
 
-Names = tuple[list[str], list[str]]  # of the nodes of the forward, and of the backward
+Names = tuple[list[str], list[str]]  # the nodes of the forward, and of the backward
 
 
 def node_names(partition: Partition) -> Names:
-    """The names of the nodes of both graphs: before insertion, those that a plan's points mean."""
+    """The names of the nodes of both graphs; before insertion, a plan's points are indices into them."""
     return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
 
 
 def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> frozenset[str]:
-    """Names of the joint graph's inputs that are no parameters or buffers, as far as anybody said so.
+    """Names of the joint graph's inputs that are known to be no parameters or buffers.
 
     `static`: the indices of inputs that live longer than a step, or None where that is not known. They count from the
     first primal; a graph with effect tokens, which come before it, has no known activations.
@@ -102,17 +104,19 @@ def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> fr
 
 
 def changed_inputs(graph: fx.Graph) -> frozenset[int]:
-    """Storages of the inputs that a forward or joint graph writes into, or that are written behind it with its outputs.
+    """Storages of the inputs that the graph writes into, or that are overwritten with its outputs when it has run.
 
-    Where they are saved for the backward it reads what they have become, without a word where autograd does not see
+    The graph is a forward or a joint one.
+
+    Hazard: if such an input is saved, the backward reads its new values. Autograd raises no error where it does not see
     the write, as under `no_grad`.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     by_desc = {n.meta["desc"]: n for n in inputs if "desc" in n.meta}
     descs = graph.output_node().meta.get("desc", ())
-    behind = [by_desc.get(d.mutated_input) for d in descs if isinstance(d, InputMutationAOTOutput)]
+    after = [by_desc.get(d.mutated_input) for d in descs if isinstance(d, InputMutationAOTOutput)]
     inside = [arg for n in graph.nodes for arg in written(n)]
-    keys = {storage_of(n) for n in (*behind, *inside) if n is not None}
+    keys = {storage_of(n) for n in (*after, *inside) if n is not None}
     return frozenset(keys & {storage_of(n) for n in inputs} - {None})  # type: ignore[arg-type]
 
 
@@ -127,7 +131,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
-    """The FakeTensor of a node, or None where it yields something else."""
+    """The FakeTensor of a node; None where it yields something else."""
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
 
@@ -135,13 +139,13 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """All FakeTensors of a node, also those in tuples."""
     val = node.meta.get("val")
-    if isinstance(val, torch.Tensor):  # nearly always: walking a tree of one leaf takes ten times as long
+    if isinstance(val, torch.Tensor):  # the usual case: tree_leaves takes ten times as long
         return [val]
     return [t for t in tree_leaves(val) if isinstance(t, torch.Tensor)] if isinstance(val, (tuple, list, dict)) else []
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Identity of the storage of a FakeTensor, or None where the tensor has none (sparse, subclass).
+    """Identity of the storage of a FakeTensor; None where the tensor has none (sparse, subclass).
 
     The key is valid while the tensor is alive; the graphs hold theirs in `meta["val"]`.
     """
@@ -151,7 +155,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """Identity of the storage of what a node yields; None where it yields no tensor or one that has none."""
+    """Identity of the storage of a node's tensor; None where it yields no tensor, or one without a storage."""
     tensor = tensor_of(node)
     return None if tensor is None else storage_key(tensor)
 
@@ -167,14 +171,14 @@ def nodes_by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
 
 
 def known_symbols(backward: fx.Graph) -> frozenset[object]:
-    """The symbolic sizes that the backward is given as numbers: those of its saved integers."""
+    """The symbolic sizes that the backward receives as numbers, because they are saved."""
     values = [n.meta.get("val") for n in backward.nodes if n.op == "placeholder"]
     exprs = [v.node.expr for v in values if isinstance(v, torch.SymInt)]
     return frozenset(e for e in exprs if e.is_symbol)
 
 
 def fingerprint(partition: Partition) -> str:
-    """Eight hex digits that name the graph in reports: the same in every process that compiles the same graph."""
+    """The graph's name in reports: eight hex digits, the same in every process that compiles the same graph."""
     digest = hashlib.sha256()
     for module in (partition.forward, partition.backward):
         for node in module.graph.nodes:

@@ -1,7 +1,7 @@
 """The partitioner that Inductor and AOTAutograd call: PyTorch's min-cut within our pipeline.
 
-It is copied and pickled into the key of Inductor's cache, so it is a frozen dataclass of plain values; on a cache hit
-it does not run at all, which is why all that the runtime needs stands in the graphs.
+It is copied and pickled into the key of Inductor's cache, so it is a frozen dataclass of plain values. On a cache hit
+it does not run, so all that the runtime needs is in the graphs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.user_errors import user_errors
 
 Report = Callable[[Partition, Plan, Names], None]
-"""Gets every rewritten partition with its plan, and the names of the nodes before the rewrite, which the plan means."""
+"""Gets every rewritten partition, its plan, and the names of the nodes before the rewrite (`node_names`)."""
 
 
 @dataclass(frozen=True)
 class Partitioner(CustomPartitionerFn):
-    """Partitions a joint graph and puts its saved activations on disk.
+    """Partitions a joint graph and offloads its saved tensors.
 
-    `keeps_all`: nothing leaves, and PyTorch's own partition is taken. `report` is a function of a module, or a partial
-    of one: it is pickled.
+    `keeps_all`: nothing is offloaded, and PyTorch's own partition is used. `report` is pickled, so it is a function of
+    a module, or a partial of one.
     """
 
     options: PlanOptions
@@ -41,7 +41,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Returns (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
+        """Return (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
         joint = pipeline.joint_of(gm, joint_inputs, kwargs)
         if self.keeps_all or hooks_are_compiled_in():
             partition = joint.partition()
@@ -60,12 +60,12 @@ class Partitioner(CustomPartitionerFn):
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
         parts = [repr(self.options), str(self.keeps_all), torch.__version__]
         if self.report is not None:
-            parts.append(_PROCESS)  # somebody waits for it: a cached result of another process would report nothing
+            parts.append(_PROCESS)  # with a cached result of another process there would be no report
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def hooks_are_compiled_in() -> bool:
-    """Whether AOTAutograd will put saved-tensor hooks into the partitioned graphs. They compute with what is saved."""
+    """Whether AOTAutograd will compile saved-tensor hooks into the partitioned graphs. They read what is saved."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and isinstance(hooks[0], fx.GraphModule)
 

@@ -1,15 +1,15 @@
 """Every pass, in the order in which it runs.
 
-    JOINT       on the joint graph, before it is cut
-    CUT         on every partition that PyTorch's min-cut makes of it
-    analyses    what is found of a partition, whatever is decided
-    decisions   what becomes of its alias groups, and where their nodes go
-    rewrite     puts the nodes of the plan into both graphs
-    LAST        on both graphs, whatever was planned
+    JOINT              on the joint graph, before PyTorch's min-cut partitions it
+    CUT                on every partition that PyTorch's min-cut makes of it
+    analyses           facts about a partition, which no decision changes
+    decisions          keep, offload or recompute each alias group, and where the nodes go
+    rewrite            puts the nodes of the plan into both graphs
+    LAST               on both graphs, whatever was planned
     inductor_passes    within Inductor, on its graph and on its kernels
 
-`proposals.py` runs CUT, analyses and decisions for several partitions. The verifier runs after every pass of
-analyses and decisions, and after the rewrite; the generated code is looked at when it is written (`lowering/audit.py`).
+`proposals.py` runs CUT, analyses and decisions for several partitions. The verifier runs after every pass of analyses
+and decisions, and after the rewrite. `lowering/audit.py` checks the generated code when it is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ssd_fx.passes.joint.marks import LiftMarks, lift, mark
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint, price
 from ssd_fx.passes.joint.stale_views import rejoin_views
-from ssd_fx.passes.notices import tell
+from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan, PlanPass
@@ -46,21 +46,21 @@ from ssd_fx.passes.verify.interface import Before
 from ssd_fx.passes.verify.plan import verify_plan
 
 JOINT: tuple[Callable[[fx.Graph], None], ...] = (
-    lift,  # first: marks are nodes in everybody's way. Under Inductor it ran earlier (LOWERING)
-    rejoin_views,  # views forget copies that Inductor took out, before anybody asks what is a view of what
-    save_what_reads_changed_inputs,  # last: it asks, and tags what the cut must save
+    lift,  # first: marks are nodes that would hide patterns. Under Inductor it ran before (inductor_passes)
+    rejoin_views,  # corrects the metadata of views, which the next pass reads
+    save_what_reads_changed_inputs,  # tags what the cut must save
 )
 
 CUT: tuple[Callable[[Partition], None], ...] = (
-    copy_changed_inputs,  # only the cut says what the backward reads of an input that the step changes
+    copy_changed_inputs,  # only the cut says what the backward reads of the inputs that the step changes
 )
 
 
 def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
-        partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # binds select, reads groups
-        merge_copies,  # behind mark: a copy that is marked in its own right is decided upon by itself
+        partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # marks groups, binds select
+        merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
         partial(time, machine=machine, profile=options.profile),  # before lifetimes, whose idle time is predicted time
         lifetime,
     )
@@ -69,18 +69,20 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
 def decisions(
     options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool, host_tier: bool, quick: bool
 ) -> tuple[PlanPass, ...]:
-    """`host_tier`: the graph computes on a device with memory of its own. `priced`, `quick`: as in `decide`."""
-    tiered, resting = (options.host_budget, 0) if host_tier else (0, options.host_budget)
+    """`host_tier`: the device has other memory than the host; if not, the host budget is for resident tensors.
+
+    `priced`, `quick`: as in `decide`.
+    """
     return (
         *([price] if priced else []),  # needs the groups and the times
-        partial(  # decides and places together, since what a choice costs depends on where its nodes can stand
+        partial(  # decides and places together, since the cost of a decision depends on where its nodes can be
             select,
             budget=budget,
             min_bytes=options.min_bytes,
             machine=machine,
             prefetch=options.prefetch,
-            host_budget=tiered,
-            resting=resting,
+            host_budget=options.host_budget if host_tier else 0,
+            resting=0 if host_tier else options.host_budget,
             shared=options.budget if isinstance(options.budget, int) else 0,
             quick=quick,
         ),
@@ -89,26 +91,25 @@ def decisions(
 
 
 LAST: tuple[Callable[[Partition], None], ...] = (
-    refuse_stand_ins,  # behind the rewrite: it looks at what stays saved. Also where all stays
+    refuse_stand_ins,  # after the rewrite: it is about what is kept, even if that is everything
 )
 
 
 def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str, Any]:
-    """LOWERING: what Inductor runs, by its settings, in this order; users' passes at these places run before ours.
+    """Settings of Inductor that make it run our passes, in the order of the settings below.
 
-    `version`: of the package's source, for compile caches.
+    `version`: of the package's source, for compile caches. What the user has set is run as well.
     """
     from ssd_fx.passes.lowering.order import KeepCommunication, PinOrder  # imports the scheduler
 
-    before = inductor_config
     return {
-        # lifts marks off before Inductor's first pass, in whose patterns they would be in the way
-        "joint_custom_pre_pass": LiftMarks(version, _as_tuple(before.joint_custom_pre_pass)),
+        # before Inductor's own patterns, which marks would hide
+        "joint_custom_pre_pass": LiftMarks(version, _as_tuple(inductor_config.joint_custom_pre_pass)),
         "custom_partitioner_fn": partitioner,  # all passes above
-        # chains what may talk to other ranks, before fusion could turn it round
-        "_pre_fusion_custom_pass": KeepCommunication(version, before._pre_fusion_custom_pass),
-        # behind fusion: makes the planned order the only one that later passes can choose
-        "_post_fusion_custom_pass": PinOrder(version, before._post_fusion_custom_pass),
+        # before fusion, which could reverse operators that communicate
+        "_pre_fusion_custom_pass": KeepCommunication(version, inductor_config._pre_fusion_custom_pass),
+        # after fusion: makes the planned order the only one that later passes can choose
+        "_post_fusion_custom_pass": PinOrder(version, inductor_config._post_fusion_custom_pass),
     }
 
 
@@ -128,18 +129,19 @@ def decide(
     quick: bool = False,
     analysed: Plan | None = None,
 ) -> Plan:
-    """Plan `partition` without changing it. `priced`: groups may be recomputed, which takes another partition.
+    """A plan of `partition`, which does not change.
 
-    `quick`: with a short search. `analysed`: an earlier plan of the partition, unpriced, which is decided once more.
+    `budget`: None for that of the options. `priced`: groups may be recomputed, which needs another partition. `quick`:
+    with a short search. `analysed`: an earlier, unpriced plan of the partition, whose analyses are used.
     """
     device = _device(partition)
     machine = options.machine or Machine.default(device, torch.get_num_threads())
     plan = analysed.undecided() if analysed else Plan(graph=fingerprint(partition))
     if options.profile is not None:
         machine = options.profile.machine(machine, plan.graph)
-    budget, host_tier = options.budget if budget is None else budget, device.type != "cpu"
+    budget = options.budget if budget is None else budget
     passes = () if analysed else analyses(options, machine)
-    passes += decisions(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
+    passes += decisions(options, machine, budget, priced=priced, host_tier=device.type != "cpu", quick=quick)
     for pass_ in passes:
         plan = pass_(partition, plan)
         verify_plan(partition, plan)
@@ -149,9 +151,9 @@ def decide(
 def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
     """The partition that is predicted to be fastest within the budget, and its plan.
 
-    Partitions are compared by plans of the short search, and the plan of the best one is searched for with all effort.
+    Plans of the short search compare the partitions. The fastest one gets a plan of the full search.
     """
-    if not options.recompute or _recomputes_already() or joint.has_own_budget:
+    if not options.recompute or _is_partitioned_once() or joint.has_own_budget:
         partition = joint.partition()
         return partition, decide(partition, options)
 
@@ -166,7 +168,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions) -> None:
     """Put the nodes of the plan into both graphs."""
-    tell(plan, options)  # first: should anything fail, the user knows what was planned
+    warn(plan, options)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config)
@@ -179,22 +181,26 @@ def finish(partition: Partition) -> None:
         each(partition)
 
 
-def _recomputes_already() -> bool:
-    """Whether the user has PyTorch recompute, or the ranks agree on what is saved: then PyTorch exchanges that in every
-    partition, and all ranks must make equally many. Or PyTorch quantizes what is saved, and notes so in the graph."""
+def _is_partitioned_once() -> bool:
+    """Whether a setting of PyTorch forbids several partitions of one graph.
+
+    * The user has PyTorch recompute.
+    * The ranks agree on what is saved: each partition exchanges it, so all ranks must make equally many.
+    * PyTorch quantizes what is saved, and notes that in the graph.
+    """
     agree = getattr(functorch_config, "_sync_decision_cross_ranks", False)
     quantizes = "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
     return functorch_config.activation_memory_budget != 1 or bool(agree) or quantizes
 
 
 def _device(partition: Partition) -> torch.device:
-    """The device of the saved tensors; the CPU where nothing is saved."""
+    """The device of the saved tensors; the CPU if none is elsewhere."""
     devices = [t.device for n in partition.saved if isinstance(t := n.meta.get("val"), torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _as_tuple(passes: Any) -> tuple[Any, ...]:
-    """Inductor takes one pass or, from torch 2.12 on, several."""
+    """The user's passes. Inductor accepts one pass or, from torch 2.12 on, several."""
     if passes is None:
         return ()
     return tuple(passes) if isinstance(passes, (list, tuple)) else (passes,)

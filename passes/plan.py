@@ -1,7 +1,9 @@
 """The plan: what is decided for every alias group, and where its nodes go.
 
-Analyses read a `Partition` and return a new `Plan`; rewrites obey the plan and decide nothing. Node names are opaque
-keys, shared by forward and backward.
+    Plan(graph) -> alias -> mark -> merge_copies -> time -> lifetime -> select -> schedule -> insert
+
+Each pass reads a `Partition` and returns a `Plan` with more of its fields filled. `insert` obeys the plan and decides
+nothing. Node names are opaque keys, shared by forward and backward.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Keep:
 class Offload:
     """The group is stored once, released in the forward, and loaded again in the backward.
 
-    `tier`: where it is in between, empty where the runtime decides. `binding`: marked to leave, so it does not rest in
-    memory where a budget of bytes has room.
+    `tier`: where it is stored, empty if the runtime decides. `binding`: the user marked it, so it is written even if it
+    could stay resident under a budget of bytes.
     """
 
     tier: Literal["host", "ssd", ""] = ""
@@ -44,7 +46,7 @@ class Offload:
 class Recompute:
     """The group is computed again in the backward, by running the nodes of these names again.
 
-    Only a plan that says how to partition once more has such groups; in the one that is carried out nobody saves them.
+    Only a plan that proposes another partition has this decision. In that other partition the group is not saved.
     """
 
     nodes: frozenset[str]
@@ -55,10 +57,10 @@ Decision = Keep | Offload | Recompute
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the user wants of a group, and who said so.
+    """What the user wants of a group; `reason` names the call, option or policy.
 
-    `tier`: where it goes if it leaves, to host memory only as far as it fits; empty: wherever it is better. `itself`:
-    the tensor was named, not its module.
+    `tier`: where it is to be stored, in host memory only as far as it fits; empty if the planner decides. `itself`: the
+    tensor was marked, not its module.
     """
 
     decision: Literal["keep", "offload", "prefer_offload"]
@@ -82,8 +84,8 @@ class Lifetime:
 class Points:
     """Where the four nodes of an offloaded group go, as indices into the graphs before insertion.
 
-    `block`: the release waits for its write, because the budget needs the memory there. `strict`: there is no memory to
-    load it earlier.
+    `block`: the release waits for the write, because the budget needs the memory then. `strict`: the budget has no
+    memory for an earlier load.
     """
 
     store_after: int
@@ -96,10 +98,10 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Predicted start of every node of a graph in ms, one entry more than nodes: the last one is the end.
+    """The predicted start of every node in ms, for both graphs. The last entry, one more than nodes, is the end.
 
-    `backward_begin` is the index of the first node of the backward that is no input. `scale`: how much longer than the
-    roofline compute was found to take, 1 where nothing was measured.
+    `backward_begin`: the index of the first node of the backward that is no input. `scale`: measured compute time over
+    the roofline's, 1 if nothing was measured.
     """
 
     forward: tuple[float, ...]
@@ -110,8 +112,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What computing a group again costs: predicted seconds, the names of the nodes that must run again, and the slots
-    of the groups that they read."""
+    """What it costs to compute a group again.
+
+    `nodes`: the names of the nodes that must run again. `needs`: the slots of the groups that they read.
+    """
 
     seconds: float
     nodes: frozenset[str]
@@ -120,8 +124,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """A tensor that is computed again where PyTorch's own partition saves it: the node that makes it, its module, bytes
-    and predicted seconds."""
+    """A tensor that is computed again, although PyTorch's own partition saves it; `base`: the node that makes it."""
 
     base: str
     module: str
@@ -131,8 +134,10 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A budget in bytes: of the memory curve above the level before the step, and of what may be kept of what can
-    leave."""
+    """A budget in bytes.
+
+    `memory`: the peak, above the level before the step. `kept`: what may be kept although it could be offloaded.
+    """
 
     memory: float
     kept: float
@@ -140,11 +145,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulator says of a plan. Bytes are above the level before the step: parameters do not count.
+    """What the simulator predicts for a plan. Bytes are above the level before the step: parameters do not count.
 
-    `limits`: what the budget allows; `floor`: the peak that infinitely fast I/O would leave; `everything`:
-    the peak with everything kept. `resting`: bytes that the runtime may let rest in the same memory beyond the peak.
-    `shared`: a budget in bytes, up to which the runtime lets the latest tensors of all graphs stay.
+    `limits`: what the budget allows. `floor`: the peak with infinitely fast I/O. `everything`: the peak with everything
+    kept. `resting`: bytes that may stay resident in the same memory beyond the peak. `shared`: a budget in bytes for
+    the latest tensors of all graphs, which stay resident.
     """
 
     modelled: Modelled
@@ -158,9 +163,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was decided for one partitioned graph; each pass fills one field.
+    """Everything that was decided for one partitioned graph. Each pass fills its fields; mappings are by slot.
 
-    `recomputed`: what the partition was made to compute again, in the order of production.
+    `graph`: the graph's name. `recomputed`: what this partition was made to compute again, in the order of production.
     """
 
     graph: str
@@ -177,7 +182,7 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all storages that the forward saves; parameters, buffers, outputs live anyway: not counted."""
+        """Bytes of all storages that the forward saves, without parameters, buffers and outputs, which stay anyway."""
         return sum(g.nbytes for g in self.groups)
 
     @property
@@ -185,31 +190,35 @@ class Plan:
         return tuple(g for g in self.groups if isinstance(self.decisions.get(g.slot), Offload))
 
     def tier(self, slot: int) -> str:
-        """Where a group goes, as its decision says; empty if it stays, or where the runtime decides."""
+        """The tier of an offloaded group; empty if the group is not offloaded, or the runtime decides."""
         decision = self.decisions.get(slot)
         return decision.tier if isinstance(decision, Offload) else ""
 
     @property
     def recomputed_nodes(self) -> frozenset[str]:
-        """Names of the nodes that run again for the groups that are to be recomputed, and of those groups' members."""
-        chains = [(g, d) for g in self.groups if isinstance(d := self.decisions.get(g.slot), Recompute)]
-        members = (m.name for g, _ in chains for m in g.members)
-        return frozenset().union(members, *(d.nodes for _, d in chains))
+        """Names of the nodes that run again for the recomputed groups, and of those groups' members."""
+        names: set[str] = set()
+        for group in self.groups:
+            decision = self.decisions.get(group.slot)
+            if isinstance(decision, Recompute):
+                names |= decision.nodes
+                names |= {member.name for member in group.members}
+        return frozenset(names)
 
     @property
     def saved_nodes(self) -> frozenset[str]:
-        """Names of the saved nodes and of the bases of what is not to be recomputed."""
+        """Names of the members and bases of the groups that are not recomputed."""
         stay = [g for g in self.groups if not isinstance(self.decisions.get(g.slot), Recompute)]
         return frozenset(name for g in stay for name in (g.base, *(m.name for m in g.members)))
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that leave memory between forward and backward."""
+        """Bytes of all storages of offloaded groups."""
         return sum(g.nbytes for g in self.offloaded)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that are written and read back for it."""
+        """Bytes that are written once and read once for the offloaded groups."""
         return sum(g.stored_nbytes for g in self.offloaded)
 
     def undecided(self) -> Plan:
@@ -217,6 +226,6 @@ class Plan:
         return self.with_(decisions={}, points={}, prices={}, prediction=None)
 
     def with_(self, **changes: object) -> Plan:
-        """A copy with some fields replaced; dictionaries are frozen on the way."""
+        """A copy with some fields replaced; dictionaries become read-only."""
         frozen = {k: MappingProxyType(v) if isinstance(v, dict) else v for k, v in changes.items()}
         return replace(self, **frozen)  # type: ignore[arg-type]

@@ -1,10 +1,11 @@
-"""Which partition of a joint graph is fastest: propose to compute groups again, partition so, judge by a plan.
+"""Which partition of a joint graph is fastest: PyTorch's own, or one that computes some groups again.
 
     first    PyTorch's own partition, and its plan
     propose  a plan of the first partition in which groups may be computed again at a price
-    judge    a partition that computes them again is planned like the first one; it must be predicted to be faster
+    cut      the partition that computes them again
+    judge    its plan must be predicted to be faster than the first one
 
-A proposal whose partition needs more memory than the budget allows is made again under a tighter limit.
+If the plan of the new partition needs more memory than the budget allows, a tighter limit gives the next proposal.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Decide(Protocol):
     """Plans a partition with a short search.
 
     `budget`: None for that of the options. `priced`: groups may be computed again. `analysed`: an earlier, unpriced
-    plan of the partition.
+    plan of the partition, whose analyses are used.
     """
 
     def __call__(
@@ -51,16 +52,19 @@ class Candidate:
 
 
 def fastest(joint: Joint, decide: Decide) -> Candidate:
-    """PyTorch's partition, or one that recomputes and is predicted to be faster.
+    """PyTorch's partition, or one that recomputes more and is predicted to be faster; with its plan.
 
     Raises:
         BudgetError: PyTorch's partition cannot meet the budget.
     """
     partition = joint.partition(again=True)
     first = Candidate(partition, decide(partition))
-    limits = tight = first.prediction.limits
+    if not _could_gain(first):
+        return first
+    limits = first.prediction.limits
+    tight = limits
     tried = {frozenset[str]()}
-    for _ in range(ROUNDS if _could_gain(first) else 0):
+    for _ in range(ROUNDS):
         proposal = _propose(first, decide, tight)
         if proposal is None or proposal.recomputed_nodes in tried:
             return first
@@ -70,9 +74,9 @@ def fastest(joint: Joint, decide: Decide) -> Candidate:
             return first
         try:
             plan = decide(partition_again, budget=limits)
-        except BudgetError as error:  # the chains need memory that their prices do not tell of
+        except BudgetError as error:  # what is computed again needs memory, which prices do not count
             missing = error.least - limits.memory
-            if missing <= 0:  # the floor is within the limit, so a tighter limit for the proposal need not help
+            if missing <= 0:  # the least is within the limit, so a tighter limit for the proposal need not help
                 return first
             tight = Limits(tight.memory - missing, tight.kept)
             continue
@@ -83,7 +87,7 @@ def fastest(joint: Joint, decide: Decide) -> Candidate:
 
 
 def _could_gain(first: Candidate) -> bool:
-    """Whether so much of the step is no compute that computing more could pay."""
+    """Whether the step has so much time without compute that computing more could pay."""
     return first.seconds - sum(first.prediction.modelled.step.seconds) > GAIN * first.seconds
 
 
@@ -96,15 +100,17 @@ def _propose(first: Candidate, decide: Decide, limits: Limits) -> Plan | None:
 
 
 def _cut_so(joint: Joint, first: Candidate, proposal: Plan) -> Partition | None:
-    """The partition that computes again what is proposed; None where there is none that other ranks could take too.
+    """The partition that computes again what is proposed; None where PyTorch cannot make it, or it must not be used.
 
-    It communicates like the first one, and reads nothing more that the caller may change before the backward.
+    It must communicate like the first one, because other ranks may take that. And its backward must read no further
+    tensor that the caller may change before.
     """
     try:
         partition = joint.partition_again(proposal.recomputed_nodes, proposal.saved_nodes)
     except RuntimeError as error:
-        told = f"ssd_fx computes nothing of graph {proposal.graph} again, for PyTorch cannot partition it so: {error}"
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
+        text = f"ssd_fx computes nothing of graph {proposal.graph} again, for PyTorch cannot partition it so: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
         return None
-    alike = communication(partition) == communication(first.partition)
-    return partition if alike and partition.lent <= first.partition.lent else None
+    if communication(partition) != communication(first.partition):
+        return None
+    return partition if partition.shared_with_caller <= first.partition.shared_with_caller else None

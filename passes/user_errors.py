@@ -1,8 +1,7 @@
-"""How a user's mistake gets from the backend through Dynamo unchanged.
+"""Let a `ValueError` or `OSError` of the backend reach the user as what it is.
 
-Dynamo wraps what a backend raises into `BackendCompilerFailed`, so that `except ValueError` around the first call of a
-model would miss a bad option. It lets its own `ShortenTraceback` pass, and takes its frames off the traceback: an error
-that is both arrives as what it is.
+Dynamo wraps an error of a backend in `BackendCompilerFailed`. Then `except ValueError` around the first call of a model
+would miss a bad option. Dynamo does not wrap its own `ShortenTraceback`, so we raise an error of both types.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch._dynamo.exc import ShortenTraceback
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Within it, a ValueError or OSError is raised as its own type and as `ShortenTraceback`, with equal arguments."""
+    """Raise a ValueError or OSError of the body as an error of its type that is a `ShortenTraceback` too."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -23,10 +22,12 @@ def user_errors() -> Iterator[None]:
 
 
 def _passing(error: ValueError | OSError) -> Exception:
-    kind, trace = type(error), error.__traceback__
+    """An error that Dynamo does not wrap, with the type, arguments and traceback of `error`."""
+    kind = type(error)
+    trace = error.__traceback__
     assert trace is not None
     assert trace.tb_next is not None
-    caller = trace.tb_next.tb_frame  # whoever said `with user_errors()`; Dynamo shows the traceback from there on
+    caller = trace.tb_next.tb_frame  # the frame of `with user_errors()`; Dynamo shows the traceback from there on
 
     def init(self: Exception, *args: object) -> None:
         kind.__init__(self, *args)

@@ -1,12 +1,12 @@
-"""Which bytes of a storage its saved views need, and how a dense tensor with just those is made of its owner.
+"""Which bytes of a storage its saved views need, and how a dense tensor with just those bytes is made of its owner.
 
     owner      8 x 64, dense                              rows of 64 elements, columns 16 to 24 needed
     members    owner[:, 16:24], stride (64, 1)
     stored     owner.view(8, 64)[:, 16:24].clone()        8 x 8: an eighth of the bytes
     rebuilt    as_strided(stored, (8, 8), (8, 1), 0)
 
-The needed bytes are described by a `Box`: some columns of some rows of the storage, cut into rows of equal length. A
-box of whole rows is a range of the storage, which is stored where it lies; any other costs one copy.
+A `Box` describes the needed bytes: the storage is cut into rows of equal length, and the box is some columns of some
+rows. A box of whole rows is one range of memory, which is stored without a copy. Any other box costs one copy.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ssd_fx.passes.partition import tensor_of
 
 aten = torch.ops.aten
 
-# A copy is paid in memory traffic and, until the owner dies, in memory; the I/O and the resident bytes that it saves
-# are worth it only where a good part of the storage stays behind.
+# Copy a box only if it has less than this share of the storage. A copy costs memory traffic and, until the owner dies,
+# memory; it saves I/O of the bytes outside of the box.
 COPY_BELOW = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What is stored for a group: its layout, how it is made (None: it is the owner itself), and its members in it."""
+    """What is stored for a group: its layout, how it is made (None: it is the owner itself), the members within it."""
 
     layout: Layout
     pack: Pack | None
@@ -39,24 +39,38 @@ class Stored:
 
 
 def pack(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool) -> Stored | None:
-    """What to store so that all members can be had from it; None where that is not certain. Sizes are plain.
+    """What to store so that all members can be rebuilt from it; None where that is not certain. Sizes are plain.
 
     Offsets count from the owner's first element. `part`: whether less than the owner may be stored; `restride`:
     whether the rebuilt members may have other strides than they had.
     """
     expanded = tuple(d for d, (n, t) in enumerate(zip(owner.size, owner.stride, strict=True)) if n != 1 and t == 0)
     core = replace(owner, size=tuple(1 if d in expanded else n for d, n in enumerate(owner.size)), offset=0)
-    alike = all(m.dtype == owner.dtype for m in members)
+    part = part and all(m.dtype == owner.dtype for m in members)
     if is_dense(core):
-        if any(span(m) * m.dtype.itemsize > core.numel * core.dtype.itemsize for m in members):
-            return None
-        box = smallest_box(core.numel, members) if alike and part else None
-        if box is None or box.numel == core.numel or not _pays(box, core.numel, restride):
-            return Stored(core, Pack(expanded=expanded) if expanded else None, tuple(members))
-        made = Pack(expanded, memory_order(core), box, copy=not box.is_range)
-        return Stored(_contiguous(core, (box.height, box.width)), made, tuple(within(box, m) for m in members))
-    # The box holds the owner too: of as many elements as the owner it is the owner's elements, and no others.
-    box = smallest_box(span(core), [core, *members], whole_rows=False) if alike and part and restride else None
+        return _pack_dense(core, expanded, members, part=part, restride=restride)
+    return _pack_with_gaps(core, expanded, members) if part and restride else None
+
+
+def _pack_dense(
+    core: Layout, expanded: tuple[int, ...], members: Sequence[Layout], *, part: bool, restride: bool
+) -> Stored | None:
+    """All of a dense owner, or the smallest box if that pays. `core`: the owner, expanded dimensions cut to one."""
+    if any(span(m) * m.dtype.itemsize > core.numel * core.dtype.itemsize for m in members):
+        return None
+    box = smallest_box(core.numel, members) if part else None
+    if box is None or box.numel == core.numel or not _pays(box, core.numel, restride):
+        return Stored(core, Pack(expanded=expanded) if expanded else None, tuple(members))
+    made = Pack(expanded, memory_order(core), box, copy=not box.is_range)
+    return Stored(_contiguous(core, (box.height, box.width)), made, tuple(within(box, m) for m in members))
+
+
+def _pack_with_gaps(core: Layout, expanded: tuple[int, ...], members: Sequence[Layout]) -> Stored | None:
+    """A dense copy of an owner that has gaps, if its elements are just the smallest box that holds it and the members.
+
+    A box of the members alone could have as many elements as the owner, and not be the owner's.
+    """
+    box = smallest_box(span(core), [core, *members], whole_rows=False)
     if box is None or box.numel != core.numel or span(core) <= core.numel:
         return None
     order = memory_order(core)
@@ -69,7 +83,10 @@ def _pays(box: Box, numel: int, restride: bool) -> bool:
 
 
 def smallest_box(numel: int, members: Sequence[Layout], *, whole_rows: bool = True) -> Box | None:
-    """The smallest box that holds all members, in a range of `numel` elements that is cut into (whole) rows."""
+    """The smallest box that holds all members, in a range of `numel` elements that is cut into rows.
+
+    `whole_rows`: the last row must be complete.
+    """
     strides = {t for m in members for n, t in zip(m.size, m.stride, strict=True) if n > 1 and t > 1}
     lengths = [n * t for m in members for n, t in zip(m.size, m.stride, strict=True) if n > 1 and t > 0]
     rows = [r for r in sorted({numel, *strides, *lengths}) if numel % r == 0 or not whole_rows]
@@ -78,8 +95,8 @@ def smallest_box(numel: int, members: Sequence[Layout], *, whole_rows: bool = Tr
 
 
 def _box(numel: int, row: int, members: Sequence[Layout]) -> Box | None:
-    """The smallest box of rows of that length, or None where a member does not keep to rows and columns."""
-    corners = []
+    """The smallest box with rows of that length; None where a member is no rectangle of rows and columns."""
+    boxes = []
     for member in members:
         steps = [(n - 1, t) for n, t in zip(member.size, member.stride, strict=True) if n > 1]
         top, left = divmod(member.offset, row)
@@ -87,9 +104,10 @@ def _box(numel: int, row: int, members: Sequence[Layout]) -> Box | None:
         right = left + sum(n * t for n, t in steps if t % row)
         if right >= row:
             return None
-        corners.append((top, bottom, left, right))
-    tops, bottoms, lefts, rights = zip(*corners, strict=True)
-    box = Box(row, (min(tops), max(bottoms) + 1), (min(lefts), max(rights) + 1))
+        boxes.append(Box(row, (top, bottom + 1), (left, right + 1)))
+    rows = (min(b.rows[0] for b in boxes), max(b.rows[1] for b in boxes))
+    columns = (min(b.columns[0] for b in boxes), max(b.columns[1] for b in boxes))
+    box = Box(row, rows, columns)
     inside = (box.rows[1] - 1) * row + box.columns[1] <= numel
     return box if inside and all(_merges_alike(m, within(box, m)) for m in members) else None
 
@@ -103,7 +121,7 @@ def within(box: Box, member: Layout) -> Layout:
 
 
 def _merges_alike(before: Layout, after: Layout) -> bool:
-    """Whether every view of a member is a view of it in its new strides too."""
+    """Whether every view of a member is possible in its new strides too."""
     dims = [d for d, n in enumerate(before.size) if n > 1]
 
     def merge(layout: Layout, i: int, j: int) -> bool:
@@ -118,16 +136,16 @@ def memory_order(layout: Layout) -> tuple[int, ...]:
 
 
 def span(layout: Layout) -> int:
-    """Elements from the first of the storage to the last of the tensor, both included."""
+    """The number of elements from the first of the storage to the last of the tensor, both included."""
     if not all(layout.size):
         return 0
     return layout.offset + 1 + sum((n - 1) * t for n, t in zip(layout.size, layout.stride, strict=True))
 
 
 def is_dense(layout: Layout) -> bool:
-    """Whether the elements fill a block of memory without gap or overlap, in whatever order; False if uncertain.
+    """Whether the elements fill a block of memory without gap or overlap, in any order; False if uncertain.
 
-    Sizes may be symbolic: an answer must follow from the expressions alone, and adds no guard.
+    Sizes may be symbolic: the answer follows from the expressions alone, and adds no guard.
     """
     expected: int | torch.SymInt = 1
     dims = [(n, t) for n, t in zip(layout.size, layout.stride, strict=True) if not statically_equal(n, 1)]
@@ -150,14 +168,16 @@ def _contiguous(like: Layout, size: tuple[int, ...]) -> Layout:
 
 
 def may_restride(placeholders: Iterable[fx.Node]) -> bool:
-    """Whether what the backward computes from these tensors is bitwise the same if their strides are others.
+    """Whether the backward computes the same bits from these tensors if their strides change.
 
-    A product of matrices is, and pointwise arithmetic. Not: a product with one row or column, which BLAS adds up in
-    another order if the strides are others; a reduction, also one that something pointwise is fused with, likewise; and
-    a transcendental function read from them, whose vector and scalar forms differ.
+    It does with products of matrices and pointwise arithmetic. It may not with:
+
+    * a product with one row or column: BLAS adds up in another order for other strides;
+    * a reduction, also one fused with something pointwise: likewise;
+    * a transcendental function of the tensors themselves: its vector and scalar forms differ.
     """
-    work = [(p, True) for p in placeholders]
-    seen = set(work)  # with what led there: a function may be fed with a view and with something computed of it
+    work = [(p, True) for p in placeholders]  # (node, whether it is one of the tensors or a view of one)
+    seen = set(work)  # pairs, because a function may get both a view and something computed of it
     while work:
         node, is_view = work.pop()
         for user in node.users:

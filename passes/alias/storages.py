@@ -1,13 +1,14 @@
-"""Saved tensors -> alias groups, by the storage of their FakeTensors.
+"""Alias groups: the saved tensors, grouped by the storage of their FakeTensors.
 
     relu -> view -> mm          relu and view saved, one storage
-    relu -> sin                 => one group {base relu, members relu and view}; one write, one read, the view replayed
+    relu -> sin                 => group {base relu, members relu and view}: one write, one read, the view is rebuilt
 
-    mm -> slice -> mm           an eighth of mm's storage saved
-                                => one group {base mm, member slice}; the slice alone is stored (packing)
-Never offloaded, because they live anyway: parameters, buffers, constants, outputs, and views of any of them. Other
-inputs (the hidden state that one compiled block hands to the next) are: whether their owner lets go of them is
-seen at run time. One that the forward or the backward writes into stays.
+    mm -> slice -> mm_1         an eighth of mm's storage saved
+                                => group {base mm, member slice}: the slice alone is stored (`packing.py`)
+
+No group has parameters, buffers, constants, outputs, or views of them: they stay in memory anyway. Other inputs do have
+a group, such as the hidden state that one compiled block passes to the next. Only at run time it shows whether their
+owner drops them. An input that the forward or the backward writes into stays in memory.
 """
 
 from __future__ import annotations
@@ -44,29 +45,29 @@ def alias(partition: Partition, plan: Plan) -> Plan:
     facts = _Facts.of(partition)
     saved = nodes_by_storage(n for n in dict.fromkeys(partition.saved))
     keys = [key for key in saved if key not in facts.live]
-    groups = [_group(facts, key, saved[key]) for key in sorted(keys, key=lambda key: facts.position[facts.owner(key)])]
-    return plan.with_(groups=tuple(replace(g, slot=slot) for slot, g in enumerate(groups)))
+    keys.sort(key=lambda key: facts.position[facts.owner(key)])
+    return plan.with_(groups=tuple(_group(facts, slot, key, saved[key]) for slot, key in enumerate(keys)))
 
 
 def untrusted(partition: Partition) -> set[int]:
-    """Storages of the forward of which FakeTensors do not tell what shares them."""
+    """Storages of the forward whose FakeTensors may be wrong about what shares them."""
     forward = list(partition.forward.graph.nodes)
     return _disputed(forward) | _nested(forward)
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is asked of the two graphs. `nodes`: of the forward, by storage, the owner first."""
+    """What the two graphs say, computed once. Sets of int are sets of storages."""
 
-    position: dict[fx.Node, int]
-    nodes: dict[int, list[fx.Node]]
-    placeholders: dict[str, fx.Node]
-    symbols: frozenset[object]
-    live: set[int]
+    position: dict[fx.Node, int]  # in the forward
+    nodes: dict[int, list[fx.Node]]  # of the forward, by storage, the owner first
+    placeholders: dict[str, fx.Node]  # of the backward
+    symbols: frozenset[object]  # sizes that the backward knows
+    live: set[int]  # in memory anyway
     disputed: set[int]
     nested: set[int]
-    absolute: set[int]  # storages of the backward of which it makes views that count from their start
-    changed: set[int]  # storages of the backward that it writes into
+    absolute: set[int]  # the backward reads them by positions counted from their start
+    changed: set[int]  # the backward writes into them
 
     @staticmethod
     def of(partition: Partition) -> _Facts:
@@ -90,22 +91,22 @@ class _Facts:
         return [n for n in self.nodes[key] if n.op == "placeholder"]
 
 
-def _group(facts: _Facts, key: int, saved: list[fx.Node]) -> AliasGroup:
-    """The group of one storage; the slot is not yet known."""
+def _group(facts: _Facts, slot: int, key: int, saved: list[fx.Node]) -> AliasGroup:
+    """The group of one storage."""
     owner = facts.owner(key)
     base = owner.meta["val"]
     nbytes = base.untyped_storage().nbytes()
     found = _stored(facts, key, saved)
     if isinstance(found, str):  # sizes may be symbolic: nothing may be computed with them but a hint for the report
         members = tuple(Member(n.name, _NO_LAYOUT) for n in saved)
-        return AliasGroup(0, owner.name, None, members, int(hint(nbytes)), found, is_hint=not isinstance(nbytes, int))
+        symbolic = not isinstance(nbytes, int)
+        return AliasGroup(slot, owner.name, None, members, int(hint(nbytes)), found, is_hint=symbolic)
     members = tuple(Member(n.name, layout) for n, layout in zip(saved, found.members, strict=True))
     if not isinstance(nbytes, int):
-        return AliasGroup(0, owner.name, found.layout, members, int(hint(nbytes)), is_hint=True)
-    needed = found.layout.numel * base.itemsize
-    return AliasGroup(
-        0, owner.name, found.layout, members, nbytes, pack=found.pack, needed_nbytes=needed if needed < nbytes else None
-    )
+        return AliasGroup(slot, owner.name, found.layout, members, int(hint(nbytes)), is_hint=True)
+    stored = found.layout.numel * base.itemsize
+    needed = stored if stored < nbytes else None
+    return AliasGroup(slot, owner.name, found.layout, members, nbytes, pack=found.pack, needed_nbytes=needed)
 
 
 _NO_LAYOUT = Layout((), (), 0, torch.uint8, torch.device("meta"))
@@ -113,22 +114,11 @@ _NO_LAYOUT = Layout((), (), 0, torch.uint8, torch.device("meta"))
 
 def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
     """What is stored of a storage, or why nothing can be."""
-    if any(n.name not in facts.placeholders for n in saved):
-        return "not an input of the backward"
-    if key in facts.nested:
-        return NESTED
-    if key in facts.disputed:
-        return "aliases disagree"
-    if any(storage_of(facts.placeholders[n.name]) in facts.changed for n in saved):
-        return "the backward writes into it"  # an input, mostly, whose owner wants to see that
-    if COPIED in facts.owner(key).meta:  # were it stored, Inductor would take the copy out, and store the input
-        return "copy of an input that the step changes"
-    if _may_be_under_way(facts.owner(key)):
-        return "a collective may still be writing it"
-    obstacle = _input_obstacle(facts.inputs(key), saved)
+    obstacle = _obstacle(facts, key, saved)
     if obstacle:
         return obstacle
-    owner, members = Layout.of(facts.owner(key).meta["val"]), [Layout.of(n.meta["val"]) for n in saved]
+    owner = Layout.of(facts.owner(key).meta["val"])
+    members = [Layout.of(n.meta["val"]) for n in saved]
     if owner.conj or owner.neg:
         return "input with a lazy conjugate or negation"
     if any(layout.is_symbolic for layout in (owner, *members)):
@@ -137,24 +127,52 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
         return "empty"
     if owner.numel == 1:
         return "scalar"
+    return _stored_plain(facts, key, saved, owner, members)
+
+
+def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
+    """Why a storage cannot be offloaded, whatever its layout; empty if it can."""
+    if any(n.name not in facts.placeholders for n in saved):
+        return "not an input of the backward"
+    if key in facts.nested:
+        return NESTED
+    if key in facts.disputed:
+        return "aliases disagree"
+    if any(storage_of(facts.placeholders[n.name]) in facts.changed for n in saved):
+        return "the backward writes into it"  # mostly an input, whose owner must see the write
+    if COPIED in facts.owner(key).meta:  # Inductor would take the copy out, and the store would write the input
+        return "copy of an input that the step changes"
+    if _may_be_in_flight(facts.owner(key)):
+        return "a collective may still be writing it"
+    inputs = facts.inputs(key)
+    if len(inputs) > 1:  # that they share a storage holds for the call that was compiled; no guard checks it later
+        return "inputs that alias"
+    if inputs and any(n.meta.get(NOT_CHECKED) for n in saved):  # changed in place, the backward must see the change
+        return "saved without a version check"
+    return ""
+
+
+def _stored_plain(facts: _Facts, key: int, saved: list[fx.Node], owner: Layout, members: list[Layout]) -> Stored | str:
+    """What is stored of a storage whose sizes are numbers, or why nothing can be."""
+    placeholders = [facts.placeholders[n.name] for n in saved]
     absolute = any(n.target is torch.ops.aten.as_strided.default for n in facts.nodes[key])
-    placed = any(storage_of(facts.placeholders[n.name]) in facts.absolute for n in saved)
+    placed = any(storage_of(p) in facts.absolute for p in placeholders)
     relative = [_from_first(owner, m) for m in members]
     if any(m is None for m in relative) or (absolute and owner.offset):
         return "no node covers the storage"
-    restride = may_restride([facts.placeholders[n.name] for n in saved])
-    # Whether the caller lets go of an input is seen at run time, by its storage; a copy of a part would hide it.
+    # An input is stored whole: the runtime sees by its storage whether the caller dropped it, and not by a copy's.
     part = not facts.inputs(key) and not placed
-    found = pack(owner, [m for m in relative if m is not None], part=part, restride=restride)
+    found = pack(owner, [m for m in relative if m is not None], part=part, restride=may_restride(placeholders))
     if placed and (found is None or found.pack is not None or owner.offset or not _covers(facts.owner(key))):
         return "read by its place in the storage"
     return found or "no dense tensor holds the bytes needed"
 
 
-def _may_be_under_way(owner: fx.Node) -> bool:
-    """Whether it is what an asynchronous collective returns, and not what the wait for it does.
+def _may_be_in_flight(owner: fx.Node) -> bool:
+    """Whether a node is the result of an asynchronous collective, before the wait for it.
 
-    To PyTorch's metadata these are two tensors, and the first is whole as soon as it is there. In memory they are one.
+    Hazard: PyTorch's metadata has two tensors, this one and the result of the wait. In memory they are one, and the
+    collective may still be writing it.
     """
     made_by = owner.all_input_nodes[0] if owner.target is operator.getitem else owner
     namespace = getattr(made_by.target, "namespace", "")
@@ -171,21 +189,22 @@ _ABSOLUTE = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter
 
 
 def _absolute(graph: fx.Graph) -> set[int]:
-    """Storages of a graph that an operator reads by positions in them."""
-    readers = (
-        n for n in graph.nodes if getattr(getattr(n.target, "overloadpacket", None), "__name__", "") in _ABSOLUTE
-    )
-    keys = (storage_of(source) for n in readers if isinstance(source := n.args[0], fx.Node))
-    return {key for key in keys if key is not None}
+    """Storages that an operator of the graph reads by positions counted from their start."""
+    calls = [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    readers = [n for n in calls if n.target.overloadpacket.__name__ in _ABSOLUTE]
+    return set(nodes_by_storage(n.args[0] for n in readers if isinstance(n.args[0], fx.Node)))
 
 
 def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layout]) -> Stored | str:
-    """Symbolic sizes: the owner itself, where it covers the storage and the backward knows all sizes."""
+    """What is stored if sizes are symbolic: the owner itself; or why nothing can be.
+
+    The owner must cover its storage, and the backward must know all sizes.
+    """
     storage = facts.owner(key).meta["val"].untyped_storage().nbytes()
     parts = [i for layout in (owner, *members) for i in layout.numbers]
     if any(free_unbacked_symbols(p) for p in parts):
         return "size depends on data"
-    # Before torch 2.13 a graph cannot be asked for nodes that compute a symbolic size.
+    # Before torch 2.13 a graph has no method that makes nodes for symbolic sizes.
     if not free_symbols(parts) <= facts.symbols or not hasattr(fx.Graph, "materialize_symints"):
         return DYNAMIC
     covers = statically_known_true(owner.numel * owner.dtype.itemsize == storage)
@@ -196,7 +215,7 @@ def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layou
 
 
 def _from_first(owner: Layout, member: Layout) -> Layout | None:
-    """The member with its offset counted from the owner's first element; None if it does not lie at a whole one."""
+    """The member with its offset counted from the owner's first element; None if that offset is no whole number."""
     nbytes = member.offset * member.dtype.itemsize - owner.offset * owner.dtype.itemsize
     if nbytes < 0 or nbytes % member.dtype.itemsize:
         return None
@@ -204,6 +223,7 @@ def _from_first(owner: Layout, member: Layout) -> Layout | None:
 
 
 def _live_anyway(forward: list[fx.Node], partition: Partition) -> set[int]:
+    """Storages that stay in memory whatever is saved: of parameters, buffers, constants, outputs, changed inputs."""
     held = [n for n in forward if n.op == "placeholder" and n.name not in partition.activations]
     held += [n for n in forward if n.op == "get_attr"] + partition.kept_outputs
     held += [target for node in forward for target in written(node)]
@@ -211,9 +231,9 @@ def _live_anyway(forward: list[fx.Node], partition: Partition) -> set[int]:
 
 
 def _disputed(forward: list[fx.Node]) -> set[int]:
-    """Storages of nodes whose operator says "view of my input" while their FakeTensors do not share a storage.
+    """Storages of nodes that are views of an argument by their operator's schema, but not by their FakeTensors.
 
-    Passes that run before the partitioner may leave such metadata behind; what they alias is then unknown.
+    Passes that run before the partitioner may produce such metadata. What the storages share is then unknown.
     """
     disputed: set[int] = set()
     for node in forward:
@@ -230,24 +250,10 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
 
 
 def _nested(forward: list[fx.Node]) -> set[int]:
-    """Storages of what calls of a nested region return, which nothing can be told of.
+    """Storages of the results of nested regions. Their FakeTensors are wrong about what shares them.
 
-    All calls of one region get the FakeTensors of one of them (torch 2.13), so that results of different calls seem to
-    share memory, and a view that a region returns of its input seems to be one of another call's result.
+    All calls of one region get the FakeTensors of one of them (torch 2.13). So results of different calls seem to share
+    memory. If a region returns a view of its input, it seems to be a view of another call's result.
     """
     calls = (n for n in forward if n.target is torch.ops.higher_order.invoke_subgraph)
-    keys = (storage_of(item) for call in calls for item in call.users)
-    return {key for key in keys if key is not None}
-
-
-def _input_obstacle(inputs: list[fx.Node], saved: list[fx.Node]) -> str:
-    """Why a group that holds inputs of the graph cannot be offloaded; empty if it can.
-
-    That two inputs share a storage is true of the call that was compiled and guarded by nobody. And what autograd saves
-    without a version check, the backward sees as it is then, changed in place or not.
-    """
-    if len(inputs) > 1:
-        return "inputs that alias"
-    if inputs and any(n.meta.get(NOT_CHECKED) for n in saved):
-        return "saved without a version check"
-    return ""
+    return set(nodes_by_storage(item for call in calls for item in call.users))

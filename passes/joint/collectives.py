@@ -1,9 +1,14 @@
-"""What talks to other ranks: it runs as often as the graph says, and in its order.
+"""Operators that may communicate with other ranks: they run as often as the graph says, and in its order.
 
-Ranks compile the same graphs, but each plans for its own machine: one may compute a tensor again that another loads. A
-collective that runs on one rank only, or in another order there, makes the others wait for ever. So what may be one is
-never computed again by our choice (`recompute.py`), a partition that has them in another order than PyTorch's own is
-not taken (`pipeline.py`), and Inductor's kernels keep them in order (`order.py`).
+    forward of every rank   mm -> all_reduce -> wait_tensor -> gelu
+    one rank's backward     may compute gelu again, but never all_reduce
+
+Ranks compile the same graphs, but each plans for its own machine: one may recompute a tensor that another loads. If a
+collective runs on one rank only, or in another order there, the other ranks wait for ever. Three modules prevent that:
+
+* `recompute.py` never chooses to compute such an operator again.
+* `proposals.py` drops a partition that has them in another order than PyTorch's own.
+* `lowering/order.py` keeps them in order among Inductor's kernels.
 """
 
 from __future__ import annotations
@@ -13,24 +18,24 @@ from torch import fx
 
 from ssd_fx.passes.partition import Partition
 
-# PyTorch's operators that compute, and ours. Whoever brings another may communicate in it; PyTorch's own collectives
-# have more than one namespace (_c10d_functional, _dtensor, symm_mem).
+# The namespaces of PyTorch's operators that compute, and ours. An operator of any other one may communicate: PyTorch's
+# own collectives have several (_c10d_functional, _dtensor, symm_mem).
 _SILENT = frozenset({"aten", "prims", "rngprims", "inductor", "ssd_fx"})
 _WAIT = "_c10d_functional::wait_tensor"
 
 
 def is_silent(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator is known to do nothing but compute."""
+    """Whether an operator is known to compute only."""
     return target.namespace in _SILENT
 
 
 def may_communicate(target: object) -> bool:
-    """Whether a call is a collective, or one of which that cannot be told; to wait for one concerns no other rank."""
+    """Whether a call may be a collective. The wait for a collective concerns no other rank, so it is none."""
     return isinstance(target, torch._ops.OpOverload) and not is_silent(target) and target._schema.name != _WAIT
 
 
 def communication(partition: Partition) -> tuple[list[str], list[str]]:
-    """The names of the nodes of the forward and of the backward that may communicate, in order."""
+    """The names of the nodes that may communicate, in order: of the forward, and of the backward."""
     return _named(partition.forward.graph), _named(partition.backward.graph)
 
 

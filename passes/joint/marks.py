@@ -4,9 +4,9 @@
     lift          relu {marks: ssd_fx.keep} -> mm              the graph is as if nothing had been marked
     mark          group of relu: Mark(keep, "marked by ssd_fx.keep")
 
-`lift` runs on the joint graph, before anything matches patterns in it or cuts it. A mark stands for the storage, so it
-is put on every node that shares it: whichever of them the min-cut saves carries it into the forward graph. `mark` then
-gives each alias group at most one: a call in the model outweighs a pattern, and that a checkpoint policy.
+`lift` runs on the joint graph, before other passes match patterns in it or cut it. A mark is about a storage, so every
+node of that storage gets it; the min-cut may save any of them. `mark` then gives each alias group at most one mark: a
+call in the model outweighs a pattern, and a pattern outweighs a checkpoint policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ssd_fx.passes.plan import Keep, Mark, Offload, Plan
 log = logging.getLogger("ssd_fx")
 
 ANNOTATION = "ssd_fx"  # in meta["custom"], where torch.fx.traceback.annotate puts it
-MARKS = "ssd_fx_marks"  # in the meta of a joint graph's nodes: the names of those who marked the storage
+MARKS = "ssd_fx_marks"  # in node.meta: the names of the calls and policies that marked the storage
 KEEP = "ssd_fx.keep"
 OFFLOADS: dict[Literal["host", "ssd"] | None, str] = {  # by the tier asked for
     None: "ssd_fx.offload",
@@ -45,10 +45,9 @@ _POLICIES = {
 
 
 def lift(graph: fx.Graph) -> None:
-    """Turn the annotations of a joint graph into marks in `node.meta`, and take the nodes that carried them out.
+    """Turn the annotations of a joint graph into marks in `node.meta`, and erase the nodes that carried them.
 
-    `MUST_CPU_OFFLOAD`, which the min-cut does not know, becomes the `MUST_SAVE` that it obeys. Running it twice is
-    running it once.
+    `MUST_CPU_OFFLOAD` becomes `MUST_SAVE`, which the min-cut knows. To run this twice is the same as to run it once.
     """
     annotated = [n for n in graph.nodes if ANNOTATION in (n.meta.get("custom") or {})]
     tagged = [n for n in graph.nodes if n.meta.get("recompute") in _POLICIES]
@@ -60,23 +59,29 @@ def lift(graph: fx.Graph) -> None:
             _put(node, node.meta["custom"][ANNOTATION], aliases)
     for node in tagged:
         policy = node.meta["recompute"]
-        for output in [node] if tensor_of(node) is not None else node.users:
+        outputs = [node] if tensor_of(node) is not None else node.users
+        for output in outputs:
             _put(output, _POLICIES[policy], aliases)
         if policy.name.startswith("MUST"):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in annotated:
-        _take_out(node)
+        _erase(node)
 
 
 def _put(node: fx.Node, name: str, aliases: dict[int, list[fx.Node]]) -> None:
+    """Add the mark `name` to all nodes that share the node's storage."""
     key = storage_of(node)
-    for alias in [node] if key is None else aliases[key]:
+    sharing = [node] if key is None else aliases[key]
+    for alias in sharing:
         alias.meta[MARKS] = tuple(dict.fromkeys((*alias.meta.get(MARKS, ()), name)))
 
 
-def _take_out(node: fx.Node) -> None:
-    """An output of the graph stays: that it is a view of another tensor is known to those who call the graph."""
-    custom = node.meta["custom"]  # one dictionary may be that of several nodes: all that were made under one `annotate`
+def _erase(node: fx.Node) -> None:
+    """Remove the annotation, and the node if it is an alias that is no output.
+
+    An output stays, because the callers of the graph know that it is a view of another tensor.
+    """
+    custom = node.meta["custom"]  # all nodes that were made under one `annotate` may share the dictionary
     node.meta["custom"] = {key: value for key, value in custom.items() if key != ANNOTATION}
     if node.target is torch.ops.aten.alias.default:
         node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")  # type: ignore[arg-type]
@@ -86,10 +91,10 @@ def _take_out(node: fx.Node) -> None:
 
 @dataclass(frozen=True)
 class LiftMarks(CustomGraphPass):
-    """`lift` as Inductor's first pass over a joint graph, and then what was there before.
+    """Inductor's first pass over a joint graph: `lift`, and then the user's passes, `then`.
 
-    Later would be too late: a node that is in the way when Inductor looks for attention would cost the fused kernel,
-    and one that does nothing is removed.
+    Later is too late. An alias between the operators of attention hides them from Inductor's pattern for the fused
+    kernel, and Inductor removes an alias anyway.
     """
 
     version: str
@@ -101,7 +106,7 @@ class LiftMarks(CustomGraphPass):
             other(graph)
 
     def uuid(self) -> Any:
-        """None, which turns the cache off, where a pass of the user's has none."""
+        """The identity in compile caches; None, which turns caching off, where a pass of the user has none."""
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.then]
         return None if None in others else (self.version, *others)
 
@@ -112,11 +117,12 @@ def mark(
     """Fill `plan.marks` and `plan.modules`. `keep` and `offload` are module name patterns; `roots` as in `modules`.
 
     Raises:
-        ValueError: a group is to be kept and offloaded at once; the message names both who said so.
+        ValueError: the user asked to keep and to offload one group; the message names both calls or options.
     """
     nodes = {n.name: n for n in partition.forward.graph.nodes}
     aliases = nodes_by_storage(nodes.values())
-    marks, names = {}, {}
+    marks = {}
+    names = {}
     for group in plan.groups:
         base = nodes[group.base]
         around = modules.enclosing(base, roots)
@@ -126,17 +132,17 @@ def mark(
         if found is not None:
             marks[group.slot] = found
     plan = plan.with_(marks=marks, modules=names)
-    _tell_obstacles(plan)
-    _tell_unsaved(plan, nodes, aliases)
-    _tell_idle(plan, nodes, [*keep, *offload], roots)
+    _warn_obstacles(plan)
+    _log_unsaved(plan, nodes, aliases)
+    _log_idle(plan, nodes, [*keep, *offload], roots)
     return plan
 
 
 def forced(plan: Plan, group: AliasGroup, min_bytes: int) -> Keep | Offload | None:
     """The decision that a mark demands, whatever the budget; None where the planner is free.
 
-    An obstacle outweighs every mark. `min_bytes` holds for what a pattern names, because a module has small tensors
-    that nobody thought of, but not for a tensor that was named itself.
+    An obstacle outweighs every mark. `min_bytes` applies to marks by a pattern, since a module has small tensors that
+    the user did not think of. It does not apply to a tensor that is marked itself.
     """
     found = plan.marks.get(group.slot)
     if found is None or group.obstacle:
@@ -149,6 +155,7 @@ def forced(plan: Plan, group: AliasGroup, min_bytes: int) -> Keep | Offload | No
 
 
 def prefers_offload(plan: Plan, group: AliasGroup) -> bool:
+    """Whether a checkpoint policy prefers to offload the group, without demanding it."""
     found = plan.marks.get(group.slot)
     return found is not None and found.decision == "prefer_offload"
 
@@ -160,28 +167,36 @@ def _key(node: fx.Node) -> int:
 
 
 def _callers(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The names of the calls and policies that marked one of these nodes."""
     return tuple(dict.fromkeys(name for n in nodes for name in n.meta.get(MARKS, ())))
 
 
 def _of_calls(group: AliasGroup, callers: tuple[str, ...]) -> Mark | None:
-    offloads = [(name, tier) for tier, name in OFFLOADS.items() if name in callers]
-    said = [KEEP] * (KEEP in callers) + [name for name, tier in offloads if KEEP in callers or tier is not None]
-    if len(said) > 1:
+    """The mark of `ssd_fx.keep` or `ssd_fx.offload`. A call with a tier outweighs one without."""
+    asked = [tier for tier, name in OFFLOADS.items() if name in callers]
+    tiers = [tier for tier in asked if tier is not None]
+    calls = [KEEP, *(OFFLOADS[t] for t in asked)] if KEEP in callers else [OFFLOADS[t] for t in tiers]
+    if len(calls) > 1:
         raise ValueError(
-            f"tensor {group.base!r} ({group.nbytes} B) is marked by {said[0]} and by {said[1]}, itself or as a view "
+            f"tensor {group.base!r} ({group.nbytes} B) is marked by {calls[0]} and by {calls[1]}, itself or as a view "
             "of the same memory; right would be one of them"
         )
     if KEEP in callers:
         return Mark("keep", f"marked by {KEEP}")
-    name, tier = offloads[-1] if offloads else ("", None)  # one that names a tier says more than one that does not
-    return Mark("offload", f"marked by {name}", tier=tier or "") if offloads else None
+    if tiers:
+        return Mark("offload", f"marked by {OFFLOADS[tiers[0]]}", tier=tiers[0])
+    return Mark("offload", f"marked by {OFFLOADS[None]}") if asked else None
 
 
 def _of_patterns(
     group: AliasGroup, around: tuple[str, ...], keep: Sequence[str], offload: Sequence[str]
 ) -> Mark | None:
-    """The pattern of the innermost module wins: `offload=['*.mlp']` under `keep=['blocks.0']` leaves."""
-    kept, gone = modules.innermost(keep, around), modules.innermost(offload, around)
+    """The mark of the pattern that matches the innermost module.
+
+    With `keep=['blocks.0'], offload=['*.mlp']`, the group of a tensor in `blocks.0.mlp` is offloaded.
+    """
+    kept = modules.innermost(keep, around)
+    gone = modules.innermost(offload, around)
     if kept and gone and kept[0] == gone[0]:
         raise ValueError(
             f"tensor {group.base!r} ({group.nbytes} B) of module {around[kept[0]]!r} is to be kept by "
@@ -199,18 +214,18 @@ def _of_policies(callers: tuple[str, ...]) -> Mark | None:
     return Mark("prefer_offload", "PREFER_CPU_OFFLOAD", tier="host") if "PREFER_CPU_OFFLOAD" in callers else None
 
 
-def _tell_obstacles(plan: Plan) -> None:
-    """A fallback is loud: what was to leave stays."""
+def _warn_obstacles(plan: Plan) -> None:
+    """Warn of groups that were marked to be offloaded and cannot be."""
     stuck = [g for g in plan.groups if g.obstacle and g.slot in plan.marks and plan.marks[g.slot].decision == "offload"]
     if stuck:
         listed = ", ".join(f"{g.base!r} ({g.nbytes} B, {plan.marks[g.slot].reason}: {g.obstacle})" for g in stuck)
         warnings.warn(
-            f"ssd_fx cannot offload what graph {plan.graph} was told to: {listed}", RuntimeWarning, stacklevel=2
+            f"ssd_fx cannot offload all that is marked so in graph {plan.graph}: {listed}", RuntimeWarning, stacklevel=2
         )
 
 
-def _tell_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list[fx.Node]]) -> None:
-    """A call that decides nothing is no error: what is saved depends on the partition, and may change with it."""
+def _log_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list[fx.Node]]) -> None:
+    """Log the calls that mark no saved tensor. They are no error: another partition may save the tensor."""
     saved = {_key(nodes[g.base]) for g in plan.groups}
     for key, sharing in aliases.items():
         calls = [name for name in _callers(sharing) if name in (KEEP, *OFFLOADS.values())]
@@ -226,8 +241,8 @@ def _tell_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list
             )
 
 
-def _tell_idle(plan: Plan, nodes: dict[str, fx.Node], patterns: Sequence[str], roots: Sequence[str]) -> None:
-    """A pattern that names modules of the graph, of which nothing is saved: another graph may obey it."""
+def _log_idle(plan: Plan, nodes: dict[str, fx.Node], patterns: Sequence[str], roots: Sequence[str]) -> None:
+    """Log the patterns that match modules of the graph none of whose tensors is saved. Another graph may save some."""
     around = {name: modules.enclosing(node, roots) for name, node in nodes.items()} if patterns else {}
     saved = {group.base for group in plan.groups}
     for pattern in patterns:

@@ -1,9 +1,12 @@
-"""The modules that a node was traced in, by the names that `named_modules()` gives them, and its line in the model.
+"""The modules that a node was traced in, by their names in `named_modules()`, and the node's line in the model.
 
-Dynamo notes at every node the modules whose `forward` it stands in, outermost first, as expressions seen from the
-compiled frame: `L['self'].model.blocks.0`, `L['self'].model.blocks.0.attn`. A module's name begins behind its *root*,
-the outermost module that the frame reaches it through: `L['self']` where the model itself was compiled,
-`L['self'].model` in a method of a trainer.
+Dynamo notes at every node the modules whose `forward` it was traced in, outermost first. It notes them as expressions
+in the compiled frame:
+
+    L['self'].model.blocks.0.attn          blocks.0.attn, with the root L['self'].model
+
+A module's name begins after its *root*, the expression for the outermost module. The root is `L['self']` if the model
+itself was compiled, and `L['self'].model` in a method of a trainer.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ _ACCESSOR = re.compile(r"[A-Z]\['[^']*'\]\.?")  # L['self'], G['model']
 
 
 def paths(node: fx.Node) -> tuple[str, ...]:
-    """Dynamo's expressions for the modules around a node, outermost first; of a getitem those of its operator."""
+    """Dynamo's expressions for the modules around a node, outermost first; for a getitem those of its operator."""
     stack = node.meta.get("nn_module_stack")
     if stack is None and node.op == "call_function" and node.all_input_nodes and "getitem" in str(node.target):
         return paths(node.all_input_nodes[0])
@@ -31,7 +34,7 @@ def paths(node: fx.Node) -> tuple[str, ...]:
 
 
 def name_of(path: str, roots: Sequence[str] = ()) -> str:
-    """The name of a module behind the longest of `roots` that it lies in, or else behind the first accessor."""
+    """The name of a module: the part of `path` after the longest matching root, or else after the first accessor."""
     for root in sorted(roots, key=len, reverse=True):
         if path == root or path.startswith((f"{root}.", f"{root}[")):
             return path[len(root) :].lstrip(".")
@@ -39,14 +42,16 @@ def name_of(path: str, roots: Sequence[str] = ()) -> str:
 
 
 def module_of(node: fx.Node, roots: Sequence[str] = ()) -> str:
-    """The name of the innermost module around a node; empty for the root itself, and where nothing is known."""
+    """The name of the innermost module around a node; empty for the root itself, and where none is known."""
     around = paths(node)
     return name_of(around[-1], roots) if around else ""
 
 
 def source_line(node: fx.Node) -> str:
-    """`gpt.py:57`, where the model calls what the node computes: the innermost line that is not PyTorch's own. Empty
-    where Dynamo noted none."""
+    """The line of the model that calls the node's operator, such as `gpt.py:57`; empty where Dynamo noted none.
+
+    It is the innermost line outside of PyTorch.
+    """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     outside = [frame for frame in frames if not frame[0].startswith(_TORCH)]
     file, line = (outside or frames or [("", "")])[-1]
@@ -54,7 +59,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def enclosing(node: fx.Node, roots: Sequence[str] = ()) -> tuple[str, ...]:
-    """The names of all modules around a node, outermost first, containers that have no `forward` among them."""
+    """The names of all modules around a node, outermost first, with containers that have no `forward`."""
     names = {"": None}
     for path in paths(node):
         names |= dict.fromkeys(_prefixes(name_of(path, roots)))
@@ -72,6 +77,6 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def innermost(patterns: Iterable[str], names: Sequence[str]) -> tuple[int, str] | None:
-    """(index of the innermost of `names` that a pattern matches, that pattern), or None."""
+    """The index of the innermost of `names` that a pattern matches, and that pattern; None if no pattern matches."""
     found = [(i, p) for p in patterns for i, name in enumerate(names) if matches(p, name)]
     return max(found, key=lambda hit: hit[0]) if found else None

@@ -1,13 +1,13 @@
 """Which alias groups to compute again instead of saving them, and the partition that does so.
 
     1. partition as PyTorch does                          relu, mm, gelu saved
-    2. price: what would it cost to compute each again    gelu: itself and mm behind it, from saved inputs
-    3. choose keep, recompute or offload for all          the write lane is full: gelu and mm are computed again
-    4. partition again with PyTorch's min-cut, told which operators it may recompute
+    2. price: the cost of computing each group again      gelu: itself and mm, from saved tensors
+    3. keep, recompute or offload, for all groups         the write lane is full: gelu and mm are computed again
+    4. partition with PyTorch's min-cut, and tags         relu saved; mm and gelu run in the backward too
 
-Step 4 tags the nodes as selective checkpointing does: what is chosen must be recomputed, what else was saved must be
-saved, and PyTorch's min-cut does the rest. What comes out is planned and simulated like the first partition, and taken
-only if it is predicted to be faster. docs/planner.md has why the knapsack of `activation_memory_budget` is not asked.
+Step 4 sets the tags of selective checkpointing. What was chosen must be recomputed, the other saved tensors must be
+saved, and PyTorch's min-cut decides the rest. The new partition is planned and simulated like the first one; it is
+taken only if it is predicted to be faster. docs/planner.md says why we do not use `activation_memory_budget`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,16 +32,16 @@ from ssd_fx.passes.joint.collectives import is_silent
 from ssd_fx.passes.partition import Partition, activation_inputs, changed_inputs, storage_of
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
-# In the annotations of nodes, from torch 2.13 on.
+# A key in the annotations of nodes, from torch 2.13 on.
 _REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
-LONGEST = 200  # nodes of a chain: what depends on more is not worth it
+LONGEST = 200  # nodes of a chain; a longer one is not worth its time
 
 
 class Joint:
     """A joint graph that can be partitioned several times, each time with other operators recomputed.
 
     `module` has been through the passes of a joint graph; `inputs` and `arguments` are those of PyTorch's min-cut.
-    `behind_cut`: passes that run on every partition.
+    `after_cut`: passes that run on every partition.
     """
 
     def __init__(
@@ -48,32 +49,36 @@ class Joint:
         module: fx.GraphModule,
         inputs: Sequence[object],
         arguments: dict[str, Any],
-        behind_cut: Sequence[Callable[[Partition], None]],
+        after_cut: Sequence[Callable[[Partition], None]],
     ) -> None:
-        self._module, self._inputs, self._arguments = module, inputs, arguments
-        self._behind_cut = behind_cut
+        self._module = module
+        self._inputs = inputs
+        self._arguments = arguments
+        self._after_cut = after_cut
         self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
 
     @property
     def has_own_budget(self) -> bool:
-        """Whether the model itself gives PyTorch a memory budget: by `region_activation_memory_budget` of
-        torch.autograd.graph, or by the marker that was before it."""
+        """Whether the model itself sets a memory budget for PyTorch.
+
+        It does so by `region_activation_memory_budget` of torch.autograd.graph, or by the older marker "memory_budget".
+        """
         modules = [m for m in self._module.modules() if isinstance(m, fx.GraphModule)]  # regions within regions, too
         metas = [n.meta for m in modules for n in m.graph.nodes]
         return any("memory_budget" in m or _REGION_BUDGET in (m.get("custom") or ()) for m in metas)
 
     def partition(self, *, again: bool = False) -> Partition:
-        """As PyTorch cuts it. `again`: it may be cut once more."""
-        if again:  # otherwise PyTorch looks for what it notes at the graph of its own module
+        """The partition that PyTorch makes by itself. `again`: the graph may be cut once more later."""
+        if again:  # only then: PyTorch later reads its notes from its own module, and not from this one
             self._module = _lazy(self._module)
         return self._cut(self._module)
 
     def partition_again(self, recomputed: Collection[str], saved: Collection[str]) -> Partition:
-        """With the nodes of these names computed again in the backward, and those other ones saved if it needs them.
+        """The partition whose backward computes the nodes `recomputed` again, and saves the nodes `saved` if needed.
 
-        The tags are those of selective checkpointing; what is tagged already stays as it is. Views of what is computed
-        again are tagged with it: a cut through one of them is as cheap to PyTorch, and saves the same bytes. The graph
-        is as the first cut left it: without what is computed twice, and with the tags that PyTorch sets itself.
+        A node keeps a tag that it has already. Views of a recomputed node get its tag too: to PyTorch a cut through a
+        view is as cheap, and saves the same bytes. The graph is as the first cut left it: common subexpressions are
+        merged, and PyTorch's own tags are set.
         """
         module = _clone(self._module)
         again = {storage_of(n) for n in module.graph.nodes if n.name in recomputed} - {None}
@@ -81,7 +86,7 @@ class Joint:
             if node.op != "call_function" or "recompute" in node.meta:
                 continue
             if node.name in recomputed or storage_of(node) in again:
-                _recompute(node)
+                _tag_to_recompute(node)
             elif node.name in saved:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with functorch_config.patch(cse=False):
@@ -90,24 +95,28 @@ class Joint:
     def _cut(self, module: fx.GraphModule) -> Partition:
         forward, backward = min_cut_rematerialization_partition(module, self._inputs, **self._arguments)
         partition = Partition(forward, _lazy(backward), self._arguments["num_fwd_outputs"], self._activations)
-        for each in self._behind_cut:
+        for each in self._after_cut:
             each(partition)
         return partition
 
 
-def _recompute(node: fx.Node) -> None:
-    """Tags `node`, and the operator whose result it takes: several tensors at once can be neither saved nor, of most
-    operators, recomputed without a tag."""
+def _tag_to_recompute(node: fx.Node) -> None:
+    """Tag `node`, and the operator whose result it takes an item of.
+
+    A tuple of tensors cannot be saved, and min-cut recomputes most operators that return one only if they are tagged.
+    """
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     if node.target is operator.getitem:
         made_by = node.all_input_nodes[0]
         if made_by.op == "call_function" and "recompute" not in made_by.meta:
-            _recompute(made_by)
+            _tag_to_recompute(made_by)
 
 
 def _lazy(module: fx.GraphModule) -> fx.GraphModule:
-    """`module` with Python code only once it is asked for, as Inductor has its modules, which it never calls. Anybody
-    else's modules stay what they are."""
+    """`module` as one that generates its Python code on demand, which is the class that Inductor uses.
+
+    Inductor never calls its modules, so it never needs the code. Outside of Inductor `module` stays as it is.
+    """
     if isinstance(module, _get_graph_module_cls()):
         return module
     lazy = _make_graph_module(module, module.graph)
@@ -124,24 +133,40 @@ def _clone(module: fx.GraphModule) -> fx.GraphModule:
     return clone
 
 
-def price(partition: Partition, plan: Plan) -> Plan:
-    """Fill `plan.prices` for every group that can be computed again from what is saved, or from parameters. The graph's
-    outputs live on too, but the caller has them and may write into them.
+@dataclass(frozen=True)
+class _Sources:
+    """What a chain of recomputed nodes may read in the backward, by storage.
 
+    `saved`: each saved storage, with the slot of its alias group, or None where it is in no group. `unstable`: storages
+    that may hold other values by then, because the step or its caller writes into them.
+    """
+
+    saved: Mapping[int | None, int | None]
+    unstable: Collection[int | None]
+
+    @staticmethod
+    def of(partition: Partition, plan: Plan, nodes: Mapping[str, fx.Node]) -> _Sources:
+        saved: dict[int | None, int | None] = {storage_of(n): None for n in partition.saved}
+        saved |= {storage_of(nodes[g.base]): g.slot for g in plan.groups}
+        saved.pop(None, None)
+        activations = {storage_of(n) for n in partition.activation_inputs}
+        return _Sources(saved, changed_inputs(partition.forward.graph) | (activations - saved.keys()))
+
+
+def price(partition: Partition, plan: Plan) -> Plan:
+    """Fill `plan.prices` for every group that can be computed again from saved tensors or from parameters.
+
+    The graph's outputs are no source: they are alive in the backward, but the caller may have written into them.
     Needs `plan.groups` and `plan.timeline`.
     """
     assert plan.timeline is not None
-    nodes = list(partition.forward.graph.nodes)
+    nodes = {n.name: n for n in partition.forward.graph.nodes}
     starts = plan.timeline.forward
-    seconds = {n: (starts[i + 1] - starts[i]) / 1e3 for i, n in enumerate(nodes)}
-    by_name = {n.name: n for n in nodes}
-    there = {storage_of(n): -1 for n in partition.saved}
-    there |= {storage_of(by_name[g.base]): g.slot for g in plan.groups}
-    there.pop(None, None)
-    anew = {storage_of(n) for n in partition.activation_inputs}
-    found, others = {}, changed_inputs(partition.forward.graph) | (anew - there.keys())
+    seconds = {n: (starts[i + 1] - starts[i]) / 1e3 for i, n in enumerate(nodes.values())}
+    sources = _Sources.of(partition, plan, nodes)
+    found = {}
     for group in plan.groups:
-        cost = None if group.obstacle else _price(by_name[group.base], there, seconds, others)
+        cost = None if group.obstacle else _price(nodes[group.base], sources, seconds)
         if cost is not None:
             found[group.slot] = cost
     return plan.with_(prices=found)
@@ -153,16 +178,10 @@ def recomputed(plan: Plan) -> tuple[Recomputed, ...]:
     return tuple(Recomputed(g.base, plan.modules[g.slot], g.nbytes, plan.prices[g.slot].seconds) for g in groups)
 
 
-def _price(
-    base: fx.Node, there: Mapping[int | None, int], seconds: Mapping[fx.Node, float], others: Collection[int | None]
-) -> Price | None:
-    """The chain from `base` up to what is there anyway; None if it cannot or should not run twice.
-
-    `there`: storages, with the slot of their group or -1. `others`: those that have or may have other values in the
-    backward: inputs that the step changes, or that the caller may change before it.
-    """
+def _price(base: fx.Node, sources: _Sources, seconds: Mapping[fx.Node, float]) -> Price | None:
+    """The price of the nodes from the sources to `base`; None if one of them cannot or should not run twice."""
     chain: dict[fx.Node, None] = {}
-    needs = set()
+    needs: set[int | None] = set()
     work = [base]
     while work:
         node = work.pop()
@@ -173,19 +192,21 @@ def _price(
         chain[node] = None
         for source in node.all_input_nodes:
             key = storage_of(source)
-            if key in others:
+            if key in sources.unstable:
                 return None
-            if key in there and key != storage_of(base):
-                needs.add(there[key])
+            if key in sources.saved and key != storage_of(base):
+                needs.add(sources.saved[key])
             elif source.op not in ("placeholder", "get_attr"):
                 work.append(source)
     names = frozenset(n.name for n in chain)
-    return Price(math.fsum(seconds[n] for n in chain), names, frozenset(needs - {-1}))
+    return Price(math.fsum(seconds[n] for n in chain), names, frozenset(slot for slot in needs if slot is not None))
 
 
 def _may_run_twice(node: fx.Node) -> bool:
-    """PyTorch's own functional operators without random numbers. What others do besides is nobody's promise: few custom
-    operators that draw random numbers, count or print carry a tag."""
+    """Whether a node calls one of PyTorch's own functional operators that draw no random numbers.
+
+    Other libraries' operators may have effects that no tag announces: random numbers, counters, output.
+    """
     target = node.target
     if getattr(target, "__name__", "") == "getitem":
         return True

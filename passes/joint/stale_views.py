@@ -1,9 +1,11 @@
-"""Views whose metadata still knows a tensor that an earlier pass has taken out of the graph.
+"""Views whose metadata still names the storage of a tensor that an earlier pass took out of the graph.
 
-    relu -> clone -> view       Inductor takes the clone out, as it does what a dropout of 0 leaves behind,
-    relu -> view                and by its FakeTensor the view still shares memory with the clone
+    traced          relu -> clone -> view       the clone is what a dropout of 0 becomes, for example
+    after Inductor  relu -> view                the FakeTensor of view still shares its storage with clone
+    rejoin_views    relu -> view                it shares its storage with relu
 
-What shares memory is stored once, so this asks the operator anew what its result shares memory with.
+Tensors of one storage are stored once, so metadata must be right about that. This pass runs the view's operator once
+more, on the FakeTensor of its argument.
 """
 
 from __future__ import annotations
@@ -22,24 +24,28 @@ Value = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 def rejoin_views(graph: fx.Graph) -> None:
-    """Gives views in `graph` the storage of what they view, where it is another one and nothing else changes.
+    """Give views in `graph` the storage of what they view, where they have another one and nothing else changes.
 
-    Symbolic sizes are left alone, for an operator that runs again might guard on them. What is not rejoined is in
-    dispute to `alias`, and stays in memory.
+    Views with symbolic sizes stay as they are, because an operator that runs again might add guards. `alias` keeps in
+    memory the views whose metadata stay wrong.
     """
     rejoined: set[fx.Node] = set()
     for node in graph.nodes:
         source = _viewed(node, rejoined)
-        if source is None or None in (there := _storages(node)) | _storages(source) or there <= _storages(source):
+        if source is None:
             continue
-        found = _anew(node, source)
+        has = _storages(node)
+        wanted = _storages(source)
+        if None in has | wanted or has <= wanted:
+            continue
+        found = _inferred(node, source)
         if found is not None:
             node.meta["val"] = found
             rejoined.add(node)
 
 
 def _viewed(node: fx.Node, rejoined: set[fx.Node]) -> fx.Node | None:
-    """What `node` is a view of: by its schema, or as an item of views that were rejoined."""
+    """What `node` is a view of, by its schema; for an item of a tuple of views that were rejoined, that tuple."""
     if not node.args or not isinstance(source := node.args[0], fx.Node):
         return None
     if node.target is operator.getitem:
@@ -50,15 +56,17 @@ def _viewed(node: fx.Node, rejoined: set[fx.Node]) -> fx.Node | None:
 def is_view(node: fx.Node) -> bool:
     """Whether what `node` yields, one tensor or several, is a view of its first argument, by its schema."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
-        return False  # what others run for metadata is theirs to know
+        return False  # other libraries' functions for metadata may have effects: they do not run a second time
     schema = node.target._schema
     views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
     return views and not schema.is_mutable and schema.arguments[0].alias_info is not None
 
 
-def _anew(node: fx.Node, source: fx.Node) -> Value | None:
-    """The result of `node` on the metadata that its arguments have now; None where it would not be as it was, but for
-    its storage, or is no view after all."""
+def _inferred(node: fx.Node, source: fx.Node) -> Value | None:
+    """The result of `node` for the metadata that its arguments have now.
+
+    None where more than the storage would change, or where the result is no view of `source`.
+    """
     before = tensors_of(node)
     involved = [*before, *(t for n in node.all_input_nodes for t in tensors_of(n))]
     if any(not isinstance(t, FakeTensor) or Layout.of(t).is_symbolic for t in involved):
@@ -72,7 +80,7 @@ def _anew(node: fx.Node, source: fx.Node) -> Value | None:
         try:
             with torch.no_grad(), before[0].fake_mode:  # type: ignore[attr-defined]
                 found = node.target(*args, **kwargs)  # type: ignore[operator]
-        except (RuntimeError, ValueError):  # no view of these strides is possible: Inductor makes a copy there
+        except (RuntimeError, ValueError):  # these strides allow no view: Inductor makes a copy there
             return None
     after = [found] if isinstance(found, torch.Tensor) else list(found)
     alike = [Layout.of(t) for t in after] == [Layout.of(t) for t in before]

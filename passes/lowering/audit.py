@@ -1,16 +1,16 @@
-"""Whether the code that Inductor generated keeps what the plan promises; checked at compile time, in every compilation.
+"""Check that the generated code keeps what the plan promises, in every compilation.
 
-The passes prove the FX graphs right, but Inductor then fuses, reorders, writes in place and reuses memory. So the first
-of our nodes that is generated puts a line into the generated code that emits nothing: when the code is written out,
-schedule and memory plan are final, and the line reads both.
+The verifier checks the FX graphs, but then Inductor fuses, reorders, writes in place and reuses memory. So the first of
+our kernels adds a line to the generated code that emits nothing. When the code is written out, schedule and memory plan
+are final, and the line checks both.
 
-    buf8 = ...                          the rules between a store and its release:
-    buf10 = store(buf8)                   nobody writes into buf8, frees it, or puts another buffer into its memory
-    buf11 = mm(buf8)                    and behind a release that hands buf8 over:
-    wait_store_(buf10, buf8, 5, True)     `del` is the next line, and nobody looks at buf8 or puts a buffer there again
+    buf8 = ...                          between a store and its release:
+    buf10 = store(buf8)                   no code writes into buf8, frees it, or puts another buffer into its memory
+    buf11 = mm(buf8)                    after a release that hands buf8 over:
+    wait_store_(buf10, buf8, 5, True)     `del` is the next line; no code reads buf8 or puts a buffer into its memory
     del buf8
     buf3 = load(...)                    between a load and its wait:
-    wait_load_(buf3)                      nobody reads, writes, frees or reuses buf3
+    wait_load_(buf3)                      no code reads, writes, frees or reuses buf3
 """
 
 from __future__ import annotations
@@ -40,18 +40,22 @@ if _missing := [name for name in _LINES if not hasattr(lines_of, name)]:
         f"Inductor of torch {torch.__version__} writes its code without {_missing}, which the audit reads"
     )
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_require = partial(require, culprit="inductor")  # the graphs were right, so what is wrong here Inductor did
+_require = partial(require, culprit="inductor")  # the verifier passed the graphs, so Inductor broke the rule
 
 
 def attach(wrapper: Any) -> None:
-    """Have the code of `wrapper` audited; calling it again for the same one changes nothing."""
+    """Have the code of `wrapper` audited. A second call for the same wrapper changes nothing."""
     if not any(isinstance(line, AuditLine) for line in wrapper.lines):
         wrapper.writeline(AuditLine(wrapper, V.graph))
 
 
 @dataclass
 class AuditLine(lines_of.WrapperLine):
-    """Emits nothing; raises `VerifyError` when the code around it breaks a rule."""
+    """Emits nothing, and audits the code that it is part of.
+
+    Raises:
+        VerifyError: the code breaks a rule.
+    """
 
     wrapper: Any
     graph: GraphLowering
@@ -65,56 +69,59 @@ class AuditLine(lines_of.WrapperLine):
 
 
 def audit_schedule(graph: GraphLowering, nodes: Sequence[BaseSchedulerNode]) -> None:
-    """Writes that are no reuse: a kernel that mutates a buffer which is being stored or loaded."""
-    flights = _Flights(graph)
+    """Check the kernels: none mutates a buffer that is being stored or loaded."""
+    in_flight = _InFlight(graph)
     for node in nodes:
         if _kind(node.node) is not None:
-            flights.step(node.node, node.get_name())
+            in_flight.step(node.node, node.get_name())
             continue
         for part in node.get_nodes():
             for name in {m for out in part.get_outputs() for m in out.get_mutations()}:
-                flights.written(name, part.get_name())
+                in_flight.written(name, part.get_name())
 
 
 def audit_lines(graph: GraphLowering, lines: Sequence[Any]) -> None:
-    """Order, reuse, frees and reads, in the code as it will run."""
-    flights = _Flights(graph)
+    """Check order, reuse, frees and reads, in the code as it will run."""
+    in_flight = _InFlight(graph)
     for i, line in enumerate(lines):
         where = _text(line)
         try:
             match line:
                 case lines_of.ExternKernelAllocLine(node=node) if (kind := _kind(node)) is not None:
-                    flights.step(node, where)
+                    in_flight.step(node, where)
                     if kind == "wait_store_" and _argument(node, "hand_over") and not graph.cpp_wrapper:
                         drop = f"del {_input(node, 1)}"
                         _require(_next(lines, i) == drop, f"{where} hands over and is not followed by {drop!r}")
                 case lines_of.ReuseLine(node=old, reused_as=new):
-                    flights.reused(old.get_name(), new.get_name())
+                    in_flight.reused(old.get_name(), new.get_name())
                 case lines_of.ReinterpretLine(node=old, reused_as=new):
-                    flights.alias[new.get_name()] = old.get_name()
+                    in_flight.alias[new.get_name()] = old.get_name()
                 case lines_of.FreeIfNotReusedLine(node=node, is_reused=False) | lines_of.FreeLine(node=node):
-                    flights.freed(node.get_name())
+                    in_flight.freed(node.get_name())
                 case _:
                     for name in _touched(graph, line):
-                        flights.touched(name, where)
+                        in_flight.touched(name, where)
         except VerifyError as error:
             raise VerifyError(f"{error}\n{_around(lines, i)}") from None
-    flights.finish()
+    in_flight.finish()
 
 
 @dataclass
-class _Flights:
-    """What is on its way to or from the disk, by name of its buffer, and what was handed over."""
+class _InFlight:
+    """The buffers that are being stored or loaded, and those that were handed over, at a point of the code.
+
+    `alias`: by name of a buffer, the one whose memory it has.
+    """
 
     graph: GraphLowering
-    stores: dict[str, str] = field(default_factory=dict)
-    loads: dict[str, str] = field(default_factory=dict)
-    gone: dict[str, str] = field(default_factory=dict)
+    stores: set[str] = field(default_factory=set)
+    loads: set[str] = field(default_factory=set)
+    handed_over: set[str] = field(default_factory=set)
     alias: dict[str, str] = field(default_factory=dict)
     last_seq: int = -1
 
     def step(self, node: Any, where: str) -> None:
-        """One of our nodes."""
+        """Check one of our kernels, and note what it begins or ends."""
         kind = _kind(node)
         if kind in ("begin_", "stand_in", "refuse_stand_ins"):
             return
@@ -125,60 +132,70 @@ class _Flights:
         self.last_seq = seq
         if kind == "store":
             name = _input(node, 0)
-            flying = set(self._chain(name)) & {*self.loads, *self.gone}
-            _require(not flying, f"{name!r} is stored while it is loaded or after it was handed over")
-            self.stores[name] = where
+            busy = set(self._chain(name)) & (self.loads | self.handed_over)
+            _require(not busy, f"{name!r} is stored while it is loaded or after it was handed over")
+            self.stores.add(name)
         elif kind == "wait_store_":
             name = _input(node, 1)
             _require(name in self.stores, f"{where} releases {name!r}, which is not being stored")
-            del self.stores[name]
+            self.stores.remove(name)
             if _argument(node, "hand_over"):
-                self.gone[name] = where
+                self.handed_over.add(name)
         elif kind == "load":
-            self.loads[node.get_name()] = where
+            self.loads.add(node.get_name())
         elif kind == "wait_load_":
             loaded = [n for n in self._chain(_input(node, 0)) if n in self.loads]
             _require(len(loaded) == 1, f"{where} waits for {_input(node, 0)!r}, which is not being loaded")
-            del self.loads[loaded[0]]
+            self.loads.remove(loaded[0])
 
     def written(self, name: str, where: str) -> None:
-        for known, text in ((self.stores, "stored"), (self.loads, "loaded")):
-            for flying in known:
-                _require(self._root(name) != self._root(flying), f"{where} writes {flying!r} while it is {text}")
+        """Check a write into a buffer."""
+        for buffers, text in ((self.stores, "stored"), (self.loads, "loaded")):
+            for busy in self._sharing(name, buffers):
+                _require(False, f"{where} writes {busy!r} while it is {text}")
 
     def reused(self, old: str, new: str) -> None:
-        texts = ((self.stores, "is being stored"), (self.loads, "is being loaded"), (self.gone, "was handed over"))
-        for known, text in texts:
-            for flying in known:
-                _require(
-                    self._root(old) != self._root(flying), f"{new!r} reuses the memory of {flying!r}, which {text}"
-                )
+        """Check that the memory of `old` is free, which becomes that of `new`."""
+        texts = (
+            (self.stores, "is being stored"),
+            (self.loads, "is being loaded"),
+            (self.handed_over, "was handed over"),
+        )
+        for buffers, text in texts:
+            for busy in self._sharing(old, buffers):
+                _require(False, f"{new!r} reuses the memory of {busy!r}, which {text}")
         self.alias[new] = old
 
     def freed(self, name: str) -> None:
+        """Check the end of a buffer."""
         if isinstance(getattr(self.graph.name_to_buffer.get(name), "layout", None), ir.MultiOutputLayout):
             return  # the tuple that an operator returned; its items live on
         _require(name not in self.stores, f"{name!r} is freed between its store and its release")
-        _require(not set(self._chain(name)) & set(self.loads), f"{name!r} is freed between its load and its wait")
+        _require(not set(self._chain(name)) & self.loads, f"{name!r} is freed between its load and its wait")
 
     def touched(self, name: str, where: str) -> None:
+        """Check a read of a buffer or a write into it."""
         chain = set(self._chain(name))
-        _require(not chain & set(self.loads), f"{where} uses {name!r} before its wait")
-        _require(not chain & set(self.gone), f"{where} uses {name!r} after it was handed over")
+        _require(not chain & self.loads, f"{where} uses {name!r} before its wait")
+        _require(not chain & self.handed_over, f"{where} uses {name!r} after it was handed over")
 
     def finish(self) -> None:
         _require(not self.stores, f"{sorted(self.stores)} are stored and never released")
         _require(not self.loads, f"{sorted(self.loads)} are loaded and never waited for")
 
+    def _sharing(self, name: str, buffers: set[str]) -> list[str]:
+        """Those of `buffers` that have the memory of the buffer `name`."""
+        return sorted(other for other in buffers if self._root(name) == self._root(other))
+
     def _chain(self, name: str) -> Iterator[str]:
-        """The buffer and those whose memory it lives in."""
+        """A buffer, the one whose memory it has, the one whose memory that has, and so on."""
         while name:
             yield name
             buffer = self.graph.name_to_buffer.get(name)
             if name in self.alias:
                 name = self.alias[name]
             elif isinstance(buffer, ir.MultiOutput) and _kind(buffer.inputs[0]) is not None:
-                name = _input(buffer, 0)  # the item of the tuple of one that our nodes return
+                name = _input(buffer, 0)  # our operators return one tensor, which Inductor takes out of a tuple
             else:
                 name = next(iter(buffer.get_inputs_that_alias_output()), "") if buffer is not None else ""
 
@@ -187,7 +204,7 @@ class _Flights:
 
 
 def _kind(node: Any) -> str | None:
-    """`store`, `load`, ... for a kernel of ours."""
+    """The name of our operator that a kernel calls, such as `store`; None for other kernels."""
     overload = getattr(node, "op_overload", None)
     if not isinstance(overload, torch._ops.OpOverload) or overload.namespace != "ssd_fx":
         return None
@@ -195,7 +212,7 @@ def _kind(node: Any) -> str | None:
 
 
 def _argument(node: Any, name: str) -> Any:
-    """The value that a kernel of ours has for the argument `name` of its operator, which is no tensor."""
+    """The argument `name` of one of our kernels; it must not be a tensor."""
     args, _ = node.unflatten_args(node.inputs, node.constant_args)
     names = [a.name for a in node.op_overload._schema.arguments]
     return args[names.index(name)]
@@ -210,7 +227,7 @@ def _touched(graph: GraphLowering, line: Any) -> set[str]:
     if isinstance(line, (lines_of.MemoryPlanningLine, AuditLine)):
         return set()
     if isinstance(line, lines_of.MultiOutputLine) and line.arg_name in graph.name_to_buffer:
-        return set()  # takes an item out of a tuple
+        return set()  # it takes an item out of a tuple
     text = " ".join(map(str, line.call_args)) if isinstance(line, lines_of.KernelCallLine) else _text(line)
     if text.startswith(("del ", "assert_", "#", "'''")):
         return set()
@@ -218,7 +235,7 @@ def _touched(graph: GraphLowering, line: Any) -> set[str]:
 
 
 def _text(line: Any) -> str:
-    """A line on one line: what it calls and with which buffers."""
+    """A line of code in short: what it calls, with which buffers."""
     if isinstance(line, str):
         return line.strip()
     if isinstance(line, lines_of.KernelCallLine):
@@ -234,18 +251,18 @@ def _text(line: Any) -> str:
 
 
 def _operand(value: ir.IRNode) -> str:
-    """The name of a buffer, or a size, which is none (an argument of a nested region)."""
+    """The name of a buffer, or a size: a nested region has sizes as arguments."""
     return str(value.expr) if isinstance(value, ir.ShapeAsConstantBuffer) else str(value.get_name())
 
 
 def _next(lines: Sequence[Any], index: int) -> str:
-    """The line behind, where those that are comments or define sizes do not count."""
+    """The next line that is no comment and defines no size."""
     silent = (lines_of.CommentLine, lines_of.LineContext, lines_of.UnbackedSymbolDefsLine)
     return next((_text(line) for line in lines[index + 1 :] if not isinstance(line, silent)), "")
 
 
 def _around(lines: Sequence[Any], index: int, reach: int = 5) -> str:
-    """The code around a fault."""
+    """The lines around a fault, with an arrow at it."""
     first = max(0, index - reach)
     near = lines[first : index + reach + 1]
     return "\n".join(f"{'-->' if first + k == index else '   '} {_text(line)}" for k, line in enumerate(near))

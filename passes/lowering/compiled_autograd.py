@@ -1,11 +1,11 @@
 """Backward graphs that compiled autograd traced: our nodes in graphs that no partitioner made.
 
-Compiled autograd copies the backward of every compiled graph into one graph and compiles that as if it were inference.
-Tracing it once more makes a function of the wait, which without a compiler that works in place runs on a copy:
+Compiled autograd copies the backward of every compiled graph into one graph, and compiles that like inference. Tracing
+makes the wait functional. Inductor makes it work in place again; an interpreted graph would fill a copy of `load`.
 
-    auto = auto_functionalized_v2(wait_load_, handle=h, seq=3, _x_base_index=0, _all_bases=[load])   # fills a copy
-    x = auto[1]                                                                                      # of `load`
-    ->  wait_load_(load, h, 3); x = load
+    before    auto = auto_functionalized_v2(wait_load_, handle=h, seq=3, _x_base_index=0, _all_bases=[load])
+              x = auto[1]
+    after     wait_load_(load, h, 3); x = load
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ops = torch.ops.ssd_fx
 
 
 def loads(graph: fx.Graph) -> bool:
-    """Whether a backward of ours is in this graph."""
+    """Whether the graph has loads of ours."""
     return any(True for _ in graph.find_nodes(op="call_function", target=ops.load.default))
 
 
 def wait_in_place(graph: fx.Graph) -> None:
-    """Make every wait fill the tensor that its load returned, in the place where its function stands."""
+    """Make every functional wait one that fills the tensor which its load returned."""
     for call in graph.find_nodes(op="call_function", target=auto_functionalized_v2):
         if call.args[0] is ops.wait_load_.default:
             _in_place(call)

@@ -1,16 +1,14 @@
-"""What Inductor must be told about our nodes: how a release gives a buffer up.
+"""Inductor's lowerings of our nodes. The lowering of the release drops the stored buffer.
 
-Inductor frees a buffer, or reuses its memory, after its last use, and knows nothing of a write that is
-still going on. The lowering of `wait_store_` therefore drops the buffer itself, right behind the call, and takes it
-out of reuse:
+    FX graph          handle = store(relu); ...; wait_store_(handle, relu, 7, True)
+    generated code    handle = torch.ops.ssd_fx.store.default(buf4, ...)
+                      ...
+                      torch.ops.ssd_fx.wait_store_.default(handle, buf4, 7, True)     # True: it hands the buffer over
+                      del buf4
 
-    handle = torch.ops.ssd_fx.store.default(buf4, ...)
-    ...
-    torch.ops.ssd_fx.wait_store_.default(handle, buf4, 7, True)     # True: the graph hands the buffer over
-    del buf4
-
-Where the release turns out not to be the last use (it always should be), it hands nothing over and blocks until the
-write is done.
+Inductor frees a buffer or reuses its memory after the last use, although a write may still read from there. So the
+lowering of `wait_store_` emits the `del` itself, right after the call, and takes the buffer out of reuse. The release
+should always be the last use. If it is not, it hands nothing over and blocks until the write is done.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ ops = torch.ops.ssd_fx
 
 
 class AuditedKernel(ir.FallbackKernel):
-    """A call of one of our operators, in code that is audited when it is written out."""
+    """A call of one of our operators. The code that contains it is audited when it is written out."""
 
     def codegen(self, wrapper: Any) -> None:
         audit.attach(wrapper)
@@ -40,20 +38,20 @@ class AuditedKernel(ir.FallbackKernel):
 
 
 class StoreKernel(AuditedKernel):
-    """`store`: `stored` is the realized input, which the release gives up."""
+    """`store`; `stored` is the realized input, which the release drops."""
 
     stored: Any
 
 
 class RefusingKernel(AuditedKernel):
-    """`refuse_stand_ins`, which yields and changes nothing."""
+    """`refuse_stand_ins`, which yields nothing and changes nothing, but must not be removed."""
 
     def has_side_effects(self) -> bool:
         return True
 
 
 class ReleaseKernel(AuditedKernel):
-    """`wait_store_`: drops its buffer behind the call if nothing uses it later."""
+    """`wait_store_`: drops its buffer after the call if nothing uses it later."""
 
     def codegen(self, wrapper: Any) -> None:
         name = _input_name(self, 1)
@@ -74,7 +72,7 @@ def _lower_store(x: Any, *args: Any) -> Any:
     base = V.graph.current_node.args[0]
     assert isinstance(base, torch.fx.Node)
     stride = base.meta["val"].stride()
-    x.realize()  # else the strides are required of a copy, and whoever else reads `x` computes another one
+    x.realize()  # otherwise Inductor requires the strides of a copy, and other readers of `x` compute it once more
     x = ir.ExternKernel.realize_input(ir.ExternKernel.require_exact_strides(x, stride))
     handle = StoreKernel.create(ops.store.default, x, *args)
     _store_of(handle).stored = x
@@ -98,22 +96,23 @@ def _lower_refuse_stand_ins(saved: Any) -> None:
 
 
 def with_constant(schema: Any, constants: Sequence[Any], name: str, value: Any) -> tuple[Any, ...]:
-    """`constants`, the arguments of an operator that are no tensors, with the one called `name` replaced."""
+    """`constants` with the one called `name` replaced. They are the arguments of an operator that are no tensors."""
     names = [a.name for a in schema.arguments if not isinstance(a.type, torch.TensorType)]
     assert len(names) == len(constants), f"{schema.name} takes {names}; its kernel has {list(constants)}"
     return tuple(value if n == name else c for n, c in zip(names, constants, strict=True))
 
 
 def _lower_release(handle: Any, keepalive: Any, *args: Any) -> None:
-    # Whatever the graph says, what is kept alive is the very buffer that was stored: realizing `keepalive` once more
-    # could make a copy and protect that.
+    # The release must hold the very buffer that was stored. To realize `keepalive` once more could make a copy, and the
+    # release would hold that.
     store = _store_of(V.graph.name_to_buffer[handle.get_name()])
     given = 2 + len(args)
     defaults = [a.default_value for a in ops.wait_store_.default._schema.arguments[given:]]
     ReleaseKernel.create(ops.wait_store_.default, handle, store.stored, *args, *defaults)
     release = V.graph.operations[-1]
     assert isinstance(release, ReleaseKernel)
-    held, written = _input_name(release, 1), _input_name(store, 0)
+    held = _input_name(release, 1)
+    written = _input_name(store, 0)
     assert held == written, f"Inductor would protect {held} but stores {written}"
 
 
@@ -124,7 +123,7 @@ def _input_name(kernel: ir.FallbackKernel, index: int) -> str:
 
 
 def _store_of(handle: Any) -> StoreKernel:
-    """The kernel that makes a handle; the handle may be an output node of its own."""
+    """The kernel that makes a handle. The handle is that kernel, or an item of what it returns."""
     node = handle if isinstance(handle, StoreKernel) else handle.inputs[0]
     assert isinstance(node, StoreKernel), f"{handle.get_name()} is no handle of a store"
     return node

@@ -1,17 +1,17 @@
-"""The order in which the kernels run: the planned one, through everything that Inductor's scheduler does.
+"""The order in which the kernels run: the planned one, whatever Inductor's scheduler does.
 
-Inductor keeps data dependencies only, and then reorders for the lowest estimated peak, which knows nothing of a write
-or a read that is going on. `PinOrder` runs after fusion, so that it costs none, puts the kernels in the order of the FX
-graph, which is the one that the plan was made for, and chains each to the one before:
+    FX graph       mm, relu, store, mm_1, relu_1, wait_store_
+    Inductor       may run wait_store_ before mm_1, since no data dependency forbids it
+    PinOrder       mm -> fused(relu) -> store -> mm_1 -> fused(relu_1) -> wait_store_
 
-    mm -> fused(relu, store's input) -> store -> mm_1 -> fused(relu_1) -> wait_store_ -> ...
+Inductor keeps data dependencies only. Then it reorders for the lowest estimated peak, which counts no reads or writes
+in flight. `PinOrder` runs after fusion, so no fusion is lost. It puts the kernels in the order of the FX graph, for
+which the plan was made, and chains each to the one before. These links extend no lifetime, and code generation ignores
+them. A kernel that computes several FX nodes runs at the last of them, or earlier if a kernel that needs it does.
 
-The links extend no lifetime and are seen by no code generator. A kernel that computes several FX nodes runs at the last
-of them, or earlier where a kernel that needs it does.
-
-`KeepCommunication` runs before fusion. Inductor keeps its own collectives in the order of the graph
-(`comms.decide_global_ordering_of_comms`), and fuses nothing that would turn them round; this does so for other
-operators that may communicate. Ranks whose plans differ fuse differently, and must still agree on that order.
+`KeepCommunication` runs before fusion. It chains the operators that may communicate in the order of the graph, so that
+no fusion reverses it. Inductor does so for its own collectives only (`comms.decide_global_ordering_of_comms`). Ranks
+whose plans differ fuse differently, and must still agree on that order.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ from torch._inductor.virtualized import V
 from ssd_fx.passes.joint.collectives import may_communicate
 from ssd_fx.passes.verify.errors import require
 
-# Before torch 2.13 a scheduler pass may be any callable; the cache of Inductor takes what is of a graph pass's class.
+# Before torch 2.13 a scheduler pass may be any callable; Inductor's cache accepts subclasses of CustomGraphPass.
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
 
 @dataclass(frozen=True)
 class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
-    """Makes the planned order the only one that Inductor's later passes can choose, in graphs that hold our nodes;
-    `before` is the user's pass at this place. `version`: of the package's source, for compile caches."""
+    """Makes the planned order the only one that Inductor's later passes can choose, in graphs with our nodes.
+
+    `version`: of the package's source, for compile caches. `before`: the user's pass, which runs first.
+    """
 
     version: str
     before: Any = None
@@ -64,7 +66,7 @@ class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on tor
 
 @dataclass(frozen=True)
 class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
-    """Chains what may talk to other ranks in the order of the graph; `version`, `before` as of `PinOrder`."""
+    """Chains what may communicate in the order of the graph; `version`, `before` as in `PinOrder`."""
 
     version: str
     before: Any = None
@@ -72,11 +74,11 @@ class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depen
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         nodes = nodes if self.before is None else self.before(nodes)
         lowered = {id(operation): i for i, operation in enumerate(V.graph.operations)}  # as Inductor orders its own
-        talking = sorted((n for n in nodes if _may_communicate(n)), key=lambda n: lowered[id(n.node)])
-        for first, second in itertools.pairwise(talking):
+        chain = sorted((n for n in nodes if _may_communicate(n)), key=lambda n: lowered[id(n.node)])
+        for first, second in itertools.pairwise(chain):
             _pin(first, second)
-        if len(talking) > 1:  # fusion asks for ancestors whether it would close a circle
-            talking[0].scheduler.compute_ancestors()
+        if len(chain) > 1:  # fusion looks at ancestors to avoid a circle
+            chain[0].scheduler.compute_ancestors()
         return nodes
 
     def uuid(self) -> str:
@@ -84,7 +86,7 @@ class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depen
 
 
 def _uuid(before: Any) -> str:
-    """Of the user's pass; one that has none has another one every time, so that no cache finds what it was used for."""
+    """The identity of the user's pass; a new one each time if it has none, so that no cache returns an old result."""
     if before is None:
         return ""
     return str(before.uuid()) if hasattr(before, "uuid") else uuid4().hex
@@ -95,82 +97,84 @@ def _may_communicate(node: BaseSchedulerNode) -> bool:
 
 
 def is_ours(node: BaseSchedulerNode) -> bool:
-    """Whether it calls one of our operators, or takes what such a call returns."""
+    """Whether a kernel calls one of our operators, or takes an item of its result."""
     kernel = node.node.inputs[0] if isinstance(node.node, ir.MultiOutput) else node.node
     overload = getattr(kernel, "op_overload", None)
     return isinstance(overload, torch._ops.OpOverload) and overload.namespace == "ssd_fx"
 
 
 def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    """A topological order that follows the FX graph, as far as fusion allows.
+    """The kernels in the order of the FX graph, as far as data dependencies and fusion allow.
 
-    Every node is wanted at the last FX node that it computes, or earlier if a node that needs it is wanted earlier.
+    Every kernel runs at the last FX node that it computes, or earlier if a kernel that needs it runs earlier.
 
     Raises:
-        VerifyError: no such order has our nodes in the planned one.
+        VerifyError: no order has our nodes as planned.
     """
-    position = {n: i for i, n in enumerate(V.graph.graph.nodes)}
+    in_graph = {n: i for i, n in enumerate(V.graph.graph.nodes)}
+    position = [_position(n, in_graph) for n in nodes]
     index = {b.get_name(): i for i, n in enumerate(nodes) for b in n.get_outputs()}
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(nodes)))
     for i, node in enumerate(nodes):
         graph.add_edges_from((index[d.name], i) for d in node.unmet_dependencies if index.get(d.name, i) != i)
-    graph.add_edges_from(_behind_their_wait(nodes))
-    ours = sorted((i for i, n in enumerate(nodes) if is_ours(n)), key=lambda i: _position(nodes[i], position))
-    graph.add_edges_from(itertools.pairwise(ours))  # one that a fused kernel needs early takes those before it along
-    _release_behind_readers(graph, nodes, position)
+    graph.add_edges_from(_readers_of_waits(nodes))
+    ours = sorted((i for i, n in enumerate(nodes) if is_ours(n)), key=position.__getitem__)
+    graph.add_edges_from(itertools.pairwise(ours))  # if a fused kernel needs one early, those before it come early too
+    _readers_before_release(graph, nodes, position)
     if not nx.is_directed_acyclic_graph(graph):
         circle = " -> ".join(_named(nodes[before]) for before, _ in nx.find_cycle(graph))
         text = (
             "no order has the nodes of ours as they are planned: each of these would run before the next, in a circle"
         )
         require(False, f"{text}: {circle}", "order")
-    wanted = [_position(n, position) for n in nodes]
+    wanted = list(position)
     for i in reversed(list(nx.topological_sort(graph))):
         wanted[i] = min([wanted[i], *(wanted[k] for k in graph.successors(i))])
     return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
 
 
-def _release_behind_readers(
-    graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode], position: dict[torch.fx.Node, int]
-) -> None:
-    """Adds an edge from each kernel that reads what is released, but is planned behind the release, to that release.
+def _readers_before_release(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode], position: list[int]) -> None:
+    """Add an edge to each release from every kernel that reads the released buffer at a later position.
 
-    No FX node reads behind a release, but Inductor may compute a reader where another kernel uses it. A release that is
-    not the last use hands nothing over and blocks. So such a kernel runs before it, if what must come along is
-    loops only: moving library calls, or others of ours, would undo the plan.
+    No FX node reads after a release, but Inductor may compute such a node where another kernel uses it. Without the
+    edge the release is not the last use: it hands nothing over and blocks. The edge is added only if loops alone must
+    move with the reader. To move library calls, or others of our nodes, would undo the plan.
     """
     readers: dict[str, list[int]] = {}
     for i, node in enumerate(nodes):
-        for name in {d.name for d in node.read_writes.reads} if not is_ours(node) else ():
-            readers.setdefault(name, []).append(i)
+        if not is_ours(node):
+            for name in {d.name for d in node.read_writes.reads}:
+                readers.setdefault(name, []).append(i)
     for i, node in enumerate(nodes):
-        at = _position(node, position)
-        for reader in readers.get(_released(node), []):
-            if _position(nodes[reader], position) > at:
-                along = [
-                    nodes[k] for k in (reader, *nx.ancestors(graph, reader)) if _position(nodes[k], position) >= at
-                ]
-                if not any(is_ours(n) or n.is_extern() for n in along):
-                    graph.add_edge(reader, i)
+        late = [reader for reader in readers.get(_released(node), []) if position[reader] > position[i]]
+        for reader in late:
+            moved = [nodes[k] for k in (reader, *nx.ancestors(graph, reader)) if position[k] >= position[i]]
+            if not any(is_ours(n) or n.is_extern() for n in moved):
+                graph.add_edge(reader, i)
 
 
 def _released(node: BaseSchedulerNode) -> str:
-    """The buffer that a release is about; empty for other nodes."""
+    """The buffer that a release drops; empty for other nodes."""
     release = _calls(node, torch.ops.ssd_fx.wait_store_.default)
     kept = node.node.inputs[1] if release and isinstance(node.node, ir.FallbackKernel) else None
     return str(kept.get_name()) if isinstance(kept, ir.IRNode) else ""
 
 
 def _named(node: BaseSchedulerNode) -> str:
-    """The FX nodes that it computes; of a library call, the call alone."""
+    """The names of the FX nodes that a kernel computes; for a library call, of the call alone."""
     call = _call(node)
-    return call.name if call is not None else " + ".join(sorted(o.name for o in _origins(node))) or node.get_name()
+    if call is not None:
+        return call.name
+    return " + ".join(sorted(o.name for o in _origins(node))) or node.get_name()
 
 
 def _call(node: BaseSchedulerNode) -> torch.fx.Node | None:
-    """The FX node of a library call. An operator that changes nothing, such as an `expand` to the same sizes, puts
-    itself into its place in `origin_node`, and not into the origins."""
+    """The FX node of a library call; None for other kernels.
+
+    It must be among the origins as well: an operator that changes nothing, such as an `expand` to the same sizes,
+    overwrites `origin_node` alone.
+    """
     call = getattr(node.node, "origin_node", None)
     return call if isinstance(call, torch.fx.Node) and call in _origins(node) else None
 
@@ -179,11 +183,11 @@ def _origins(node: BaseSchedulerNode) -> set[torch.fx.Node]:
     return {o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
 
 
-def _behind_their_wait(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int]]:
-    """Indices of every wait for a load, and of every kernel that reads what was loaded.
+def _readers_of_waits(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int]]:
+    """Pairs of indices: a wait for a load, and a kernel that reads the loaded tensor.
 
-    A wait changes its buffer, so a reader of it depends on the wait; but Inductor on the CPU forgets that of a kernel
-    whose loops it splits to fuse it with another (torch 2.13, `SchedulerNode.recompute_size_and_body`).
+    A wait mutates its buffer, so its readers depend on it. But Inductor on the CPU forgets that dependency when it
+    splits the loops of a kernel to fuse it with another (torch 2.13, `SchedulerNode.recompute_size_and_body`).
     """
     waits = {m: i for i, n in enumerate(nodes) if _is_wait(n) for b in n.get_outputs() for m in b.get_mutations()}
     for i, node in enumerate(nodes):
@@ -199,17 +203,18 @@ def _calls(node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> bool:
     return getattr(node.node, "op_overload", None) is overload
 
 
-def _position(node: BaseSchedulerNode, position: dict[torch.fx.Node, int]) -> int:
+def _position(node: BaseSchedulerNode, in_graph: dict[torch.fx.Node, int]) -> int:
+    """The position of the last FX node that a kernel computes; after all of them where that is not known."""
     call = _call(node) if isinstance(node, ExternKernelSchedulerNode) else None
     computed = _origins(node) if call is None else {call}
-    return max((position[o] for o in computed if o in position), default=len(position))
+    return max((in_graph[o] for o in computed if o in in_graph), default=len(in_graph))
 
 
 def _links(order: list[BaseSchedulerNode]) -> Iterator[tuple[BaseSchedulerNode, BaseSchedulerNode]]:
-    """Pairs that, chained, keep `order`.
+    """The pairs of kernels that must be chained to keep `order`.
 
-    Inductor replaces or drops some nodes after this pass, and their links with them: a node behind such ones is chained
-    to them and to the last one before them that stays.
+    Inductor replaces or drops some kernels after this pass, and their links too. So a kernel after such ones is
+    chained to each of them, and to the last one before them that stays.
     """
     before: list[BaseSchedulerNode] = []
     for node in order:
@@ -222,10 +227,11 @@ def _may_be_replaced(node: BaseSchedulerNode) -> bool:
 
 
 def _pin(before: BaseSchedulerNode, after: BaseSchedulerNode) -> None:
-    first, second = before.get_outputs()[0].get_name(), after.get_outputs()[0].get_name()
+    first = before.get_outputs()[0].get_name()
+    second = after.get_outputs()[0].get_name()
     link = WeakDep(first, mutating_buf=second, is_fake=True)
     if isinstance(after, FusedSchedulerNode):
-        # It refuses `add_fake_dep`, because its dependencies are derived from its parts; they are final by now.
+        # It refuses `add_fake_dep`, because its dependencies come from its parts. They are final by now.
         after.read_writes = after.read_writes.with_read(link)
         after.unmet_dependencies = after.unmet_dependencies | {link}
     else:

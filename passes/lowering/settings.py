@@ -1,4 +1,4 @@
-"""The settings under which Inductor compiles a graph of ours."""
+"""The settings of Inductor for graphs with our nodes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from ssd_fx.passes.lowering import compiled_autograd
 
 
 def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> dict[str, Any]:
-    """Beside the passes, `pipeline.inductor_passes`. `mode` is one of `torch.compile`'s.
+    """The settings, without those for passes (`pipeline.inductor_passes`). `mode` is an argument of `torch.compile`.
 
-    It takes the annotation for CUDA graphs off `gm`.
+    Removes the annotation for CUDA graphs from `gm`.
     """
     found: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     found |= {
-        # Reuse keeps a dead buffer for the next one of its size, by an estimate of the peak that knows no stores: on
-        # the example GPT up to 8 of 32 MiB more than is alive. The allocators of torch, and glibc's heap, are quick to
-        # reuse.
+        # Reuse keeps a dead buffer for the next one of its size, and estimates the peak without our stores: on the
+        # example GPT it holds up to 8 MiB more than the 32 MiB that are alive. Torch's allocators and glibc's heap
+        # reuse memory quickly themselves.
         "allow_buffer_reuse": False,
-        "combo_kernels": False,  # made behind our pass, across the planned order
+        "combo_kernels": False,  # they are made after our pass, and do not respect the planned order
     }
-    annotation = gm.meta.pop("cudagraph_annotation", None)  # of torch.compiler's override_cudagraphs
+    annotation = gm.meta.pop("cudagraph_annotation", None)  # set by torch.compiler's override_cudagraphs
     if found.get("triton.cudagraphs", config.triton.cudagraphs) or getattr(annotation, "fwd", False):
         found["triton.cudagraphs"] = False
-        tell_no_cuda_graphs(inputs)
+        warn_no_cuda_graphs(inputs)
     if compiled_autograd.loads(gm.graph):
-        found["reorder_for_locality"] = False  # of inference only: it moves every load to the first use of its tensor
+        found["reorder_for_locality"] = False  # used for inference only: it moves loads to the first use of the tensor
     return found
 
 
-def tell_no_cuda_graphs(inputs: Sequence[object]) -> None:
-    """A replayed graph takes the addresses that were free when it was recorded, whether or not what was put there since
-    has been written to the drive; and to have fewer graphs, Inductor moves all releases behind all kernels."""
+def warn_no_cuda_graphs(inputs: Sequence[object]) -> None:
+    """Warn that CUDA graphs are off, if an input is on a GPU.
+
+    Hazard: a replayed graph writes to the addresses that were free when it was recorded. A write to the drive may still
+    read from there. And to record fewer graphs, Inductor moves all releases after all kernels.
+    """
     if any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs):
         warnings.warn(
             "ssd_fx compiles without CUDA graphs, which know nothing of a write that is going on; "

@@ -1,16 +1,21 @@
-"""The nodes of the plan, put into both graphs.
+"""Insert the nodes of the plan into both graphs.
 
-    forward                                        backward
-      relu = ...; view = view(relu)                  handle, other = placeholders
-      handle = store(relu)                           x = load(handle, size, stride, ...)
-      other = stand_in(size of view)
-      mm = mm(relu, w)                               ...
-      wait_store_(handle, relu)                      wait_load_(x, handle)
-      return (mm, handle, other)                     view = as_strided(x, ...); use(view)
+    before    forward                              backward
+                relu = ...; view = view(relu)        relu, view = placeholders
+                mm = mm(relu, w)                     ...
+                return (mm, relu, view)              use(relu); use(view)
 
-The handle takes the place of the first member of a group among the saved tensors, a stand-in that of each other one:
-autograd, and whoever looks at what it saves, sees the shapes, dtypes and devices that it would see without us. Our
-nodes in planned order carry their place there, so that the trace of a run can be compared with it.
+    after     forward                              backward
+                relu = ...; view = view(relu)        handle, other = placeholders
+                handle = store(relu)                 x = load(handle, size, stride, ...)
+                other = stand_in(size of view)
+                mm = mm(relu, w)                     ...
+                wait_store_(handle, relu)            wait_load_(x, handle)
+                return (mm, handle, other)           use(x); use(as_strided(x, ...))
+
+The handle is saved instead of the first member of a group, a stand-in instead of each other member. So autograd and
+its hooks see the same list of shapes, dtypes and devices as without us. Each node has its planned position as an
+argument, so that the trace of a run can be compared with the plan.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,8 +45,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Insertion:
-    """One node to come: it goes before the node at `position` of its graph as it was; `rank` orders those at one
-    position."""
+    """A node to insert before the node at `position` of the original graph; `rank` orders those at one position."""
 
     position: int
     rank: int
@@ -49,46 +54,61 @@ class _Insertion:
 
 
 def insert(partition: Partition, plan: Plan, *, config: str) -> None:
-    """Rewrite both graphs. `config` is the runtime's configuration as JSON and travels in the nodes."""
+    """Rewrite both graphs. `config` is the runtime's configuration as JSON, an argument of the nodes."""
     forward = _ForwardWriter(partition, plan, config)
     backward = _BackwardWriter(partition, plan)
     forward.write()
-    backward.write(forward.in_place)
+    backward.write(forward.replacements)
     partition.recompile()
 
 
 def refuse_stand_ins(partition: Partition) -> None:
-    """The backward begins with a look at the activations that its graph keeps, so that it never takes the stand-in of
-    another graph for data. A checkpoint can bring one there, whose forward runs again as another graph."""
-    graph, placeholders = partition.backward.graph, partition.bwd_placeholders
-    ours = (ops.store.default, ops.stand_in.default)
-    inputs = partition.forward.graph.find_nodes(op="placeholder")
-    not_looked_at = {n for n in inputs if n.name not in partition.activations}
-    saved = [n for n in partition.saved if n.target not in ours and tensor_of(n) is not None]
-    names = [n.name for n in saved if n not in not_looked_at and not _is_of_a_region(n)]
-    kept = [p for name in names if (p := placeholders.get(name)) is not None and p.users]
-    if not kept:
+    """Let the backward begin with a node that raises an error if a kept activation is a stand-in.
+
+    Hazard: a checkpoint may run the forward again as another graph, whose stand-ins then reach this backward. Without
+    the node it would compute with them.
+    """
+    graph = partition.backward.graph
+    placeholders = partition.bwd_placeholders
+    received = [placeholders[n.name] for n in partition.saved if _is_kept(n, partition) and n.name in placeholders]
+    read = [placeholder for placeholder in received if placeholder.users]
+    if not read:
         return
     with graph.inserting_before(_first_compute(list(graph.nodes))):
-        graph.call_function(ops.refuse_stand_ins.default, (kept,)).meta["val"] = None
+        graph.call_function(ops.refuse_stand_ins.default, (read,)).meta["val"] = None
     partition.recompile()
 
 
-def _is_of_a_region(node: fx.Node) -> bool:
-    """Whether a nested region returned it: what its forward saves for its own backward may be a handle of its graph."""
+def _is_kept(node: fx.Node, partition: Partition) -> bool:
+    """Whether a saved node is a kept activation: no handle or stand-in of ours, no parameter and no buffer.
+
+    A result of a nested region does not count: it may be a handle, which the region's forward saves for its backward.
+    """
+    if tensor_of(node) is None or node.target in (ops.store.default, ops.stand_in.default):
+        return False
+    if node.op == "placeholder":
+        return node.name in partition.activations
     made_by = node.args[0] if node.target is operator.getitem else node
-    return isinstance(made_by, fx.Node) and made_by.target is torch.ops.higher_order.invoke_subgraph
+    return not isinstance(made_by, fx.Node) or made_by.target is not torch.ops.higher_order.invoke_subgraph
 
 
 class _ForwardWriter:
+    """Inserts `begin_`, the stores with their stand-ins, and the releases.
+
+    `nodes` and `by_name` are those of the graph as it was. By slot: `stored`, the node that is written, and `handles`.
+    `replacements`: by name of a member, the node that is saved instead of it.
+    """
+
     def __init__(self, partition: Partition, plan: Plan, config: str) -> None:
-        self.partition, self.plan, self.config = partition, plan, config
+        self.partition = partition
+        self.plan = plan
+        self.config = config
         self.graph = partition.forward.graph
         self.nodes = list(self.graph.nodes)
-        self.base = {n.name: n for n in self.nodes}
+        self.by_name = {n.name: n for n in self.nodes}
         self.stored: dict[int, fx.Node] = {}
         self.handles: dict[int, fx.Node] = {}
-        self.in_place: dict[str, fx.Node] = {}  # by member: what takes its place
+        self.replacements: dict[str, fx.Node] = {}
         self.fake_mode = rebuild.fake_mode(self.graph)
         self.sizes = rebuild.Sizes(self.graph)
 
@@ -112,77 +132,80 @@ class _ForwardWriter:
             begin.meta["val"] = None
 
     def _positions(self) -> str:
-        """Where begin_ and, in planned order, our nodes stand in both graphs, and the roofline's ms between the
-        first and the last of them: with it a trace becomes a profile."""
-        points = [(group.slot, self.plan.points[group.slot]) for group in self.plan.offloaded]
-        forward = [(p.store_after + 1, 0, slot) for slot, p in points]
-        forward += [(p.release_after + 1, 1, slot) for slot, p in points]
-        backward = [(p.load_before, 0, slot) for slot, p in points]
-        backward += [(p.wait_before, 1, slot) for slot, p in points]
-        first = self.nodes.index(_first_compute(self.nodes))
-        halves = [first, *(at for at, _, _ in sorted(forward))], [at for at, _, _ in sorted(backward)]
+        """`FORWARD|BACKWARD|MS`: with it, the trace of a run becomes a profile.
+
+        FORWARD, BACKWARD: the positions of `begin_` and of our nodes in planned order, as indices into the graphs as
+        they were. MS: what the roofline predicts from the first to the last of them.
+        """
+        points = [self.plan.points[group.slot] for group in self.plan.offloaded]
+        forward = sorted(at for p in points for at in (p.store_after + 1, p.release_after + 1))
+        forward.insert(0, self.nodes.index(_first_compute(self.nodes)))
+        backward = sorted(at for p in points for at in (p.load_before, p.wait_before))
         timeline = self.plan.timeline
         assert timeline is not None
-        spans = zip(halves, (timeline.forward, timeline.backward), strict=True)
-        roofline_ms = sum(starts[half[-1]] - starts[half[0]] for half, starts in spans if half) / timeline.scale
-        return "|".join([*(",".join(map(str, half)) for half in halves), f"{roofline_ms:.4g}"])
+        ms = timeline.forward[forward[-1]] - timeline.forward[forward[0]]
+        if backward:
+            ms += timeline.backward[backward[-1]] - timeline.backward[backward[0]]
+        return f"{','.join(map(str, forward))}|{','.join(map(str, backward))}|{ms / timeline.scale:.4g}"
 
     def _store(self, group: AliasGroup, seq: int) -> None:
-        stored = rebuild.packed(self.graph, self.base[group.base], group)
+        stored = rebuild.packed(self.graph, self.by_name[group.base], group)
         self.stored[group.slot] = stored
+        saved = [self.by_name[m.name].meta["val"] for m in group.members]
+        self.sizes.prepare(i for val in saved for i in val.shape)
+        optional = self._optional(group, stored.meta["val"], saved[0])
+        args: tuple[Argument, ...] = (stored, self.config, self.plan.graph, group.slot, seq, *optional)
+        name = handle_name(group)
+        self.handles[group.slot] = self._save_instead(group.members[0], ops.store.default, args, name)
+        for k in range(1, len(saved)):
+            args = (self.sizes.of(saved[k].shape), saved[k].dtype, saved[k].device)
+            self._save_instead(group.members[k], ops.stand_in.default, args, f"{name}_{k}")
+
+    def _optional(self, group: AliasGroup, stored: torch.Tensor, first: torch.Tensor) -> list[Any]:
+        """The optional arguments of a store, up to the last that is no default; `first`: the first member."""
         decision = self.plan.decisions[group.slot]
         assert isinstance(decision, Offload)
-        saved = [self.base[m.name].meta["val"] for m in group.members]
-        sizes, val = self._sizes(group), stored.meta["val"]
-        alike = val.dtype == saved[0].dtype and _same(val.shape, saved[0].shape)
-        optional = [decision.tier, decision.binding, *([] if alike else [sizes[0], saved[0].dtype])]
-        while optional and not optional[-1]:  # defaults are left out
-            optional.pop()
-        arguments: tuple[Argument, ...] = (stored, self.config, self.plan.graph, group.slot, seq, *optional)
-        handle = self._saved_instead(group.members[0], ops.store.default, arguments, handle_name(group))
-        for k, (member, val, size) in enumerate(zip(group.members[1:], saved[1:], sizes[1:], strict=True), 1):
-            arguments = (size, val.dtype, val.device)
-            self._saved_instead(member, ops.stand_in.default, arguments, f"{handle_name(group)}_{k}")
-        self.handles[group.slot] = handle
+        if stored.dtype != first.dtype or not _same(stored.shape, first.shape):
+            return [decision.tier, decision.binding, self.sizes.of(first.shape), first.dtype]
+        if decision.binding:
+            return [decision.tier, True]
+        return [decision.tier] if decision.tier else []
 
-    def _saved_instead(
+    def _save_instead(
         self, member: Member, target: torch._ops.OpOverload, args: tuple[Argument, ...], name: str
     ) -> fx.Node:
-        """The node that is saved instead of a member, which looks like it."""
+        """The node that is saved instead of a member; it has the member's shape, dtype and device."""
         node = self.graph.create_node("call_function", target, args, name=name)
-        saved = self.base[member.name]
+        saved = self.by_name[member.name]
         node.meta["val"] = _stand_in(self.fake_mode, saved.meta["val"])
-        if NOT_CHECKED in saved.meta:  # how autograd saves a tensor: with a version check or without
+        if NOT_CHECKED in saved.meta:
             node.meta[NOT_CHECKED] = saved.meta[NOT_CHECKED]
-        self.in_place[member.name] = node
+        self.replacements[member.name] = node
         return node
-
-    def _sizes(self, group: AliasGroup) -> list[list[fx.Node | int]]:
-        """The sizes of the members, as arguments of nodes."""
-        shapes = [self.base[m.name].meta["val"].shape for m in group.members]
-        self.sizes.prepare(i for shape in shapes for i in shape)
-        return [self.sizes.of(shape) for shape in shapes]
 
     def _release(self, group: AliasGroup, seq: int) -> None:
         block = self.plan.points[group.slot].block
-        hand_over = True  # whoever runs the graph drops its reference; where it cannot, the lowering says so
+        hand_over = True  # the lowering makes it False where the generated code cannot drop its reference
         args = (self.handles[group.slot], self.stored[group.slot], seq, hand_over, block)
         node = self.graph.call_function(ops.wait_store_.default, args)
         node.meta["val"] = None
 
     def _replace_outputs(self) -> None:
-        output, cut = self.partition.fwd_output, self.partition.num_fwd_outputs
+        output = self.partition.fwd_output
+        cut = self.partition.num_fwd_outputs
         outputs = list(output.args[0])  # type: ignore[arg-type]
-        saved = (self.in_place.get(getattr(n, "name", ""), n) for n in outputs[cut:])
+        saved = (self.replacements.get(getattr(n, "name", ""), n) for n in outputs[cut:])
         output.args = ((*outputs[:cut], *saved),)
         for group in self.plan.offloaded:
             self._erase_dead_views(group)
 
     def _erase_dead_views(self, group: AliasGroup) -> None:
-        """What was made of one tensor only to be saved, views mostly, is read by nobody now, and stands behind the
-        release at times. Never the base, which its store reads."""
+        """Erase what was made of one tensor only to be saved, mostly views. The base stays: its store reads it.
+
+        Hazard: such a view may stand after the release, which must be the last to read the storage.
+        """
         for member in group.members:
-            node = self.base[member.name]
+            node = self.by_name[member.name]
             while not node.users and len(node.all_input_nodes) == 1:
                 source = node.all_input_nodes[0]
                 self.graph.erase_node(node)
@@ -190,6 +213,12 @@ class _ForwardWriter:
 
 
 class _BackwardWriter:
+    """Inserts the loads and the waits, and rebuilds the members from what is loaded.
+
+    `nodes`, `position` and `placeholders` are those of the graph as it was; `forward`: the nodes of the forward, by
+    name. By slot: `handles`, the placeholders, and `loads`.
+    """
+
     def __init__(self, partition: Partition, plan: Plan) -> None:
         self.plan = plan
         self.graph = partition.backward.graph
@@ -201,9 +230,9 @@ class _BackwardWriter:
         self.loads: dict[int, fx.Node] = {}
         self.fake_mode = rebuild.fake_mode(self.graph)
 
-    def write(self, in_place: dict[str, fx.Node]) -> None:
+    def write(self, replacements: dict[str, fx.Node]) -> None:
         for group in self.plan.offloaded:
-            received = [self._receive(member, in_place[member.name].name) for member in group.members]
+            received = [self._receive(member, replacements[member.name].name) for member in group.members]
             self.handles[group.slot] = received[0]
         with self.graph.inserting_before(_first_compute(self.nodes)):
             self.sizes = rebuild.Sizes(self.graph)
@@ -214,14 +243,14 @@ class _BackwardWriter:
             todo.append(_Insertion(points.load_before, 0, group, self._load))
             todo.append(_Insertion(points.wait_before, 1, group, self._wait))
         _run(self.graph, self.nodes, todo)
-        for group in self.plan.offloaded:  # last: it moves views from where other nodes of ours were to go
+        for group in self.plan.offloaded:  # last: it moves views, before which others of our nodes were to stand
             self._copy_again(group)
         for group in self.plan.offloaded:
             for member in group.members:
                 self.graph.erase_node(self.placeholders[member.name])
 
     def _receive(self, member: Member, name: str) -> fx.Node:
-        """A placeholder in the place of the member's, for what takes its place in the forward under that name."""
+        """A placeholder of that name right before the member's, for what the forward saves instead of the member."""
         saved = self.placeholders[member.name]
         with self.graph.inserting_before(saved):
             node = self.graph.create_node("placeholder", name, name=name)
@@ -237,11 +266,12 @@ class _BackwardWriter:
         strict = self.plan.points[group.slot].strict
         args = (self.handles[group.slot], *where, seq, strict, _relies_on(group))
         self.loads[group.slot] = load = self.graph.call_function(ops.load.default, args)
-        with self.fake_mode:  # what the operator would make: to call it takes three times as long
+        with self.fake_mode:  # equal to what the operator returns, in a third of the time
             load.meta["val"] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
     def _wait(self, group: AliasGroup, seq: int) -> None:
-        loaded, layout = self.loads[group.slot], group.layout
+        loaded = self.loads[group.slot]
+        layout = group.layout
         assert layout is not None
         node = self.graph.call_function(ops.wait_load_.default, (loaded, self.handles[group.slot], seq))
         node.meta["val"] = None
@@ -250,31 +280,39 @@ class _BackwardWriter:
                 self._replace(member, loaded, layout, self.plan.points[group.slot].wait_before)
 
     def _copy_again(self, group: AliasGroup) -> None:
-        """Each copy right before the first of its members is read, or a member of a copy of it."""
-        loaded, layout = self.loads[group.slot], group.layout
+        """Make each copy of the group right before it is first needed, and rebuild its members from it."""
+        layout = group.layout
         assert layout is not None
-        members: dict[Copy, list[Member]] = {}
-        positions: dict[Copy, int] = {}
-        for member in group.members:
-            for copy in member.copy.chain if member.copy is not None else ():  # a copy comes behind what it copies
-                first = first_read(self.placeholders[member.name], self.position)
-                positions[copy] = min(first, positions.get(copy, first))
-                members.setdefault(copy, []).extend([member] if copy == member.copy else [])
-        made: dict[Copy | None, tuple[fx.Node, Layout]] = {None: (loaded, layout)}
-        for copy, position in positions.items():
+        made: dict[Copy | None, tuple[fx.Node, Layout]] = {None: (self.loads[group.slot], layout)}
+        for copy, position in self._first_reads(group).items():
             target, arguments = copies.again(self.forward[copy.node])
             with self.graph.inserting_before(self.nodes[position]):
                 source = rebuild.member(self.graph, *made[copy.of], copy.source, self.sizes)
                 node = rebuild.call(self.graph, target, source, **arguments)
                 made[copy] = node, Layout.of(node.meta["val"])
-                for member in members[copy]:
-                    self._replace(member, *made[copy], position)
+                for member in group.members:
+                    if member.copy == copy:
+                        self._replace(member, *made[copy], position)
+
+    def _first_reads(self, group: AliasGroup) -> dict[Copy, int]:
+        """For each copy of the group, the position where a member of it, or of a copy of it, is first read.
+
+        A copy comes after the copy that it is made of.
+        """
+        found: dict[Copy, int] = {}
+        for member in group.members:
+            if member.copy is None:
+                continue
+            first = first_read(self.placeholders[member.name], self.position)
+            for copy in member.copy.chain:
+                found[copy] = min(first, found.get(copy, first))
+        return found
 
     def _replace(self, member: Member, source: fx.Node, held: Layout, position: int) -> None:
-        """Put the member, rebuilt from `source`, in the place of its placeholder, before the node at `position`.
+        """Rebuild a member from `source` before the node at `position`, and replace its placeholder by it.
 
-        Its views that stand earlier move behind it: they would look at bytes that are not there yet. Nothing before
-        `position` reads them, so only views (whose other inputs are symbolic sizes) can stand there.
+        Views of the member that stand earlier move after it: their bytes are not there yet. Nothing before `position`
+        reads them, so only views (whose other inputs are symbolic sizes) can stand there.
         """
         placeholder = self.placeholders[member.name]
         views = [v for v in view_closure(placeholder) if v is not placeholder and self.position[v] < position]
@@ -288,7 +326,7 @@ class _BackwardWriter:
 
 
 def _nbytes(groups: Iterable[AliasGroup]) -> int | torch.SymInt:
-    """Their bytes, in symbols where they have some."""
+    """The bytes of the groups; symbolic where their sizes are."""
     return sum(g.layout.numel * g.layout.dtype.itemsize if g.layout and g.is_hint else g.nbytes for g in groups)
 
 
@@ -298,7 +336,7 @@ def _layouts(group: AliasGroup) -> list[Layout]:
 
 
 def _relies_on(group: AliasGroup) -> str:
-    """What the nodes that rebuild the members rely on (`runtime/layout.py`)."""
+    """What the nodes that rebuild the members rely on; `runtime/layout.py` has the values."""
     stored = group.layout
     assert stored is not None
     sources = [m.copy.chain[0].source if m.copy else m.layout for m in group.members]
@@ -313,9 +351,9 @@ def handle_name(group: AliasGroup) -> str:
 
 
 def _run(graph: fx.Graph, nodes: list[fx.Node], todo: list[_Insertion]) -> None:
-    """Build the nodes in planned order, which also numbers them.
+    """Build the nodes in planned order, and number them.
 
-    At one position loads precede waits, and stores precede releases; equal ranks keep the order of the plan.
+    At one position loads precede waits, and stores precede releases; nodes of equal rank are in the order of slots.
     """
     for seq, item in enumerate(sorted(todo, key=lambda i: (i.position, i.rank, i.group.slot))):
         with graph.inserting_before(nodes[item.position]):
@@ -327,6 +365,7 @@ def _first_compute(nodes: list[fx.Node]) -> fx.Node:
 
 
 def _stand_in(mode: FakeTensorMode, saved: torch.Tensor) -> torch.Tensor:
+    """The FakeTensor of what is saved instead of `saved`."""
     with mode:
         made: torch.Tensor = ops.stand_in(saved.shape, saved.dtype, saved.device)
     return made
@@ -334,5 +373,6 @@ def _stand_in(mode: FakeTensorMode, saved: torch.Tensor) -> torch.Tensor:
 
 def _same(a: Iterable[int | torch.SymInt], b: Iterable[int | torch.SymInt]) -> bool:
     """Whether two shapes are equal for certain; asking adds no guard."""
-    sizes = tuple(a), tuple(b)
-    return len(sizes[0]) == len(sizes[1]) and all(map(statically_equal, *sizes))
+    first = list(a)
+    second = list(b)
+    return len(first) == len(second) and all(map(statically_equal, first, second))

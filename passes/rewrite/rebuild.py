@@ -1,10 +1,11 @@
-"""How the stored tensor is made of its base in the forward, and the saved tensors of the loaded one in the backward.
+"""How the stored tensor is made from its base in the forward, and the members from the loaded tensor in the backward.
 
-    forward     view -> slice -> slice -> clone        only the bytes needed
-    backward    as_strided                             a view of the same dtype
-                as_strided -> view(dtype) -> as_strided -> _conj    of another one, and lazily conjugated
+    forward     base -> view -> slice -> slice -> clone -> store      only the bytes needed
+    backward    load -> as_strided                                    a member of the same dtype
+                load -> as_strided -> view(dtype) -> as_strided -> _conj    one of another dtype, lazily conjugated
 
-Every node gets its FakeTensor by running its operator on those of its arguments, so that storages tell the truth.
+Every node gets its FakeTensor by running its operator on those of its arguments. So the FakeTensors of a rewritten
+graph share storages as its tensors will.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    """The mode of the graph's FakeTensors: all have the same, so that of the first is asked for."""
+    """The mode of the graph's FakeTensors; all of them have the same one."""
     mode = detect_fake_mode(next((n.meta["val"] for n in graph.nodes if tensor_of(n) is not None), None))
     assert mode is not None, "a partitioned graph has FakeTensors"
     return mode
@@ -47,7 +48,7 @@ def infer(node: fx.Node, mode: FakeTensorMode) -> None:
 
 
 def packed(graph: fx.Graph, base: fx.Node, group: AliasGroup) -> fx.Node:
-    """What a store writes: the base, or what the group's `pack` makes of it."""
+    """The node that a store writes: the base, or what the group's `pack` makes of it."""
     pack = group.pack
     if pack is None:
         return base
@@ -73,7 +74,7 @@ class Sizes:
         self._nodes: dict[object, fx.Node | int] = {}
 
     def prepare(self, values: Iterable[int | torch.SymInt]) -> None:
-        """Make the nodes for these values, at the graph's insertion point: all at once, as each time scans it."""
+        """Make the nodes for these values at the graph's insertion point. Each call scans the whole graph."""
         new = {v.node.expr: v for v in values if isinstance(v, torch.SymInt) and v.node.expr not in self._nodes}
         if new:
             self._nodes |= zip(new, self._graph.materialize_symints(list(new.values())), strict=True)
@@ -87,7 +88,7 @@ class Sizes:
 
 
 def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes: Sizes) -> fx.Node:
-    """A tensor of layout `wanted` on the bytes of `source`, which is dense and of layout `held`."""
+    """A node of layout `wanted` on the bytes of `source`, which is dense and has layout `held`."""
     node = source
     if wanted.dtype != held.dtype:
         flat = call(graph, aten.as_strided.default, node, [held.numel], [1], 0)
@@ -104,12 +105,11 @@ def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes
 
 def same_view(a: Layout, b: Layout) -> bool:
     """Whether two layouts have the same sizes, strides and offset for certain; asking adds no guard."""
-    pairs = zip(a.numbers, b.numbers, strict=True) if len(a.size) == len(b.size) else ((0, 1),)
-    return all(statically_equal(i, k) for i, k in pairs)
+    return len(a.size) == len(b.size) and all(map(statically_equal, a.numbers, b.numbers))
 
 
 def refresh(replaced: fx.Node, old: int, mode: FakeTensorMode) -> None:
-    """Infer anew what looks at a rebuilt tensor: its FakeTensor still shares storage `old`, of what was saved."""
+    """Infer the FakeTensors of a rebuilt tensor's views again: they still have `old`, the storage that was saved."""
     work = [replaced]
     while work:
         for user in work.pop(0).users:

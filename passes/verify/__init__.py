@@ -1,1 +1,1 @@
-"""Holds plans and rewritten graphs to what must be true of them."""
+"""Check that plans and rewritten graphs keep their rules."""

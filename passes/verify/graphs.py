@@ -1,8 +1,10 @@
-"""What must hold of the rewritten graphs.
+"""The rules of the rewritten graphs.
 
-Each rule raises `VerifyError`, which says what is broken, where, and which pass must see to it. What Inductor then
-makes of the graphs is checked by `lowering/audit.py`; that extents of live groups do not overlap is the runtime's,
-whose allocator decides it (`runtime/engines/extents.py`, `tests/runtime/test_runtime_extents.py`).
+    forward    store -> one release;  no node writes the storage after the store, or reads it after the release
+    backward   load -> one wait;      no node reads the loaded tensor before the wait
+
+Two things are checked elsewhere. `lowering/audit.py` checks what Inductor makes of the graphs. The runtime's allocator
+sees to it that extents of live groups do not overlap (`runtime/engines/extents.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import fx
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
-from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_key, tensor_of, written
+from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of, tensor_of, written
 from ssd_fx.passes.plan import Offload, Plan
 from ssd_fx.passes.verify.errors import require
 from ssd_fx.passes.verify.interface import Before
@@ -28,7 +30,7 @@ def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
 
     Raises:
         VerifyError: a rule is broken.
-        RuntimeError: of FX's own linter, such as for a release before its store, whose handle it is given.
+        RuntimeError: FX's linter found a fault, such as a node before one of its arguments.
     """
     for module in (partition.forward, partition.backward):
         module.graph.lint()
@@ -40,6 +42,7 @@ def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
 
 
 def _verify_saved(partition: Partition, plan: Plan, before: Before) -> None:
+    """Saved tensors have placeholders of their names, in the same order. No offloaded tensor is saved."""
     placeholders = partition.bwd_placeholders
     paired = [n for n in partition.saved if n.name not in before.unpaired]
     for node in paired:
@@ -54,41 +57,47 @@ def _verify_saved(partition: Partition, plan: Plan, before: Before) -> None:
 
 
 def _verify_forward(partition: Partition, plan: Plan) -> None:
+    """Each offloaded group has one store, and each store one release. Stored storages are not touched too late."""
     nodes = list(partition.forward.graph.nodes)
     position = {n: i for i, n in enumerate(nodes)}
     stores = [n for n in nodes if n.target is ops.store.default]
     require(len(stores) == len(plan.offloaded), "stores and offloaded groups differ in number", "insert")
     slots = {_argument(n, "slot") for n in stores}
     require(slots == {g.slot for g in plan.offloaded}, f"slots {slots} are stored, others planned", "insert")
-    by_storage, saved = nodes_by_storage(nodes), Counter(partition.saved)
+    by_storage = nodes_by_storage(nodes)
+    saved = Counter(partition.saved)
     for store in stores:
-        text = f"the handle {store.name!r} is not saved"
-        require(saved[store] == 1, text, "insert", partition.fwd_output)
-        tier: Any = _argument(store, "tier") if len(store.args) > 5 else ""
-        binding: Any = _argument(store, "binding") if len(store.args) > 6 else False
-        planned = plan.decisions[cast(int, _argument(store, "slot"))]
-        text = f"store {store.name!r} goes to tier {tier!r}, binding {binding}, and the plan says {planned}"
-        require(planned == Offload(tier, binding), text, "insert", store)
-        releases = [u for u in store.users if u.target is ops.wait_store_.default]
-        text = f"store {store.name!r} has {len(releases)} releases instead of one"
-        require(len(releases) == 1, text, "insert", store)
-        release, stored = releases[0], store.args[0]
-        assert isinstance(stored, fx.Node)
-        text = f"release of {store.name!r} holds another tensor than was stored"
-        require(release.args[1] is stored, text, "insert", release)
-        key = storage_key(stored.meta["val"])
+        require(saved[store] == 1, f"the handle {store.name!r} is not saved", "insert", partition.fwd_output)
+        release = _verify_store(store, plan)
+        key = storage_of(release.args[1])  # type: ignore[arg-type]
         assert key is not None
         for alias in by_storage[key]:
             require(alias not in saved, f"{alias.name!r} is offloaded and saved too", "insert", partition.fwd_output)
             for user in alias.users:
-                written = _writes(user, alias) and position[user] > position[store]
-                require(not written, f"{alias.name!r} is written after its store", "alias", user)
-                read = user.op != "output" and position[user] > position[release]
-                require(not read, f"{alias.name!r} is read after its release {release.name!r}", "schedule", user)
+                is_late = _writes(user, alias) and position[user] > position[store]
+                require(not is_late, f"{alias.name!r} is written after its store", "alias", user)
+                is_late = user.op != "output" and position[user] > position[release]
+                require(not is_late, f"{alias.name!r} is read after its release {release.name!r}", "schedule", user)
     _verify_sequence(nodes, (ops.store.default, ops.wait_store_.default), "forward")
 
 
+def _verify_store(store: fx.Node, plan: Plan) -> fx.Node:
+    """The release of a store. The store does what the plan says, and the release holds the tensor that was stored."""
+    tier: Any = _argument(store, "tier") if len(store.args) > 5 else ""
+    binding: Any = _argument(store, "binding") if len(store.args) > 6 else False
+    planned = plan.decisions[cast(int, _argument(store, "slot"))]
+    text = f"store {store.name!r} goes to tier {tier!r}, binding {binding}, and the plan says {planned}"
+    require(planned == Offload(tier, binding), text, "insert", store)
+    releases = [u for u in store.users if u.target is ops.wait_store_.default]
+    text = f"store {store.name!r} has {len(releases)} releases instead of one"
+    require(len(releases) == 1, text, "insert", store)
+    text = f"release of {store.name!r} holds another tensor than was stored"
+    require(releases[0].args[1] is store.args[0], text, "insert", releases[0])
+    return releases[0]
+
+
 def _verify_backward(partition: Partition, plan: Plan) -> None:
+    """Each store has one load, and each load one wait. Nothing uses a loaded tensor before its wait."""
     nodes = list(partition.backward.graph.nodes)
     position = {n: i for i, n in enumerate(nodes)}
     loads = [n for n in nodes if n.target is ops.load.default]
@@ -101,19 +110,27 @@ def _verify_backward(partition: Partition, plan: Plan) -> None:
         require(len(waits) == 1, f"load {load.name!r} has {len(waits)} waits instead of one", "insert", load)
         wait = waits[0]
         require(wait.args[1] is load.args[0], f"wait of {load.name!r} has the handle of another", "insert", wait)
-        for user in load.users:  # and whoever reads a view of it comes behind the view
+        for user in load.users:  # a reader of a view comes after the view, which is a user
             text = f"load {load.name!r} is used by {user.name!r} before its wait"
             require(user is wait or position[user] > position[wait], text, "schedule", user)
-        tensor = tensor_of(load)
-        assert tensor is not None
-        same = _same(tensor.shape, load.args[1]) and _same(tensor.stride(), load.args[2])
-        same &= (tensor.dtype, tensor.device) == tuple(load.args[3:5])
-        require(same, f"load {load.name!r} says another layout than its value has", "insert", load)
+        require(_is_as_given(load), f"load {load.name!r} says another layout than its value has", "insert", load)
     _verify_sequence(nodes, (ops.load.default, ops.wait_load_.default), "backward")
 
 
+def _is_as_given(load: fx.Node) -> bool:
+    """Whether the FakeTensor of a load has the layout that its arguments give."""
+    tensor = tensor_of(load)
+    assert tensor is not None
+    size, stride, dtype, device = load.args[1:5]
+    return (
+        _same(tensor.shape, size)
+        and _same(tensor.stride(), stride)
+        and (tensor.dtype, tensor.device) == (dtype, device)
+    )
+
+
 def _same(sizes: Iterable[object], given: object) -> bool:
-    """Whether an argument says these sizes; symbols are compared by name, so that no guard comes of it."""
+    """Whether an argument gives these sizes. Symbols are compared by name, which adds no guard."""
     assert isinstance(given, (list, tuple))
     return [str(s) for s in sizes] == [str(g.meta["val"] if isinstance(g, fx.Node) else g) for g in given]
 
@@ -125,17 +142,11 @@ def _writes(user: fx.Node, alias: fx.Node) -> bool:
 
 
 def _verify_sequence(nodes: list[fx.Node], targets: tuple[object, object], name: str) -> None:
-    """Our nodes stand in the order of their `seq` argument, which counts from 0 without a gap."""
+    """Our nodes are in the order of their `seq` argument, which counts from 0 without a gap."""
     for expected, node in enumerate(n for n in nodes if n.target in targets):
-        text = f"{name} nodes are out of order: {node.name!r} has seq {seq_of(node)} and stands at {expected}"
-        require(seq_of(node) == expected, text, "insert", node)
-
-
-def seq_of(node: fx.Node) -> int:
-    """The planned position that one of our nodes carries."""
-    seq = _argument(node, "seq")
-    assert isinstance(seq, int)
-    return seq
+        seq = _argument(node, "seq")
+        text = f"{name} nodes are out of order: {node.name!r} has seq {seq} and stands at {expected}"
+        require(seq == expected, text, "insert", node)
 
 
 def _argument(node: fx.Node, name: str) -> object:

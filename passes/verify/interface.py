@@ -1,7 +1,7 @@
-"""What a rewrite must leave as it was: the interface of both graphs, and what every old node yields and is given.
+"""What a rewrite must not change: inputs and outputs of both graphs, and layouts of what old nodes yield and are given.
 
-before   relu = placeholder;                       mm(relu, ...)     mm yields [8, 8] and is given [8, 8]
-after    load -> wait_load_ -> as_strided -> ...   mm(as_strided, ...)      the same must hold
+before   relu = placeholder                        mm(relu, ...)          mm yields [8, 8] and is given [8, 8]
+after    load -> wait_load_ -> as_strided -> ...   mm(as_strided, ...)    the same must hold
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Before:
     """Both graphs before the rewrite.
 
     `outputs`: names of the outputs that the caller sees. `unpaired`: saved outputs without a backward placeholder of
-    their name, such as the state of a random generator, which PyTorch's partitioner names differently on both sides.
-    `tangents`: the backward's inputs that are no saved tensors. `reads`: who reads which saved tensor.
+    their name. An example is the state of a random generator, which PyTorch names differently in the two graphs.
+    `tangents`: the backward's inputs that are no saved tensors. `reads`: which nodes read which saved tensor.
     """
 
     outputs: tuple[str, ...]
@@ -48,44 +48,53 @@ class Before:
         )
 
     def verify(self, partition: Partition, *, copied: bool = False) -> None:
-        """Raises `VerifyError` where something is not as it was.
+        """Check that nothing changed.
 
-        `copied`: some slices are stored as dense copies, so that strides in the backward may have changed.
+        `copied`: dense copies of slices are stored, so strides in the backward may differ.
+
+        Raises:
+            VerifyError: something changed.
         """
-        outputs, tangents = _outputs(partition), _tangents(partition)
+        outputs = _outputs(partition)
         require(outputs == self.outputs, "an output of the model changed", "insert", partition.fwd_output)
         forward, backward = _facts(partition)
         require(forward.inputs == self.forward.inputs, "an input of the forward changed", "insert")
+        tangents = _tangents(partition)
         text = f"the backward's inputs that are no saved tensors are {tangents}, were {self.tangents}"
         require(tangents == self.tangents, text, "insert")
-        for name, module, old, new in (
-            ("forward", partition.forward, self.forward, forward),
-            ("backward", partition.backward, self.backward, backward),
-        ):
-            _verify_nodes(module.graph, old, new, strides=not (copied and name == "backward"))
-            text = f"the outputs of the {name} are {new.results}, were {old.results}"
-            require(old.results == new.results, text, "insert")
-            moved = [(o, n) for o, n in zip(old.outputs, new.outputs, strict=True) if o != n and o in new.values]
-            require(not moved, f"outputs of the {name} were exchanged: {moved}", "insert")
-            pairs = [(b, a) for a, b in new.aliases.items() if old.aliases.get(a, a) != old.aliases.get(b, b)]
-            require(not pairs, f"in the {name} {pairs} share memory and did not before", "insert")
+        _verify_nodes(partition.forward.graph, self.forward, forward, strides=True)
+        _verify_ends("forward", self.forward, forward)
+        _verify_nodes(partition.backward.graph, self.backward, backward, strides=not copied)
+        _verify_ends("backward", self.backward, backward)
+
+
+def _verify_ends(name: str, old: Facts, new: Facts) -> None:
+    """Inputs and outputs of a graph have the layouts that they had, in the same order, and share no more storages."""
+    text = f"the outputs of the {name} are {new.results}, were {old.results}"
+    require(old.results == new.results, text, "insert")
+    moved = [(o, n) for o, n in zip(old.outputs, new.outputs, strict=True) if o != n and o in new.values]
+    require(not moved, f"outputs of the {name} were exchanged: {moved}", "insert")
+    pairs = [(b, a) for a, b in new.aliases.items() if old.aliases.get(a, a) != old.aliases.get(b, b)]
+    require(not pairs, f"in the {name} {pairs} share memory and did not before", "insert")
 
 
 def _verify_nodes(graph: fx.Graph, old: Facts, new: Facts, *, strides: bool) -> None:
+    """Old nodes yield and are given the layouts that they had; `strides`: also the same strides."""
     for node in graph.nodes:
         if node.op == "output":
             continue
-        if (
-            isinstance(node.target, torch._ops.OpOverload) and node.name not in old.values
-        ):  # arithmetic of sizes has none
-            require("val" in node.meta, f"{node.name!r} has no meta['val']", "insert", node)
-        if node.name in old.values:
-            then, now = old.values[node.name], new.values[node.name]
-            require(_same(then, now, strides), f"{node.name!r} is {_text(now)}, was {_text(then)}", "insert", node)
-            was, given = old.arguments[node.name], new.arguments[node.name]
-            same = len(was) == len(given) and all(_same(a, b, strides) for a, b in zip(was, given, strict=True))
-            text = f"{node.name!r} is given {list(map(_text, given))}, was given {list(map(_text, was))}"
-            require(same, text, "insert", node)
+        if node.name not in old.values:
+            is_operator = isinstance(node.target, torch._ops.OpOverload)  # arithmetic of sizes has no value in meta
+            require(not is_operator or "val" in node.meta, f"{node.name!r} has no meta['val']", "insert", node)
+            continue
+        then = old.values[node.name]
+        now = new.values[node.name]
+        require(_same(then, now, strides), f"{node.name!r} is {_text(now)}, was {_text(then)}", "insert", node)
+        was = old.arguments[node.name]
+        given = new.arguments[node.name]
+        same = len(was) == len(given) and all(_same(a, b, strides) for a, b in zip(was, given, strict=True))
+        text = f"{node.name!r} is given {list(map(_text, given))}, was given {list(map(_text, was))}"
+        require(same, text, "insert", node)
 
 
 def _text(layout: Layout) -> str:
@@ -100,8 +109,11 @@ def _same(a: Layout, b: Layout, strides: bool) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """One graph. `values` and `arguments`: layouts, by name of the node; `outputs`, `results`: names and layouts of the
-    outputs that are no saved tensors; `aliases`: for inputs and outputs, the first one of the same storage."""
+    """What is compared of one graph.
+
+    `values` and `arguments`: layouts, by name of the node. `outputs`, `results`: names and layouts of the outputs that
+    are no saved tensors. `aliases`: by input or output, the first one of the same storage.
+    """
 
     inputs: tuple[str, ...]
     values: dict[str, Layout]
@@ -132,14 +144,15 @@ class Facts:
 
 
 def layout(node: object) -> Layout:
-    """Shape, strides, dtype, device and lazy bits of what a node yields, comparable without a guard on sizes."""
+    """Shape, strides, dtype, device and lazy bits of what a node yields, as text: comparing it adds no guards."""
     tensor = tensor_of(node) if isinstance(node, fx.Node) else None
     if tensor is None:
         return None
     strides = tensor.stride() if tensor.layout == torch.strided else ()
-    lazy = [name for name, on in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if on]
+    conj = ["conj"] if tensor.is_conj() else []
+    neg = ["neg"] if tensor.is_neg() else []
     sizes = (f"[{', '.join(map(str, parts))}]" for parts in (tensor.shape, strides))
-    return (*sizes, str(tensor.dtype), str(tensor.device), *lazy)
+    return (*sizes, str(tensor.dtype), str(tensor.device), *conj, *neg)
 
 
 def _outputs(partition: Partition) -> tuple[str, ...]:
@@ -156,6 +169,7 @@ def _tangents(partition: Partition) -> tuple[str, ...]:
 
 
 def _aliases(ends: Iterable[tuple[str, fx.Node]]) -> dict[str, str]:
+    """By name of an input or output, the first one of the same storage."""
     firsts: dict[int, str] = {}
     keys = ((name, storage_of(node)) for name, node in ends)
     return {name: firsts.setdefault(key, name) for name, key in keys if key is not None}

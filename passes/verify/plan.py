@@ -1,4 +1,8 @@
-"""What must hold of a plan; checked after every pass that decides."""
+"""The rules of a plan, checked after every pass that decides.
+
+produced <= store <= release, last forward read <= release        load <= wait <= first backward read
+predicted peak, kept bytes, host memory within their limits
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,11 @@ PlanRule = Callable[[Partition, Plan], None]  # raises VerifyError
 
 
 def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] = ()) -> None:
-    """Check as much of the plan as there is, and `rules` of the caller's beside it."""
+    """Check the parts of the plan that exist already, and further `rules` of the caller.
+
+    Raises:
+        VerifyError: a rule is broken.
+    """
     forward = {n.name: i for i, n in enumerate(partition.forward.graph.nodes)}
     members = [m.name for g in plan.groups for m in g.members]
     require(len(members) == len(set(members)), "a saved tensor is in two alias groups", "alias")
@@ -42,25 +50,28 @@ def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] =
 
 
 def _verify_limits(partition: Partition, found: Prediction) -> None:
-    """The predicted memory, and what is kept of what can leave, are within the limits."""
-    step, outcome, limits = found.modelled.step, found.solution.outcome, found.limits
+    """The predicted peak, and the bytes that are kept although they could be offloaded, are within the limits."""
+    outcome = found.solution.outcome
+    limits = found.limits
     if outcome.peak > limits.memory:
-        p = outcome.memory.index(outcome.peak)
-        graph = partition.forward.graph if p < step.forward else partition.backward.graph
-        at = list(graph.nodes)[found.modelled.begins[p]]
+        operator = outcome.memory.index(outcome.peak)
+        graph = partition.forward.graph if operator < found.modelled.step.forward else partition.backward.graph
+        at = list(graph.nodes)[found.modelled.begins[operator]]
         text = f"{outcome.peak} B are predicted at {at.name!r}, and the budget allows {int(limits.memory)} B"
         require(False, text, "select", at)
-    kept = kept_bytes(step, found.solution.choices)
+    kept = kept_bytes(found.modelled.step, found.solution.choices)
     require(kept <= limits.kept, f"{kept} B are kept, and the budget allows {int(limits.kept)} B", "select")
 
 
 def _verify_places(plan: Plan, found: Prediction) -> None:
     """The nodes release no later and load no earlier than in the step whose memory was predicted."""
-    begins, ends = found.modelled.begins, found.modelled.ends
+    begins = found.modelled.begins
+    ends = found.modelled.ends
     items = {slot: i for i, slot in enumerate(found.modelled.slots)}
     bases = {g.slot: g.base for g in plan.groups}
     for slot, points in plan.points.items():
-        transfer, name = found.solution.transfers[items[slot]], bases[slot]
+        name = bases[slot]
+        transfer = found.solution.transfers[items[slot]]
         late = points.release_after > ends[transfer.release_after] or points.block != transfer.block
         require(not late, f"{name!r} is released later than was predicted", "schedule")
         text = f"{name!r} is loaded earlier than was predicted"
@@ -68,13 +79,13 @@ def _verify_places(plan: Plan, found: Prediction) -> None:
 
 
 def _verify_host(plan: Plan, found: Prediction) -> None:
-    """What is in host memory at a time fits there, and is what the plan puts there."""
-    budget, outcome = found.modelled.step.host_budget, found.solution.outcome
-    text = f"the plan has {outcome.host_peak} B in host memory, where {budget} B may be"
-    require(outcome.host_peak <= budget, text, "select")
+    """The predicted peak in host memory fits there, and equals the bytes that the plan puts there."""
+    budget = found.modelled.step.host_budget
+    peak = found.solution.outcome.host_peak
+    require(peak <= budget, f"the plan has {peak} B in host memory, where {budget} B may be", "select")
     hosted = sum(g.stored_nbytes for g in plan.offloaded if plan.tier(g.slot) == "host")
-    text = f"{hosted} B are to go to host memory, and {outcome.host_peak} B are predicted there"
-    require(hosted == outcome.host_peak, text, "select")
+    text = f"{hosted} B are to go to host memory, and {peak} B are predicted there"
+    require(hosted == peak, text, "select")
 
 
 def _verify_members(group: AliasGroup) -> None:
@@ -83,7 +94,7 @@ def _verify_members(group: AliasGroup) -> None:
     require(stored is not None and is_dense(stored), f"what is stored of {group.base!r} has gaps", "alias")
     assert stored is not None
     if stored.is_symbolic:
-        return  # then it is all of a storage, in which all of its views lie
+        return  # then all of a storage is stored, and views cannot lie outside of it
     for member in group.members:
         layout = member.copy.chain[0].source if member.copy else member.layout
         inside = span(layout) * layout.dtype.itemsize <= stored.numel * stored.dtype.itemsize
@@ -91,10 +102,12 @@ def _verify_members(group: AliasGroup) -> None:
 
 
 def _verify_points(plan: Plan, group: AliasGroup) -> None:
+    """The nodes of a group have the order of the module's picture."""
     points = plan.points.get(group.slot)
     if points is None:
         return
-    life, name = plan.lifetimes[group.slot], group.base
+    name = group.base
+    life = plan.lifetimes[group.slot]
     rules = (
         (points.store_after >= life.produced, f"store of {name!r} comes before the tensor is produced"),
         (points.release_after >= points.store_after, f"release of {name!r} comes before its store"),

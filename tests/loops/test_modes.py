@@ -229,9 +229,9 @@ def test_a_region_that_asks_for_cuda_graphs_gets_none(tmp_path: Path, monkeypatc
 
 def test_cuda_graphs_are_left_out_aloud(recwarn: pytest.WarningsRecorder) -> None:
     """On a CPU nobody asks for them; on a GPU a write that is late would read what the next replay puts there."""
-    from ssd_fx.passes.lowering.settings import tell_no_cuda_graphs
+    from ssd_fx.passes.lowering.settings import warn_no_cuda_graphs
 
-    tell_no_cuda_graphs([batch(0)])
+    warn_no_cuda_graphs([batch(0)])
     assert not recwarn
     with FakeTensorMode(), pytest.warns(RuntimeWarning, match="without CUDA graphs"):
-        tell_no_cuda_graphs([torch.empty(1, device="cuda")])
+        warn_no_cuda_graphs([torch.empty(1, device="cuda")])

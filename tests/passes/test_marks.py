@@ -143,7 +143,7 @@ def test_a_contradiction_names_both() -> None:
 def test_an_obstacle_is_loud() -> None:
     with pytest.warns(
         RuntimeWarning,
-        match=r"cannot offload what graph \w+ was told to: 'exp' \(4 B, marked by ssd_fx\.offload: scalar",
+        match=r"cannot offload all that is marked so in graph \w+: 'exp' \(4 B, marked by ssd_fx\.offload: scalar",
     ):
         planned = toys.planned(marked_scalar)
     stuck = next(g for g in planned.plan.groups if g.base == "exp")
