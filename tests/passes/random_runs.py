@@ -70,13 +70,6 @@ KEPT = Variant(1.0)
 EVERY_SOURCE = Variant(0.0, sources.ENGINE)
 
 
-class UnlikeTraced(Exception):
-    """A saved tensor has other strides than the trace says, which eager kernels do along dimensions of size 1.
-
-    A product may then take another way through BLAS, whose last bit differs, for views are replayed as traced.
-    """
-
-
 @dataclass
 class Compiled:
     """Both graphs of one variant, under one source if it is said, and the saved tensors between them."""
@@ -104,6 +97,7 @@ class Trial:
     plans: list[tuple[Partition, Plan]] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
     traced: bool = False
+    unlike_traced: bool = False  # an operator of the forward returned other strides than its FakeTensor has
     num_outputs: int = 0
     saved: int = 0
 
@@ -127,14 +121,12 @@ class Trial:
         with recorded(self.plans), _use_lazy_graph_module(True):
             try:
                 outputs = compiled(*values.values())
-            except UnlikeTraced:
-                return False
             except RuntimeError:
                 if self.traced:
                     raise
                 return False
         roots, starts = cotangents(list(outputs))
-        if not self.compiled or not roots:
+        if not self.compiled or not roots or self.unlike_traced:
             return False
         torch.autograd.grad(roots, leaves, starts, allow_unused=True)
         return True
@@ -163,7 +155,9 @@ class Trial:
         copies = [clones(args) for _ in self.compiled[1:]]
         results = self.compiled[0].run(args)
         self.saved = len(results) - self.num_outputs
-        _check_strides(self.compiled[0].forward, results)
+        self.unlike_traced = not _has_traced_strides(self.compiled[0].forward, results)
+        if self.unlike_traced:  # no exception: where a warning is on its way, torch makes a SystemError of the two
+            return results
         changed = [i for i, t in enumerate(given) if t._version != versions[i]]
         for one in self.compiled[1:]:
             own = copies.pop(0)
@@ -186,10 +180,10 @@ class Trial:
         return results
 
 
-def _check_strides(forward: fx.GraphModule, results: Sequence[Any]) -> None:
-    for node, result in zip(forward.graph.output_node().args[0], results, strict=True):  # type: ignore[arg-type]
-        if isinstance(result, Tensor) and node.meta["val"].stride() != result.stride():
-            raise UnlikeTraced(f"{node.name!r} has strides {result.stride()}, traced {node.meta['val'].stride()}")
+def _has_traced_strides(forward: fx.GraphModule, results: Sequence[Any]) -> bool:
+    nodes = forward.graph.output_node().args[0]
+    pairs = [(n, r) for n, r in zip(nodes, results, strict=True) if isinstance(r, Tensor)]  # type: ignore[arg-type]
+    return all(node.meta["val"].stride() == result.stride() for node, result in pairs)
 
 
 def _boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
