@@ -172,10 +172,17 @@ def _fills(partition: Partition, plan: Plan) -> dict[int, Fill]:
             alike = _shape(node) == _shape(stored)
             require(alike, f"{node.name!r} has another shape than {stored.name!r}, which is stored", "insert", node)
             pairs.append((node, stored))
-        elif node.target in COPIES:
+        elif node.target in COPIES and _keeps_dtype(node):
             pairs.append((node, node.args[0]))
     found = (Fill.of(filled, source) for filled, source in pairs if isinstance(source, fx.Node))
     return {f.filled.storage: f for f in found if f is not None and f.filled.storage != f.source.storage}
+
+
+def _keeps_dtype(copy: fx.Node) -> bool:
+    """Whether the elements are those of what is copied. A cast computes others."""
+    source = copy.args[0]
+    new, old = tensor_of(copy), tensor_of(source) if isinstance(source, fx.Node) else None
+    return new is not None and old is not None and new.dtype == old.dtype
 
 
 def _stored(partition: Partition, plan: Plan) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, object]]]:

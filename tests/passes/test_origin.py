@@ -140,3 +140,19 @@ def test_a_copy_that_is_computed_again_is_what_it_was() -> None:
     again = {n.name for n in nodes(planned.partition.backward.graph, aten.clone.default)}
     assert again & {n.name for n in planned.partition.forward.graph.nodes}
     verify_graphs(planned.partition, planned.plan, planned.before)
+
+
+def cast_and_windows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """mm -> cast -> unfold (saved); the backward casts mm again for the product of the two."""
+    product = x @ w
+    low = product.bfloat16()
+    windows = low.unfold(-1, 1, 1)
+    return windows.float().sin().sum() + (low * product).relu().sum()
+
+
+def test_a_cast_that_the_backward_makes_again_is_no_copy() -> None:
+    """It has the metadata of the forward's cast, whose storage is stored; the elements of that are not the product's."""
+    planned = toys.planned(cast_and_windows)
+    names = [n.name for n in planned.partition.backward.graph.nodes]
+    assert "_to_copy" in names
+    assert "_to_copy" in [g.base for g in planned.plan.offloaded]
