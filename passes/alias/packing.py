@@ -68,7 +68,8 @@ def _pack_dense(
 def _pack_with_gaps(core: Layout, expanded: tuple[int, ...], members: Sequence[Layout]) -> Stored | None:
     """A dense copy of an owner that has gaps, if its elements are just the smallest box that holds it and the members.
 
-    A box of the members alone could have as many elements as the owner, and not be the owner's.
+    A box of the members alone would not do. If the owner is elements 0, 2 and 4, and the members are 0 and 2, that box
+    is 0 to 2: of three elements like the owner, but others.
     """
     box = smallest_box(span(core), [core, *members], whole_rows=False)
     if box is None or box.numel != core.numel or span(core) <= core.numel:

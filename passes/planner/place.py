@@ -1,4 +1,4 @@
-"""Where the nodes of the offloaded items stand, once it is decided which items these are.
+"""Chooses where stores, releases and loads stand, once it is decided which items are offloaded.
 
     forward    [store] at once ..... [release] as late as the limit allows, or at the predicted end of the write
     backward   [load] as late as the read lane allows, within the limit ..... [wait] first use
@@ -140,8 +140,8 @@ class _Placing:
         return order
 
     def _force_releases(self, order: list[int]) -> bool:
-        """Release what the limit does not let stay: as late as it allows, what is written first first. Whether the
-        limit can be met."""
+        """Whether the limit can be met. Releases what it does not let stay, as late as it allows, in the order in which
+        the writes end."""
         items, forward = self.step.items, self.step.forward
         resting: list[tuple[int, int]] = []  # may be released and is not, first written first
         idle: dict[int, int] = {}  # bytes that the forward reads no more, by the operator that read them last

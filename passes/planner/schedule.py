@@ -1,9 +1,9 @@
-"""Where the store, release, load and wait of every offloaded group go.
+"""From operators of the simulated step to nodes of the graphs, for every store, release, load and wait.
 
     forward    base [store]  ...last use... [release]
     backward   [load] ... [wait] first use
 
-`place.py` has placed them between operators of the simulated step. This pass turns operators into nodes.
+It decides nothing: `place.py` has chosen the operators.
 """
 
 from __future__ import annotations

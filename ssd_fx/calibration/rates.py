@@ -1,7 +1,7 @@
 """Short measurements of a machine: rates of its cores, memory and drives for the kernels of a training step.
 
-Every figure is the median of some tenths of a second of work. The best of a few runs would be that of a core that had
-idled: products ran at 205 Gflop/s for 35 ms and at 143 from then on (Xeon at 2.5 GHz). Training never idles. Random
+Figures of compute are medians of some tenths of a second of work. The best of a few runs would be that of a core that
+had idled: products ran at 205 Gflop/s for 35 ms and at 143 from then on (Xeon at 2.5 GHz). Training never idles. Random
 numbers come from separate generators, so that measuring does not change what a seeded program draws.
 """
 

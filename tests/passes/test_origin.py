@@ -151,7 +151,7 @@ def cast_and_windows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_cast_that_the_backward_makes_again_is_no_copy() -> None:
-    """It has the metadata of the forward's cast, whose storage is stored; the elements of that are not the product's."""
+    """Both casts have the metadata of one storage, which is stored. Its elements are not those of the product."""
     planned = toys.planned(cast_and_windows)
     names = [n.name for n in planned.partition.backward.graph.nodes]
     assert "_to_copy" in names
