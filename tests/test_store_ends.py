@@ -224,11 +224,11 @@ def test_an_op_that_has_the_store_in_hand_when_it_ends(tmp_path: Path, monkeypat
 
 
 def test_explain_leaves_no_store(model: Toy, x: Tensor, tmp_path: Path) -> None:
+    forget_graphs()
     before = held()
     ssd_fx.explain(model, options={"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0})(x)
-    gc.collect()
-    comes_true(lambda: not _stores)
-    comes_true(lambda: held() == before)
+    comes_true(lambda: gc.collect() >= 0 and not _stores)
+    comes_true(lambda: all(now <= before[what] for what, now in held().items()))
 
 
 def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path) -> None:
