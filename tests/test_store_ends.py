@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -46,9 +47,13 @@ def forget_graphs() -> None:
 
 
 def io_threads() -> int:
-    """Of the native pools; a thread that was joined is listed for a moment yet."""
-    names = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
-    return sum(name.read_text() == "ssd_fx-io\n" for name in names if name.exists())
+    """The number of threads of the native pools. A joined thread is listed for a moment yet, and dies while it is
+    read."""
+    found = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += Path(f"/proc/self/task/{task}/comm").read_text() == "ssd_fx-io\n"
+    return found
 
 
 def comes_true(what: Callable[[], bool], seconds: float = 10.0) -> None:
