@@ -25,6 +25,8 @@ from tests.faults.toys import Counting, Toy, compile_toy, descriptors, gradients
 from tests.runtime.engines import DelayedEngine, registered
 
 SETS = 12
+# They count what a whole process holds, and one of several runs failed once for a cause not known yet.
+pytestmark = pytest.mark.slow
 LOST = r"slot \d+ of graph '\w+' \(\d+ B\) was lost: ssd_fx\.close\(\) was called between its forward and its backward"
 
 
