@@ -18,11 +18,12 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all zoo loops peers matrix compatibility pages lint format check gpu bench bigger-than-memory clean
+.PHONY: help setup demo test test-slow nightly zoo loops peers matrix compatibility pages lint format check gpu bench bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
-	@echo "make test      tests without the slow ones;  make test-all: every test"
+	@echo "make test      tests without the slow ones;  make test-slow: those (an hour)"
+	@echo "make nightly   test-slow, zoo, loops, peers and matrix, one after the other (half a day)"
 	@echo "make zoo       other people's models (an hour);  make loops: training loops, trainers, several processes (half;"
 	@echo "               with EVERY_SOURCE=1 each loop under five of the places that a loaded value may come from)"
 	@echo "make matrix    the tests under torch $(VERSIONS), an environment for each (VERSIONS=...)"
@@ -53,9 +54,6 @@ bench: $(STAMP)
 	$(PY) benchmarks/gpt_step.py --dir demo-out --json demo-out/bench.json
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not slow and not zoo and not peers" $(PYTEST_FLAGS)
-
-test-all: $(STAMP)
 	$(PY) -m pytest $(PYTEST_FLAGS)
 
 # Of what the suites below found, in git: no page needs all of them run at once.
@@ -64,11 +62,11 @@ RECORDED := COMPATIBILITY_RESULTS=$(RESULTS)/tests.jsonl
 
 zoo: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,zoo]'
-	$(RECORDED) $(PY) -m pytest tests/zoo $(PYTEST_FLAGS)
+	$(RECORDED) $(PY) -m pytest -m "" tests/zoo $(PYTEST_FLAGS)
 
 loops: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,trainers]'
-	EVERY_SOURCE=$(EVERY_SOURCE) $(RECORDED) $(PY) -m pytest tests/loops tests/trainers tests/distributed $(PYTEST_FLAGS)
+	EVERY_SOURCE=$(EVERY_SOURCE) $(RECORDED) $(PY) -m pytest -m "" tests/loops tests/trainers tests/distributed $(PYTEST_FLAGS)
 
 # The pages that the code makes; tests compare them.
 pages: $(STAMP)
@@ -92,6 +90,14 @@ peers: $(STAMP)
 	PEERS_RESULTS=$(RESULTS)/peers.jsonl $(PY) -m pytest -m peers tests/peers $(PYTEST_FLAGS)
 	$(PY) -m tests.peers.run $(addprefix --tests ,$(TESTS)) --results $(RESULTS)/peers.jsonl
 	$(PY) -m tests.peers.results $(RESULTS)/peers.jsonl
+
+# All that CI has no time for, one suite after the other. A suite that fails does not stop those after it.
+nightly:
+	$(MAKE) --keep-going test-slow zoo loops peers matrix VERSIONS="$(firstword $(filter 2.13%,$(VERSIONS)) $(VERSIONS))"
+
+test-slow: $(STAMP)
+	$(PY) -m pytest -m slow --ignore tests/loops --ignore tests/trainers --ignore tests/distributed --ignore tests/zoo \
+		$(PYTEST_FLAGS)
 
 # Runs in .venv if there is one, else with $(PYTHON) as it is: a GPU machine often has its torch already, and no network.
 # "make gpu-info", "make gpu-bandwidth", ...: one part, of those that benchmarks/gpu_parts.py lists.

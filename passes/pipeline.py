@@ -37,7 +37,7 @@ from ssd_fx.passes.joint.stale_views import rejoin_views
 from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
-from ssd_fx.passes.plan import Limits, Plan, PlanPass
+from ssd_fx.passes.plan import Plan, PlanPass
 from ssd_fx.passes.planner.schedule import schedule
 from ssd_fx.passes.planner.select import Budget, select
 from ssd_fx.passes.rewrite.insert import insert, refuse_stand_ins
@@ -157,12 +157,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
         partition = joint.partition()
         return partition, decide(partition, options)
 
-    def quickly(
-        partition: Partition, *, budget: Limits | None = None, priced: bool = False, analysed: Plan | None = None
-    ) -> Plan:
-        return decide(partition, options, budget=budget, priced=priced, quick=True, analysed=analysed)
-
-    best = proposals.fastest(joint, quickly)
+    best = proposals.fastest(joint, partial(decide, options=options, quick=True))
     return best.partition, decide(best.partition, options, budget=best.prediction.limits, analysed=best.plan)
 
 

@@ -16,7 +16,7 @@ from ssd_fx.passes.plan import Lifetime, Plan
 
 def lifetime(partition: Partition, plan: Plan) -> Plan:
     """Fill `plan.lifetimes` for every group that can be offloaded. Needs `plan.groups` and `plan.timeline`."""
-    assert plan.timeline is not None, "lifetime needs the predicted times, which pass 'costs' provides"
+    assert plan.timeline is not None, "lifetime needs the predicted times, which pass 'time' provides"
     forward, backward = list(partition.forward.graph.nodes), list(partition.backward.graph.nodes)
     fwd_position = {n: i for i, n in enumerate(forward)}
     bwd_position = {n: i for i, n in enumerate(backward)}

@@ -16,6 +16,8 @@ import pytest
 from tests.distributed.launch import torchrun
 from tests.distributed.node import DYING, MEASURES_S
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 
 

@@ -1,7 +1,7 @@
 """Every parallelism that PyTorch's own engine has computes with offload what it computes without, on every rank.
 
-    pytest tests/distributed                  a way of each kind, aot_eager
-    pytest tests/distributed -m slow          all of them, and under Inductor
+    make loops                                                  all of them
+    pytest -m slow tests/distributed -k "aot_eager and DDP"     one
 
 A launch trains in many modes, one after the other (`worker.py`), because every process takes seconds to import torch.
 """
@@ -19,6 +19,8 @@ from tests.distributed.launch import torchrun
 from tests.distributed.modes import MODES
 from tests.distributed.worker import AGREED, UNLIKE, Found
 from tests.unlike import DYNAMIC_STAYS
+
+pytestmark = pytest.mark.slow
 
 FOUR = ("FSDP2 and tensor parallel",)  # ranks, the others two
 QUICK = ("DDP, compiled outside", "FSDP2, graph per block", "sequence parallel", "pipeline, interleaved 1F1B")
@@ -42,13 +44,12 @@ JOBS = {
 }
 
 
-def _marks(job: str, mode: str) -> list[pytest.MarkDecorator]:
-    slow = [] if job == "quick" else [pytest.mark.slow]
-    return [*slow, DYNAMIC_STAYS] if "interleaved" in mode else slow  # whose micro-batches are of two sizes
+def _marks(mode: str) -> list[pytest.MarkDecorator]:
+    return [DYNAMIC_STAYS] if "interleaved" in mode else []  # whose micro-batches are of two sizes
 
 
 CASES = [
-    pytest.param(name, mode, id=f"{job.inner} {mode}", marks=_marks(name, mode))
+    pytest.param(name, mode, id=f"{job.inner} {mode}", marks=_marks(mode))
     for name, job in JOBS.items()
     for mode in job.modes
 ]

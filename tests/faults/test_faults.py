@@ -43,6 +43,7 @@ def test_the_nth_call_of_a_step_fails_in_every_way(tmp_path: Path) -> None:
     assert_all_hit(done.stdout, 66)
 
 
+@pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
     """100 faults of all kinds but damaged bytes."""
     done = faultio.run("tests.faults.soak", tmp_path, "--faults", 100)
