@@ -13,9 +13,11 @@ from tests.callers.caller import Outcome
 from tests.passes.random_runs import same_bits
 
 IN_PLACE = "modified by an inplace operation"
+STAND_IN = "RuntimeError: a backward was given an ssd_fx handle"
 REFUSALS = (IN_PLACE, "backward through the graph a second time", "donated buffers")
 STOCK_IS_WRONG = "stock is not near eager mode, ours is"
 TWO_FAULTS = "a line with two faults: stock names one, ours the other"
+ANOTHER_GRAPH = "a checkpoint ran another compiled graph again, and ours says so"
 HOOKED = "PyTorch checks no version behind saved_tensors_hooks, ours does"
 
 
@@ -73,6 +75,8 @@ class Comparison:
             return TWO_FAULTS
         if IN_PLACE in ours.kind and not stock.kind and stock.hooked:
             return HOOKED
+        if STAND_IN in ours.kind and not stock.kind:
+            return ANOTHER_GRAPH
         return ""
 
 
