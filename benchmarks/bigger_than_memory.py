@@ -30,10 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 FIGURES = ("step_s", "data_bytes", "resident_bytes", "saved_bytes", "written_bytes")  # of the last step
 FAILURES = ("can't allocate memory", "Cannot allocate memory", "MemoryError", "std::bad_alloc")
-# The C heap keeps what is freed in pieces that fit nothing else: of 12 layers that save 2.3 GiB the process held
-# 1.9 GiB, and 0.74 with every tensor in pages of its own (docs/measurements.md). Those cost time at
-# their first touch (runtime/memory/heap.py), so this is for whom memory is short, and set for all three runs.
-HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 ONE_PROCESS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # compilers that are started have limits of their own
 CLOSE = 1e-4  # of a loss: Inductor's kernels are cut elsewhere, and embedding gradients are added up with atomics
 
@@ -106,7 +102,7 @@ def train(flags: argparse.Namespace) -> None:
 def run(flags: argparse.Namespace, backend: str, limit: int) -> Run:
     """`limit` in bytes, 0 for none."""
     own = [sys.executable, __file__, *flags.given, "--backend", backend, "--limit-bytes", str(limit)]
-    ended = subprocess.run(own, capture_output=True, text=True, env=os.environ | HEAP | ONE_PROCESS)
+    ended = subprocess.run(own, capture_output=True, text=True, env=os.environ | ONE_PROCESS)
     return Run.of(ended.returncode, ended.stdout, ended.stderr)
 
 

@@ -34,10 +34,10 @@ def library() -> Path:
     return path
 
 
-def environment() -> dict[str, str]:
-    """What to add to the environment of a process that is to be measured."""
-    others = os.environ.get("LD_PRELOAD", "")
-    return {"LD_PRELOAD": f"{library()}:{others}" if others else str(library())}
+def environment(preload: str = "") -> dict[str, str]:
+    """What to add to the environment of a process that is to be measured, and that has `preload` too."""
+    libraries = (str(library()), preload, os.environ.get("LD_PRELOAD", ""))
+    return {"LD_PRELOAD": ":".join(filter(None, libraries))}
 
 
 class Peak:
@@ -60,6 +60,11 @@ class Peak:
     def adjust(self, delta: int) -> None:
         """Count `delta` bytes of memory that is not malloc's; the `observer` of a `BufferPool` may be this."""
         self._tracker.memtrack_adjust(delta)
+
+    @property
+    def address(self) -> int:
+        """Where C code finds the function that does what `adjust` does."""
+        return ctypes.cast(self._tracker.memtrack_adjust, ctypes.c_void_p).value or 0
 
     def __enter__(self) -> Peak:
         self._tracker.memtrack_reset_peak()

@@ -42,6 +42,24 @@ def io_cpu_s() -> float | None:
     return total
 
 
+def resident_bytes() -> int:
+    """The memory that this process has now."""
+    return _status("VmRSS")
+
+
+def resident_peak_bytes() -> int:
+    """The most memory that this process has had since `reset_resident_peak`."""
+    return _status("VmHWM")
+
+
+def reset_resident_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5)
+
+
+def _status(field: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) << 10
+
+
 def file_system(directory: str) -> str:
     """`/path on ext4, /dev/nvme0n1`: the mount with the longest matching path."""
     path = Path(directory).resolve()

@@ -28,7 +28,7 @@ import peak  # noqa: E402 - a neighbour of this file
 import torch  # noqa: E402 - with the lines around it
 import train_gpt as train_gpt  # noqa: E402 - found through the path above; the benchmarks take it from here
 from moved import Moved  # noqa: E402 - a neighbour of this file
-from system import io_cpu_s  # noqa: E402 - a neighbour of this file
+from system import io_cpu_s, reset_resident_peak, resident_bytes, resident_peak_bytes  # noqa: E402 - a neighbour of this file
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -65,13 +65,15 @@ class Task:
     """What a worker trains, and how.
 
     `way`: "inductor"; "recompute": Inductor with torch's own solver under `budget`, a share from 0 to 1;
-    "checkpoint": Inductor, every block under torch.utils.checkpoint; "ssd_fx" with `options`.
+    "checkpoint": Inductor, every block under torch.utils.checkpoint; "ssd_fx" with `options`. `preload`: a library with
+    another malloc.
     """
 
     model: Model
     way: Way
     budget: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    preload: str = ""
 
     @staticmethod
     def read(text: str) -> Task:
@@ -85,7 +87,8 @@ class Step(Moved):
 
     `peak_bytes`: live tensors, those in load buffers included; `staging_peak_bytes`: memory behind load buffers, used
     or idle. `graph_s`: forward and backward, without the optimizer. `write_stall_s`: waited in stores and releases;
-    `read_stall_s`: waited for loads.
+    `read_stall_s`: waited for loads. `resident_peak_bytes`: the most memory that the process had in the step (VmHWM);
+    `resident_before_bytes`: what it had before its first step.
     """
 
     time_s: float
@@ -97,6 +100,8 @@ class Step(Moved):
     write_stall_s: float = 0.0
     read_stall_s: float = 0.0
     disk_bytes: int = 0
+    resident_peak_bytes: int = 0
+    resident_before_bytes: int = 0
 
 
 class Checkpointed(nn.Module):
@@ -134,11 +139,15 @@ def train(task: Task) -> Iterator[Step]:
     tracker = peak.Peak()
     if task.way == "ssd_fx":
         from ssd_fx.runtime.memory.buffers import POOL
+        from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 
         POOL.observer = tracker.adjust
+        CPU_ALLOCATOR.observe(tracker.address)
+    before = resident_bytes()
     for inputs, targets in train_gpt.batches(about.batch, about.seq, about.seed):
         optimizer.zero_grad(set_to_none=False)
         _reset(task)
+        reset_resident_peak()
         start, cpu, io_cpu = time.perf_counter(), time.process_time(), io_cpu_s()
         with tracker as memory:
             with torch.autocast("cpu", torch.bfloat16, enabled=about.amp):
@@ -151,6 +160,7 @@ def train(task: Task) -> Iterator[Step]:
         figures |= {"cpu_s": time.process_time() - cpu}
         figures |= {"io_cpu_s": None if io_end is None else io_end - (io_cpu or 0.0)}
         figures |= {"peak_bytes": memory.peak_bytes, "loss": loss.item()}
+        figures |= {"resident_peak_bytes": resident_peak_bytes(), "resident_before_bytes": before}
         del loss
         yield Step(**figures, **_offloading(task, start))
 

@@ -41,7 +41,7 @@ class Worker:
         self.name = name
         self._process = subprocess.Popen(
             [sys.executable, training.__file__, json.dumps(asdict(task))],
-            env=os.environ | peak.environment(),
+            env=os.environ | peak.environment(task.preload),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -28,7 +28,7 @@ from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.device.streams import check_not_captured
 from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
 from ssd_fx.runtime.layout import Layout
-from ssd_fx.runtime.memory.heap import HUGE_PAGES
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
 
@@ -53,7 +53,7 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
     started = time.perf_counter()
     with device_trace.node("begin", graph, -1, -1, None):
         if offloaded_bytes:
-            HUGE_PAGES.follow()
+            CPU_ALLOCATOR.forward()
             trace.positions[graph] = positions
             get_store(config).begin(graph)  # raises for unusable directories before anything is computed
         counters(graph).begin(saved_bytes, offloaded_bytes)
@@ -113,6 +113,7 @@ def _load(
     if device.type != entry.device.type:
         raise RuntimeError(f"{entry.name} was stored from {entry.device} and cannot be loaded to {device}")
     check_not_captured(entry.device)
+    CPU_ALLOCATOR.backward()
     asked = Layout(tuple(size), tuple(stride), dtype)
     with device_trace.node("load", entry.graph, entry.slot, seq, entry.device):
         return entry.store.load(entry, asked, seq, consume=not keeps_graph(), strict=strict, relies_on=relies_on)

@@ -19,6 +19,7 @@ from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import Layout, dense_form, is_alone
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.buffers import POOL
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
 from ssd_fx.runtime.stats import counters
@@ -262,7 +263,7 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
         del _stores[config]
     store.close()  # without the lock: other graphs go on
     if not _stores:
-        POOL.trim()
+        _trim()
 
 
 def close_stores() -> None:
@@ -273,7 +274,12 @@ def close_stores() -> None:
             store.end()
             del _stores[config]
             store.close()
+    _trim()
+
+
+def _trim() -> None:
     POOL.trim()
+    CPU_ALLOCATOR.trim()
 
 
 def _after_fork() -> None:

@@ -35,7 +35,7 @@ from ssd_fx.runtime import graphs, stats
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import check_engine
-from ssd_fx.runtime.memory import heap
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
@@ -83,7 +83,8 @@ def compile_graph(
             partitioner = replace(partitioner, report=partial(_reported, report, patterns.arguments(gm)))
     if config.share():
         log.info("%s", config.share())
-    heap.keep_freed_memory()
+    if config.cpu_allocator and _device(inputs).type == "cpu":
+        CPU_ALLOCATOR.install()
     eager = config.inner == "aot_eager"
     compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode)
     stats.compiled()

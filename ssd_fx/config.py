@@ -65,6 +65,9 @@ class Config:
         or `host=bitpack,ssd=fp8` in the environment, names one codec per tier.
     adapt (a flag): Learn from the steps that ran. Stop writing a tensor that the program holds anyway, and read
         earlier what was waited for.
+    cpu_allocator (a flag): On the CPU, take the memory of all tensors of the process from 64 KiB on from ssd_fx's own
+        allocator, from the first compilation on. It gives idle memory back to the system; malloc keeps most of it. A
+        process that preloads its own malloc, such as jemalloc, is left alone.
     keep (patterns of module names; in the environment separated by `,`): What these modules save stays in memory,
         whatever the budget: `["head", "blocks.[0-3].attn", "*.norm"]`. Names are those of `named_modules()`. A pattern
         also holds for everything inside the modules that it names. A budget in bytes below what they keep is an error.
@@ -96,6 +99,7 @@ class Config:
     host_budget: int = 0
     compression: tuple[tuple[str, str], ...] = ()
     adapt: bool = True
+    cpu_allocator: bool = True
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     machine: str = "auto"
@@ -327,6 +331,7 @@ _PARSERS: dict[str, Any] = {
     "host_budget": parse_bytes,
     "compression": _parse_compression,
     "adapt": _parse_flag,
+    "cpu_allocator": _parse_flag,
     "keep": _parse_patterns,
     "offload": _parse_patterns,
     "machine": _parse_machine,

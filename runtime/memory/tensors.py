@@ -15,6 +15,7 @@ from torch import Tensor
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.layout import Layout, alias
 from ssd_fx.runtime.memory.buffers import POOL
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 
 POOLED = 64 << 10  # smaller CPU tensors come from torch's allocator
 
@@ -26,7 +27,7 @@ def empty(layout: Layout, device: torch.device, phase: int = 0) -> Tensor:
     if queued:
         return queued.empty(size, stride, dtype, device)
     nbytes = math.prod(size) * dtype.itemsize
-    if device.type != "cpu" or nbytes < POOLED:
+    if device.type != "cpu" or nbytes < POOLED or (phase == 0 and CPU_ALLOCATOR.installed):
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
     return POOL.tensor(size, stride, dtype, nbytes, phase)
 

@@ -218,7 +218,7 @@ def _built_once() -> tuple[_Library | None, str]:
     if not digest:
         return None, f"{SOURCE} is missing"
     try:
-        target = _cache_directory() / f"iopool-{digest}.so"
+        target = cache_directory() / f"iopool-{digest}.so"
         found = _load(target) if target.is_file() else None
         if not found:
             _compile(target, digest)
@@ -229,7 +229,7 @@ def _built_once() -> tuple[_Library | None, str]:
     return found, f"{target} does not load"
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
     """The directory for the library, which is made. We load code from there, so nobody else may write to it.
 
     Raises: OSError if it cannot be made, or another user could write to it.

@@ -36,6 +36,7 @@ from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.entries import GUARD, living
 from ssd_fx.runtime.memory.buffers import POOL
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.store import close_stores
 from tests.faults.faultio import Action, Call, Faults
 from tests.faults.toys import (
@@ -259,6 +260,7 @@ class Soak:
 def resident_bytes() -> int:
     """What the process has in memory, less what its heap only keeps for later."""
     ctypes.CDLL(None).malloc_trim(0)
+    CPU_ALLOCATOR.trim()
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

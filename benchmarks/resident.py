@@ -1,0 +1,95 @@
+"""The memory of the process and the step time: plain Inductor, a checkpoint per block, ssd_fx, and other mallocs.
+
+python benchmarks/resident.py --dir /mnt/nvme --rounds 15
+python benchmarks/resident.py --dir /mnt/nvme --ways inductor budget0 malloc inductor+jemalloc --jemalloc LIB.so
+
+How it is measured: a process for each way, in rounds of one step of each (workers.py). Resident memory is the highest
+of all rounds (VmHWM, reset before every step); live memory that of the tensors (training.py). Times are compared within
+a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from system import MIB, machine
+from training import Model, Step, Task
+from workers import Workers
+
+WAYS = ("inductor", "checkpoint", "default", "budget0")
+
+
+def task(model: Model, name: str, flags: argparse.Namespace) -> Task:
+    way, _, malloc = name.partition("+")
+    preload = str(getattr(flags, malloc)) if malloc else ""
+    if way == "inductor":
+        return Task(model, "inductor", preload=preload)
+    if way == "checkpoint":
+        return Task(model, "checkpoint", preload=preload)
+    options: dict[str, Any] = {"dirs": [flags.dir]} if flags.dir else {}
+    if way != "default":
+        options["budget"] = 0 if way in ("budget0", "malloc") else way
+    if way == "malloc":
+        options["cpu_allocator"] = False
+    return Task(model, "ssd_fx", options=options, preload=preload)
+
+
+def row(name: str, steps: Sequence[Step], reference: Sequence[Step]) -> str:
+    wall = sorted(a.time_s / b.time_s for a, b in zip(steps, reference, strict=True))
+    cpu = median(a.cpu_s / b.cpu_s for a, b in zip(steps, reference, strict=True))
+    before = steps[0].resident_before_bytes
+    resident, live = max(s.resident_peak_bytes for s in steps), max(s.peak_bytes for s in steps)
+    seconds = f"{median(s.time_s for s in steps):.3f}"
+    times = f"{median(wall):.3f} ({wall[len(wall) // 4]:.3f} to {wall[-1 - len(wall) // 4]:.3f})"
+    ratio = resident / (before + live)
+    cells = (name, seconds, times, f"{cpu:.3f}", live / MIB, before / MIB, resident / MIB, f"{ratio:.2f}")
+    return "| " + " | ".join(c if isinstance(c, str) else f"{c:.0f}" for c in cells) + " |"
+
+
+def table(rounds: Sequence[Mapping[str, Step]]) -> str:
+    head = "| | s | to the first (quartiles) | CPU time | live peak, MiB | resident before, MiB | resident peak, MiB "
+    head += "| resident peak to before + live |"
+    names = list(rounds[0])
+    lines = [row(name, [r[name] for r in rounds], [r[names[0]] for r in rounds]) for name in names]
+    return "\n".join([head, "|---|" + "---|" * 7, *lines])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dir", help="where ssd_fx writes, default: the backend's")
+    parser.add_argument(
+        "--ways", nargs="+", default=list(WAYS), help="also a budget such as auto, malloc, WAY+jemalloc"
+    )
+    parser.add_argument("--jemalloc", type=Path, help="the library for WAY+jemalloc")
+    parser.add_argument("--mimalloc", type=Path, help="the library for WAY+mimalloc")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    for name, default in (("layers", 12), ("width", 384), ("heads", 6), ("batch", 8), ("seq", 512), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--amp", action="store_true", help="autocast to bfloat16")
+    flags = parser.parse_args()
+    model = Model.of(flags)
+    for name, value in machine(flags.dir).items():
+        print(f"{name}: {value}")
+    print(f"model: {model}\n")
+    with Workers({name: task(model, name, flags) for name in flags.ways}) as workers:
+        workers.compile()
+        rounds = list(workers.rounds(flags.warmup + flags.rounds))[flags.warmup :]
+    print(table(rounds))
+    if flags.json:
+        flags.json.write_text(json.dumps([{n: asdict(s) for n, s in r.items()} for r in rounds]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

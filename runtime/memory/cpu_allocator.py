@@ -1,0 +1,173 @@
+"""Lets PyTorch take the memory of large CPU tensors from `native/allocator.cpp`, from the first compilation on.
+
+The source is compiled once for each version of torch, against the headers in its wheel, into the user's cache.
+`set_enabled` installs it, `forward` and `backward` tell it where a step ends.
+
+A process that brings its own malloc (a preloaded jemalloc, mimalloc or sanitizer) is left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import resource
+import subprocess
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+
+from ssd_fx.runtime.native.loader import cache_directory
+
+log = logging.getLogger(__name__)
+
+LEAST = 64 << 10  # bytes; smaller tensors stay with malloc
+SOURCE = Path(__file__).parents[1] / "native" / "allocator.cpp"
+_TORCH = Path(torch.__file__).parent
+
+
+class _Library:
+    """The C functions. They hold the GIL: each takes microseconds, but `end_of_step` where it gives memory back."""
+
+    def __init__(self, path: Path) -> None:
+        held, released, size = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), ctypes.c_size_t
+        self.install = held.allocator_install
+        self.install.argtypes = [size, size]
+        self.end_of_step = released.allocator_end_of_step
+        self.end_of_step.argtypes, self.end_of_step.restype = [ctypes.c_int], size
+        self.observe = held.allocator_observe
+        self.observe.argtypes, self.observe.restype = [ctypes.c_void_p], None
+        self.live_bytes, self.touched_bytes = held.allocator_live_bytes, held.allocator_touched_bytes
+        self.live_bytes.restype = self.touched_bytes.restype = ctypes.c_int64
+
+
+class CpuAllocator:
+    """The allocator of this process, which is installed once and stays."""
+
+    def __init__(self) -> None:
+        self._library: _Library | None = None
+        self._lock = threading.Lock()
+        self._tried = False
+        self._backward_ran = False
+        self._observer: int | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether large CPU tensors come from here. Their memory begins at a page boundary then."""
+        return self._library is not None
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes of all tensors that came from here and live."""
+        return int(self._library.live_bytes()) if self._library else 0
+
+    @property
+    def touched_bytes(self) -> int:
+        """The bytes of memory that the kernel has given for them, in huge pages."""
+        return int(self._library.touched_bytes()) if self._library else 0
+
+    def install(self) -> None:
+        """Installs the allocator, at the first call. RuntimeWarning if it cannot be built."""
+        with self._lock:
+            if self._tried:
+                return
+            self._tried = True
+            if reason := _left_alone():
+                log.info("CPU tensors come from the allocator that was there: %s", reason)
+                return
+            try:
+                library = _built_once()
+                if not library.install(LEAST, _addresses()):
+                    raise OSError("torch has another allocator of CPU tensors, or there are no addresses for a range")
+                library.observe(self._observer)
+                self._library = library
+            except (OSError, AttributeError, subprocess.SubprocessError) as error:
+                detail = (getattr(error, "stderr", None) or "").strip()
+                warnings.warn(
+                    "ssd_fx leaves CPU tensors to malloc, which keeps much of what is freed: its own allocator could "
+                    f"not be installed ({error}{': ' + detail if detail else ''}). A C++ compiler as 'g++' is needed; "
+                    "cpu_allocator=False turns this off.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def forward(self) -> None:
+        """A forward begins. The first one after a backward begins a step: idle memory goes back to the kernel."""
+        if self._backward_ran and self._library:
+            self._backward_ran = False
+            self._library.end_of_step(0)
+
+    def backward(self) -> None:
+        """A backward runs."""
+        self._backward_ran = True
+
+    def trim(self) -> None:
+        """Gives all idle memory back to the kernel."""
+        if self._library:
+            self._library.end_of_step(1)
+
+    def observe(self, function: int | None) -> None:
+        """For measurements: the C function at this address is called with the bytes of every block that is taken, and
+        with their negative when it is given back.
+        """
+        self._observer = function
+        if self._library:
+            self._library.observe(function)
+
+
+CPU_ALLOCATOR = CpuAllocator()
+
+
+def _left_alone() -> str:
+    """Why this process keeps its allocator; empty if it need not."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return "RLIMIT_AS counts reserved addresses"
+    malloc, libc = _file_of("malloc"), _file_of("abort")
+    return "" if malloc == libc else f"malloc is that of {malloc}"
+
+
+class _Info(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("at", ctypes.c_void_p),
+    )
+
+
+def _file_of(function: str) -> str:
+    """The file from which this process has a C function. Source: dladdr(3)."""
+    process, info = ctypes.CDLL(None), _Info()
+    address = ctypes.cast(getattr(process, function), ctypes.c_void_p)
+    process.dladdr(address, ctypes.byref(info))
+    return os.fsdecode(info.file or b"")
+
+
+def _addresses() -> int:
+    """The bytes of addresses to reserve: twice the machine's memory, so that free ranges in between do no harm."""
+    return 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@functools.cache
+def _built_once() -> _Library:
+    """The library in the user's cache, compiled now if it is not there.
+
+    Raises: OSError, AttributeError or subprocess.SubprocessError if that fails.
+    """
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", abi, f"-I{_TORCH / 'include'}"]
+    link = [f"-L{_TORCH / 'lib'}", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
+    made_of = f"{torch.__version__} {torch.version.git_version} {flags} {link}".encode() + SOURCE.read_bytes()
+    target = cache_directory() / f"allocator-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    if not target.is_file():
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            built = Path(scratch) / target.name
+            command = [os.environ.get("CXX", "g++"), *flags, str(SOURCE), *link, "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            os.replace(built, target)
+    return _Library(target)
