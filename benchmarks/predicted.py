@@ -6,15 +6,13 @@ python benchmarks/predicted.py --dir /mnt/nvme --models demo --budgets 0.5 0
 How it is measured:
 - One process of plain Inductor and one of ssd_fx for every budget take turns (workers.py). Predictions are those that
   ssd_fx dumps beside its plan: `<graph>.plan.json`, the key "predicted".
-- After a few rounds every ssd_fx process that offloads saves the times of its steps (`ssd_fx.save_profile`), and one
-  more process compiles with these: "profiled". Without them the times are those of calibration, which the machine had
-  for some tenths of a second at some other time.
+- Predicted times are those of calibration, which the machine had for some tenths of a second at some other time.
 - Times are of forward and backward, without the optimizer, as the plan has no optimizer: medians over the rounds.
   Compute is plain Inductor's; what ssd_fx adds besides waiting is in its step time.
 - The stall is what the runtime counts: waits for loads, and waits in stores and releases.
 - The peak is the highest of all steps, live tensors above the level before the step and load buffers together:
   activations, what is alive for a moment only, and the gradients that the backward makes, as in the plan.
-- Of what is computed again compute has none; a profile's compute has what transfers beside it take from the cores.
+- Of what is computed again compute has none.
 - The error is (predicted - measured) / measured. The floor is what the plan says no offload can remove.
 """
 
@@ -41,7 +39,6 @@ SHAPES = {
 BUDGETS = (1.0, 0.5, 0.0)
 TOLERANCE = 0.15  # of a relative error
 RESOLUTION = 0.01  # a time that differs by less than this share of the step is no error that matters
-WARM = 2  # rounds that all make before the measured ones
 FLOOR_TOLERANCE = 0.10  # of the peak at budget 0, above the floor
 
 
@@ -177,24 +174,18 @@ def floor_line(plan: Predicted, peak_bytes: int) -> str:
 def measure(
     model: Model, flags: argparse.Namespace, scratch: Path
 ) -> tuple[list[dict[str, Step]], dict[str, Predicted | str]]:
-    """The rounds, and for every budget with and without measured times its prediction, or why there is none."""
+    """The rounds, and for every budget its prediction, or why there is none."""
 
-    def task(budget: float, name: str, **more: str) -> Task:
+    def task(budget: float, name: str) -> Task:
         where = {"dirs": [flags.dir]} if flags.dir else {}
-        return Task(model, "ssd_fx", options={"budget": budget, "dump": str(scratch / name)} | where | more)
+        return Task(model, "ssd_fx", options={"budget": budget, "dump": str(scratch / name)} | where)
 
-    names = {f"budget {budget:g}": budget for budget in flags.budgets}
-    ours = {name: task(budget, name) for name, budget in names.items()}
+    ours = {f"budget {budget:g}": task(budget, f"budget {budget:g}") for budget in flags.budgets}
     with Workers({"keep": Task(model, "inductor")} | ours) as workers:
         workers.compile()
         list(workers.rounds(flags.warmup))
-        for name, budget in names.items():
-            path = scratch / f"{name}.json"
-            if workers.workers[name].save_profile(path):
-                workers.add(f"{name}, profiled", task(budget, f"{name}, profiled", profile=str(path)))
-        list(workers.rounds(WARM))
         plans: dict[str, Predicted | str] = {}
-        for name in list(workers.tasks)[1:]:
+        for name in ours:
             try:
                 plans[name] = read(scratch / name)
             except MissingPrediction as missing:
@@ -223,7 +214,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     add("--models", nargs="+", choices=[*SHAPES, "flags"], default=list(SHAPES), help="flags: as the flags say")
     add("--budgets", nargs="+", type=float, default=BUDGETS, help="shares from 1 to 0, default %(default)s")
     add("--rounds", type=int, default=9, help="measured rounds, default %(default)s")
-    add("--warmup", type=int, default=5, help="rounds whose times are profiled, default %(default)s")
+    add("--warmup", type=int, default=5, help="rounds before the measured ones, default %(default)s")
     return parser.parse_args(arguments)
 
 

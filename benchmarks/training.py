@@ -185,24 +185,13 @@ def _offloading(task: Task, since: float) -> dict[str, Any]:
 
 
 def work(task: Task) -> None:
-    """Answer every line on stdin with one line of JSON on stdout: "step" with a step, "profile PATH" with the number of
-    graphs whose times, as measured in the steps until then, are in that file."""
+    """Answer every line on stdin with a step, as one line of JSON on stdout."""
     os.environ.pop("LD_PRELOAD", None)  # compilers that are started from here need no tracker
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what others print must not mix with the answers
     steps = train(task)
-    for line in sys.stdin:
-        request, _, path = line.rstrip("\n").partition(" ")
-        print(json.dumps(_profile(path) if request == "profile" else asdict(next(steps))), file=answers)
-
-
-def _profile(path: str) -> int:
-    import ssd_fx
-
-    try:
-        return ssd_fx.save_profile(path)
-    except ValueError:  # nothing was offloaded
-        return 0
+    for _ in sys.stdin:
+        print(json.dumps(asdict(next(steps))), file=answers)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 import peak  # neighbours of this file
 import training
@@ -49,22 +48,15 @@ class Worker:
         )
 
     def step(self) -> Step:
-        return Step(**self._ask("step"))
-
-    def save_profile(self, path: Path) -> bool:
-        """Whether there was anything to save: measured times of the steps until now, in ssd_fx's format."""
-        return bool(self._ask(f"profile {path}"))
-
-    def _ask(self, request: str) -> Any:
         requests, answers = self._pipes()
         try:
-            print(request, file=requests)
+            print("step", file=requests)
             answer = answers.readline()
         except BrokenPipeError:
             answer = ""
         if not answer:
             raise SystemExit(f"the {self.name} worker ended with {self._process.wait()}; its message is above")
-        return json.loads(answer)
+        return Step(**json.loads(answer))
 
     def stop(self) -> None:
         for pipe in self._pipes():
@@ -100,11 +92,6 @@ class Workers:
     def compile(self) -> dict[str, float]:
         """Start all, each when the one before has made its first step; seconds of the first steps."""
         return {name: self._start(name, task) for name, task in self.tasks.items()}
-
-    def add(self, name: str, task: Task) -> None:
-        """One more, beside those that run."""
-        self.tasks[name] = task
-        self._start(name, task)
 
     def _start(self, name: str, task: Task) -> float:
         self.workers[name] = Worker(name, task)

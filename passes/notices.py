@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 
 from ssd_fx.passes.alias.storages import DYNAMIC, NESTED
-from ssd_fx.passes.cost.profile import Profile
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.plan import Plan
-
-log = logging.getLogger("ssd_fx")
 
 _CHANGEABLE = {
     DYNAMIC: "shapes are dynamic, and the backward does not know all sizes that a load would need. ssd_fx can offload "
@@ -25,7 +21,6 @@ def warn(plan: Plan, options: PlanOptions) -> None:
     """Warn of all that the user should know about the plan."""
     _warn_kept(plan, options.min_bytes)
     _warn_full_host(plan)
-    _log_unprofiled(plan, options.profile)
 
 
 def _warn_kept(plan: Plan, min_bytes: int) -> None:
@@ -48,16 +43,4 @@ def _warn_full_host(plan: Plan) -> None:
             f"{listed}; host_budget would have to be larger",
             RuntimeWarning,
             stacklevel=2,
-        )
-
-
-def _log_unprofiled(plan: Plan, profile: Profile | None) -> None:
-    """Log that the user's profile does not have this graph."""
-    if profile is not None and profile.of(plan.graph) is None:
-        log.info(
-            "graph %s is not in the profile, whose graphs are %s: another model, or the same one cut otherwise, as "
-            "after a change of the options. Its times are predicted, times %.3g, as the measured ones were longer",
-            plan.graph,
-            ", ".join(g.graph for g in profile.graphs),
-            profile.scale,
         )

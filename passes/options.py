@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.cost.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class PlanOptions:
     * `keep`, `offload`: module name patterns.
     * `roots`: the expressions for the outermost modules, after which module names begin (`joint/modules.py`).
     * `annotations`: a digest of the graph's annotations, which caches ignore otherwise.
-    * `profile`: measured times, of this graph or of others.
     * `host_budget`: bytes of host memory. It is a separate tier only if the device has other memory.
     """
 
@@ -36,5 +34,4 @@ class PlanOptions:
     offload: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
     annotations: str = ""
-    profile: Profile | None = None
     host_budget: int = 0

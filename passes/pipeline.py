@@ -61,7 +61,7 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
         alias,  # first: the alias group is the unit of everything that follows
         partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # marks groups, binds select
         merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
-        partial(time, machine=machine, profile=options.profile),  # before lifetimes, whose idle time is predicted time
+        partial(time, machine=machine),  # before lifetimes, whose idle time is predicted time
         lifetime,
     )
 
@@ -137,8 +137,6 @@ def decide(
     device = _device(partition)
     machine = options.machine or Machine.default(device, torch.get_num_threads())
     plan = analysed.undecided() if analysed else Plan(graph=fingerprint(partition))
-    if options.profile is not None:
-        machine = options.profile.machine(machine, plan.graph)
     budget = options.budget if budget is None else budget
     passes = () if analysed else analyses(options, machine)
     passes += decisions(options, machine, budget, priced=priced, host_tier=device.type != "cpu", quick=quick)

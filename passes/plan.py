@@ -100,14 +100,12 @@ class Points:
 class Timeline:
     """The predicted start of every node in ms, for both graphs. The last entry, one more than nodes, is the end.
 
-    `backward_begin`: the index of the first node of the backward that is no input. `scale`: measured compute time over
-    the roofline's, 1 if nothing was measured.
+    `backward_begin`: the index of the first node of the backward that is no input.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     backward_begin: int = 0
-    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,7 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
 
 _SCHEMAS = (
-    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes,"
-    " str positions='') -> ()",
+    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes) -> ()",
     "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False,"
     " SymInt[]? size=None, ScalarType? dtype=None) -> Tensor",
     "stand_in(SymInt[] size, ScalarType dtype, Device device) -> Tensor",
@@ -49,12 +48,11 @@ _SCHEMAS = (
 )
 
 
-def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, positions: str = "") -> None:
+def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
     started = time.perf_counter()
     with device_trace.node("begin", graph, -1, -1, None):
         if offloaded_bytes:
             CPU_ALLOCATOR.forward()
-            trace.positions[graph] = positions
             get_store(config).begin(graph)  # raises for unusable directories before anything is computed
         counters(graph).begin(saved_bytes, offloaded_bytes)
     trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
@@ -125,9 +123,7 @@ def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
         entry.store.wait_load_(entry, x, seq)
 
 
-def _fake_begin(
-    token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, positions: str = ""
-) -> None:
+def _fake_begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
     return
 
 

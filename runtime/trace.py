@@ -16,12 +16,6 @@ from collections import deque
 Event = tuple[str, str, int, int, float, float, int, str, str]
 
 LENGTH = 65536
-positions: dict[str, str] = {}
-"""By graph, the argument `positions` of `begin_`: "forward|backward|roofline ms".
-
-A half lists where our nodes stand, in planned order, as indices of the graph's own nodes. The forward half starts with
-`begin_`.
-"""
 _events: deque[Event] = deque(maxlen=LENGTH)
 
 record = _events.append
@@ -41,6 +35,5 @@ def events() -> list[Event]:
 
 
 def clear() -> None:
-    """Forgets all events and positions."""
+    """Forgets all events."""
     _events.clear()
-    positions.clear()

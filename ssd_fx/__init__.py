@@ -8,7 +8,6 @@ from ssd_fx.backend import backend, check_options
 from ssd_fx.config import Config
 from ssd_fx.explain import Explanation, explain
 from ssd_fx.marks import keep, offload
-from ssd_fx.profile import save_profile
 from ssd_fx.runtime.chrome import export as export_trace
 from ssd_fx.runtime.graphs import close
 from ssd_fx.runtime.stats import GraphStats, Stats, reset_stats, stats
@@ -26,7 +25,6 @@ __all__ = [
     "keep",
     "offload",
     "reset_stats",
-    "save_profile",
     "stats",
 ]
 __version__ = "0.1.0"

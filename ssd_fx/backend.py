@@ -29,7 +29,6 @@ from ssd_fx.passes.partitioner import Partitioner, hooks_are_compiled_in
 from ssd_fx.passes.pipeline import inductor_passes
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.user_errors import user_errors
-from ssd_fx.profile import read_profile
 from ssd_fx.report.dump import Dump, dump
 from ssd_fx.runtime import graphs, stats
 from ssd_fx.runtime.config import parse, quoted
@@ -99,14 +98,11 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
     `keep` or `offload` that names no module, and a budget in bytes that is too small. The directory of `dump` is made.
 
     Raises:
-        ValueError: an unknown option, a bad value, an engine that this machine lacks, or a profile that cannot be read.
+        ValueError: an unknown option, a bad value, or an engine that this machine lacks.
         OSError: a directory that is missing, not writable, or in memory (tmpfs), or a `dump` that cannot be made; the
             message names it.
     """
-    config = _checked(options, mode)
-    if config.profile:
-        read_profile(config.profile)
-    return config
+    return _checked(options, mode)
 
 
 def _checked(options: Mapping[str, Any] | None, mode: str | None) -> Config:
@@ -168,11 +164,7 @@ def _write(directory: str, share: str, made: Dump) -> None:
 
 
 def plan_options(config: Config, device: torch.device) -> PlanOptions:
-    """The part of the options that the passes need, for graphs that compute on `device`.
-
-    Raises:
-        ValueError: the profile cannot be read.
-    """
+    """The part of the options that the passes need, for graphs that compute on `device`."""
     return PlanOptions(
         version=source_digest(),
         budget=config.budget,  # bytes are one budget over all graphs, which the runtime keeps; plans leave room
@@ -182,7 +174,6 @@ def plan_options(config: Config, device: torch.device) -> PlanOptions:
         machine=machine_of(config, device),
         runtime_config=config.runtime_json(),
         host_budget=config.own_host_budget,
-        profile=read_profile(config.profile) if config.profile else None,
         keep=config.keep,
         offload=config.offload,
     )

@@ -78,7 +78,6 @@ class Config:
         which takes some seconds, and keeps them in the user's cache directory. `"default"` takes typical rates and
         measures nothing. A dictionary, in the environment JSON, overrides typical rates: fields of
         `ssd_fx.passes.cost.machine.Machine` such as `{"flops": 3e14, "write_bw": 6e9}`.
-    profile (a file): A file that `ssd_fx.save_profile` wrote. Plans are made with its measured times.
     ranks (`"auto"` or a number): Processes that share this node. `"auto"` reads `LOCAL_WORLD_SIZE`, which torchrun
         sets, and is 1 without it. For a number above 1, `LOCAL_RANK` must say which of them this process is. 1 shares
         nothing. Default: `"auto"`.
@@ -103,7 +102,6 @@ class Config:
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     machine: str = "auto"
-    profile: str = ""
     ranks: Ranks = field(default_factory=Ranks)
 
     @staticmethod
@@ -335,6 +333,5 @@ _PARSERS: dict[str, Any] = {
     "keep": _parse_patterns,
     "offload": _parse_patterns,
     "machine": _parse_machine,
-    "profile": _parse_path,
     "ranks": _parse_ranks,
 }

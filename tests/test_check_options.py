@@ -26,7 +26,6 @@ def complaint_of_the_backend(options: dict[str, object]) -> Exception:
         {"budget": "lots"},
         {"dirs": ["/nowhere/at/all"]},
         {"dirs": ["/proc"]},
-        {"profile": "/nowhere/at/all"},
         {"machine": {"flops": "many"}},
         {"dump": "/proc/nothing"},
         pytest.param({"engine": "kvikio"}, marks=NO_GPU),

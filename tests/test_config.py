@@ -52,7 +52,7 @@ BAD = [
     ({"machine": 7}, r"machine=7 is no machine \(no dictionary of rates\)"),
     ({"machine": {"flop": 1}}, r"is no machine \(a machine has no 'flop'; right would be any of flops, memory_bw"),
     ({"machine": {"flops": "fast"}}, r"is no machine \(flops='fast' is no rate; right would be a number > 0"),
-    ({"profile": 3}, r"profile=3 is not a path"),
+    ({"profile": "step.json"}, r"no option 'profile'\. The options are: dirs, budget"),
     ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, recompute, min_bytes"),
     ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, budget"),
 ]

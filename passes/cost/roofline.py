@@ -20,7 +20,6 @@ from torch.utils.flop_counter import flop_registry
 
 from ssd_fx.passes.cost.kernels import Kernels, Traffic, both_kernels, elements, has_flops, hint, is_attention
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.cost.profile import Profile
 from ssd_fx.passes.partition import Partition, tensors_of
 from ssd_fx.passes.plan import Plan, Timeline
 
@@ -53,23 +52,20 @@ _SPECIAL = {
 _RANDOM = (prims.inductor_random, aten.native_dropout, aten.rand, aten.randn, aten.bernoulli, aten.rand_like)
 
 
-def time(partition: Partition, plan: Plan, *, machine: Machine, profile: Profile | None = None) -> Plan:
-    """Fill `plan.timeline`: the roofline in the scale of `profile`, and its measured times where it knows the graph."""
+def time(partition: Partition, plan: Plan, *, machine: Machine) -> Plan:
+    """Fill `plan.timeline`."""
     forward, backward = partition.forward.graph, partition.backward.graph
     begin = next(i for i, n in enumerate(backward.nodes) if n.op != "placeholder")
     fwd_kernels, bwd_kernels = partition.once(both_kernels)
-    scale = 1.0 if profile is None else profile.scale
-    starts = _starts(forward, fwd_kernels, machine, scale), _starts(backward, bwd_kernels, machine, scale)
-    if profile is not None:
-        starts = profile.rescale(plan.graph, *starts)
-    return plan.with_(timeline=Timeline(*starts, begin, scale))
+    starts = _starts(forward, fwd_kernels, machine), _starts(backward, bwd_kernels, machine)
+    return plan.with_(timeline=Timeline(*starts, begin))
 
 
-def _starts(graph: fx.Graph, kernels: Kernels, machine: Machine, scale: float) -> tuple[float, ...]:
+def _starts(graph: fx.Graph, kernels: Kernels, machine: Machine) -> tuple[float, ...]:
     starts = [0.0]
     for node in graph.nodes:
         traffic = kernels.traffic.get(node)
-        starts.append(starts[-1] + (1e3 * scale * seconds(node, traffic, machine) if traffic else 0.0))
+        starts.append(starts[-1] + (1e3 * seconds(node, traffic, machine) if traffic else 0.0))
     return tuple(starts)
 
 

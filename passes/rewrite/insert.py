@@ -127,26 +127,9 @@ class _ForwardWriter:
             device = next((g.layout.device for g in self.plan.offloaded if g.layout), torch.device("cpu"))
             token = rebuild.call(self.graph, aten.empty.memory_format, [0], dtype=torch.int64, device=device)
             totals = self.sizes.all(_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
-            args = (token, self.config, self.plan.graph, *totals, self._positions())
+            args = (token, self.config, self.plan.graph, *totals)
             begin = self.graph.call_function(ops.begin_.default, args)
             begin.meta["val"] = None
-
-    def _positions(self) -> str:
-        """`FORWARD|BACKWARD|MS`: with it, the trace of a run becomes a profile.
-
-        FORWARD, BACKWARD: the positions of `begin_` and of our nodes in planned order, as indices into the graphs as
-        they were. MS: what the roofline predicts from the first to the last of them.
-        """
-        points = [self.plan.points[group.slot] for group in self.plan.offloaded]
-        forward = sorted(at for p in points for at in (p.store_after + 1, p.release_after + 1))
-        forward.insert(0, self.nodes.index(_first_compute(self.nodes)))
-        backward = sorted(at for p in points for at in (p.load_before, p.wait_before))
-        timeline = self.plan.timeline
-        assert timeline is not None
-        ms = timeline.forward[forward[-1]] - timeline.forward[forward[0]]
-        if backward:
-            ms += timeline.backward[backward[-1]] - timeline.backward[backward[0]]
-        return f"{','.join(map(str, forward))}|{','.join(map(str, backward))}|{ms / timeline.scale:.4g}"
 
     def _store(self, group: AliasGroup, seq: int) -> None:
         stored = rebuild.packed(self.graph, self.by_name[group.base], group)

@@ -103,11 +103,6 @@ def node(kind: str, graph: str, slot: int, seq: int, device: torch.device | None
     return Node(found, device, kind, graph, slot, seq) if run < RUNS or run % RUNS == 0 else _UNTIMED
 
 
-def behind_the_host(graph: str) -> bool:
-    """Whether `graph` has run on a device with streams."""
-    return graph in _devices
-
-
 def events() -> list[trace.Event]:
     """The nodes that were timed, in order within each graph; `nbytes` is 0, `where` the device. Waits for them."""
     with _lock:

@@ -182,8 +182,7 @@ LEGEND = """
 # store>, release>: the forward node behind which the write starts, and behind which the forward reads it no more.
 # load<, wait<: the backward node before which the read starts, and before which it has ended.
 # floor: the peak if everything that can be offloaded were gone at once. allowed: the floor, and for a share its part of
-# the bytes between floor and everything kept, for a budget in bytes so many more. Predictions use the options machine
-# and profile.
+# the bytes between floor and everything kept, for a budget in bytes so many more. Predictions use the option machine.
 """
 
 

@@ -220,7 +220,7 @@ def test_a_child_of_a_fork_leaves_the_transfers_alone(config: str) -> None:
 
 
 def test_nodes_have_the_device_s_times(config: str) -> None:
-    """A profile is of what ran between two of our nodes, not of how long the host took to launch it."""
+    """The trace has what ran between two of our nodes, not how long the host took to launch it."""
     put(numbers(), config)  # what is made once takes its time
     torch.cuda.synchronize()
     device_trace.clear()

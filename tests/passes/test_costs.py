@@ -1,4 +1,4 @@
-"""Predicted times: what each kind of node costs, which kernel it is in, and what a profile makes of it."""
+"""Predicted times: what each kind of node costs, and which kernel it is in."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ssd_fx.passes.cost import roofline
 from ssd_fx.passes.cost.kernels import Kernels, Traffic
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.cost.profile import GraphProfile, Profile
-from tests.passes.toys import planned, relu_chain
 
 aten = torch.ops.aten
 # 1 byte is 1 ns, 1 flop is 1 ps.
@@ -134,45 +132,6 @@ def test_attention_has_flops_of_its_own_and_skips_blocks(causal: bool, share: fl
 def test_a_node_of_no_kernel_has_no_time() -> None:
     node = next(iter(graph_of(lambda x: x.sin(), (4,)).find_nodes(op="call_function", target=aten.sin.default)))
     assert roofline.seconds(node, Traffic(), MACHINE) == 0.0
-
-
-FORWARD, BACKWARD = (0.0, 0.0, 2.0, 3.0, 6.0, 6.0), (0.0, 1.0, 2.0, 4.0)
-
-
-def test_a_profile_moves_the_starts_through_its_anchors() -> None:
-    """Forward 1..4 took 20 instead of 6, of it 10 for the first 2; backward from node 1 on at twice the time."""
-    profile = Profile((GraphProfile("g", ((1, 0.0), (2, 10.0), (4, 20.0)), ((1, 0.0), (3, 6.0))),))
-    assert profile.rescale("g", FORWARD, BACKWARD) == ((0.0, 0.0, 10.0, 12.5, 20.0, 20.0), (0.0, 2.0, 4.0, 8.0))
-
-
-def test_a_profile_of_another_graph_changes_nothing() -> None:
-    profile = Profile((GraphProfile("other", ((1, 0.0), (2, 10.0)), ()),))
-    assert profile.rescale("g", FORWARD, BACKWARD) == (FORWARD, BACKWARD)
-
-
-def test_compute_of_another_graph_is_in_the_scale_that_was_measured() -> None:
-    profile = Profile((GraphProfile("other", ((1, 0.0), (2, 10.0)), ()),), scale=3.0)
-    alone, scaled = (planned(relu_chain, profile=p).plan.timeline for p in (None, profile))
-    assert alone is not None
-    assert scaled is not None
-    assert (alone.scale, scaled.scale) == (1.0, 3.0)
-    assert scaled.forward == pytest.approx([3 * start for start in alone.forward])
-    assert scaled.backward == pytest.approx([3 * start for start in alone.backward])
-    assert profile.machine(MACHINE.with_rates({"drag_s_per_byte": 1e-10}), "g").drag_s_per_byte == 0.0
-
-
-def test_an_anchor_that_the_graph_does_not_have() -> None:
-    profile = Profile((GraphProfile("g", ((1, 0.0), (7, 10.0)), ()),))
-    with pytest.raises(ValueError, match="the profile of graph g has an anchor at node 7, but the graph has 5"):
-        profile.rescale("g", FORWARD, BACKWARD)
-
-
-def test_measured_bandwidths_replace_the_machine_s() -> None:
-    machine = MACHINE.with_rates({"drag_s_per_byte": 1e-10})
-    profile = Profile((GraphProfile("g", (), ()),), write_bw=5e8)
-    assert (profile.machine(machine, "g").write_bw, profile.machine(machine, "g").read_bw) == (5e8, 1e9)
-    assert profile.machine(machine, "g").drag_s_per_byte == 0.0  # is in the measured times
-    assert profile.machine(machine, "h").drag_s_per_byte == 1e-10
 
 
 def test_a_machine_rounds_and_goes_through_json() -> None:

@@ -10,8 +10,6 @@ import torch
 from fake_gpu import FakeEvent, installed
 from harness import begin, config_json, load, release, settle, start_load, store, wait
 
-import ssd_fx
-from ssd_fx.profile import read_profile
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.device import clock, device_trace
 from ssd_fx.runtime.device.streams import Queued
@@ -48,16 +46,21 @@ def step(gpu, forward_ms, backward_ms):
     kernel(100)
 
 
-def test_a_profile_has_the_kernels_times(gpu, tmp_path):
+def between(kind, following):
+    """Milliseconds from the end of a node to the start of the following one, in every run that has both."""
+    events = device_trace.events()
+    ended = [event[5] for event in events if event[0] == kind]
+    started = [event[4] for event in events if event[0] == following][-len(ended) :]  # the first run has no `begin`
+    return [round(1e3 * (start - end), 2) for end, start in zip(ended, started, strict=True)]
+
+
+def test_nodes_have_the_kernels_times(gpu):
     """The host launches a step within a few microseconds, whatever the kernels take."""
-    for forward_ms, backward_ms in [(500, 500), (700, 900), (10, 100), (20, 200), (30, 300)]:
-        step(gpu, forward_ms, backward_ms)  # in the first the graph's device is not known, the second is cold
-    trace.positions["g"] = "4,7,9|2,5|6000"
-    assert ssd_fx.save_profile(tmp_path / "p.json") == 1
-    (graph,) = read_profile(tmp_path / "p.json").graphs
-    assert graph.forward == ((4, 0.0), (7, 21.5), (9, 61.5))
-    assert [position for position, _ in graph.backward] == [2, 5]
-    assert graph.backward == ((2, 0.0), (5, 250.0))
+    for forward_ms, backward_ms in [(500, 500), (10, 100), (20, 200)]:
+        step(gpu, forward_ms, backward_ms)
+    assert between("begin", "store") == [11.5, 21.5]  # in the first step the graph's device is not known
+    assert between("store", "release") == [1000, 20, 40]
+    assert between("load", "wait") == [500, 100, 200]
 
 
 def test_nothing_waits_for_the_device(gpu, monkeypatch):
@@ -90,16 +93,14 @@ def test_every_node_is_timed_in_so_many_runs(gpu):
     assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(("store", "load", "wait"), runs + 1)
 
 
-def test_a_long_training_is_timed_at_its_end(gpu, tmp_path):
-    """The runs that are timed have all of their nodes, `begin` too, and the last of them make the profile."""
+def test_a_long_training_is_timed_at_its_end(gpu):
+    """The runs that are timed have all of their nodes, `begin` too."""
     for run in range(10 * device_trace.RUNS):
         step(gpu, *((1, 1) if run < device_trace.RUNS else (50, 70)))
         gpu.finish()
-    trace.positions["g"] = "4,7,9|2,5|6000"
-    ssd_fx.save_profile(tmp_path / "p.json")
-    (graph,) = read_profile(tmp_path / "p.json").graphs
-    assert graph.forward == ((4, 0.0), (7, 51.5), (9, 151.5))
-    assert graph.backward == ((2, 0.0), (5, 70.0))
+    assert between("begin", "store") == [2.5] * (device_trace.RUNS - 1) + [51.5] * 9
+    assert between("store", "release") == [2] * device_trace.RUNS + [100] * 9
+    assert between("load", "wait") == [1] * device_trace.RUNS + [70] * 9
 
 
 def test_a_node_that_fails_is_not_timed(gpu):
@@ -125,26 +126,18 @@ def test_a_tensor_of_the_host_is_timed_by_its_graph_s_device(gpu, monkeypatch):
     del handle
 
 
-def test_a_graph_without_a_complete_run_is_named(gpu, tmp_path):
-    step(gpu, 1, 1)
-    trace.positions["g"] = "4,7,9|2,5|6000"
-    with pytest.raises(ValueError, match="no run of g is complete since the trace began; train some more steps"):
-        ssd_fx.save_profile(tmp_path / "p.json")
-
-
 def test_the_host_s_times_are_those_of_the_cpu(tmp_path):
     """Without streams nothing is timed twice."""
     config = config_json(tmp_path)
     begin(config, offloaded=4 * N)
     x = torch.zeros(N)
     load(store(x, config), x)
-    assert not device_trace.behind_the_host("g")
     assert device_trace.events() == []
     assert trace.events()
 
 
 def test_transfers_that_are_looked_at_late_do_not_overlap(gpu):
-    """One stream did one after the other; the bandwidth of a profile is that of the time it took."""
+    """One stream did one after the other, and the trace has the time that each took."""
     x = gpu.tensor(torch.zeros(N))
     handles = [store(x, MEMORY, slot=i, seq=i) for i in range(3)]
     gpu.finish()
