@@ -17,7 +17,6 @@ import torch
 
 import ssd_fx  # noqa: F401 - registers the operators
 from ssd_fx.runtime.device import streams
-from ssd_fx.runtime.native import loader
 
 ROWS = 5
 KEEPS = json.dumps({"engine": "memory", "resident": 1 << 40, "adapt": False})  # nothing leaves: the node alone
@@ -73,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--times", type=int, default=1000, help="in a row, default %(default)s")
     flags = parser.parse_args(arguments)
-    print(f"I/O threads: {'the C pool' if loader.library() else 'Python threads, for the C pool was not built'}")
     for name, us in costs(torch.device(flags.device), flags.times).items():
         print(f"{name:44}{us:8.2f} us")
 

@@ -27,6 +27,7 @@ from ssd_fx.passes.cost.machine import described
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.preflight import check_directory
+from ssd_fx.runtime.engines.registry import check_engine
 from ssd_fx.sizes import format_bytes
 
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20
@@ -83,8 +84,9 @@ def _info() -> int:
 def _is_fit(directory: str) -> bool:
     """Whether activations may go to `directory`; prints why not."""
     try:
+        check_engine("posix")
         check_directory(directory)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         print(f"unfit: {error}", file=sys.stderr)
         return False
     return True

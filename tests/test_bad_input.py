@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ssd_fx
+from ssd_fx.runtime.native import loader
 
 
 def compile_with(mode: str | None = None, **options: object) -> None:
@@ -90,6 +91,22 @@ def test_tmpfs() -> None:
     with pytest.raises(OSError, match="/dev/shm") as caught:
         compile_with(dirs=["/dev/shm"])
     assert "allow_tmpfs" in str(caught.value)
+
+
+def test_no_pool_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a built pool nor a compiler: an error when the model is compiled. Engine `"memory"` needs no pool."""
+    monkeypatch.setattr(loader, "_packaged", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    loader.library.cache_clear()
+    here = {"dirs": [str(tmp_path)], "inner": "aot_eager"}
+    try:
+        for engine in ("auto", "posix"):
+            with pytest.raises(ValueError, match=r"no native pool.*directory: 'cc'.*or a wheel of ssd_fx"):
+                compile_with(engine=engine, **here)
+        compile_with(engine="memory", **here)
+    finally:
+        loader.library.cache_clear()
 
 
 def test_mode_for_aot_eager() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import ssd_fx
 from ssd_fx import cli
+from ssd_fx.runtime.native import loader
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +34,17 @@ def test_check_a_good_directory(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_check_an_unfit_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(tmp_path / "missing")]) == 1
     assert f"'{tmp_path / 'missing'}'" in capsys.readouterr().err
+
+
+def test_check_without_a_pool_of_threads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise RuntimeError("no pool")
+
+    monkeypatch.setattr(loader, "library", missing)
+    assert cli.main(["check", str(tmp_path)]) == cli.main(["calibrate", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "unfit: no pool\n" * 2
 
 
 def test_check_a_directory_that_does_not_take_it_all(

@@ -52,10 +52,13 @@ def check_engine(name: str) -> None:
     Raises: RuntimeError, which names an engine that works here.
     """
     from ssd_fx.runtime.engines import cufile, gds
+    from ssd_fx.runtime.native import loader
 
     if name in _GDS:
         driver, forced = _GDS[name]
         gds.check_machine(cufile.driver(driver), forced=forced)
+    if name != "memory":
+        loader.library()
 
 
 def _auto(config: RuntimeConfig) -> Engine:

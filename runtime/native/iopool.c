@@ -30,7 +30,6 @@
 #include "transfer.h"
 #include "staging.h"
 
-#define VERSION "3"
 #ifndef IOPOOL_SOURCE_HASH
 #define IOPOOL_SOURCE_HASH ""
 #endif
@@ -117,7 +116,6 @@ static int start_workers(Pool *p, int threads) {
     return p->threads;
 }
 
-const char *iopool_version(void) { return VERSION; }
 const char *iopool_source_hash(void) { return IOPOOL_SOURCE_HASH; }
 
 /* The pool, or NULL if there is no memory or no thread for it. */

@@ -1,7 +1,7 @@
-"""The pool of I/O threads: the C one if its library is found or can be built, else Python threads.
+"""The C library of the pool of I/O threads, found or built.
 
-The library is looked for in this package (`_iopool*.so`, built with it), then in the user's cache, where it is built
-once with `cc`. It is plain C without Python.h, and is loaded with ctypes.
+It is looked for in this package (`_iopool*.so`, built with it), then in the user's cache, where it is built once with
+`cc`. It is plain C without Python.h, and is loaded with ctypes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ import ctypes
 import functools
 import hashlib
 import os
-import re
 import subprocess
 import tempfile
-import warnings
 from pathlib import Path
 
-from ssd_fx.runtime.native.driver import FUNCTIONS, Event
-from ssd_fx.runtime.native.fallback import ThreadPool
 from ssd_fx.runtime.native.pool import (
     CANCELLED,
     CHECKSUM_MISMATCH,
@@ -25,20 +21,16 @@ from ssd_fx.runtime.native.pool import (
     FAILED,
     OK,
     PENDING,
-    Counts,
-    OnDevice,
     Pool,
     Request,
-    Sums,
 )
 
-__all__ = ["CANCELLED", "CHECKSUM_MISMATCH", "END_OF_FILE", "FAILED", "OK", "PENDING", "Pool", "Request", "ThreadPool"]
+__all__ = ["CANCELLED", "CHECKSUM_MISMATCH", "END_OF_FILE", "FAILED", "OK", "PENDING", "Pool", "Request"]
 
 SOURCE = Path(__file__).with_name("iopool.c")
-VERSION = "3"
 
 
-class _Library:
+class Library:
     """The C functions. Those that take a few us and never block keep the GIL; those that may wait release it."""
 
     def __init__(self, path: str) -> None:
@@ -52,7 +44,6 @@ class _Library:
             function.argtypes = list(arguments)
             return function  # type: ignore[no-any-return]
 
-        self.version = bind(held, "iopool_version", ctypes.c_char_p)
         self.source_hash = bind(held, "iopool_source_hash", ctypes.c_char_p)
         self.create = bind(released, "pool_create", pointer, i32)
         self.destroy = bind(released, "pool_destroy", None, pointer)
@@ -76,157 +67,60 @@ class _Library:
         self.dio_alignment = bind(held, "dio_alignment", i32, i32, pointer, pointer)
 
 
-class _NativeRequest:
-    __slots__ = ("_address", "_event", "_library", "_memory", "_sums", "_under_way")
-
-    def __init__(self, library: _Library, under_way: dict[_NativeRequest, None]) -> None:
-        self._library = library
-        self._under_way = under_way
-        self._memory = library.request_type()
-        self._address = ctypes.addressof(self._memory)
-        self._event: Event | None = None
-
-    def prepare(
-        self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int, sums: Sums | None
-    ) -> None:
-        self._sums = sums  # kept alive while a thread may fill it
-        sums_at = sums.buffer_info()[0] if sums else None
-        self._library.init(self._address, pool, int(write), fd, address, nbytes, offset, sums_at)
-
-    def on_device(self, where: OnDevice) -> None:
-        self._library.on_device(self._address, where.device, where.nbytes)
-
-    def start(self, event: Event | None = None) -> None:
-        self._under_way[self] = None
-        self._event = event
-        self._library.start(self._address, event.cuda_event if event else None)
-
-    def state(self) -> int:
-        return self._seen(int(self._library.state(self._address)))
-
-    def wait(self, timeout_ms: int) -> int:
-        return self._seen(int(self._library.wait(self._address, timeout_ms)))
-
-    def cancel(self) -> int:
-        return self._seen(int(self._library.cancel(self._address)))
-
-    def error(self) -> tuple[int, int]:
-        return int(self._library.error(self._address)), int(self._library.error_offset(self._address))
-
-    def cuda_error(self) -> tuple[str, int]:
-        return FUNCTIONS[self._library.cuda_function(self._address)], int(self._library.cuda_code(self._address))
-
-    def span(self) -> tuple[float, float]:
-        return float(self._library.started(self._address)), float(self._library.ended(self._address))
-
-    def _seen(self, state: int) -> int:
-        if state != PENDING:
-            self._under_way.pop(self, None)
-            self._event = None
-        return state
-
-
-class NativePool:
-    """`Pool` with the threads of the C library."""
-
-    def __init__(self, library: _Library, threads: int) -> None:
-        self._library = library
-        self._pool = library.create(threads)
-        self._under_way: dict[_NativeRequest, None] = {}  # the C code has pointers to these
-        if not self._pool:
-            raise MemoryError(f"could not start {threads} I/O threads")
-
-    def request(
-        self,
-        write: bool,
-        fd: int,
-        address: int,
-        nbytes: int,
-        offset: int,
-        sums: Sums | None = None,
-        on_device: OnDevice | None = None,
-    ) -> Request:
-        made = _NativeRequest(self._library, self._under_way)
-        made.prepare(self._pool, write, fd, address, nbytes, offset, sums)
-        if on_device:
-            made.on_device(on_device)
-        return made
-
-    def counts(self) -> Counts:
-        numbers = (ctypes.c_uint64 * len(Counts._fields))()
-        self._library.counts(self._pool, numbers)
-        return Counts(*numbers)
-
-    def close(self) -> None:
-        self._library.destroy(self._pool)
-
-
 def make_pool(threads: int = 2) -> Pool:
-    """The native pool, or Python threads, with one RuntimeWarning per process."""
-    found = library()
-    return NativePool(found, threads) if found else ThreadPool(threads)
+    """A pool of so many threads. Raises: what `library` and `Pool` raise."""
+    return Pool(library(), threads)
 
 
 def dio_alignment(fd: int) -> tuple[int, int]:
     """The alignment in bytes of (memory, file offset) for direct I/O on `fd`; 4096 if the kernel does not say."""
-    found = library()
     memory = ctypes.c_uint32(0)
     offset = ctypes.c_uint32(0)
-    if found and found.dio_alignment(fd, ctypes.byref(memory), ctypes.byref(offset)):
+    if library().dio_alignment(fd, ctypes.byref(memory), ctypes.byref(offset)):
         return memory.value, offset.value
     return 4096, 4096
 
 
 def source_hash() -> str:
-    """The hash of the C files in 16 hex digits, "" without them. Every build passes it as -DIOPOOL_SOURCE_HASH."""
-    if not SOURCE.is_file():
-        return ""
+    """The hash of the C files in 16 hex digits. Every build passes it as -DIOPOOL_SOURCE_HASH."""
     files = sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".c", ".h"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 @functools.cache
-def library() -> _Library | None:
-    """The C library, loaded or built once per process. None, after a RuntimeWarning, if neither works."""
-    reasons = []
-    for locate in (_packaged, _built_once):
-        found, reason = locate()
-        if found:
+def library() -> Library:
+    """The C library, loaded or built once per process.
+
+    Raises: RuntimeError, with what the compiler said, if there is none and none can be built.
+    """
+    return _packaged() or _built()
+
+
+def _packaged() -> Library | None:
+    """The library that was built with the package from this source."""
+    for path in sorted(SOURCE.parent.glob("_iopool*.so")):
+        if found := _load(path):
             return found
-        reasons.append(reason)
-    warnings.warn(
-        "ssd_fx runs its I/O on Python threads, which stand still while Inductor's kernels hold the GIL (up to 5 times "
-        f"slower): no native pool, because {'; '.join(reasons)}. Install a C compiler as 'cc', or reinstall ssd_fx.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
     return None
 
 
-def _packaged() -> tuple[_Library | None, str]:
-    """The library that was built with the package from this source, or None and the reason."""
-    for path in sorted(Path(__file__).parent.glob("_iopool*.so")):
-        found = _load(path)
-        if found:
-            return found, ""
-    return None, "none that fits was built with the package"
-
-
-def _built_once() -> tuple[_Library | None, str]:
-    """The library in the user's cache, compiled now if it is not there, or None and the reason."""
+def _built() -> Library:
+    """The library in the user's cache, compiled now if it is not there. Raises: as `library`."""
     digest = source_hash()
-    if not digest:
-        return None, f"{SOURCE} is missing"
     try:
         target = cache_directory() / f"iopool-{digest}.so"
         found = _load(target) if target.is_file() else None
         if not found:
             _compile(target, digest)
-            found = _load(target)
+            found = Library(str(target))
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None)
-        return None, f"building it failed ({error}{': ' + detail.strip() if detail else ''})"
-    return found, f"{target} does not load"
+        said = getattr(error, "stderr", None)
+        raise RuntimeError(
+            "ssd_fx has no native pool of I/O threads, which every engine but 'memory' needs. This installation has "
+            f"none that fits its source, and building one failed ({error}{f': {said.strip()}' if said else ''}). Right "
+            "would be a C compiler that is found as 'cc', or a wheel of ssd_fx, which contains the pool."
+        ) from error
+    return found
 
 
 def cache_directory() -> Path:
@@ -252,20 +146,10 @@ def _compile(target: Path, digest: str) -> None:
         os.replace(built, target)
 
 
-def _load(path: Path) -> _Library | None:
+def _load(path: Path) -> Library | None:
     """The library, or None if it does not load or was built from another source."""
     try:
-        found = _Library(str(path))
+        found = Library(str(path))
     except (OSError, AttributeError):
         return None
-    if found.version().decode() != VERSION:
-        return None
-    digest = source_hash()
-    return found if not digest or found.source_hash().decode() == digest else None
-
-
-def source_version() -> str:
-    """The VERSION that iopool.c declares. It must equal `VERSION`."""
-    match = re.search(r'#define VERSION "(\w+)"', SOURCE.read_text())
-    assert match, f"{SOURCE} declares no VERSION"
-    return match.group(1)
+    return found if found.source_hash().decode() == source_hash() else None

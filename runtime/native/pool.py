@@ -1,11 +1,15 @@
-"""The interface of the pools of I/O threads (`loader`, `fallback`), and the constants that they share with `pool.h`."""
+"""A pool of I/O threads of the C library, its requests, and the constants that they share with `pool.h`."""
 
 from __future__ import annotations
 
+import ctypes
 from array import array
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ssd_fx.runtime.native.driver import Event
+from ssd_fx.runtime.native.driver import FUNCTIONS, Event
+
+if TYPE_CHECKING:
+    from ssd_fx.runtime.native.loader import Library
 
 PENDING, OK, FAILED, CANCELLED = range(4)
 END_OF_FILE, CHECKSUM_MISMATCH, CUDA_FAILED = -1, -2, -3  # error codes besides those of errno
@@ -29,43 +33,85 @@ class OnDevice(NamedTuple):
 class Counts(NamedTuple):
     """What a pool has done so far."""
 
-    summed_bytes: int = 0  # by checksums
-    copied_bytes: int = 0  # from and to devices
-    staging_bytes: int = 0  # pinned memory now
-    allocations: int = 0  # of pinned memory
-    streams: int = 0  # made
+    summed_bytes: int  # by checksums
+    copied_bytes: int  # from and to devices
+    staging_bytes: int  # pinned memory now
+    allocations: int  # of pinned memory
+    streams: int  # made
 
 
-class Request(Protocol):
+class Request:
     """One transfer. It is *final* when nothing accesses its memory any more."""
+
+    __slots__ = ("_address", "_event", "_library", "_memory", "_sums", "_under_way")
+
+    def __init__(self, library: Library, under_way: dict[Request, None], sums: Sums | None) -> None:
+        self._library = library
+        self._under_way = under_way
+        self._memory = library.request_type()
+        self._address = ctypes.addressof(self._memory)
+        self._event: Event | None = None
+        self._sums = sums  # kept alive while a thread may fill it
+
+    def prepare(self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
+        sums_at = self._sums.buffer_info()[0] if self._sums else None
+        self._library.init(self._address, pool, int(write), fd, address, nbytes, offset, sums_at)
+
+    def on_device(self, where: OnDevice) -> None:
+        self._library.on_device(self._address, where.device, where.nbytes)
 
     def start(self, event: Event | None = None) -> None:
         """Queues the request, which its owner has noted down before (see `engines.base.Completion`).
 
         `event`: the transfer of a device's memory waits for it. It is kept alive until the request is final.
         """
+        self._under_way[self] = None
+        self._event = event
+        self._library.start(self._address, event.cuda_event if event else None)
 
     def state(self) -> int:
         """PENDING, OK, FAILED or CANCELLED. Does not block."""
+        return self._seen(int(self._library.state(self._address)))
 
     def wait(self, timeout_ms: int) -> int:
         """The state, after at most `timeout_ms`."""
+        return self._seen(int(self._library.wait(self._address, timeout_ms)))
 
     def cancel(self) -> int:
         """The final state, OK if all bytes were transferred. Drops what has not started, and waits for what runs."""
+        return self._seen(int(self._library.cancel(self._address)))
 
     def error(self) -> tuple[int, int]:
         """(errno or one of the codes above, file offset) of a request that FAILED."""
+        return int(self._library.error(self._address)), int(self._library.error_offset(self._address))
 
     def cuda_error(self) -> tuple[str, int]:
         """(function, result) of a request that failed with CUDA_FAILED."""
+        return FUNCTIONS[self._library.cuda_function(self._address)], int(self._library.cuda_code(self._address))
 
     def span(self) -> tuple[float, float]:
         """Start of the first piece and end of the last, in seconds of time.perf_counter."""
+        return float(self._library.started(self._address)), float(self._library.ended(self._address))
+
+    def _seen(self, state: int) -> int:
+        if state != PENDING:
+            self._under_way.pop(self, None)
+            self._event = None
+        return state
 
 
-class Pool(Protocol):
-    """Executes requests. The caller keeps memory and descriptor alive until a request is final."""
+class Pool:
+    """Executes requests. The caller keeps memory and descriptor alive until a request is final.
+
+    Raises: MemoryError if no thread can be started.
+    """
+
+    def __init__(self, library: Library, threads: int) -> None:
+        self._library = library
+        self._pool = library.create(threads)
+        self._under_way: dict[Request, None] = {}  # the C code has pointers to these
+        if not self._pool:
+            raise MemoryError(f"could not start {threads} I/O threads")
 
     def request(
         self,
@@ -80,12 +126,19 @@ class Pool(Protocol):
         """A transfer of `nbytes` between `address` and `offset` of `fd`, which the caller starts.
 
         `sums`: one number per block of `BLOCK` bytes, which a write fills and a read compares.
-
-        Raises: NotImplementedError for a device if the pool cannot stage its memory.
         """
+        made = Request(self._library, self._under_way, sums)
+        made.prepare(self._pool, write, fd, address, nbytes, offset)
+        if on_device:
+            made.on_device(on_device)
+        return made
 
     def counts(self) -> Counts:
         """What the pool has done so far."""
+        numbers = (ctypes.c_uint64 * len(Counts._fields))()
+        self._library.counts(self._pool, numbers)
+        return Counts(*numbers)
 
     def close(self) -> None:
         """Cancels what has not started, waits for what runs, ends the threads."""
+        self._library.destroy(self._pool)

@@ -12,7 +12,6 @@ from harness import CPU, config_json, load, raw, settle, store
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.native import loader
-from ssd_fx.runtime.native.fallback import ThreadPool
 from ssd_fx.runtime.native.pool import BLOCK, CHECKSUM_MISMATCH, CUDA_FAILED, END_OF_FILE
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -25,10 +24,8 @@ LONG = [(17 * MIB + SHORT, block) for block in (0, 7, 8, 16, 17)]
 NOISE = random.Random(0).randbytes(18 * MIB)
 
 
-@pytest.fixture(params=["native", "threads"])
-def engine(request, tmp_path, monkeypatch):
-    if request.param == "threads":
-        monkeypatch.setattr(loader, "make_pool", ThreadPool)
+@pytest.fixture
+def engine(tmp_path):
     made = posix.PosixEngine(str(tmp_path), allow_tmpfs=True, step=MIB)
     yield made
     made.close()
@@ -215,9 +212,7 @@ def test_off_is_off(tmp_path):
 
 def computed(hardware, data):
     crc, total = ctypes.c_uint32(), ctypes.c_uint64()
-    found = loader.library()
-    assert found
-    if not found.checksum_by(hardware, data, len(data), ctypes.byref(crc), ctypes.byref(total)):
+    if not loader.library().checksum_by(hardware, data, len(data), ctypes.byref(crc), ctypes.byref(total)):
         pytest.skip("this CPU has no CRC32C instruction")
     return crc.value, total.value
 
@@ -258,9 +253,7 @@ def test_sum_depends_on_every_bit():
 
 
 def test_the_constants_agree():
-    found = loader.library()
-    assert found
-    assert found.block_bytes == BLOCK
+    assert loader.library().block_bytes == BLOCK
     header = (loader.SOURCE.parent / "pool.h").read_text()
     for name, code in {
         "END_OF_FILE": END_OF_FILE,

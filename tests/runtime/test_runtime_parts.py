@@ -1,4 +1,4 @@
-"""The parts under the store: allocator, buffers, native pool and its fallback, configuration, fake tensors."""
+"""The parts under the store: allocator, buffers, native pool, configuration, fake tensors."""
 
 import ctypes
 import gc
@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ssd_fx.runtime.config import RuntimeConfig, parse
 from ssd_fx.runtime.layout import is_alone, is_dense
 from ssd_fx.runtime.native import loader
-from ssd_fx.runtime.native.fallback import ThreadPool
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -56,14 +54,12 @@ def test_dense(size, stride, dense):
     assert is_dense(size, stride) is dense
 
 
-# ---- the pool of threads, native and fallback
+# ---- the pool of threads
 
 
-@pytest.fixture(params=["native", "threads"])
-def pool(request):
-    found = loader.library()
-    assert found, "the native pool must be buildable where the tests run"
-    made = loader.NativePool(found, 2) if request.param == "native" else ThreadPool(2)
+@pytest.fixture
+def pool():
+    made = loader.make_pool(2)
     yield made
     made.close()
 
@@ -143,9 +139,9 @@ def test_request_that_was_never_started(pool, scratch):
 
 def test_closed_pool_takes_nothing(scratch):
     buffer = memory_of(100)
-    for made in (loader.make_pool(2), ThreadPool(2)):
-        made.close()
-        assert submit(made, True, scratch, ctypes.addressof(buffer), 100, 0).wait(1000) == loader.CANCELLED
+    made = loader.make_pool(2)
+    made.close()
+    assert submit(made, True, scratch, ctypes.addressof(buffer), 100, 0).wait(1000) == loader.CANCELLED
 
 
 def test_request_dropped_under_way(scratch):
@@ -174,11 +170,11 @@ def test_reads_go_before_writes(pool, scratch):
 
 def test_closing_ends_everything(scratch):
     big = memory_of(64 * MIB, bytes(64 * MIB))
-    for made in (loader.make_pool(2), ThreadPool(2)):
-        requests = [submit(made, True, scratch, ctypes.addressof(big), 64 * MIB, 0) for _ in range(5)]
-        made.close()
-        assert all(request.state() in (loader.OK, loader.CANCELLED) for request in requests)
-        assert requests[-1].state() == loader.CANCELLED
+    made = loader.make_pool(2)
+    requests = [submit(made, True, scratch, ctypes.addressof(big), 64 * MIB, 0) for _ in range(5)]
+    made.close()
+    assert all(request.state() in (loader.OK, loader.CANCELLED) for request in requests)
+    assert requests[-1].state() == loader.CANCELLED
 
 
 def test_wait_times_out(pool, scratch):
@@ -199,10 +195,6 @@ def test_alignment_is_a_power_of_two_of_at_most_a_page(tmp_path):
     os.close(read), os.close(write)
 
 
-def test_versions_agree():
-    assert loader.source_version() == loader.VERSION
-
-
 @pytest.fixture
 def uncached():
     loader.library.cache_clear()
@@ -211,25 +203,23 @@ def uncached():
 
 
 def test_native_pool_is_built_once_into_the_cache(uncached, tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "_packaged", lambda: (None, "hidden by the test"))
+    monkeypatch.setattr(loader, "_packaged", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert loader.library() is not None
+    loader.library()
     (built,) = (tmp_path / "ssd_fx").iterdir()
     assert built.name == f"iopool-{loader.source_hash()}.so"
     loader.library.cache_clear()
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled twice"))
-    assert loader.library() is not None
+    loader.library()
 
 
 def test_library_of_another_source_is_not_used(uncached, tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "_packaged", lambda: (None, "hidden by the test"))
+    monkeypatch.setattr(loader, "_packaged", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert loader.library() is not None
+    loader.library()
     (built,) = (tmp_path / "ssd_fx").iterdir()
+    assert loader._load(built)
     monkeypatch.setattr(loader, "source_hash", lambda: "0123456789abcdef")
-    assert loader._load(built) is None
-    monkeypatch.undo()
-    monkeypatch.setattr(loader, "VERSION", "another")
     assert loader._load(built) is None
 
 
@@ -255,29 +245,32 @@ def test_build_of_the_package_carries_the_hash(tmp_path):
 def test_cache_that_others_may_write_is_not_trusted(uncached, tmp_path, monkeypatch):
     (tmp_path / "ssd_fx").mkdir()
     (tmp_path / "ssd_fx").chmod(0o777)
-    monkeypatch.setattr(loader, "_packaged", lambda: (None, "hidden by the test"))
+    monkeypatch.setattr(loader, "_packaged", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match="writable by nobody else"):
-        assert loader.library() is None
+    with pytest.raises(RuntimeError, match="writable by nobody else"):
+        loader.library()
 
 
-def test_fallback_without_a_compiler(uncached, tmp_path, monkeypatch):
-    """No library and no compiler: one loud warning, and the same results from Python threads."""
-    monkeypatch.setattr(loader, "_packaged", lambda: (None, "hidden by the test"))
+COMPILERS = {
+    "none": ("", r"building one failed \(.*No such file or directory: 'cc'\)\. Right would be a C compiler"),
+    "a broken one": ("echo no such option >&2; exit 1", r"building one failed \(.*exit status 1\.: no such option\)"),
+    "of something else": ("echo nonsense >$9", r"building one failed \(.*iopool-\w+\.so: "),
+}
+
+
+@pytest.mark.parametrize(("script", "message"), COMPILERS.values(), ids=COMPILERS)
+def test_no_compiler(uncached, tmp_path, monkeypatch, script, message):
+    """No library, and none can be made: the error has the compiler's words. With a compiler the next call works."""
+    monkeypatch.setattr(loader, "_packaged", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match=r"Python threads.*hidden by the test.*building it failed.*'cc'") as warned:
-        begin(config_json(tmp_path), offloaded=1)
-    assert len(warned) == 1
-    config = config_json(tmp_path)
-    for nbytes in (1, 70_000, 9 * MIB + 1):
-        x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-        h = store(x, config)
-        assert isinstance(settle(h).store.engine._pool, ThreadPool)
-        assert torch.equal(load(h, x), x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loader.make_pool(1).close()
+    if script:
+        (tmp_path / "cc").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "cc").chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        with pytest.raises(RuntimeError, match=message):
+            begin(config_json(tmp_path), offloaded=1)
+    loader.make_pool(1).close()
 
 
 # ---- configuration

@@ -17,7 +17,6 @@ from test_runtime_checksums import Aligned, Behind, expect_mismatch, finish
 
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.native import driver, loader
-from ssd_fx.runtime.native.fallback import ThreadPool
 
 KIB, MIB = 1 << 10, 1 << 20
 NOISE = random.Random(0).randbytes(18 * MIB)
@@ -36,7 +35,7 @@ def built(directory, changes=(), flags=()):
     target = directory / "iopool.so"
     command = ["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread", *flags, source / "iopool.c", "-o", target]
     subprocess.run(command, check=True)
-    return loader._Library(str(target))
+    return loader.Library(str(target))
 
 
 @functools.cache
@@ -110,7 +109,7 @@ def test_round_trip(make_engine, cuda, halves, checksums, scratch, monkeypatch):
     """A kernel launched before the write makes the bytes, one launched before the read still uses the target."""
     if halves == "1 MiB":
         small = with_small_halves(scratch)
-        monkeypatch.setattr(loader, "make_pool", lambda threads: loader.NativePool(small, threads))
+        monkeypatch.setattr(loader, "make_pool", lambda threads: loader.Pool(small, threads))
     engine = make_engine(cuda, checksums=checksums)
     round_trips(engine)
     assert engine._pool.counts().copied_bytes == 2 * sum(SIZES)
@@ -138,7 +137,7 @@ def test_planted_faults_are_seen(make_engine, fault, tmp_path_factory, monkeypat
     """The tests of this file fail where the code does not do what it must."""
     directory = tmp_path_factory.mktemp("fault")
     faulty = built(directory, [FAULTS[fault]], ["-DHALF=((size_t)1<<20)"])
-    monkeypatch.setattr(loader, "make_pool", lambda threads: loader.NativePool(faulty, threads))
+    monkeypatch.setattr(loader, "make_pool", lambda threads: loader.Pool(faulty, threads))
     with pytest.raises((AssertionError, OSError)):
         round_trips(make_engine(FakeDriver(), checksums=False), sizes=(4 * MIB + 1, 70_001))
 
@@ -260,7 +259,7 @@ def test_errors_of_the_driver(make_engine, cuda, function, nth, operation):
 def test_errors_of_the_file_leave_no_copy_under_way(make_engine, cuda, scratch, monkeypatch):
     """The file ends in the middle of a piece, while the half before is on its way to the device."""
     small = with_small_halves(scratch)
-    monkeypatch.setattr(loader, "make_pool", lambda threads: loader.NativePool(small, threads))
+    monkeypatch.setattr(loader, "make_pool", lambda threads: loader.Pool(small, threads))
     engine = make_engine(cuda)
     extent = write(engine, NOISE[: 6 * MIB])
     os.ftruncate(extent.file.fd, extent.offset + 3 * MIB)
@@ -315,13 +314,6 @@ def test_cancelled_requests_copy_nothing(make_engine, cuda):
     assert cuda.copies == copies
 
 
-def test_python_threads_cannot_stage(make_engine, monkeypatch):
-    monkeypatch.setattr(loader, "make_pool", ThreadPool)
-    engine = make_engine(FakeDriver())
-    with pytest.raises(NotImplementedError, match="need the native I/O pool; install a C compiler"):
-        engine.write(engine.alloc(100), DeviceMemory(100).memory)
-
-
 # ---- the table of functions
 
 
@@ -341,9 +333,7 @@ def test_the_table_is_in_the_order_of_the_struct():
     }
     assert tuple(meanings[member] for member in members) == driver.FUNCTIONS
     assert f"#define DEVICES {driver.DEVICES}\n" in header
-    found = loader.library()
-    assert found
-    assert found.device_bytes == ctypes.sizeof(driver.Device)
+    assert loader.library().device_bytes == ctypes.sizeof(driver.Device)
 
 
 def test_too_many_devices():
