@@ -61,7 +61,7 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
         alias,  # first: the alias group is the unit of everything that follows
         partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # marks groups, binds select
         merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
-        partial(time, machine=machine),  # before lifetimes, whose idle time is predicted time
+        partial(time, machine=machine),
         lifetime,
     )
 

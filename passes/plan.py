@@ -71,13 +71,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Positions are indices of nodes in their graph; times are predicted, in ms from the start of their graph."""
+    """Positions are indices of nodes in their graph."""
 
     produced: int
     last_fwd_use: int
     first_bwd_use: int
     last_bwd_use: int
-    idle_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +212,6 @@ class Plan:
     def offloaded_bytes(self) -> int:
         """Bytes of all storages of offloaded groups."""
         return sum(g.nbytes for g in self.offloaded)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes that are written once and read once for the offloaded groups."""
-        return sum(g.stored_nbytes for g in self.offloaded)
 
     def undecided(self) -> Plan:
         """What the analyses found, with nothing decided."""

@@ -15,8 +15,7 @@ from ssd_fx.passes.plan import Lifetime, Plan
 
 
 def lifetime(partition: Partition, plan: Plan) -> Plan:
-    """Fill `plan.lifetimes` for every group that can be offloaded. Needs `plan.groups` and `plan.timeline`."""
-    assert plan.timeline is not None, "lifetime needs the predicted times, which pass 'time' provides"
+    """Fill `plan.lifetimes` for every group that can be offloaded. Needs `plan.groups`."""
     forward, backward = list(partition.forward.graph.nodes), list(partition.backward.graph.nodes)
     fwd_position = {n: i for i, n in enumerate(forward)}
     bwd_position = {n: i for i, n in enumerate(backward)}
@@ -39,11 +38,9 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         # fused, no node of the graph may read before the wait.
         reads = [bwd_buffers.read_first[k] for k in keys if k is not None and k in bwd_buffers.read_first]
         first = min([first_read(placeholders[m.name], bwd_position) for m in group.members] + reads)
-        assert plan.timeline is not None
-        # Nothing stands between the inputs of a graph: one of them is produced where the last one is.
-        idle = plan.timeline.forward[-1] - plan.timeline.forward[last + 1] + plan.timeline.backward[first]
         last_bwd = max(first, *(bwd_buffers.last[k] for k in keys if k is not None))
-        return Lifetime(max(fwd_position[base], last_input), max(last, last_input), first, last_bwd, idle)
+        # Nothing stands between the inputs of a graph: one of them is produced where the last one is.
+        return Lifetime(max(fwd_position[base], last_input), max(last, last_input), first, last_bwd)
 
     return plan.with_(lifetimes={g.slot: of(g) for g in plan.groups if not g.obstacle})
 

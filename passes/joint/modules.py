@@ -41,12 +41,6 @@ def name_of(path: str, roots: Sequence[str] = ()) -> str:
     return _ACCESSOR.sub("", path, count=1)
 
 
-def module_of(node: fx.Node, roots: Sequence[str] = ()) -> str:
-    """The name of the innermost module around a node; empty for the root itself, and where none is known."""
-    around = paths(node)
-    return name_of(around[-1], roots) if around else ""
-
-
 def source_line(node: fx.Node) -> str:
     """The line of the model that calls the node's operator, such as `gpt.py:57`; empty where Dynamo noted none.
 

@@ -6,8 +6,6 @@ predicted peak, kept bytes, host memory within their limits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from ssd_fx.passes.alias.packing import is_dense, span
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition
@@ -15,11 +13,9 @@ from ssd_fx.passes.plan import Offload, Plan, Prediction
 from ssd_fx.passes.planner.solution import kept_bytes
 from ssd_fx.passes.verify.errors import require
 
-PlanRule = Callable[[Partition, Plan], None]  # raises VerifyError
 
-
-def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] = ()) -> None:
-    """Check the parts of the plan that exist already, and further `rules` of the caller.
+def verify_plan(partition: Partition, plan: Plan) -> None:
+    """Check the parts of the plan that exist already.
 
     Raises:
         VerifyError: a rule is broken.
@@ -45,8 +41,6 @@ def verify_plan(partition: Partition, plan: Plan, *, rules: Iterable[PlanRule] =
         _verify_limits(partition, plan.prediction)
         _verify_places(plan, plan.prediction)
         _verify_host(plan, plan.prediction)
-    for rule in rules:
-        rule(partition, plan)
 
 
 def _verify_limits(partition: Partition, found: Prediction) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from ssd_fx.passes import pipeline
-from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Keep, Plan, Points
 from ssd_fx.passes.verify.errors import VerifyError
 from ssd_fx.passes.verify.graphs import verify_graphs
@@ -461,14 +460,3 @@ def test_one_byte_more_than_the_budget_allows() -> None:
     verify_plan(partition, limits(plan, memory=peak))
     with pytest.raises(VerifyError, match=f"{peak} B are predicted at '.*', and the budget allows {peak - 1} B"):
         verify_plan(partition, limits(plan, memory=peak - 1))
-
-
-def test_a_rule_of_the_caller() -> None:
-    partition = toys.partitioned(toys.views_only, *toys.inputs())
-    plan = toys.planned(toys.views_only).plan
-
-    def rule(partition: Partition, plan: Plan) -> None:
-        raise VerifyError(f"{len(plan.groups)} groups are too many")
-
-    with pytest.raises(VerifyError, match="3 groups are too many"):
-        verify_plan(partition, plan, rules=(rule,))
