@@ -71,8 +71,8 @@ def _run(argv: Sequence[str] | None) -> int:
 def _info() -> int:
     print(f"ssd_fx   {ssd_fx.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     print(f"device   {_device()}")
-    for found in cufile.statuses():
-        print(f"{found.name:8} {_gds(found)}")
+    found = cufile.status(cufile.Driver())
+    print(f"{found.name:8} {_gds(found)}")
     print(f"options  {json.dumps(dataclasses.asdict(Config.make()), default=str)}")
     for section, entries in calibrate.cached().items():
         for hardware, rates in entries.items():

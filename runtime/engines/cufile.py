@@ -1,4 +1,4 @@
-"""cuFile, NVIDIA's library for GPUDirect Storage: the packages that call it, and what it can do on this machine.
+"""cuFile, NVIDIA's library for GPUDirect Storage: the package that calls it, and what it can do on this machine.
 
 * kvikio queues transfers only if cuFile finds a configuration file when it is loaded; else every call blocks. So we
   write one, unless the user names one (`CUFILE_ENV_PATH_JSON`). It also keeps the log out of the working directory.
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,7 +28,17 @@ FIXED_OFFSETS_AND_SIZE = 1 | 2 | 4  # flags of cuFileStreamRegister: no argument
 _CONFIG = "CUFILE_ENV_PATH_JSON"
 
 
-class DriverFile(Protocol):
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the driver can do on this machine. `real`: GPU and drive exchange data directly, in the background."""
+
+    name: str
+    version: str
+    real: bool
+    reason: str
+
+
+class DriverFile:
     """A file that the driver has opened.
 
     `write` and `read` queue a transfer between device memory and a file offset on a stream. They return a function that
@@ -37,76 +47,6 @@ class DriverFile(Protocol):
     Raises: RuntimeError, in either call, if the transfer failed.
     """
 
-    def write(self, memory: Memory, offset: int, stream: int) -> Callable[[], int]: ...
-
-    def read(self, memory: Memory, offset: int, stream: int) -> Callable[[], int]: ...
-
-    def close(self) -> None: ...
-
-
-class Driver(Protocol):
-    """An interface to cuFile. `name`: the engine's name. `missing`: how to install what the driver needs."""
-
-    name: str
-    missing: str
-
-    def load(self) -> str:
-        """The version of the library, which is loaded. Raises: ImportError or OSError if it is missing."""
-
-    def obstacle(self) -> str:
-        """Why transfers would pass through the host or block, "" if they would not. To be called after `load`."""
-
-    def open(self, path: str, forced: bool) -> DriverFile:
-        """The file, opened by name for reading and writing. `forced`: even if its transfers pass through the host.
-
-        Raises: RuntimeError if it cannot be opened so.
-        """
-
-    def register(self, stream: int) -> None:
-        """Registers a stream on which offsets and sizes are final when a transfer is queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What a driver can do on this machine. `real`: GPU and drive exchange data directly, in the background."""
-
-    name: str
-    version: str
-    real: bool
-    reason: str
-
-
-class KvikioDriver:
-    """Package kvikio. It keeps no reference to the memory of a transfer, so the completion does."""
-
-    name = "kvikio"
-    missing = "install the extra: pip install 'ssd_fx[gds]', for CUDA 12 'ssd_fx[gds-cu12]'"
-
-    def load(self) -> str:
-        self._kvikio: Any = importlib.import_module("kvikio")
-        self._defaults: Any = importlib.import_module("kvikio.defaults")
-        self._cufile: Any = importlib.import_module("kvikio.cufile_driver")
-        return str(self._kvikio.__version__)
-
-    def obstacle(self) -> str:
-        if self._defaults.is_compat_mode_preferred():
-            return "kvikio is in compatibility mode (no libcufile, no /run/udev, or KVIKIO_COMPAT_MODE=ON)"
-        if self._cufile.get("is_gds_available") or not self._cufile.get("allow_compat_mode"):
-            return ""  # nvidia-fs is loaded, or cuFile fails rather than copy through the host
-        return "nvidia-fs is not loaded, and the configuration of cuFile allows copies through the host"
-
-    def open(self, path: str, forced: bool) -> DriverFile:
-        if forced:
-            return _KvikioFile(self._kvikio.CuFile(path, "r+"))
-        # `obstacle` must have been asked before: without a GPU driver this mode hangs.
-        with self._defaults.set({"compat_mode": self._kvikio.CompatMode.OFF}):
-            return _KvikioFile(self._kvikio.CuFile(path, "r+"))
-
-    def register(self, stream: int) -> None:
-        self._kvikio.stream_register(stream, FIXED_OFFSETS_AND_SIZE)
-
-
-class _KvikioFile:
     def __init__(self, file: Any) -> None:
         self._file = file
 
@@ -130,17 +70,41 @@ class _KvikioFile:
         return moved
 
 
-DRIVERS: dict[str, Callable[[], Driver]] = {"kvikio": KvikioDriver}
+class Driver:
+    """Package kvikio. It keeps no reference to the memory of a transfer, so the completion does."""
 
+    name = "kvikio"
+    missing = "install the extra: pip install 'ssd_fx[gds]', for CUDA 12 'ssd_fx[gds-cu12]'"
 
-def driver(name: str) -> Driver:
-    """The driver of that name, not loaded yet."""
-    return DRIVERS[name]()
+    def load(self) -> str:
+        """The version of the library, which is loaded. Raises: ImportError or OSError if it is missing."""
+        self._kvikio: Any = importlib.import_module("kvikio")
+        self._defaults: Any = importlib.import_module("kvikio.defaults")
+        self._cufile: Any = importlib.import_module("kvikio.cufile_driver")
+        return str(self._kvikio.__version__)
 
+    def obstacle(self) -> str:
+        """Why transfers would pass through the host or block, "" if they would not. To be called after `load`."""
+        if self._defaults.is_compat_mode_preferred():
+            return "kvikio is in compatibility mode (no libcufile, no /run/udev, or KVIKIO_COMPAT_MODE=ON)"
+        if self._cufile.get("is_gds_available") or not self._cufile.get("allow_compat_mode"):
+            return ""  # nvidia-fs is loaded, or cuFile fails rather than copy through the host
+        return "nvidia-fs is not loaded, and the configuration of cuFile allows copies through the host"
 
-def statuses() -> list[Status]:
-    """What each driver can do on this machine. Loads them."""
-    return [status(driver(name)) for name in DRIVERS]
+    def open(self, path: str, forced: bool) -> DriverFile:
+        """The file, opened by name for reading and writing. `forced`: even if its transfers pass through the host.
+
+        Raises: RuntimeError if it cannot be opened so.
+        """
+        if forced:
+            return DriverFile(self._kvikio.CuFile(path, "r+"))
+        # `obstacle` must have been asked before: without a GPU driver this mode hangs.
+        with self._defaults.set({"compat_mode": self._kvikio.CompatMode.OFF}):
+            return DriverFile(self._kvikio.CuFile(path, "r+"))
+
+    def register(self, stream: int) -> None:
+        """Registers a stream on which offsets and sizes are final when a transfer is queued."""
+        self._kvikio.stream_register(stream, FIXED_OFFSETS_AND_SIZE)
 
 
 def configure(forced: bool = False) -> None:

@@ -162,7 +162,7 @@ run the destructors of the parent's cuFile handles."""
 
 
 def _checked(what: str, extent: GdsExtent, call: Callable[[], Any]) -> Any:
-    """What `call` returns. Raises: OSError instead of the RuntimeError of kvikio and cuda.bindings."""
+    """What `call` returns. Raises: OSError instead of the RuntimeError of kvikio."""
     try:
         return call()
     except RuntimeError as error:

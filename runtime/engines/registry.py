@@ -32,16 +32,15 @@ def _posix(config: RuntimeConfig) -> Engine:
     return one_for_each(config.dirs, made)
 
 
-_GDS = {"kvikio": ("kvikio", False), "kvikio-forced": ("kvikio", True)}
-"""By engine, the driver, and whether it may copy through the host."""
+_GDS = {"kvikio": False, "kvikio-forced": True}
+"""By engine, whether it may copy through the host."""
 
 
 def _gds(name: str) -> Callable[[RuntimeConfig], Engine]:
     def make(config: RuntimeConfig) -> Engine:
         from ssd_fx.runtime.engines import cufile, gds
 
-        driver, forced = _GDS[name]
-        return gds.make(cufile.driver(driver), config, forced=forced)
+        return gds.make(cufile.Driver(), config, forced=_GDS[name])
 
     return make
 
@@ -55,8 +54,7 @@ def check_engine(name: str) -> None:
     from ssd_fx.runtime.native import loader
 
     if name in _GDS:
-        driver, forced = _GDS[name]
-        gds.check_machine(cufile.driver(driver), forced=forced)
+        gds.check_machine(cufile.Driver(), forced=_GDS[name])
     if name != "memory":
         loader.library()
 
@@ -64,7 +62,7 @@ def check_engine(name: str) -> None:
 def _auto(config: RuntimeConfig) -> Engine:
     from ssd_fx.runtime.engines import cufile, gds
 
-    return gds.usable(cufile.driver("kvikio"), config) or _posix(config)
+    return gds.usable(cufile.Driver(), config) or _posix(config)
 
 
 ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
