@@ -29,7 +29,7 @@ from ssd_fx.passes.partitioner import Partitioner, hooks_are_compiled_in
 from ssd_fx.passes.pipeline import inductor_passes
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.user_errors import user_errors
-from ssd_fx.report.dump import Dump, dump
+from ssd_fx.report.dump import Explanation, dump
 from ssd_fx.runtime import graphs, stats
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines.preflight import check_directory
@@ -38,7 +38,7 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
-Report = Callable[[Dump], None]
+Report = Callable[[Explanation], None]
 Compiled = Any  # a callable; Inductor types it as whatever any of its modes yields
 
 
@@ -156,7 +156,7 @@ def _reported(report: Report, arguments: Sequence[str], partition: Partition, pl
     report(dump(partition, plan, names, arguments))
 
 
-def _write(directory: str, share: str, made: Dump) -> None:
+def _write(directory: str, share: str, made: Explanation) -> None:
     """Write the dump of a graph to `directory`. `share`, if any, begins the plan: this rank's share of the node."""
     for name, text in made.files().items():
         head = f"{share}\n" if share and name.endswith(".plan.txt") else ""

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from ssd_fx.backend import check_options, compile_graph
-from ssd_fx.report.dump import Dump
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """One compiled graph, as the option `dump` writes it.
-
-    graph: its name in stats, logs and traces.
-    table: the plan, for people.
-    plan: the same in full, with the keys `saved_bytes`, `offloaded_bytes`, `predicted`, `groups` and `recomputed`.
-    forward, backward: the code of both graphs, with stores, releases, loads and waits.
-    """
-
-    graph: str
-    table: str
-    plan: Mapping[str, Any]
-    forward: str
-    backward: str
-
-    def __str__(self) -> str:
-        return self.table
+from ssd_fx.report.dump import Explanation
 
 
 def explain(
@@ -87,6 +66,5 @@ _taken: dict[str, Explanation] = {}
 """By graph, in the order in which they were compiled. Global, because `_take` is pickled and may own no state."""
 
 
-def _take(made: Dump) -> None:
-    text = Explanation(made.graph, made.table, made.details, made.forward, made.backward)
-    _taken.setdefault(made.graph, text)
+def _take(made: Explanation) -> None:
+    _taken.setdefault(made.graph, made)

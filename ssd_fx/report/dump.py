@@ -187,33 +187,42 @@ LEGEND = """
 
 
 @dataclass(frozen=True)
-class Dump:
-    """One graph after insertion: the plan for people, the same in full, and the code of both graphs."""
+class Explanation:
+    """One compiled graph, as the option `dump` writes it.
+
+    graph: its name in stats, logs and traces.
+    table: the plan, for people.
+    plan: the same in full, with the keys `saved_bytes`, `offloaded_bytes`, `predicted`, `groups` and `recomputed`.
+    forward, backward: the code of both graphs, with stores, releases, loads and waits.
+    """
 
     graph: str
     table: str
-    details: dict[str, Any]
+    plan: Mapping[str, Any]
     forward: str
     backward: str
+
+    def __str__(self) -> str:
+        return self.table
 
     def files(self) -> dict[str, str]:
         """The texts by the names of their files."""
         return {
             f"{self.graph}.plan.txt": self.table,
-            f"{self.graph}.plan.json": json.dumps(self.details, indent=1) + "\n",
+            f"{self.graph}.plan.json": json.dumps(self.plan, indent=1) + "\n",
             f"{self.graph}.forward.py": self.forward,
             f"{self.graph}.backward.py": self.backward,
         }
 
 
-def dump(partition: Partition, plan: Plan, names: Names, arguments: Sequence[str] = ()) -> Dump:
-    """The dump of a rewritten graph.
+def dump(partition: Partition, plan: Plan, names: Names, arguments: Sequence[str] = ()) -> Explanation:
+    """What there is to see of a rewritten graph.
 
     names: `node_names` before insertion.
     arguments: the names of the Dynamo graph's inputs, in order.
     """
     sources = source_lines(partition, arguments)
-    return Dump(
+    return Explanation(
         plan.graph,
         table(plan, names, sources) + LEGEND,
         details(plan, names, sources),

@@ -84,7 +84,7 @@ def test_all_detail_is_in_the_json() -> None:
     partition = toys.partitioned(Model(), x)
     names = node_names(partition)
     planned = toys.planned(Model(), x)
-    found = dump.dump(planned.partition, planned.plan, names).details
+    found = dump.dump(planned.partition, planned.plan, names).plan
     groups = found["groups"]
     assert [g["name"] for g in groups] == [g.base for g in planned.plan.groups]
     assert sum(g["nbytes"] for g in groups if g["decision"] == "offload") == found["offloaded_bytes"]

@@ -171,7 +171,7 @@ def details(toy: toys.Toy, **changes: object) -> Any:
     """What `<graph>.plan.json` says."""
     partition = toys.partitioned(toy, *device_inputs())
     plan = pipeline.decide(partition, toys.options(**changes))
-    return dump.dump(partition, plan, node_names(partition)).details
+    return dump.dump(partition, plan, node_names(partition)).plan
 
 
 def tiers_of_stores(partition: Partition) -> list[object]:
