@@ -60,19 +60,8 @@ class RuntimeConfig:
         return dict(self.compression).get(tier, "")
 
 
-_TYPES: dict[str, type] = {
-    "dirs": list,
-    "engine": str,
-    "inflight": int,
-    "prefetch": int,
-    "allow_tmpfs": bool,
-    "checksums": bool,
-    "disk_limit": int,
-    "host_budget": int,
-    "compression": dict,
-    "resident": int,
-    "adapt": bool,
-}
+_TYPES: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(RuntimeConfig)}
+_TYPES |= {"dirs": list, "compression": dict}  # in JSON
 
 
 def quoted(text: str) -> str:
@@ -92,10 +81,9 @@ def parse(text: str) -> RuntimeConfig:
         raise ValueError(f"the config of an ssd_fx op is no JSON: {error}: {text!r}") from error
     if not isinstance(values, dict):
         raise ValueError(f"the config of an ssd_fx op must be a JSON object, not {text!r}")
-    known = [field.name for field in dataclasses.fields(RuntimeConfig)]
-    unknown = sorted(set(values) - set(known))
+    unknown = sorted(set(values) - set(_TYPES))
     if unknown:
-        raise ValueError(f"unknown keys {unknown} in the config of an ssd_fx op; known are {known}")
+        raise ValueError(f"unknown keys {unknown} in the config of an ssd_fx op; known are {list(_TYPES)}")
     for key, value in values.items():
         if type(value) is not _TYPES[key]:
             raise ValueError(f"{key} must be a {_TYPES[key].__name__}, not {value!r}")

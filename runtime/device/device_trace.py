@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import nullcontext
 from types import TracebackType
 
 import torch
@@ -71,24 +72,10 @@ class Node:
         return (*self._named, began, ended, 0, str(self._device), "")
 
 
-class _Untimed:
-    """A context that times nothing: for a device without streams, or a run that is not sampled."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        return
+_UNTIMED = nullcontext()  # for a device without streams, or a run that is not sampled
 
 
-_UNTIMED = _Untimed()
-
-
-def node(kind: str, graph: str, slot: int, seq: int, device: torch.device | None) -> Node | _Untimed:
+def node(kind: str, graph: str, slot: int, seq: int, device: torch.device | None) -> Node | nullcontext[None]:
     """The context of a node. `kind`: as in the trace. `device`: its tensor's; without streams the graph's is used."""
     if device is None or streams.of(device) is None:
         device = _devices.get(graph)
