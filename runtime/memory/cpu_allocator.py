@@ -15,14 +15,13 @@ import logging
 import os
 import resource
 import subprocess
-import tempfile
 import threading
 import warnings
 from pathlib import Path
 
 import torch
 
-from ssd_fx.runtime.native.loader import cache_directory
+from ssd_fx.runtime.build import cache_directory, compile_library, failure
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +86,9 @@ class CpuAllocator:
                 library.observe(self._observer)
                 self._library = library
             except (OSError, AttributeError, subprocess.SubprocessError) as error:
-                detail = (getattr(error, "stderr", None) or "").strip()
                 warnings.warn(
                     "ssd_fx leaves CPU tensors to malloc, which keeps much of what is freed: its own allocator could "
-                    f"not be installed ({error}{': ' + detail if detail else ''}). A C++ compiler as 'g++' is needed; "
+                    f"not be installed ({failure(error)}). A C++ compiler as 'g++' is needed; "
                     "cpu_allocator=False turns this off.",
                     RuntimeWarning,
                     stacklevel=3,
@@ -159,15 +157,11 @@ def _built_once() -> _Library:
 
     Raises: OSError, AttributeError or subprocess.SubprocessError if that fails.
     """
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", abi, f"-I{_TORCH / 'include'}"]
-    link = [f"-L{_TORCH / 'lib'}", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
-    made_of = f"{torch.__version__} {torch.version.git_version} {flags} {link}".encode() + SOURCE.read_bytes()
+    arguments = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    arguments += [f"-I{_TORCH / 'include'}", str(SOURCE)]
+    arguments += [f"-L{_TORCH / 'lib'}", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
+    made_of = f"{torch.__version__} {torch.version.git_version} {arguments}".encode() + SOURCE.read_bytes()
     target = cache_directory() / f"allocator-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if not target.is_file():
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            built = Path(scratch) / target.name
-            command = [os.environ.get("CXX", "g++"), *flags, str(SOURCE), *link, "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-            os.replace(built, target)
+        compile_library(target, os.environ.get("CXX", "g++"), arguments)
     return _Library(target)

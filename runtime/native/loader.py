@@ -9,11 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import subprocess
-import tempfile
 from pathlib import Path
 
+from ssd_fx.runtime.build import cache_directory, compile_library, failure
 from ssd_fx.runtime.native.pool import (
     CANCELLED,
     CHECKSUM_MISMATCH,
@@ -111,39 +110,15 @@ def _built() -> Library:
         target = cache_directory() / f"iopool-{digest}.so"
         found = _load(target) if target.is_file() else None
         if not found:
-            _compile(target, digest)
+            compile_library(target, "cc", ["-std=gnu11", f'-DIOPOOL_SOURCE_HASH="{digest}"', str(SOURCE)])
             found = Library(str(target))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
         raise RuntimeError(
             "ssd_fx has no native pool of I/O threads, which every engine but 'memory' needs. This installation has "
-            f"none that fits its source, and building one failed ({error}{f': {said.strip()}' if said else ''}). Right "
+            f"none that fits its source, and building one failed ({failure(error)}). Right "
             "would be a C compiler that is found as 'cc', or a wheel of ssd_fx, which contains the pool."
         ) from error
     return found
-
-
-def cache_directory() -> Path:
-    """The directory for the library, which is made. We load code from there, so nobody else may write to it.
-
-    Raises: OSError if it cannot be made, or another user could write to it.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = Path(base) / "ssd_fx"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path} must belong to this user and be writable by nobody else")
-    return path
-
-
-def _compile(target: Path, digest: str) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built = Path(scratch) / "iopool.so"
-        define = f'-DIOPOOL_SOURCE_HASH="{digest}"'
-        command = ["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread", define, str(SOURCE), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        os.replace(built, target)
 
 
 def _load(path: Path) -> Library | None:

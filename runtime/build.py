@@ -1,0 +1,41 @@
+"""Compiles native code once, into the user's cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def cache_directory() -> Path:
+    """The directory for libraries, which is made. We load code from there, so nobody else may write to it.
+
+    Raises: OSError if it cannot be made, or another user could write to it.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = Path(base) / "ssd_fx"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{path} must belong to this user and be writable by nobody else")
+    return path
+
+
+def compile_library(target: Path, compiler: str, arguments: Sequence[str]) -> None:
+    """Makes the shared library `target`, whole or not at all, whoever else makes it now.
+
+    Raises: OSError, or subprocess.SubprocessError with what the compiler said.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / target.name
+        command = [compiler, "-O2", "-shared", "-fPIC", "-pthread", *arguments, "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        os.replace(built, target)
+
+
+def failure(error: BaseException) -> str:
+    """What went wrong, with what the compiler said."""
+    said = (getattr(error, "stderr", None) or "").strip()
+    return f"{error}: {said}" if said else str(error)
