@@ -224,7 +224,7 @@ def test_a_signal_ends_training(tmp_path: Path, number: signal.Signals) -> None:
         process = start(TRAIN_FOREVER, tmp_path)
         assert process.stdout is not None
         held = int(process.stdout.readline())
-        assert held == 256 << 20
+        assert held > 0
         assert os.listdir(tmp_path) == []
         before = free_bytes(tmp_path)
         process.send_signal(number)

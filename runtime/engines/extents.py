@@ -6,9 +6,11 @@ coalesce, and serve any graph. The space goes back when the store is closed or t
 """
 
 import errno
+import math
 import os
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable
 
@@ -16,9 +18,31 @@ from ssd_fx.runtime.memory.allocator import Allocator
 from ssd_fx.runtime.memory.arena import PAGE, round_up
 from ssd_fx.runtime.native.loader import dio_alignment
 
-STEP = 256 << 20
+STEP = 32 << 20  # a file grows by at least that much, and by at most LARGEST_STEP
 LARGEST_STEP = 1 << 30
+SHARE = 8  # in between by 1/SHARE of its size, so that little more is reserved than a step needs
 RESERVE = 1 << 30
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # others may make room on a full drive
+
+
+class Pause:
+    """How long nothing is tried after a failure: 30 s, twice as long after each further one, at most an hour."""
+
+    FIRST_S, LONGEST_S = 30.0, 3600.0
+
+    def __init__(self) -> None:
+        self._next_s = self.FIRST_S
+        self._until = 0.0
+
+    def __bool__(self) -> bool:
+        return time.monotonic() < self._until
+
+    def begin(self, *, for_good: bool = False) -> None:
+        self._until = math.inf if for_good else max(self._until, time.monotonic() + self._next_s)
+        self._next_s = min(2 * self._next_s, self.LONGEST_S)
+
+    def end(self) -> None:
+        self._next_s = self.FIRST_S
 
 
 class SlabFile:
@@ -34,8 +58,8 @@ class SlabFile:
         self, directory: str, step: int = STEP, limit: int = 0, opened: Callable[[str], None] | None = None
     ) -> None:
         self.directory = directory
-        self.writable = True  # cleared by a failed write: from then on `room` raises
-        self.growable = True  # cleared by a failed growth: from then on only free extents are used
+        self.no_writes = Pause()  # while it lasts `room` raises
+        self.no_growth = Pause()  # while it lasts only free extents are used
         self.fd, self.direct = _open_direct_if_possible(directory, opened)
         memory, offset = dio_alignment(self.fd) if self.direct else (1, 1)
         self.align = max(memory, offset)
@@ -53,7 +77,7 @@ class SlabFile:
 
     def room(self, nbytes: int) -> tuple[int, int]:
         """As `allocate`, for an engine: warns of the first failure, and raises OSError after a failed write too."""
-        if not self.writable:
+        if self.no_writes:
             raise OSError(errno.ENOSPC, "an earlier write here failed, so there are no new ones", self.directory)
         try:
             return self.allocate(nbytes)
@@ -62,8 +86,10 @@ class SlabFile:
             raise
 
     def failed(self, nbytes: int, error: OSError) -> None:
-        """Records that a write of `nbytes` failed: there is no new room from now on."""
-        self.writable = False
+        """Records that a write of `nbytes` failed: there is no new room for a while, or for good if it was not for
+        want of space.
+        """
+        self.no_writes.begin(for_good=error.errno not in FULL)
         self._warn(nbytes, error)
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
@@ -112,10 +138,10 @@ class SlabFile:
         Raises: OSError if it cannot grow.
         """
         nbytes = self.nbytes + missing
-        if self._limit and nbytes > self._limit:  # `growable` stays True, because a smaller extent may still fit
+        if self._limit and nbytes > self._limit:  # no pause, because a smaller extent may still fit
             message = f"the file would have {nbytes} B, and disk_limit is {self._limit} B"
             raise OSError(errno.ENOSPC, message, self.directory)
-        if not self.growable:
+        if self.no_growth:
             raise OSError(errno.ENOSPC, "the file could not grow earlier and has no room left", self.directory)
         try:
             available = self._available()
@@ -123,13 +149,14 @@ class SlabFile:
                 message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
                 raise OSError(errno.ENOSPC, message, self.directory)
             allowed = min(available, self._limit - self.nbytes) if self._limit else available
-            added = max(missing, self._step) if self._step <= allowed else missing
+            step = max(self._step, min(self.nbytes // SHARE, LARGEST_STEP))
+            added = max(missing, step) if step <= allowed else missing
             added = self._extend(added, missing)
         except OSError:
-            self.growable = False
+            self.no_growth.begin()
             raise
+        self.no_growth.end()
         self._allocator.grow(added)
-        self._step = min(2 * self._step, LARGEST_STEP)
 
     def _available(self) -> int:
         """The bytes we may take: the free ones, less 5% of the file system or 1 GiB, whichever is smaller."""

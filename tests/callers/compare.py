@@ -75,7 +75,7 @@ class Comparison:
             return TWO_FAULTS
         if IN_PLACE in ours.kind and not stock.kind and stock.hooked:
             return HOOKED
-        if STAND_IN in ours.kind and not stock.kind:
+        if STAND_IN in ours.kind:
             return ANOTHER_GRAPH
         return ""
 

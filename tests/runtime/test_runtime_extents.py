@@ -1,5 +1,6 @@
 """The files of the directories: no extent overlaps another, no file grows without need, no allocation is slow."""
 
+import errno
 import itertools
 import os
 import random
@@ -327,3 +328,80 @@ def test_file_without_o_tmpfile(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
     assert os.fstat(file.fd).st_nlink == 0
     file.close()
+
+
+# ---- how much is reserved, and when a full drive is tried again
+
+
+@pytest.mark.parametrize("need", [200 * MIB, 1030 * MIB])
+def test_little_more_is_reserved_than_is_needed(tmp_path, monkeypatch, need):
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, nbytes: os.ftruncate(fd, start + nbytes))
+    file = SlabFile(str(tmp_path))
+    for _ in range(need // (5 * MIB)):
+        file.allocate(5 * MIB)
+    assert need <= file.nbytes <= 1.2 * need
+    file.close()
+
+
+class Drive:
+    """A file whose growth fails while `full`, and a clock that tests move."""
+
+    def __init__(self, path, monkeypatch):
+        self.full, self.now, self.asked = False, 1000.0, 0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(os, "posix_fallocate", self._fallocate)
+        self.file = SlabFile(str(path), step=MIB)
+
+    def _fallocate(self, fd, start, nbytes):
+        self.asked += 1
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.ftruncate(fd, start + nbytes)
+
+    def takes(self):
+        try:
+            self.file.room(MIB)
+        except OSError:
+            return False
+        return True
+
+
+@pytest.mark.filterwarnings("ignore:ssd_fx keeps activations")
+def test_a_full_drive_is_tried_again(tmp_path, monkeypatch):
+    drive = Drive(tmp_path, monkeypatch)
+    assert drive.takes()
+    drive.full = True
+    assert not drive.takes()
+    asked = drive.asked
+    for pause in (30, 60, 120):
+        drive.now += pause - 1
+        assert not drive.takes()
+        assert drive.asked == asked  # nothing was tried
+        drive.now += 1
+        assert not drive.takes()
+        assert drive.asked > asked
+        asked = drive.asked
+    drive.full = False
+    assert not drive.takes()
+    drive.now += 240
+    assert drive.takes()
+    assert drive.takes()
+    drive.full = True
+    assert not drive.takes()
+    drive.now += 30  # the pause is short again
+    drive.full = False
+    assert drive.takes()
+    drive.file.close()
+
+
+@pytest.mark.filterwarnings("ignore:ssd_fx keeps activations")
+@pytest.mark.parametrize(("code", "again"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
+def test_after_a_failed_write(tmp_path, monkeypatch, code, again):
+    """A full drive is tried again; a bad one is not."""
+    drive = Drive(tmp_path, monkeypatch)
+    drive.file.failed(MIB, OSError(code, "failed"))
+    drive.now += 29
+    assert not drive.takes()
+    drive.now += 4000
+    assert drive.takes() is again
+    drive.file.close()

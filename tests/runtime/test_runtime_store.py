@@ -12,6 +12,7 @@ from engines import DelayedEngine, registered
 from harness import CPU, begin, config_json, load, op, raw, release, settle, start_load, store, wait, watch
 
 from ssd_fx.runtime import entries, trace, writer
+from ssd_fx.runtime.engines import extents
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.memory.buffers import POOL
 from ssd_fx.runtime.stats import counters, reset_stats, stats
@@ -303,7 +304,7 @@ def test_forward_without_backward_many_times(config):
         handles = [store(torch.randn(N), config, slot=i) for i in range(4)]
         del handles
     assert entries.living() == []
-    assert stats().disk_bytes == 256 << 20
+    assert stats().disk_bytes == extents.STEP
 
 
 def test_dead_handle(config):
@@ -460,7 +461,7 @@ def test_counts_per_graph(config):
     assert (s.graphs["a"].steps, s.graphs["b"].steps) == (2, 1)
     assert (s.graphs["b"].read_bytes, s.graphs["b"].written_bytes) == (4 * N, 4 * N)
     assert s.graphs["a"].stores == 0
-    assert s.disk_bytes == 256 << 20
+    assert s.disk_bytes == extents.STEP
     reset_stats()
     assert stats().stores == 0
     assert stats().graphs == {}
