@@ -38,7 +38,6 @@ from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Plan, PlanPass
-from ssd_fx.passes.planner.schedule import schedule
 from ssd_fx.passes.planner.select import Budget, select
 from ssd_fx.passes.rewrite.insert import insert, refuse_stand_ins
 from ssd_fx.passes.verify.graphs import verify_graphs
@@ -82,11 +81,10 @@ def decisions(
             machine=machine,
             prefetch=options.prefetch,
             host_budget=options.host_budget if host_tier else 0,
-            resting=0 if host_tier else options.host_budget,
+            resident=0 if host_tier else options.host_budget,
             shared=options.budget if isinstance(options.budget, int) else 0,
             quick=quick,
         ),
-        schedule,  # from operators of the simulated step to nodes of the graphs
     )
 
 
@@ -156,7 +154,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
         return partition, decide(partition, options)
 
     best = proposals.fastest(joint, partial(decide, options=options, quick=True))
-    return best.partition, decide(best.partition, options, budget=best.prediction.limits, analysed=best.plan)
+    return best.partition, decide(best.partition, options, budget=best.forecast.limits, analysed=best.plan)
 
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions) -> None:

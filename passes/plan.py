@@ -1,6 +1,6 @@
 """The plan: what is decided for every alias group, and where its nodes go.
 
-    Plan(graph) -> alias -> mark -> merge_copies -> time -> lifetime -> select -> schedule -> insert
+    Plan(graph) -> alias -> mark -> merge_copies -> time -> lifetime -> select -> insert
 
 Each pass reads a `Partition` and returns a `Plan` with more of its fields filled. `insert` obeys the plan and decides
 nothing. Node names are opaque keys, shared by forward and backward.
@@ -17,8 +17,6 @@ from ssd_fx.passes.groups import AliasGroup
 
 if TYPE_CHECKING:
     from ssd_fx.passes.partition import Partition
-    from ssd_fx.passes.planner.solution import Solution
-    from ssd_fx.passes.planner.step import Modelled
 
 PlanPass = Callable[["Partition", "Plan"], "Plan"]  # decides, never edits FX
 
@@ -140,22 +138,31 @@ class Limits:
     kept: float
 
 
-@dataclass(frozen=True)
-class Prediction:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
     """What the simulator predicts for a plan. Bytes are above the level before the step: parameters do not count.
 
+    `seconds`: of the step, of them `compute_s` without transfers and recomputing. `peak_node`: the index of the node at
+    the peak; nodes of the backward follow those of the forward. `kept`: what is kept although it could be offloaded.
     `limits`: what the budget allows. `floor`: the peak with infinitely fast I/O. `everything`: the peak with everything
-    kept. `resting`: bytes that may stay resident in the same memory beyond the peak. `shared`: a budget in bytes for
+    kept. `resident`: bytes that may stay resident in the same memory beyond the peak. `shared`: a budget in bytes for
     the latest tensors of all graphs, which stay resident.
     """
 
-    modelled: Modelled
-    solution: Solution
+    seconds: float
+    compute_s: float
+    write_stall_s: float
+    read_stall_s: float
+    peak: int
+    peak_node: int
+    kept: int
     limits: Limits
     floor: int
     everything: int
-    resting: int = 0
-    shared: int = 0
+    host_peak: int
+    host_budget: int
+    resident: int
+    shared: int
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ class Plan:
     decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))
     points: MappingProxyType[int, Points] = field(default_factory=lambda: MappingProxyType({}))
     prices: MappingProxyType[int, Price] = field(default_factory=lambda: MappingProxyType({}))
-    prediction: Prediction | None = None
+    forecast: Forecast | None = None
     recomputed: tuple[Recomputed, ...] = ()
 
     @property
@@ -215,7 +222,7 @@ class Plan:
 
     def undecided(self) -> Plan:
         """What the analyses found, with nothing decided."""
-        return self.with_(decisions={}, points={}, prices={}, prediction=None)
+        return self.with_(decisions={}, points={}, prices={}, forecast=None)
 
     def with_(self, **changes: object) -> Plan:
         """A copy with some fields replaced; dictionaries become read-only."""

@@ -17,7 +17,7 @@ from typing import Protocol
 from ssd_fx.passes.joint.collectives import communication
 from ssd_fx.passes.joint.recompute import Joint, recomputed
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Limits, Plan, Prediction
+from ssd_fx.passes.plan import Forecast, Limits, Plan
 from ssd_fx.passes.planner.solve import BudgetError
 
 ROUNDS = 3  # proposals; each takes a short search, and a partition by PyTorch
@@ -42,13 +42,9 @@ class Candidate:
     plan: Plan
 
     @property
-    def prediction(self) -> Prediction:
-        assert self.plan.prediction is not None
-        return self.plan.prediction
-
-    @property
-    def seconds(self) -> float:
-        return self.prediction.solution.outcome.seconds
+    def forecast(self) -> Forecast:
+        assert self.plan.forecast is not None
+        return self.plan.forecast
 
 
 def fastest(joint: Joint, decide: Decide) -> Candidate:
@@ -61,7 +57,7 @@ def fastest(joint: Joint, decide: Decide) -> Candidate:
     first = Candidate(partition, decide(partition))
     if not _could_gain(first):
         return first
-    limits = first.prediction.limits
+    limits = first.forecast.limits
     tight = limits
     tried = {frozenset[str]()}
     for _ in range(ROUNDS):
@@ -80,15 +76,14 @@ def fastest(joint: Joint, decide: Decide) -> Candidate:
                 return first
             tight = Limits(tight.memory - missing, tight.kept)
             continue
-        if Candidate(partition_again, plan).seconds < (1 - GAIN) * first.seconds:
-            return Candidate(partition_again, plan.with_(recomputed=recomputed(proposal)))
-        return first
+        again = Candidate(partition_again, plan.with_(recomputed=recomputed(proposal)))
+        return again if again.forecast.seconds < (1 - GAIN) * first.forecast.seconds else first
     return first
 
 
 def _could_gain(first: Candidate) -> bool:
     """Whether the step has so much time without compute that computing more could pay."""
-    return first.seconds - sum(first.prediction.modelled.step.seconds) > GAIN * first.seconds
+    return first.forecast.seconds - first.forecast.compute_s > GAIN * first.forecast.seconds
 
 
 def _propose(first: Candidate, decide: Decide, limits: Limits) -> Plan | None:

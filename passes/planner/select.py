@@ -1,4 +1,8 @@
-"""Keep, recompute or offload, per alias group, under a budget of memory."""
+"""Keep, recompute or offload, per alias group, under a budget of memory; and the points of what is offloaded.
+
+forward    base [store]  ...last use... [release]
+backward   [load] ... [wait] first use
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.marks import forced, prefers_offload
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Decision, Keep, Limits, Offload, Plan, Prediction, Recompute
-from ssd_fx.passes.planner.items import Choice, Step
+from ssd_fx.passes.plan import Decision, Forecast, Keep, Limits, Offload, Plan, Points, Recompute
+from ssd_fx.passes.planner.items import Choice, Step, Transfer
 from ssd_fx.passes.planner.place import everything, floor
-from ssd_fx.passes.planner.solution import Solution
+from ssd_fx.passes.planner.solution import Solution, kept_bytes
 from ssd_fx.passes.planner.solve import BudgetError, solve
 from ssd_fx.passes.planner.step import Modelled, model
 
@@ -34,18 +38,18 @@ def select(
     machine: Machine,
     prefetch: int,
     host_budget: int = 0,
-    resting: int = 0,
+    resident: int = 0,
     shared: int = 0,
     quick: bool = False,
 ) -> Plan:
-    """Fill `plan.decisions` and `plan.prediction`.
+    """Fill `plan.decisions`, `plan.points` and `plan.forecast`.
 
     `budget`: a share (float from 0 to 1): that much of the bytes that can be offloaded may stay, and memory stays as
     far below its peak with everything kept (`docs/planner.md`); bytes (int): everything that can be offloaded is, and
     so many bytes may be in memory beyond what the fastest drive would leave; `"auto"`: the least share without a
     predicted stall. Groups under `min_bytes` and those with an obstacle are kept. Those with a price may be
     recomputed. Marks come before all that; a group that only prefers to be offloaded is, unless everything may stay.
-    `host_budget`: bytes that may go to host memory instead of the drive. `resting`, `shared`: bytes that the runtime
+    `host_budget`: bytes that may go to host memory instead of the drive. `resident`, `shared`: bytes that the runtime
     keeps resident, of this device's host memory and of the latest tensors of all graphs; they are noted for the dump.
     `quick`: see `solve`.
 
@@ -56,14 +60,16 @@ def select(
         _check_room(plan, budget, min_bytes)
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
     modelled = _with_host(model(partition, plan, allowed), plan, host_budget)
-    step = modelled.step
-    solution, at = solve_for(step, budget, machine, prefetch, quick)
+    solution, at = solve_for(modelled.step, budget, machine, prefetch, quick)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
-    tiers = {modelled.slots[i]: t.tier for i, t in solution.transfers.items()} if host_budget else {}
+    transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
+    tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
-    decisions = {g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups}
-    prediction = Prediction(modelled, solution, at, floor(step), everything(step), resting, shared)
-    return plan.with_(decisions=decisions, prediction=prediction)
+    return plan.with_(
+        decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups},
+        points={slot: _points(plan, modelled, slot, transfer) for slot, transfer in transfers.items()},
+        forecast=_forecast(plan, modelled, solution, at, resident, shared),
+    )
 
 
 def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:
@@ -136,6 +142,43 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
         case Choice.RECOMPUTE:
             return Recompute(plan.prices[group.slot].nodes)
     assert_never(chosen)
+
+
+def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer) -> Points:
+    """From operators of the simulated step to nodes of the graphs."""
+    assert plan.timeline is not None
+    begins, ends, last = modelled.begins, modelled.ends, len(plan.timeline.forward) - 3  # before the output
+    return Points(
+        store_after=min(ends[transfer.store_after], last),
+        release_after=min(ends[transfer.release_after], last),
+        load_before=begins[transfer.load_before],
+        wait_before=plan.lifetimes[slot].first_bwd_use,
+        block=transfer.block,
+        strict=transfer.strict,
+    )
+
+
+def _forecast(plan: Plan, modelled: Modelled, solution: Solution, at: Limits, resident: int, shared: int) -> Forecast:
+    step, outcome = modelled.step, solution.outcome
+    assert plan.timeline is not None
+    peak = outcome.memory.index(outcome.peak)
+    before = 0 if peak < step.forward else len(plan.timeline.forward) - 1
+    return Forecast(
+        seconds=outcome.seconds,
+        compute_s=sum(step.seconds),
+        write_stall_s=outcome.write_stall_s,
+        read_stall_s=outcome.read_stall_s,
+        peak=outcome.peak,
+        peak_node=before + modelled.begins[peak],
+        kept=kept_bytes(step, solution.choices),
+        limits=at,
+        floor=floor(step),
+        everything=everything(step),
+        host_peak=outcome.host_peak,
+        host_budget=step.host_budget,
+        resident=resident,
+        shared=shared,
+    )
 
 
 def solve_for(

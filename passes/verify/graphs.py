@@ -77,7 +77,7 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
                 is_late = _writes(user, alias) and position[user] > position[store]
                 require(not is_late, f"{alias.name!r} is written after its store", "alias", user)
                 is_late = user.op != "output" and position[user] > position[release]
-                require(not is_late, f"{alias.name!r} is read after its release {release.name!r}", "schedule", user)
+                require(not is_late, f"{alias.name!r} is read after its release {release.name!r}", "select", user)
     _verify_sequence(nodes, (ops.store.default, ops.wait_store_.default), "forward")
 
 
@@ -112,7 +112,7 @@ def _verify_backward(partition: Partition, plan: Plan) -> None:
         require(wait.args[1] is load.args[0], f"wait of {load.name!r} has the handle of another", "insert", wait)
         for user in load.users:  # a reader of a view comes after the view, which is a user
             text = f"load {load.name!r} is used by {user.name!r} before its wait"
-            require(user is wait or position[user] > position[wait], text, "schedule", user)
+            require(user is wait or position[user] > position[wait], text, "select", user)
         require(_is_as_given(load), f"load {load.name!r} says another layout than its value has", "insert", load)
     _verify_sequence(nodes, (ops.load.default, ops.wait_load_.default), "backward")
 

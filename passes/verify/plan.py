@@ -9,8 +9,7 @@ from __future__ import annotations
 from ssd_fx.passes.alias.packing import is_dense, span
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Offload, Plan, Prediction
-from ssd_fx.passes.planner.solution import kept_bytes
+from ssd_fx.passes.plan import Forecast, Offload, Plan
 from ssd_fx.passes.verify.errors import require
 
 
@@ -30,52 +29,31 @@ def verify_plan(partition: Partition, plan: Plan) -> None:
     require(set(plan.decisions) <= slots, "a decision is about no alias group", "select")
     require(not plan.decisions or set(plan.decisions) == slots, "an alias group has no decision", "select")
     offloaded = {g.slot for g in plan.offloaded}
-    require(not plan.points or set(plan.points) == offloaded, "points and offloaded groups differ", "schedule")
+    require(set(plan.points) == offloaded, "points and offloaded groups differ", "select")
     for group in plan.groups:
         require(group.base in forward, f"base {group.base!r} of slot {group.slot} is not in the forward", "alias")
         if isinstance(plan.decisions.get(group.slot), Offload):
             require(not group.obstacle, f"{group.base!r} is offloaded but {group.obstacle}", "select")
             _verify_members(group)
             _verify_points(plan, group)
-    if plan.prediction is not None:
-        _verify_limits(partition, plan.prediction)
-        _verify_places(plan, plan.prediction)
-        _verify_host(plan, plan.prediction)
+    if plan.forecast is not None:
+        _verify_limits(partition, plan.forecast)
+        _verify_host(plan, plan.forecast)
 
 
-def _verify_limits(partition: Partition, found: Prediction) -> None:
+def _verify_limits(partition: Partition, found: Forecast) -> None:
     """The predicted peak, and the bytes that are kept although they could be offloaded, are within the limits."""
-    outcome = found.solution.outcome
     limits = found.limits
-    if outcome.peak > limits.memory:
-        operator = outcome.memory.index(outcome.peak)
-        graph = partition.forward.graph if operator < found.modelled.step.forward else partition.backward.graph
-        at = list(graph.nodes)[found.modelled.begins[operator]]
-        text = f"{outcome.peak} B are predicted at {at.name!r}, and the budget allows {int(limits.memory)} B"
-        require(False, text, "select", at)
-    kept = kept_bytes(found.modelled.step, found.solution.choices)
-    require(kept <= limits.kept, f"{kept} B are kept, and the budget allows {int(limits.kept)} B", "select")
+    at = [*partition.forward.graph.nodes, *partition.backward.graph.nodes][found.peak_node]
+    text = f"{found.peak} B are predicted at {at.name!r}, and the budget allows {int(limits.memory)} B"
+    require(found.peak <= limits.memory, text, "select", at)
+    text = f"{found.kept} B are kept, and the budget allows {int(limits.kept)} B"
+    require(found.kept <= limits.kept, text, "select")
 
 
-def _verify_places(plan: Plan, found: Prediction) -> None:
-    """The nodes release no later and load no earlier than in the step whose memory was predicted."""
-    begins = found.modelled.begins
-    ends = found.modelled.ends
-    items = {slot: i for i, slot in enumerate(found.modelled.slots)}
-    bases = {g.slot: g.base for g in plan.groups}
-    for slot, points in plan.points.items():
-        name = bases[slot]
-        transfer = found.solution.transfers[items[slot]]
-        late = points.release_after > ends[transfer.release_after] or points.block != transfer.block
-        require(not late, f"{name!r} is released later than was predicted", "schedule")
-        text = f"{name!r} is loaded earlier than was predicted"
-        require(points.load_before >= begins[transfer.load_before], text, "schedule")
-
-
-def _verify_host(plan: Plan, found: Prediction) -> None:
+def _verify_host(plan: Plan, found: Forecast) -> None:
     """The predicted peak in host memory fits there, and equals the bytes that the plan puts there."""
-    budget = found.modelled.step.host_budget
-    peak = found.solution.outcome.host_peak
+    peak, budget = found.host_peak, found.host_budget
     require(peak <= budget, f"the plan has {peak} B in host memory, where {budget} B may be", "select")
     hosted = sum(g.stored_nbytes for g in plan.offloaded if plan.tier(g.slot) == "host")
     text = f"{hosted} B are to go to host memory, and {peak} B are predicted there"
@@ -97,11 +75,7 @@ def _verify_members(group: AliasGroup) -> None:
 
 def _verify_points(plan: Plan, group: AliasGroup) -> None:
     """The nodes of a group have the order of the module's picture."""
-    points = plan.points.get(group.slot)
-    if points is None:
-        return
-    name = group.base
-    life = plan.lifetimes[group.slot]
+    name, points, life = group.base, plan.points[group.slot], plan.lifetimes[group.slot]
     rules = (
         (points.store_after >= life.produced, f"store of {name!r} comes before the tensor is produced"),
         (points.release_after >= points.store_after, f"release of {name!r} comes before its store"),
@@ -110,4 +84,4 @@ def _verify_points(plan: Plan, group: AliasGroup) -> None:
         (points.wait_before <= life.first_bwd_use, f"{name!r} is used in the backward before its wait"),
     )
     for holds, text in rules:
-        require(holds, text, "schedule")
+        require(holds, text, "select")

@@ -20,7 +20,7 @@ from typing import Any
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.partition import Names, Partition
-from ssd_fx.passes.plan import Keep, Plan, Prediction, Recompute
+from ssd_fx.passes.plan import Forecast, Keep, Plan, Recompute
 from ssd_fx.report.layers import Row, fold
 from ssd_fx.sizes import format_bytes
 
@@ -67,15 +67,15 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def predicted(plan: Plan) -> dict[str, float]:
     """The simulator's predictions for the plan: seconds, and bytes above the level before the step."""
-    if plan.prediction is None:
+    found = plan.forecast
+    if found is None:
         return {}
-    found, outcome = plan.prediction, plan.prediction.solution.outcome
     return {
-        "step_s": outcome.seconds,
-        "compute_s": sum(found.modelled.step.seconds),
-        "write_stall_s": outcome.write_stall_s,
-        "read_stall_s": outcome.read_stall_s,
-        "peak_bytes": outcome.peak,
+        "step_s": found.seconds,
+        "compute_s": found.compute_s,
+        "write_stall_s": found.write_stall_s,
+        "read_stall_s": found.read_stall_s,
+        "peak_bytes": found.peak,
         "limit_bytes": int(found.limits.memory),
         "floor_bytes": found.floor,
         "kept_peak_bytes": found.everything,
@@ -84,11 +84,10 @@ def predicted(plan: Plan) -> dict[str, float]:
     }
 
 
-def _host(found: Prediction) -> dict[str, float]:
-    budget = found.modelled.step.host_budget
-    if budget:
-        return {"host_peak_bytes": found.solution.outcome.host_peak, "host_budget_bytes": budget}
-    return {"resting_bytes": found.resting} if found.resting else {}
+def _host(found: Forecast) -> dict[str, float]:
+    if found.host_budget:
+        return {"host_peak_bytes": found.host_peak, "host_budget_bytes": found.host_budget}
+    return {"resident_bytes": found.resident} if found.resident else {}
 
 
 def _predicted(plan: Plan) -> list[str]:
@@ -119,8 +118,8 @@ def _shared(sizes: dict[str, str]) -> list[str]:
 def _predicted_host(sizes: dict[str, str]) -> list[str]:
     if "host_budget_bytes" in sizes:
         return [f"predicted host memory {sizes['host_peak_bytes']} of {sizes['host_budget_bytes']} allowed"]
-    if "resting_bytes" in sizes:
-        much = sizes["resting_bytes"]
+    if "resident_bytes" in sizes:
+        much = sizes["resident_bytes"]
         return [f"host memory is this device's: the runtime keeps up to {much} resident beyond that peak"]
     return []
 

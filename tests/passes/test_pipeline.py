@@ -32,13 +32,9 @@ class Decisions:
             raise BudgetError(budget.memory, self.least)
         if priced:
             self.asked.append(budget)
-        outcome = SimpleNamespace(seconds=2.0)
-        step = SimpleNamespace(seconds=(1.0,))
-        prediction = SimpleNamespace(
-            limits=Limits(100, 50), solution=SimpleNamespace(outcome=outcome), modelled=SimpleNamespace(step=step)
-        )
+        forecast = SimpleNamespace(limits=Limits(100, 50), seconds=2.0, compute_s=1.0)
         nodes = frozenset({f"relu_{len(self.asked)}"})
-        return SimpleNamespace(graph="g", prediction=prediction, recomputed_nodes=nodes, saved_nodes=frozenset())
+        return SimpleNamespace(graph="g", forecast=forecast, recomputed_nodes=nodes, saved_nodes=frozenset())
 
 
 def exchanging(*names: str) -> Partition:

@@ -1,4 +1,4 @@
-"""Budgets that cannot be met: who says so, and what the least is."""
+"""Budgets that cannot be met: who says so, and what the least is. And where the nodes of a plan stand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import pickle
 
 import pytest
 
+from ssd_fx.passes import pipeline
 from ssd_fx.passes.plan import Keep
+from ssd_fx.passes.planner.items import Choice
+from ssd_fx.passes.planner.select import solve_for
 from ssd_fx.passes.planner.solve import BudgetError
+from ssd_fx.passes.planner.step import model
 from tests.passes import toys
 
 
@@ -40,3 +44,25 @@ def test_the_error_survives_a_process() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "a budget of 10 B cannot be met; the least that can is 20 B, because"
     assert (again.asked, again.least) == (10, 20)
+
+
+@pytest.mark.parametrize("toy", [toys.views_only, toys.relu_chain, toys.multi_output])
+@pytest.mark.parametrize("budget", [0.0, 0.2, 0.5])
+def test_nodes_stand_where_memory_was_predicted(toy: toys.Toy, budget: float) -> None:
+    """They release no later and load no earlier than in the simulated step whose peak the plan names."""
+    partition = toys.partitioned(toy, *toys.inputs())
+    plan = pipeline.decide(partition, toys.options(budget=budget))
+    modelled = model(partition, plan, {g.slot: frozenset({Choice.KEEP, Choice.OFFLOAD}) for g in plan.groups})
+    found, _ = solve_for(modelled.step, budget, toys.MACHINE, toys.options().prefetch)
+    assert plan.forecast is not None
+    assert plan.forecast.peak == found.outcome.peak
+    highest = found.outcome.memory.index(found.outcome.peak)
+    half = partition.forward if highest < modelled.step.forward else partition.backward
+    nodes = [*partition.forward.graph.nodes, *partition.backward.graph.nodes]
+    assert nodes[plan.forecast.peak_node] is list(half.graph.nodes)[modelled.begins[highest]]
+    assert set(plan.points) == {modelled.slots[i] for i in found.transfers}
+    for i, transfer in found.transfers.items():
+        points = plan.points[modelled.slots[i]]
+        assert points.release_after <= modelled.ends[transfer.release_after]
+        assert points.load_before >= modelled.begins[transfer.load_before]
+        assert (points.block, points.strict) == (transfer.block, transfer.strict)

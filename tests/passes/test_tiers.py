@@ -272,11 +272,10 @@ def test_a_plan_that_overfills_host_memory_is_broken() -> None:
     _, plan, _ = planned(chain, host_budget=600)
     partition = toys.partitioned(chain, *device_inputs())
     verify_plan(partition, plan)
-    prediction = plan.prediction
-    assert prediction is not None
-    small = replace(prediction.modelled, step=replace(prediction.modelled.step, host_budget=500))
+    assert plan.forecast is not None
+    small = replace(plan.forecast, host_budget=500)
     with pytest.raises(VerifyError, match=r"the plan has 512 B in host memory, where 500 B may be; see pass 'select'"):
-        verify_plan(partition, plan.with_(prediction=replace(prediction, modelled=small)))
+        verify_plan(partition, plan.with_(forecast=small))
     more = dict.fromkeys(plan.decisions, Offload("host"))
     with pytest.raises(VerifyError, match="768 B are to go to host memory, and 512 B are predicted there"):
         verify_plan(partition, plan.with_(decisions=more))

@@ -40,7 +40,7 @@ def move_points(plan: Plan, **changes: int) -> Plan:
 
 
 BAD_POINTS: list[tuple[dict[str, int], str]] = [
-    ({"store_after": 0}, "store of 'cat' comes before the tensor is produced; see pass 'schedule'"),
+    ({"store_after": 0}, "store of 'cat' comes before the tensor is produced; see pass 'select'"),
     ({"release_after": 0}, "release of 'cat' comes before its store"),
     ({"wait_before": 0, "load_before": 1}, "load of 'cat' comes after its wait"),
     ({"wait_before": 999}, "'cat' is used in the backward before its wait"),
@@ -391,7 +391,7 @@ def test_the_message_shows_the_nodes_around_the_fault(good: toys.Planned) -> Non
     with pytest.raises(VerifyError) as caught:
         check(good)
     head, *lines = str(caught.value).splitlines()
-    assert head.endswith("; see pass 'schedule'")
+    assert head.endswith("; see pass 'select'")
     assert [line.split()[:2] for line in lines if line.startswith("-->")] == [["-->", "%sin_default"]]
     assert len(lines) == 7  # five before, the fault, the output
 
@@ -416,47 +416,31 @@ def test_plans(change: Callable[[Plan], Plan], message: str) -> None:
         verify_plan(partition, change(plan))
 
 
-def predict(plan: Plan, **changes: object) -> Plan:
-    assert plan.prediction is not None
-    return plan.with_(prediction=replace(plan.prediction, **changes))  # type: ignore[arg-type]
-
-
 def limits(plan: Plan, **changes: float) -> Plan:
-    assert plan.prediction is not None
-    return predict(plan, limits=replace(plan.prediction.limits, **changes))
+    assert plan.forecast is not None
+    return plan.with_(forecast=replace(plan.forecast, limits=replace(plan.forecast.limits, **changes)))
 
 
-def transfers(plan: Plan, **changes: int) -> Plan:
-    assert plan.prediction is not None
-    solution = plan.prediction.solution
-    changed = {i: replace(t, **changes) for i, t in solution.transfers.items()}
-    return predict(plan, solution=replace(solution, transfers=changed))
-
-
-# Operators 0 and -1 are the first and the last of the step.
-BAD_PREDICTIONS: list[tuple[Callable[[Plan], Plan], str]] = [
-    (lambda p: limits(p, memory=1), r"\d+ B are predicted at '\w+', and the budget allows 1 B; see pass 'select'\n"),
-    (lambda p: limits(p, kept=1), "256 B are kept, and the budget allows 1 B; see pass 'select'"),
-    (lambda p: transfers(p, release_after=0), "'cat' is released later than was predicted; see pass 'schedule'"),
-    (lambda p: transfers(p, block=True), "'cat' is released later than was predicted; see pass 'schedule'"),
-    (lambda p: transfers(p, load_before=-1), "'cat' is loaded earlier than was predicted; see pass 'schedule'"),
+BAD_LIMITS: list[tuple[dict[str, float], str]] = [
+    ({"memory": 1}, r"\d+ B are predicted at '\w+', and the budget allows 1 B; see pass 'select'\n"),
+    ({"kept": 1}, "256 B are kept, and the budget allows 1 B; see pass 'select'"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD_PREDICTIONS)
-def test_memory(change: Callable[[Plan], Plan], message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), BAD_LIMITS, ids=["memory", "kept"])
+def test_memory(changes: dict[str, float], message: str) -> None:
     partition = toys.partitioned(toys.views_only, *toys.inputs())
     plan = pipeline.decide(partition, toys.options(budget=0.2))
     verify_plan(partition, plan)
     with pytest.raises(VerifyError, match=message):
-        verify_plan(partition, change(plan))
+        verify_plan(partition, limits(plan, **changes))
 
 
 def test_one_byte_more_than_the_budget_allows() -> None:
     partition = toys.partitioned(toys.views_only, *toys.inputs())
     plan = pipeline.decide(partition, toys.options(budget=0))
-    assert plan.prediction is not None
-    peak = plan.prediction.solution.outcome.peak
+    assert plan.forecast is not None
+    peak = plan.forecast.peak
     verify_plan(partition, limits(plan, memory=peak))
     with pytest.raises(VerifyError, match=f"{peak} B are predicted at '.*', and the budget allows {peak - 1} B"):
         verify_plan(partition, limits(plan, memory=peak - 1))
