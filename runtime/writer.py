@@ -44,7 +44,7 @@ class Writer:
         self._writing: dict[Entry, None] = {}  # oldest first
         self.resident_bytes = 0
         self.writing_bytes = 0
-        self._forecast = _Forecast()
+        self._outstanding = _Outstanding()
         self._ended = False
 
     def accept(self, entry: Entry, x: Tensor) -> float:
@@ -120,7 +120,7 @@ class Writer:
 
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
-        self._forecast.remove(entry)
+        self._outstanding.remove(entry)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
         counter = versioned_alias(x)
@@ -137,7 +137,7 @@ class Writer:
             entry.storage = None
             counters(entry.graph).held_bytes += entry.nbytes
             return
-        entry.early = entry.binding or self._forecast.add(entry) > self._room
+        entry.early = entry.binding or self._outstanding.add(entry) > self._room
         if self._room and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         nbytes = entry.moved_bytes
@@ -239,7 +239,7 @@ class Writer:
         entry.borrowed = False
 
 
-class _Forecast:
+class _Outstanding:
     """Forecasts the peak of the bytes outstanding in a step: stored, and not asked for yet.
 
     The forecast is the peak of the step before. A step ends when the bytes outstanding have fallen to half of their
@@ -248,28 +248,28 @@ class _Forecast:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self._outstanding: set[Entry] = set()
-        self._outstanding_bytes = 0
+        self._entries: set[Entry] = set()
+        self.nbytes = 0
         self._highest_bytes = 0  # of this step
         self._falling = False
 
     def add(self, entry: Entry) -> int:
         """The bytes that are expected to be stored from this entry on until the peak, the entry included."""
-        before = self._outstanding_bytes
+        before = self.nbytes
         if self._falling and 2 * before <= self._highest_bytes:  # a new step
             self.peak_bytes = self._highest_bytes
             self._highest_bytes = before
         self._falling = False
-        self._outstanding.add(entry)
-        self._outstanding_bytes += entry.nbytes
-        self._highest_bytes = max(self._highest_bytes, self._outstanding_bytes)
+        self._entries.add(entry)
+        self.nbytes += entry.nbytes
+        self._highest_bytes = max(self._highest_bytes, self.nbytes)
         return self.peak_bytes - before
 
     def remove(self, entry: Entry) -> None:
         """The entry is outstanding no longer; an entry that was never added, or removed before, is ignored."""
-        if entry in self._outstanding:
-            self._outstanding.remove(entry)
-            self._outstanding_bytes -= entry.nbytes
+        if entry in self._entries:
+            self._entries.remove(entry)
+            self.nbytes -= entry.nbytes
             self._falling = True
 
 

@@ -300,7 +300,7 @@ def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatc
     assert len(prefetcher._runs) <= 3
     assert len(prefetcher._order) <= 3 * 64
     assert get_store(config).reader.outstanding_bytes == 0
-    assert get_store(config).writer._forecast.peak_bytes > 0
+    assert get_store(config).writer._outstanding.peak_bytes > 0
     assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
 
 
