@@ -94,10 +94,11 @@ class Prefetcher:
         self.advance()
 
     def dead(self, entry: Entry) -> None:
-        """Records that an entry dies."""
-        run, entry.run = entry.run, None
+        """Records that an entry dies. Called again if a signal ended it early."""
+        run = entry.run
         if run is not None and run.waits_for(entry):
             self._remove(run, entry)
+        entry.run = None
 
     def advance(self) -> None:
         """Starts the prefetches that the window has room for."""
@@ -135,9 +136,9 @@ class Prefetcher:
             self._end(oldest)
 
     def _remove(self, run: Run, entry: Entry) -> None:
+        if len(run.waiting) == 1:
+            self._end(run)  # first, so that it is done again if a signal ends it early
         del run.waiting[entry.slot]
-        if not run.waiting:
-            self._end(run)
 
     def _end(self, run: Run) -> None:
         self._runs.pop(run.number, None)

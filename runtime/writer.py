@@ -248,7 +248,7 @@ class _Outstanding:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self._entries: set[Entry] = set()
+        self._entries: dict[Entry, None] = {}  # no set: a call may be interrupted before the sum follows
         self.nbytes = 0
         self._highest_bytes = 0  # of this step
         self._falling = False
@@ -260,7 +260,7 @@ class _Outstanding:
             self.peak_bytes = self._highest_bytes
             self._highest_bytes = before
         self._falling = False
-        self._entries.add(entry)
+        self._entries[entry] = None
         self.nbytes += entry.nbytes
         self._highest_bytes = max(self._highest_bytes, self.nbytes)
         return self.peak_bytes - before
@@ -268,7 +268,7 @@ class _Outstanding:
     def remove(self, entry: Entry) -> None:
         """The entry is outstanding no longer; an entry that was never added, or removed before, is ignored."""
         if entry in self._entries:
-            self._entries.remove(entry)
+            del self._entries[entry]
             self.nbytes -= entry.nbytes
             self._falling = True
 

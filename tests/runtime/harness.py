@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -92,3 +93,28 @@ def raw(x: Tensor) -> bytes:
 def watch(x: Tensor) -> StorageWeakRef:
     """`.expired()` tells whether the memory of `x` is gone."""
     return StorageWeakRef(x.untyped_storage())
+
+
+def interrupted(action: Callable[[], object], at: int) -> bool:
+    """Runs `action` with a Ctrl-C at the `at`-th place of the runtime where Python may notice one.
+
+    Those are entries into Python functions and returns from C functions; the ends of loops are left out. Returns
+    whether there was such a place.
+    """
+    places = 0
+
+    def look(frame: Any, event: str, _: object) -> None:
+        nonlocal places
+        if event in ("call", "c_return") and "/ssd_fx/runtime/" in frame.f_code.co_filename:
+            places += 1
+            if places == at:
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        action()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return places >= at

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from engines import DelayedEngine, registered
-from harness import begin, config_json, load, op, raw, release, settle, start_load, store, wait, watch
+from harness import begin, config_json, interrupted, load, op, raw, release, settle, start_load, store, wait, watch
 
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.entries import State, lookup
@@ -302,6 +302,35 @@ def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatc
     assert get_store(config).reader.outstanding_bytes == 0
     assert get_store(config).writer._outstanding.peak_bytes > 0
     assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
+
+
+@pytest.mark.parametrize("what", ["store", "load", "death"])
+def test_no_signal_stops_the_learning(tmp_path, what):
+    """Wherever it comes: no run that never ends, and no bytes outstanding for ever."""
+    config = config_json(tmp_path, resident=1 << 30)
+    x = torch.randn(8)
+    handles = []
+
+    def die():
+        handles.clear()
+        entries.GUARD.drain()
+
+    actions = {
+        "store": lambda: handles.append(store(x, config)),
+        "load": lambda: start_load(handles[0], x),
+        "death": die,
+    }
+    came, at = True, 0
+    while came:
+        at += 1
+        begin(config, offloaded=32)
+        if what != "store":
+            actions["store"]()
+        came = interrupted(actions[what], at)
+        die()
+        writer = get_store(config).writer
+        assert writer._outstanding.nbytes == writer.resident_bytes == writer.writing_bytes == 0, at
+        assert not get_store(config).prefetcher._runs, at
 
 
 def test_a_read_ahead_that_cannot_be_is_not_the_fault_of_who_asked(tmp_path, monkeypatch):
