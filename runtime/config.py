@@ -12,9 +12,9 @@ from ssd_fx.runtime.codec import CODECS
 TIERS = ("host", "ssd")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, so that the class has the defaults
 class RuntimeConfig:
-    """The options of a store. Sizes are in bytes.
+    """The options of a store. Sizes are in bytes. `ssd_fx.Config` takes its defaults from here.
 
     `dirs`: absolute directories for the files.
     `engine`: a name in `engines.registry.ENGINES`.
@@ -31,8 +31,8 @@ class RuntimeConfig:
 
     dirs: tuple[str, ...] = ()
     engine: str = "auto"
-    inflight: int = 512 << 20
-    prefetch: int = 0
+    inflight: int = 128 << 20
+    prefetch: int = 64 << 20
     allow_tmpfs: bool = False
     checksums: bool = True
     disk_limit: int = 0

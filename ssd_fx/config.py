@@ -21,10 +21,9 @@ from ssd_fx import versions
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive, parse_ranks
 from ssd_fx.runtime.codec import CODECS
-from ssd_fx.runtime.config import TIERS
+from ssd_fx.runtime.config import TIERS, RuntimeConfig
 from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive
 
-_MIB = 2**20
 _PREFIX = "SSD_FX_"
 
 
@@ -86,18 +85,18 @@ class Config:
     dirs: tuple[str, ...] = ()
     budget: int | float | str = 0
     recompute: bool = True
-    min_bytes: int = _MIB
-    engine: str = "auto"
+    min_bytes: int = 1 << 20
+    engine: str = RuntimeConfig.engine
     inner: str = "inductor"
-    inflight: int = 128 * _MIB
-    prefetch: int = 64 * _MIB
+    inflight: int = RuntimeConfig.inflight
+    prefetch: int = RuntimeConfig.prefetch
     dump: str = ""
-    allow_tmpfs: bool = False
-    checksums: bool = True
-    disk_limit: int = 0
-    host_budget: int = 0
-    compression: tuple[tuple[str, str], ...] = ()
-    adapt: bool = True
+    allow_tmpfs: bool = RuntimeConfig.allow_tmpfs
+    checksums: bool = RuntimeConfig.checksums
+    disk_limit: int = RuntimeConfig.disk_limit
+    host_budget: int = RuntimeConfig.host_budget
+    compression: tuple[tuple[str, str], ...] = RuntimeConfig.compression
+    adapt: bool = RuntimeConfig.adapt
     cpu_allocator: bool = True
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()

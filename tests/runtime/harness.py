@@ -17,8 +17,9 @@ CPU = torch.device("cpu")
 
 
 def config_json(directory: object, engine: str = "posix", **more: object) -> str:
-    """Without adaptation: the tests hold what they store, which the runtime would learn."""
-    return json.dumps({"dirs": [str(directory)], "engine": engine, "allow_tmpfs": True, "adapt": False, **more})
+    """Without adaptation: the tests hold what they store, which the runtime would learn. Nothing is prefetched."""
+    own = {"dirs": [str(directory)], "engine": engine, "allow_tmpfs": True, "adapt": False, "prefetch": 0}
+    return json.dumps(own | more)
 
 
 def begin(config: str, graph: str = "g", saved: int = 0, offloaded: int = 0) -> None:

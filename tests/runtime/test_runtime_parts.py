@@ -277,7 +277,7 @@ def test_no_compiler(uncached, tmp_path, monkeypatch, script, message):
 
 
 def test_configuration():
-    text = '{"dirs": ["/a", "/b"], "engine": "memory", "inflight": 5, "prefetch": 0, "allow_tmpfs": true}'
+    text = '{"dirs": ["/a", "/b"], "engine": "memory", "inflight": 5, "allow_tmpfs": true}'
     assert parse(text) == RuntimeConfig(dirs=("/a", "/b"), engine="memory", inflight=5, allow_tmpfs=True)
     assert parse(text) is parse(text)
     assert parse("{}").engine == "auto"
