@@ -28,7 +28,7 @@ RELIES_ON = ("", "strides", "dtype", "address")
 """
 
 
-def is_dense(size: Ints, stride: Ints) -> bool:
+def _is_non_overlapping_and_dense(size: Ints, stride: Ints) -> bool:
     """Whether the elements fill a range of memory without gap and overlap."""
     expected = 1
     for step, length in sorted((t, s) for s, t in zip(size, stride, strict=True) if s != 1):
@@ -42,7 +42,7 @@ def dense_form(x: Tensor) -> Layout:
     """The layout of what is stored for `x`: its own if that is dense, else the range of memory that it spans."""
     size = tuple(x.shape)
     stride = x.stride()
-    if x.is_contiguous() or not x.numel() or is_dense(size, stride):
+    if x.is_contiguous() or not x.numel() or _is_non_overlapping_and_dense(size, stride):
         return Layout(size, stride, x.dtype)
     last = sum((n - 1) * t for n, t in zip(size, stride, strict=True))
     return Layout((last + 1,), (1,), x.dtype)

@@ -221,7 +221,7 @@ def _never_blocking() -> Iterator[None]:
 
 
 @contextmanager
-def _resting() -> Iterator[None]:
+def _all_resident() -> Iterator[None]:
     """There is room for all in memory: nothing is ever written."""
     with mock.patch.object(Writer, "_due", return_value=None):
         yield
@@ -304,8 +304,8 @@ def _both(*managers: Callable[[], AbstractContextManager[object]]) -> Iterator[N
         yield
 
 
-def _rest() -> AbstractContextManager[None]:
-    return _both(_without_codec, _resting)
+def _resident() -> AbstractContextManager[None]:
+    return _both(_without_codec, _all_resident)
 
 
 def _ahead() -> AbstractContextManager[None]:
@@ -323,7 +323,7 @@ ALL: tuple[Source, ...] = (
     Source("given_away", lambda: _Switch(write=Lazy), _without_codec, from_memory=True),
     Source("given_away_just_written", lambda: _Switch(write=_TooLate), _without_codec, from_memory=True),
     Source("copied", lambda: _Switch(write=Lazy), _graph_kept, from_memory=True),
-    Source("resting", lambda: _Switch(write=Lazy), _rest, from_memory=True),
+    Source("resident", lambda: _Switch(write=Lazy), _resident, from_memory=True),
     Source("write_failed", lambda: _Switch(write=lambda _: _FailedWrite()), _without_codec, from_memory=True),
     Source("no_room", lambda: _Switch(refuses=True), _without_codec, from_memory=True),
     Source("put_aside", lambda: _Switch(refuses=True), _not_handed_over, from_memory=True),

@@ -66,7 +66,7 @@ MEANS = {  # what loads of activations are counted as, beside "memory" and "engi
     "given_away": ({"given"}, {"aside"}),
     "given_away_just_written": ({"given"}, {"aside"}),
     "copied": ({"copied"}, {"given", "aside"}),
-    "resting": ({"given"}, {"aside"}),
+    "resident": ({"given"}, {"aside"}),
     "write_failed": ({"given"}, {"aside"}),
     "no_room": ({"given"}, {"aside"}),
     "put_aside": ({"aside", "given"}, set()),

@@ -257,7 +257,7 @@ def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Te
     assert len(_stores) == 1
 
 
-@pytest.mark.parametrize("options", [{"budget": "1GiB"}, {"engine": "late"}], ids=["resting", "being written"])
+@pytest.mark.parametrize("options", [{"budget": "1GiB"}, {"engine": "late"}], ids=["resident", "being written"])
 def test_close_loses_nothing_that_is_in_memory(
     model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path, options: dict[str, Any]
 ) -> None:

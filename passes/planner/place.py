@@ -143,7 +143,7 @@ class _Placing:
         """Whether the limit can be met. Releases what it does not let stay, as late as it allows, in the order in which
         the writes end."""
         items, forward = self.step.items, self.step.forward
-        resting: list[tuple[int, int]] = []  # may be released and is not, first written first
+        releasable: list[tuple[int, int]] = []  # first written first
         idle: dict[int, int] = {}  # bytes that the forward reads no more, by the operator that read them last
         ready: dict[int, list[tuple[int, int]]] = {}
         for rank, i in enumerate(order):
@@ -154,13 +154,13 @@ class _Placing:
         held = 0
         for p in range(forward):
             while held > self.free[p]:
-                if not resting:
+                if not releasable:
                     return False
-                _, i = heapq.heappop(resting)
+                _, i = heapq.heappop(releasable)
                 self.released[i] = (p - 1, True)
                 held -= items[i].nbytes
             for entry in ready.get(p, ()):
-                heapq.heappush(resting, entry)
+                heapq.heappush(releasable, entry)
             held += idle.get(p, 0)
         return True
 

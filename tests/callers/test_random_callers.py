@@ -203,7 +203,7 @@ PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[object]], str, str]
         "given away to a backward",
     ),
     "no version check": (no_version_check, "read", "'no error' instead of 'RuntimeError: modified by an inplace"),
-    "another slot's bytes": (another_slot_s_bytes, "resting", r"line \d+: .* is .* instead of"),
+    "another slot's bytes": (another_slot_s_bytes, "resident", r"line \d+: .* is .* instead of"),
     "handles that do not die": (handles_that_do_not_die, "read", "a graph lives still, and has stored"),
 }
 

@@ -24,7 +24,7 @@ def where(handles):
     return "".join("m" if lookup(h).state is State.IN_MEMORY else "d" for h in handles)
 
 
-# --- resting in memory ---------------------------------------------------------------------------------------------
+# --- resident in memory --------------------------------------------------------------------------------------------
 
 
 def test_the_oldest_move_on_when_the_room_is_full(tmp_path):
@@ -72,7 +72,7 @@ def test_the_second_step_writes_at_once_what_will_not_fit(tmp_path):
         del h, handles
 
 
-def test_a_resting_tensor_dies_without_a_trace(tmp_path):
+def test_a_resident_tensor_dies_without_a_trace(tmp_path):
     config = config_json(tmp_path, host_budget=2 * B)
     x = torch.randn(N)
     h = store(x, config)
@@ -83,7 +83,7 @@ def test_a_resting_tensor_dies_without_a_trace(tmp_path):
     assert get_store(config).writer.resident_bytes == 0
 
 
-def test_release_without_hand_over_of_a_resting_tensor(tmp_path):
+def test_release_without_hand_over_of_a_resident_tensor(tmp_path):
     """The owner will overwrite its memory: the bytes are put aside."""
     config = config_json(tmp_path, host_budget=2 * B)
     x = torch.randn(N)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.runtime.config import RuntimeConfig, parse
-from ssd_fx.runtime.layout import is_alone, is_dense
+from ssd_fx.runtime.layout import dense_form, is_alone
 from ssd_fx.runtime.native import loader
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -51,7 +51,8 @@ def test_alone():
     ],
 )
 def test_dense(size, stride, dense):
-    assert is_dense(size, stride) is dense
+    x = torch.empty_strided(size, stride)
+    assert (dense_form(x)[:2] == (size, stride)) is dense
 
 
 # ---- the pool of threads
