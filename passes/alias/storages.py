@@ -38,6 +38,7 @@ from ssd_fx.passes.plan import Plan
 
 DYNAMIC = "dynamic shape"
 NESTED = "from a nested region"
+_EMBEDDING_BAG = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default)
 
 
 def alias(partition: Partition, plan: Plan) -> Plan:
@@ -144,12 +145,20 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
         return "copy of an input that the step changes"
     if _may_be_in_flight(facts.owner(key)):
         return "a collective may still be writing it"
+    if _has_other_sizes(facts.owner(key)):
+        return "its kernel may return other sizes than PyTorch's metadata say"
     inputs = facts.inputs(key)
     if len(inputs) > 1:  # that they share a storage holds for the call that was compiled; no guard checks it later
         return "inputs that alias"
     if inputs and any(n.meta.get(NOT_CHECKED) for n in saved):  # changed in place, the backward must see the change
         return "saved without a version check"
     return ""
+
+
+def _has_other_sizes(owner: fx.Node) -> bool:
+    """Whether a node is a result of `_embedding_bag` besides the first: some kernels return empty ones, unread."""
+    source = owner.args[0] if owner.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target in _EMBEDDING_BAG and bool(owner.args[1] != 0)
 
 
 def _stored_plain(facts: _Facts, key: int, saved: list[fx.Node], owner: Layout, members: list[Layout]) -> Stored | str:

@@ -127,6 +127,8 @@ class _ForwardWriter:
             device = next((g.layout.device for g in self.plan.offloaded if g.layout), torch.device("cpu"))
             token = rebuild.call(self.graph, aten.empty.memory_format, [0], dtype=torch.int64, device=device)
             totals = self.sizes.all(_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
+            # Here and not at the stores: a size may be read off an input, which could be released by then.
+            self.sizes.prepare(i for g in self.plan.offloaded for shape in self._named_shapes(g) for i in shape)
             args = (token, self.config, self.plan.graph, *totals)
             begin = self.graph.call_function(ops.begin_.default, args)
             begin.meta["val"] = None
@@ -135,7 +137,6 @@ class _ForwardWriter:
         stored = rebuild.packed(self.graph, self.by_name[group.base], group)
         self.stored[group.slot] = stored
         saved = [self.by_name[m.name].meta["val"] for m in group.members]
-        self.sizes.prepare(i for val in saved for i in val.shape)
         optional = self._optional(group, stored.meta["val"], saved[0])
         args: tuple[Argument, ...] = (stored, self.config, self.plan.graph, group.slot, seq, *optional)
         name = handle_name(group)
@@ -143,6 +144,13 @@ class _ForwardWriter:
         for k in range(1, len(saved)):
             args = (self.sizes.of(saved[k].shape), saved[k].dtype, saved[k].device)
             self._save_instead(group.members[k], ops.stand_in.default, args, f"{name}_{k}")
+
+    def _named_shapes(self, group: AliasGroup) -> list[torch.Size]:
+        """The shapes that the store of a group, and the stand-ins of its members, have as arguments."""
+        base = self.by_name[group.base].meta["val"]
+        first, *others = [self.by_name[m.name].meta["val"] for m in group.members]
+        is_base = group.pack is None and first.dtype == base.dtype and _same(first.shape, base.shape)
+        return [val.shape for val in (others if is_base else [first, *others])]
 
     def _optional(self, group: AliasGroup, stored: torch.Tensor, first: torch.Tensor) -> list[Any]:
         """The optional arguments of a store, up to the last that is no default; `first`: the first member."""
