@@ -41,7 +41,8 @@ class Config:
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
         memory is an error that names the least possible size. 0 is never an error, and offloads everything that can be
         offloaded. A share (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part.
-        `"auto"` is the least share with no predicted stall; it may recompute tensors.
+        `"auto"` is the least share whose step is predicted to take at most 1% longer than with everything kept. That
+        counts waiting, recomputing, and what our nodes and the transfers take from the cores.
     recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
     min_bytes (a size): Smaller tensors stay in memory, unless `ssd_fx.offload(x)` marks them.
     engine (a name): `"posix"` is direct file I/O. `"kvikio"` is GPUDirect Storage or an error; `"kvikio-forced"` also

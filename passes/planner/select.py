@@ -24,8 +24,8 @@ from ssd_fx.passes.planner.step import Modelled, model
 
 Budget = int | float | str | Limits
 AUTO = "auto"
-AUTO_STALL = 1e-3  # the share of a step that counts as no stall
-AUTO_TRIALS = 6  # of the bisection: the share is found to 1/64
+AUTO_COST = 0.01  # so much longer than with everything kept a step may take
+AUTO_SHARES = 64  # the share is one of so many
 LISTED = 3  # groups that an error names
 
 
@@ -46,9 +46,10 @@ def select(
 
     `budget`: a share (float from 0 to 1): that much of the bytes that can be offloaded may stay, and memory stays as
     far below its peak with everything kept (`docs/planner.md`); bytes (int): everything that can be offloaded is, and
-    so many bytes may be in memory beyond what the fastest drive would leave; `"auto"`: the least share without a
-    predicted stall. Groups under `min_bytes` and those with an obstacle are kept. Those with a price may be
-    recomputed. Marks come before all that; a group that only prefers to be offloaded is, unless everything may stay.
+    so many bytes may be in memory beyond what the fastest drive would leave; `"auto"`: the least share whose step is
+    predicted to take at most 1% longer than with everything kept. Groups under `min_bytes` and those with an obstacle
+    are kept. Those with a price may be recomputed. Marks come before all that; a group that only prefers to be
+    offloaded is, unless everything may stay.
     `host_budget`: bytes that may go to host memory instead of the drive. `resident`, `shared`: bytes that the runtime
     keeps resident, of this device's host memory and of the latest tensors of all graphs; they are noted for the dump.
     `quick`: see `solve`.
@@ -201,32 +202,31 @@ def limits(step: Step, budget: int | float | str) -> Limits:
 
 
 def _auto(step: Step, machine: Machine, prefetch: float, quick: bool) -> tuple[Solution, Limits]:
-    """The least share without a stall: by bisection with the quick search, since less memory rarely stalls less. From
-    there the search is as `quick` says: downwards while plans do not stall, or upwards until one does not.
+    """The least share whose step costs little: by bisection with the quick search, since less memory rarely costs less.
+    From there the search is as `quick` says: downwards while plans are cheap, or upwards until one is.
     """
-    low, high = -1, 2**AUTO_TRIALS
+
+    def searched(share: int, quick: bool = quick) -> tuple[Solution, Limits]:
+        return solve_for(step, share / AUTO_SHARES, machine, prefetch, quick)
+
+    allowed = (1 + AUTO_COST) * searched(AUTO_SHARES, quick=True)[0].outcome.seconds
+
+    def is_cheap(found: tuple[Solution, Limits]) -> bool:
+        return found[0].outcome.seconds <= allowed
+
+    low, high = -1, AUTO_SHARES
     while high - low > 1:
         middle = (low + high) // 2
-        at = limits(step, middle / 2**AUTO_TRIALS)
-        short = solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=True)
-        low, high = (low, middle) if _flows(short) else (middle, high)
-
-    def searched(share: int) -> tuple[Solution, Limits]:
-        return solve_for(step, share / 2**AUTO_TRIALS, machine, prefetch, quick)
-
+        low, high = (low, middle) if is_cheap(searched(middle, quick=True)) else (middle, high)
     found = searched(high)
-    if _flows(found[0]):
-        while high > 0 and _flows((less := searched(high - 1))[0]):
+    if is_cheap(found):
+        while high > 0 and is_cheap(less := searched(high - 1)):
             high, found = high - 1, less
         return found
-    while high < 2**AUTO_TRIALS and not _flows(found[0]):
+    while high < AUTO_SHARES and not is_cheap(found):
         high += 1
         found = searched(high)
     return found
-
-
-def _flows(found: Solution) -> bool:
-    return found.outcome.stall_s <= AUTO_STALL * found.outcome.seconds
 
 
 def _reason(group: AliasGroup, min_bytes: int) -> str:

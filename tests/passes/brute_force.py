@@ -46,15 +46,20 @@ def best_of_all(step: Step, machine: Machine, limit: float, share_bytes: float |
     return best
 
 
-def least_that_flows(step: Step, machine: Machine) -> float:
-    """The least share of all plans that nothing of is waited for."""
+def all_kept_s(step: Step, machine: Machine) -> float:
+    """The seconds of the step with everything kept."""
+    return simulate(step, [Choice.KEEP] * len(step.items), {}, machine).seconds
+
+
+def least_that_is_cheap(step: Step, machine: Machine) -> float:
+    """The least share of all plans that cost little time."""
     least, most = floor(step), everything(step)
     movable = sum(item.nbytes for item in step.items)
     options = [[(Choice.KEEP, None), *((Choice.OFFLOAD, t) for t in transfers_of(step, item))] for item in step.items]
     shares = [1.0]
     for plan in itertools.product(*options):
         outcome = simulate(step, [c for c, _ in plan], {i: t for i, (_, t) in enumerate(plan) if t}, machine)
-        if outcome.stall_s <= select.AUTO_STALL * outcome.seconds:
+        if outcome.seconds <= (1 + select.AUTO_COST) * all_kept_s(step, machine):
             kept = sum(item.nbytes for item, (c, _) in zip(step.items, plan, strict=True) if c is Choice.KEEP)
             shares.append(max((outcome.peak - least) / max(most - least, 1), kept / movable))
     return min(shares)

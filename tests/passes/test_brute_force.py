@@ -8,7 +8,7 @@ import pytest
 
 from ssd_fx.passes.planner import select
 from ssd_fx.passes.planner.solve import solve
-from tests.passes.brute_force import TINY, best_of_all, least_that_flows
+from tests.passes.brute_force import TINY, all_kept_s, best_of_all, least_that_is_cheap
 from tests.passes.instances import limits, random_instance
 
 
@@ -28,12 +28,12 @@ def test_the_planner_finds_the_best_plan_of_nearly_all_tiny_steps() -> None:
     assert {seed: round(r, 2) for seed, r in ratios.items() if r > 1.01} == {19: 1.1, 26: 1.02, 126: 1.02, 144: 1.35}
 
 
-@pytest.mark.parametrize("seed", [2, 7, 13, 29, 172])
-def test_auto_is_the_least_share_that_flows(seed: int) -> None:
-    """To a 64th. 13 and 29 flow only with all kept."""
+@pytest.mark.parametrize("seed", [2, 5, 7, 10, 13, 38])
+def test_auto_is_the_least_share_that_costs_little(seed: int) -> None:
+    """To a 64th. 13 needs all kept."""
     tiny = random_instance(seed, *TINY)
-    best = least_that_flows(tiny.step, tiny.machine)
+    best = least_that_is_cheap(tiny.step, tiny.machine)
     solution, at = select.solve_for(tiny.step, "auto", tiny.machine)
     assert at.kept is not None
     assert at.kept / sum(item.nbytes for item in tiny.step.items) == math.ceil(64 * best) / 64
-    assert solution.outcome.stall_s <= select.AUTO_STALL * solution.outcome.seconds
+    assert solution.outcome.seconds <= (1 + select.AUTO_COST) * all_kept_s(tiny.step, tiny.machine)
