@@ -64,9 +64,9 @@ def points(names: Sequence[tuple[str, float | None]], rounds: Sequence[Mapping[s
     found = []
     for mode, budget in names:
         taken = [steps[label(mode, budget)] for steps in rounds]
-        peak, staging = max(s.peak_bytes for s in taken), max(s.staging_peak_bytes for s in taken)
+        peak = max(s.peak_bytes for s in taken)
         ratios = tuple(step.time_s / base for step, base in zip(taken, keep, strict=True))
-        found.append(curve.Point(mode, budget, peak, staging, tuple(s.time_s for s in taken), ratios))
+        found.append(curve.Point(mode, budget, peak, tuple(s.time_s for s in taken), ratios))
     return found
 
 

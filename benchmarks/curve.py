@@ -22,14 +22,13 @@ SAME_MEMORY = 0.02  # peaks that differ by a smaller share are the same memory
 class Point:
     """One way to train at one budget (None: it has none), over all rounds.
 
-    `peak_bytes` and `staging_bytes` are the highest of all steps. `times_s` and `ratios` (to `keep` in the same round)
-    have one entry for every round.
+    `peak_bytes` is the highest of all steps. `times_s` and `ratios` (to `keep` in the same round) have one entry for
+    every round.
     """
 
     mode: str
     budget: float | None
     peak_bytes: int
-    staging_bytes: int
     times_s: tuple[float, ...]
     ratios: tuple[float, ...]
 
@@ -121,14 +120,14 @@ def verdict(comparisons: Sequence[Comparison], points: int, rounds: int) -> str:
 def table(points: Sequence[Point]) -> str:
     """One line for every point."""
     spread = "(quartiles; extremes)"
-    rows = [("mode", "budget", "peak MiB", "of it staging", "step ms", spread, "to keep", spread)]
+    rows = [("mode", "budget", "peak MiB", "step ms", spread, "to keep", spread)]
     for point in points:
         budget = "-" if point.budget is None else f"{point.budget:g}"
         times, ratios = Spread.of([1e3 * s for s in point.times_s]), Spread.of(point.ratios)
-        memory = (f"{point.peak_bytes / MIB:.1f}", f"{point.staging_bytes / MIB:.1f}")
-        rows.append((point.mode, budget, *memory, *_cells(times, ".0f"), *_cells(ratios, ".3f")))
+        peak = f"{point.peak_bytes / MIB:.1f}"
+        rows.append((point.mode, budget, peak, *_cells(times, ".0f"), *_cells(ratios, ".3f")))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    left = {0, 5, 7}
+    left = {0, 4, 6}
     lines = (
         "  ".join(f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
         for row in rows

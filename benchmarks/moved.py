@@ -17,7 +17,6 @@ class Moved:
     written_bytes: int = 0
     read_bytes: int = 0
     forwarded_bytes: int = 0
-    staging_peak_bytes: int = 0
 
     @classmethod
     def figures(cls, stats: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ How it is measured:
   above the level before the step (memtrack.c: exact, all threads). The weights, AdamW's state and the gradients that
   the warm-up left (`zero_grad(set_to_none=False)`) lie below that level; the gradients that a backward makes, before
   they are added to those, lie above it.
-- ssd_fx's load buffers are mmap'ed and not seen by that count: they are reported beside it as staging.
+- Tensors of ssd_fx's allocator are mmap'ed and not seen by that count. The allocator reports them itself.
 - CPU time is that of the process, all its threads; the I/O threads' part of it is given too, from /proc/self/task.
 """
 
@@ -85,10 +85,9 @@ class Task:
 class Step(Moved):
     """One training step of one worker. Fields after `loss` are 0 where the way has no such thing.
 
-    `peak_bytes`: live tensors, those in load buffers included; `staging_peak_bytes`: memory behind load buffers, used
-    or idle. `graph_s`: forward and backward, without the optimizer. `write_stall_s`: waited in stores and releases;
-    `read_stall_s`: waited for loads. `resident_peak_bytes`: the most memory that the process had in the step (VmHWM);
-    `resident_before_bytes`: what it had before its first step.
+    `peak_bytes`: live tensors, those that loads fill included. `graph_s`: forward and backward, without the optimizer.
+    `write_stall_s`: waited in stores and releases; `read_stall_s`: waited for loads. `resident_peak_bytes`: the most
+    memory that the process had in the step (VmHWM); `resident_before_bytes`: what it had before its first step.
     """
 
     time_s: float

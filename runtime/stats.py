@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from ssd_fx.runtime.engines import registry
-from ssd_fx.runtime.memory.buffers import POOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +51,11 @@ class GraphStats:
 class Stats(GraphStats):
     """The sums over all graphs, and the state of the process. `steps` is that of the graph with the most.
 
-    `staging_bytes`, `staging_peak_bytes`: memory of the pool of buffers, now and at most since the last reset.
     `disk_bytes`: the size of the files.
     `compiled_graphs`: how often the backend was called; a reset does not change it.
     `graphs`: each graph that ran, by its name.
     """
 
-    staging_bytes: int = 0
-    staging_peak_bytes: int = 0
     disk_bytes: int = 0
     compiled_graphs: int = 0
     graphs: dict[str, GraphStats] = field(default_factory=dict)
@@ -69,8 +65,7 @@ class Stats(GraphStats):
 
         Rows that are 0 are left out, but for those in `_ALWAYS`. `repr` has every field, and those of every graph.
         """
-        staging, peak, disk = (_mib(n).strip() for n in (self.staging_bytes, self.staging_peak_bytes, self.disk_bytes))
-        foot = f"at the moment: staging {staging}, staging peak {peak}, disk {disk}"
+        foot = f"on disk at the moment: {_mib(self.disk_bytes).strip()}"
         if not self.graphs:
             return f"{self._nothing_ran()}\n{foot}"
         steps = max(self.steps, 1)
@@ -205,8 +200,6 @@ def stats() -> Stats:
         steps=max((c.steps for c in graphs.values()), default=0),
         encoding_error=max((c.encoding_error for c in graphs.values()), default=0.0),
         in_planned_order=ordered / nodes if nodes else 1.0,
-        staging_bytes=POOL.resident_bytes,
-        staging_peak_bytes=POOL.peak_bytes,
         disk_bytes=registry.disk_bytes(),
         compiled_graphs=_compiled,
         graphs={name: _snapshot(c) for name, c in graphs.items()},
@@ -214,9 +207,8 @@ def stats() -> Stats:
 
 
 def reset_stats() -> None:
-    """Sets all counts to zero, and the peak of the staging memory to what it is now."""
+    """Sets all counts to zero."""
     _graphs.clear()
-    POOL.peak_bytes = POOL.resident_bytes
 
 
 def _snapshot(c: Counters) -> GraphStats:

@@ -28,6 +28,7 @@ from torch import Tensor
 import ssd_fx
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.entries import living
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from tests.faults.toys import (
     Counting,
     Toy,
@@ -78,6 +79,7 @@ import gc, os, resource, signal, sys, threading, time, warnings
 import torch, ssd_fx
 from pathlib import Path
 from ssd_fx.runtime.entries import living
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from tests.faults.toys import *
 from tests.runtime.engines import add
 from tests.test_lives import Trainee
@@ -380,16 +382,17 @@ def test_an_exception_between_forward_and_backward(trainee: Trainee) -> None:
 
 @pytest.mark.parametrize("forwards", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_backward_that_never_comes(trainee: Trainee, forwards: int) -> None:
-    """Neither entries nor the file nor staging grow."""
+    """Neither entries nor the file nor the memory of tensors grow."""
     trainee.step()
-    before = ssd_fx.stats()
+    before, live = ssd_fx.stats(), CPU_ALLOCATOR.live_bytes
     per_step = before.stores
     for i in range(forwards):
         trainee.forward(i % 4)
     assert living() == []
     after = ssd_fx.stats()
     assert after.stores == (1 + forwards) * per_step
-    assert (after.disk_bytes, after.staging_bytes) == (before.disk_bytes, before.staging_bytes)
+    assert after.disk_bytes == before.disk_bytes
+    assert CPU_ALLOCATOR.live_bytes <= live
     trainee.step()
 
 
@@ -491,7 +494,7 @@ def test_gradients_of_some(trainee: Trainee) -> None:
 
 
 def test_inference_costs_nothing(tmp_path: Path) -> None:
-    """no_grad and inference_mode: no entry, no file, no descriptor, no thread, no staging."""
+    """no_grad and inference_mode: no entry, no file, no descriptor, no thread."""
     code = """
         model, x = Toy(), torch.randn(64, 256)
         compiled = compile_toy(model, where, "posix")
@@ -506,7 +509,7 @@ def test_inference_costs_nothing(tmp_path: Path) -> None:
             compiled(x)
         assert resources() == before, (before, resources())
         stats = ssd_fx.stats()
-        assert (stats.stores, stats.disk_bytes, stats.staging_bytes, living()) == (0, 0, 0, []), stats
+        assert (stats.stores, stats.disk_bytes, living()) == (0, 0, []), stats
         gradients(compiled(x), model)
         assert resources() != before
         print("fine")
@@ -527,15 +530,16 @@ def no_garbage_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_the_garbage_collector_is_off(trainee: Trainee) -> None:
-    """Reference counts alone free entries, extents and staging."""
+    """Reference counts alone free entries, extents and the memory of tensors."""
     for i in range(4):
         trainee.step(i)
-    before = ssd_fx.stats()
+    before, live = ssd_fx.stats(), CPU_ALLOCATOR.live_bytes
     for i in range(50):
         trainee.step(i % 4)
         assert living() == []
     after = ssd_fx.stats()
-    assert (after.disk_bytes, after.staging_bytes) == (before.disk_bytes, before.staging_bytes)
+    assert after.disk_bytes == before.disk_bytes
+    assert CPU_ALLOCATOR.live_bytes <= live
 
 
 @pytest.mark.usefixtures("no_garbage_collection")

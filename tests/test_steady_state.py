@@ -1,4 +1,4 @@
-"""After two steps a training run takes nothing more: no file space, no staging, no thread, no memory, no descriptor."""
+"""After two steps a training run takes nothing more: no file space, no tensor, no thread, no memory, no descriptor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import ssd_fx
 from ssd_fx.runtime.entries import living
-from ssd_fx.runtime.memory.buffers import POOL
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from tests.faults.toys import Toy, compile_toy, descriptors, fill_the_trace, settle
 
 WARM = 20  # steps until the heap has its size; everything else has to stand still after two
@@ -27,7 +27,7 @@ def taken() -> dict[str, object]:
     """What must not change from step to step."""
     return {
         "file space": ssd_fx.stats().disk_bytes,
-        "staging": (POOL.mappings, POOL.resident_bytes),
+        "tensors": CPU_ALLOCATOR.live_bytes,
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "tasks": len(os.listdir("/proc/self/task")),
         "descriptors": sorted(descriptors().values()),

@@ -12,8 +12,8 @@ from curve import Comparison, Point, Spread, dominance, marks, median_interval, 
 MIB = 2**20
 
 
-def point(mode: str, budget: float | None, mib: float, times: list[float], staging_mib: float = 0) -> Point:
-    return Point(mode, budget, int(mib * MIB), int(staging_mib * MIB), tuple(times), tuple(t / 2 for t in times))
+def point(mode: str, budget: float | None, mib: float, times: list[float]) -> Point:
+    return Point(mode, budget, int(mib * MIB), tuple(times), tuple(t / 2 for t in times))
 
 
 def test_spread_of_one_value_and_of_five() -> None:
@@ -79,16 +79,16 @@ def test_rounds_that_do_not_match_are_an_error() -> None:
 class TestText(expecttest.TestCase):
     points = (
         point("keep", None, 412.2, [2.0, 2.2, 1.8, 2.1, 1.9]),
-        point("joint", 0.4, 200.5, [2.2, 2.4, 1.9, 2.3, 2.0], staging_mib=34),
+        point("joint", 0.4, 200.5, [2.2, 2.4, 1.9, 2.3, 2.0]),
     )
 
     def test_table(self) -> None:
         self.assertExpectedInline(
             table(self.points),
             """\
-mode   budget  peak MiB  of it staging  step ms  (quartiles; extremes)   to keep  (quartiles; extremes)
-keep        -     412.2            0.0     2000  (1900-2100; 1800-2200)    1.000  (0.950-1.050; 0.900-1.100)
-joint     0.4     200.5           34.0     2200  (2000-2300; 1900-2400)    1.100  (1.000-1.150; 0.950-1.200)""",
+mode   budget  peak MiB  step ms  (quartiles; extremes)   to keep  (quartiles; extremes)
+keep        -     412.2     2000  (1900-2100; 1800-2200)    1.000  (0.950-1.050; 0.900-1.100)
+joint     0.4     200.5     2200  (2000-2300; 1900-2400)    1.100  (1.000-1.150; 0.950-1.200)""",
         )
 
     def test_verdict(self) -> None:

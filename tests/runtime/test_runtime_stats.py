@@ -18,7 +18,7 @@ def test_what_happened_in_a_step() -> None:
         written_bytes=MIB,
         wasted_bytes=MIB // 2,
         stall_s=0.003,
-        staging_peak_bytes=MIB // 4,
+        disk_bytes=MIB // 4,
         graphs={"ab12": GraphStats(steps=2)},
     )
     assert str(found).splitlines() == [
@@ -30,7 +30,7 @@ def test_what_happened_in_a_step() -> None:
         "forwarded           0.00 MiB   not read: still in memory when the backward asked",
         "freed               0.00 MiB   stored, and no longer in memory when the backward asked",
         "wasted              0.25 MiB   written in vain: somebody else held the tensor",
-        "at the moment: staging 0.00 MiB, staging peak 0.25 MiB, disk 0.00 MiB",
+        "on disk at the moment: 0.25 MiB",
     ]
 
 
@@ -40,7 +40,7 @@ def test_nothing_ran() -> None:
     assert head.startswith(
         "nothing ran: torch.compile has not called ssd_fx in this process, so whatever trains does so"
     )
-    assert foot.startswith("at the moment: staging 0.00 MiB")
+    assert foot == "on disk at the moment: 0.00 MiB"
     head, _ = str(Stats(compiled_graphs=3)).splitlines()
     assert head.startswith(
         "nothing ran since the start or the last reset_stats(): of the 3 graphs that ssd_fx was asked"
