@@ -21,6 +21,7 @@ from ssd_fx.passes.cost.machine import dtype_name
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.registry import ENGINES
+from ssd_fx.runtime.memory.buffers import PAGE
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -217,10 +218,13 @@ class Transfers:
         return Disk(total / write_s, total / read_s, max(latency, 1e-6), max(lost, 0.0) / total)
 
     def _tensors(self, count: int, nbytes: int) -> list[tuple[Extent, torch.Tensor]]:
+        """Tensors at page boundaries, where our CPU allocator puts a model's. It is not installed yet."""
         made = []
         for i in range(count):
             self._extents.append(self.engine.alloc(nbytes))
-            made.append((self._extents[-1], torch.full((nbytes,), i, dtype=torch.uint8, device=self.device)))
+            whole = torch.full((nbytes + PAGE,), i, dtype=torch.uint8, device=self.device)
+            start = -whole.data_ptr() % PAGE
+            made.append((self._extents[-1], whole[start : start + nbytes]))
         return made
 
     def _start(self, pairs: list[tuple[Extent, torch.Tensor]], write: bool) -> list[Completion]:
