@@ -109,7 +109,7 @@ class Prefetcher:
                     return
                 try:
                     self._reader.ahead(entry)
-                except (OSError, MemoryError) as error:  # the graph's own load will raise it, if it fails too
+                except (OSError, RuntimeError, MemoryError) as error:  # the graph's own load raises it again
                     _log.warning("reading %s ahead failed: %s", entry.name, error)
                     self._upcoming.clear()
                     return

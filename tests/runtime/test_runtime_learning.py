@@ -333,7 +333,8 @@ def test_no_signal_stops_the_learning(tmp_path, what):
         assert not get_store(config).prefetcher._runs, at
 
 
-def test_a_read_ahead_that_cannot_be_is_not_the_fault_of_who_asked(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])  # RuntimeError: torch's, without memory
+def test_a_read_ahead_that_cannot_be_is_not_the_fault_of_who_asked(tmp_path, monkeypatch, error):
     config = config_json(tmp_path, prefetch=1 << 30)
     steps = Steps(config, blocks=2)
     runs = steps.forward()
@@ -342,7 +343,7 @@ def test_a_read_ahead_that_cannot_be_is_not_the_fault_of_who_asked(tmp_path, mon
 
     def refuse(entry):
         if entry.graph == "block0":
-            raise MemoryError("planted")
+            raise error("planted")
         return landing(entry)
 
     monkeypatch.setattr(reader, "_landing", refuse)
