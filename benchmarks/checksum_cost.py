@@ -14,6 +14,7 @@ import torch
 
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory
 from ssd_fx.runtime.engines.posix import PosixEngine
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 
 
 def measured(transfers: list[Completion], nbytes: int) -> tuple[float, float]:
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
+    CPU_ALLOCATOR.install()  # as in a training step: nothing bounces
     for mib in options.mib:
         tensors = [torch.randn(mib << 18) for _ in range(options.total_mib // mib)]
         engines = {on: PosixEngine(options.dir, checksums=on) for on in (False, True)}

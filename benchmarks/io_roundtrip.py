@@ -7,7 +7,7 @@ How it is measured:
 - Ours are the ops of a training step: `store` and its release for `--total` bytes of tensors, until the last byte is
   written; then `load` (as far ahead as the option `prefetch` allows) and its wait for all of them. The tensors are
   written from memory that is used again and again, as the allocator's warm heap is in a step. One round before the
-  measured ones brings the file and the load buffers into the state of every training step but the first.
+  measured ones brings the file and the memory of loads into the state of every training step but the first.
 - fio overwrites and reads a file of the same total that was written before, with direct I/O, requests of the size of
   ours (a tensor, at most a piece of 8 MiB) and two of them at a time: once with two threads of psync, once with libaio
   at depth 2. Its own clock is used, which leaves its start out. The better of the two is the mark.
@@ -39,6 +39,7 @@ from system import MIB, machine
 
 from ssd_fx.runtime import ops  # noqa: F401  registers the operators
 from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.store import close_stores
 
 SIZES_MIB = (1, 8, 64)
@@ -244,6 +245,7 @@ def parse_flags() -> argparse.Namespace:
 
 def main() -> None:
     flags = parse_flags()
+    CPU_ALLOCATOR.install()  # as in a training step: nothing bounces
     where = machine(flags.dir) | {"fio": fio_version()}
     for name, text in where.items():
         print(f"{name:10} {text}", flush=True)

@@ -54,16 +54,11 @@ class Peak:
             )
         for name in ("memtrack_live", "memtrack_peak", "memtrack_untracked"):
             getattr(self._tracker, name).restype = ctypes.c_int64
-        self._tracker.memtrack_adjust.argtypes = [ctypes.c_int64]
         self.start_bytes = self.peak_bytes = self.end_bytes = 0
-
-    def adjust(self, delta: int) -> None:
-        """Count `delta` bytes of memory that is not malloc's; the `observer` of a `BufferPool` may be this."""
-        self._tracker.memtrack_adjust(delta)
 
     @property
     def address(self) -> int:
-        """Where C code finds the function that does what `adjust` does."""
+        """Where C code finds the function that counts so many bytes of memory that is not malloc's."""
         return ctypes.cast(self._tracker.memtrack_adjust, ctypes.c_void_p).value or 0
 
     def __enter__(self) -> Peak:

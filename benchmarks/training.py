@@ -137,10 +137,8 @@ def train(task: Task) -> Iterator[Step]:
     forward = compiled(model, task)
     tracker = peak.Peak()
     if task.way == "ssd_fx":
-        from ssd_fx.runtime.memory.buffers import POOL
         from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 
-        POOL.observer = tracker.adjust
         CPU_ALLOCATOR.observe(tracker.address)
     before = resident_bytes()
     for inputs, targets in train_gpt.batches(about.batch, about.seq, about.seed):

@@ -70,11 +70,6 @@ class Guard(Generic[T]):
         self._queued.append(item)
         janitor().put(_Wake(self))
 
-    def later(self, item: T) -> None:
-        """Handles `item` now, in its turn. Not to be called by a callback of the garbage collector."""
-        self._queued.append(item)
-        self.drain()
-
     def drain(self) -> None:
         """Handles what was queued. This thread must not hold the lock."""
         while self._queued:

@@ -168,7 +168,7 @@ class Reader:
         """A new tensor of `layout`, at storage offset 0."""
         if layout != entry.seen:
             return tensors.empty(layout, entry.device)
-        stored = tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
+        stored = tensors.empty(entry.layout, entry.device)
         return stored if layout == entry.layout else alias(stored, layout)
 
     def _count(self, load: Load, nbytes: int) -> None:
@@ -177,10 +177,10 @@ class Reader:
         load.counted = nbytes
 
     def _landing(self, entry: Entry) -> Tensor:
-        """The tensor that a read fills: at the stored tensor's address modulo a page, so the read needs no copy."""
+        """The tensor that a read fills."""
         if entry.encoded:
             return tensors.empty(Layout((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
-        return tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
+        return tensors.empty(entry.layout, entry.device)
 
 
 def _extent(entry: Entry) -> Extent:

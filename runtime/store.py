@@ -18,7 +18,6 @@ from ssd_fx.runtime.guard import janitor
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import Layout, dense_form, is_alone
 from ssd_fx.runtime.memory import tensors
-from ssd_fx.runtime.memory.buffers import POOL
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
@@ -221,7 +220,7 @@ def _find(entry: Entry, x: Tensor) -> Load:
 def _put_aside(entry: Entry) -> None:
     """Moves what is still in the caller's memory to memory of ours: the caller may overwrite its own from here on."""
     if entry.held is not None and entry.borrowed:
-        aside = tensors.empty(entry.layout, entry.device, entry.ptr % 4096)
+        aside = tensors.empty(entry.layout, entry.device)
         tensors.copy_bytes(aside, entry.held)
         entry.held = aside
         entry.borrowed = False
@@ -263,7 +262,7 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
         del _stores[config]
     store.close()  # without the lock: other graphs go on
     if not _stores:
-        _trim()
+        CPU_ALLOCATOR.trim()
 
 
 def close_stores() -> None:
@@ -274,18 +273,12 @@ def close_stores() -> None:
             store.end()
             del _stores[config]
             store.close()
-    _trim()
-
-
-def _trim() -> None:
-    POOL.trim()
     CPU_ALLOCATOR.trim()
 
 
 def _after_fork() -> None:
     _stores.clear()
     registry.forget_engines()
-    POOL.after_fork()
     entries.after_fork()
     clock.forget()
     device_trace.clear()

@@ -116,14 +116,15 @@ def outcome(completion: Completion) -> OSError | None:
 
 
 class Copy:
-    """A completion that copies `nbytes` at its start."""
+    """A completion that copies `nbytes` at its start. It keeps `owner` alive, which has the engine's memory."""
 
-    __slots__ = ("_nbytes", "_source", "_span", "_target")
+    __slots__ = ("_nbytes", "_owner", "_source", "_span", "_target")
 
-    def __init__(self, target: int, source: int, nbytes: int) -> None:
+    def __init__(self, target: int, source: int, nbytes: int, owner: object = None) -> None:
         self._target = target
         self._source = source
         self._nbytes = nbytes
+        self._owner = owner
         self._span = (0.0, 0.0)
 
     def start(self) -> None:

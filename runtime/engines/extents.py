@@ -14,8 +14,8 @@ import time
 import warnings
 from collections.abc import Callable
 
-from ssd_fx.runtime.memory.allocator import Allocator
-from ssd_fx.runtime.memory.arena import PAGE, round_up
+from ssd_fx.runtime.engines.free_extents import Allocator
+from ssd_fx.runtime.memory.buffers import PAGE
 from ssd_fx.runtime.native.loader import dio_alignment
 
 STEP = 32 << 20  # a file grows by at least that much, and by at most LARGEST_STEP
@@ -75,6 +75,10 @@ class SlabFile:
         """The size of the file, 0 once it is closed."""
         return 0 if self.fd < 0 else self._allocator.end
 
+    def padded(self, nbytes: int) -> int:
+        """The bytes of a transfer of `nbytes`."""
+        return -(-nbytes // self.align) * self.align
+
     def room(self, nbytes: int) -> tuple[int, int]:
         """As `allocate`, for an engine: warns of the first failure, and raises OSError after a failed write too."""
         if self.no_writes:
@@ -97,7 +101,7 @@ class SlabFile:
 
         Raises: OSError if the file is full and cannot grow, or closed.
         """
-        size = round_up(nbytes, self._granularity)
+        size = -(-nbytes // self._granularity) * self._granularity
         with self._lock:
             if self.fd < 0:
                 raise OSError(errno.EBADF, "the file is closed", self.directory)

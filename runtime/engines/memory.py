@@ -4,17 +4,17 @@ import torch
 
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Completion, Copy, Extent, Memory, not_readable
-from ssd_fx.runtime.memory.buffers import POOL, Region
+from ssd_fx.runtime.memory.buffers import Buffer
 
 
 class _HostExtent(Extent):
-    """`region` holds a CPU tensor's bytes, `pinned` those of a device with streams. `reader`: the tensor's device."""
+    """`buffer` holds a CPU tensor's bytes, `pinned` those of a device with streams. `reader`: the tensor's device."""
 
-    __slots__ = ("pinned", "reader", "region")
+    __slots__ = ("buffer", "pinned", "reader")
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, "memory")
-        self.region: Region | None = None
+        self.buffer: Buffer | None = None
         self.pinned: torch.Tensor | None = None
         self.reader = torch.device("cpu")
 
@@ -37,9 +37,7 @@ class MemoryEngine:
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, _HostExtent)
-        region, extent.region, extent.pinned = extent.region, None, None
-        if region:
-            POOL.give(region)
+        extent.buffer = extent.pinned = None
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
@@ -48,18 +46,18 @@ class MemoryEngine:
         if queued:
             extent.pinned = queued.pinned(memory.nbytes)
             if memory.home:
-                return Copy(extent.pinned.data_ptr(), memory.ptr, memory.nbytes)
+                return Copy(extent.pinned.data_ptr(), memory.ptr, memory.nbytes, extent.pinned)
             return self._copy(queued, memory, extent.pinned, write=True)
-        extent.region = POOL.take(memory.nbytes)
-        return Copy(extent.region.address, memory.ptr, memory.nbytes)
+        extent.buffer = Buffer(memory.nbytes)
+        return Copy(extent.buffer.address, memory.ptr, memory.nbytes, extent.buffer)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
         queued = streams.of(memory.device)
         if queued and extent.pinned is not None:
             return self._copy(queued, memory, extent.pinned, write=False)
-        if not queued and extent.region:
-            return Copy(memory.ptr, extent.region.address, memory.nbytes)
+        if not queued and extent.buffer:
+            return Copy(memory.ptr, extent.buffer.address, memory.nbytes, extent.buffer)
         raise not_readable(extent.reader, memory.device)
 
     def located(self, extent: Extent) -> Memory:
@@ -67,8 +65,8 @@ class MemoryEngine:
         assert isinstance(extent, _HostExtent)
         if extent.pinned is not None:
             return Memory(extent.pinned.data_ptr(), extent.nbytes, torch.device("cpu"), extent.reader)
-        assert extent.region, "it was written"
-        return Memory(extent.region.address, extent.nbytes, torch.device("cpu"))
+        assert extent.buffer, "it was written"
+        return Memory(extent.buffer.address, extent.nbytes, torch.device("cpu"))
 
     def _copy(self, queued: streams.Streams, memory: Memory, pinned: torch.Tensor, write: bool) -> Completion:
         def enqueue(side: streams.Stream) -> streams.Check:

@@ -1,12 +1,11 @@
 """Direct file I/O on the pool of threads.
 
-Direct I/O needs aligned memory, and torch's CPU allocations start 64 bytes after a page boundary. So a large tensor's
-*body*, from the first aligned address on, is transferred where it is. Its *head* and *tail*, each shorter than the
-alignment, stay in memory with the extent. A load into memory of the same phase (address modulo a page) needs no copy.
-A small tensor, or a load into another phase, bounces through an aligned buffer, padded to the alignment.
+Direct I/O needs aligned memory. A tensor at an aligned address is transferred where it is. Its *tail*, which is shorter
+than the alignment, stays in memory with the extent. Every other tensor bounces through an aligned buffer, and is
+written whole, padded to the alignment.
 
 Memory of a CUDA device goes whole and padded through pinned memory of the I/O threads (`native/staging.h`). Host memory
-that a CUDA device will read is written whole too: a tensor without its head and tail could not be read that way.
+that a CUDA device will read is written whole too: a tensor without its tail could not be read that way.
 """
 
 from __future__ import annotations
@@ -22,64 +21,62 @@ import torch
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
 from ssd_fx.runtime.engines.extents import STEP, SlabFile
 from ssd_fx.runtime.engines.preflight import check_directory
-from ssd_fx.runtime.memory.buffers import PAGE, POOL, Region
+from ssd_fx.runtime.memory.buffers import Buffer
 from ssd_fx.runtime.native import driver, loader
 from ssd_fx.runtime.native.pool import CUDA_FAILED, OnDevice, Sums, sums_for
 
-SMALL = 64 << 10
 POLL_MS = 100  # a thread that waits for I/O runs signal handlers this often
 
 
 class FileExtent(Extent):
     """Room in a slab file.
 
-    `body_at`, `body_bytes`: the part of the tensor that is on disk. `head`, `tail`: its other bytes.
-    `sums`: the checksums of the body, None without checksums.
+    `tail`: the last bytes of the tensor if they are not on disk. `sums`: the checksums of the others, None without
+    checksums.
     """
 
-    __slots__ = ("body_at", "body_bytes", "file", "head", "size", "sums", "tail")
+    __slots__ = ("file", "size", "sums", "tail")
 
     def __init__(self, nbytes: int, file: SlabFile, offset: int, size: int) -> None:
         super().__init__(nbytes, file.directory, offset)
         self.file = file
         self.size = size
         self.sums: Sums | None = None
-        self.whole()
+        self.tail = b""
 
-    def whole(self) -> None:
-        """Records that all bytes of the tensor are on disk, so that there are no head and tail."""
-        self.body_at = 0
-        self.body_bytes = self.nbytes
-        self.head = self.tail = b""
+    @property
+    def body_bytes(self) -> int:
+        """The bytes of the tensor that are on disk."""
+        return self.nbytes - len(self.tail)
 
 
 class Transfer:
     """The completion of one request.
 
-    `bounce`: a buffer that goes back to the pool at the end. `copy`: (target, source) of the copy out of it after a
-    read. `record`: called at the start, returns the event that the transfer of a device's memory waits for.
+    `bounce`: the buffer that the request uses instead of the tensor. `target`: where a read copies the bytes from
+    there. `record`: called at the start, returns the event that the transfer of a device's memory waits for.
     """
 
-    __slots__ = ("_copy", "_extent", "_held", "_record", "_request", "_what")
+    __slots__ = ("_bounce", "_extent", "_record", "_request", "_target", "_what")
 
     def __init__(
         self,
         what: str,
         extent: FileExtent,
         request: loader.Request,
-        bounce: Region | None = None,
-        copy: tuple[int, int] = (0, 0),
+        bounce: Buffer | None = None,
+        target: int = 0,
         record: Callable[[], driver.Event] | None = None,
     ) -> None:
         self._what = what
         self._extent = extent
         self._request = request
-        self._held = {"bounce": bounce} if bounce else {}  # a dict, whose `pop` is atomic: two threads may wait
-        self._copy = copy
+        self._bounce = bounce
+        self._target = target
         self._record = record
 
     def start(self) -> None:
-        self._request.start(self._record() if self._record else None)
+        self._request.start(self._record() if self._record else None, self._bounce)
 
     def done(self) -> bool:
         return self._request.state() != loader.PENDING
@@ -87,24 +84,20 @@ class Transfer:
     def wait(self) -> None:
         while (state := self._request.wait(POLL_MS)) == loader.PENDING:
             continue
-        if state == loader.OK and self._held and self._copy[0]:
-            ctypes.memmove(*self._copy, self._extent.nbytes)
-        self._release()
+        bounce = self._bounce  # another thread may wait too
+        if state == loader.OK and bounce and self._target:
+            ctypes.memmove(self._target, bounce.address, self._extent.nbytes)
+        self._bounce = None
         if state != loader.OK:
             raise self._error(state)
 
     def cancel(self) -> bool:
         state = self._request.cancel()
-        self._release()
+        self._bounce = None
         return state != loader.OK
 
     def span(self) -> tuple[float, float]:
         return self._request.span()
-
-    def _release(self) -> None:
-        bounce = self._held.pop("bounce", None)
-        if bounce:
-            POOL.give(bounce)
 
     def _error(self, state: int) -> OSError:
         extent = self._extent
@@ -144,12 +137,10 @@ class PosixEngine:
         threads: int = 2,
         step: int = STEP,
         limit: int = 0,
-        small: int = SMALL,
         checksums: bool = True,
         cuda: Callable[[], driver.Driver] = driver.cuda,
     ) -> None:
         check_directory(directory, allow_tmpfs)
-        self._small = small
         self._checksums = checksums
         self._cuda = cuda
         self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
@@ -171,32 +162,25 @@ class PosixEngine:
         assert isinstance(extent, FileExtent)
         ptr, nbytes, device, _ = memory
         align = extent.file.align
+        extent.tail = b""
         if device.type == "cuda":
-            extent.whole()
             return self._staged(True, extent, ptr, device)
-        whole = memory.reader.type == "cuda" and (ptr % align or nbytes % align)
-        if whole or (nbytes < self._small and align > 1):
-            return self._write_bounced(extent, ptr, nbytes, align)
-        head = -ptr % align
-        body = (nbytes - head) // align * align
-        extent.body_at = head
-        extent.body_bytes = body
-        extent.head = ctypes.string_at(ptr, head)
-        extent.tail = ctypes.string_at(ptr + head + body, nbytes - head - body)
-        return Transfer("write", extent, self._request(True, extent, ptr + head, body))
+        tail = nbytes % align
+        if ptr % align or nbytes < align or (tail and memory.reader.type == "cuda"):
+            return self._write_bounced(extent, ptr)
+        extent.tail = ctypes.string_at(ptr + nbytes - tail, tail)
+        return Transfer("write", extent, self._request(True, extent, ptr, nbytes - tail))
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, FileExtent)
-        ptr = memory.ptr
-        align = extent.file.align
-        head, body = extent.body_at, extent.body_bytes
-        if memory.device.type == "cuda":
-            return self._staged(False, extent, ptr, memory.device)
-        if (ptr + head) % align or body % align:
-            return self._read_bounced(extent, ptr, align)
-        ctypes.memmove(ptr, extent.head, head)
-        ctypes.memmove(ptr + head + body, extent.tail, len(extent.tail))
-        return Transfer("read", extent, self._request(False, extent, ptr + head, body))
+        ptr, _, device, _ = memory
+        align, body = extent.file.align, extent.body_bytes
+        if device.type == "cuda":
+            return self._staged(False, extent, ptr, device)
+        if ptr % align or body % align:
+            return self._read_bounced(extent, ptr)
+        ctypes.memmove(ptr + body, extent.tail, len(extent.tail))
+        return Transfer("read", extent, self._request(False, extent, ptr, body))
 
     def failed(self, extent: Extent, error: OSError) -> None:
         assert isinstance(extent, FileExtent)
@@ -206,33 +190,28 @@ class PosixEngine:
         self._pool.close()
         self._file.close()
 
-    def _write_bounced(self, extent: FileExtent, ptr: int, nbytes: int, align: int) -> Completion:
-        padded = -(-nbytes // align) * align
-        bounce = POOL.take(padded)
+    def _write_bounced(self, extent: FileExtent, ptr: int) -> Completion:
+        nbytes, padded = extent.nbytes, extent.file.padded(extent.nbytes)
+        bounce = Buffer(padded)
         ctypes.memmove(bounce.address, ptr, nbytes)
         ctypes.memset(bounce.address + nbytes, 0, padded - nbytes)  # no bytes of other tensors go to the disk
-        extent.whole()
         return Transfer("write", extent, self._request(True, extent, bounce.address, padded), bounce)
 
-    def _read_bounced(self, extent: FileExtent, ptr: int, align: int) -> Completion:
-        """Reads the body to a page boundary in a buffer, between head and tail; `wait` copies all three to `ptr`."""
-        head, body = extent.body_at, extent.body_bytes
-        padded = -(-body // align) * align
-        lead = -(-head // PAGE) * PAGE
-        bounce = POOL.take(lead + padded + len(extent.tail))
-        at = bounce.address + lead
-        ctypes.memmove(at - head, extent.head, head)
-        ctypes.memmove(at + body, extent.tail, len(extent.tail))
-        return Transfer("read", extent, self._request(False, extent, at, padded), bounce, (ptr, at - head))
+    def _read_bounced(self, extent: FileExtent, ptr: int) -> Completion:
+        """Reads the body into a buffer, before the tail; `wait` copies both to `ptr`."""
+        padded = extent.file.padded(extent.body_bytes)
+        bounce = Buffer(padded + len(extent.tail))
+        ctypes.memmove(bounce.address + extent.body_bytes, extent.tail, len(extent.tail))
+        return Transfer("read", extent, self._request(False, extent, bounce.address, padded), bounce, ptr)
 
     def _staged(self, write: bool, extent: FileExtent, ptr: int, device: torch.device) -> Completion:
         """A transfer of the whole tensor between the device and the file, padded to the alignment."""
-        if extent.body_bytes != extent.nbytes:
+        if extent.tail:
             raise not_readable(torch.device("cpu"), device)
         assert device.index is not None, "the device of a tensor has a number"
         cuda, index = self._cuda(), device.index
         found = self._devices.get(index) or self._devices.setdefault(index, driver.describe(cuda, index))
-        padded = -(-extent.nbytes // extent.file.align) * extent.file.align
+        padded = extent.file.padded(extent.nbytes)
         request = self._request(write, extent, ptr, padded, OnDevice(ctypes.addressof(found), extent.nbytes))
         return Transfer("write" if write else "read", extent, request, record=lambda: cuda.record(index))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, outcome
-from ssd_fx.runtime.memory.arena import PAGE
+from ssd_fx.runtime.memory.buffers import PAGE
 
 STRIPE = 1 << 20  # the shortest stripe; a drive has its full bandwidth from 256 KiB on
 

@@ -1,4 +1,4 @@
-"""Memory for tensors: recycled on the CPU, from torch's allocator elsewhere.
+"""Memory for tensors, and copies between them.
 
 On a device with streams, allocations and copies are in the order of the stream on which the caller computes. Nothing
 here keeps an address longer than the tensor lives.
@@ -7,29 +7,21 @@ here keeps an address longer than the tensor lives.
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 from torch import Tensor
 
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.layout import Layout, alias
-from ssd_fx.runtime.memory.buffers import POOL
-from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
-
-POOLED = 64 << 10  # smaller CPU tensors come from torch's allocator
 
 
-def empty(layout: Layout, device: torch.device, phase: int = 0) -> Tensor:
-    """A dense tensor with any content. On the CPU its address is `phase` modulo a page, so a read needs no copy."""
+def empty(layout: Layout, device: torch.device) -> Tensor:
+    """A dense tensor with any content."""
     size, stride, dtype = layout
     queued = streams.of(device)
     if queued:
         return queued.empty(size, stride, dtype, device)
-    nbytes = math.prod(size) * dtype.itemsize
-    if device.type != "cpu" or nbytes < POOLED or (phase == 0 and CPU_ALLOCATOR.installed):
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-    return POOL.tensor(size, stride, dtype, nbytes, phase)
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:

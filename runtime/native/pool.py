@@ -45,7 +45,7 @@ class Request:
 
     __slots__ = ("_address", "_event", "_library", "_memory", "_sums", "_under_way")
 
-    def __init__(self, library: Library, under_way: dict[Request, None], sums: Sums | None) -> None:
+    def __init__(self, library: Library, under_way: dict[Request, object], sums: Sums | None) -> None:
         self._library = library
         self._under_way = under_way
         self._memory = library.request_type()
@@ -60,12 +60,13 @@ class Request:
     def on_device(self, where: OnDevice) -> None:
         self._library.on_device(self._address, where.device, where.nbytes)
 
-    def start(self, event: Event | None = None) -> None:
+    def start(self, event: Event | None = None, memory: object = None) -> None:
         """Queues the request, which its owner has noted down before (see `engines.base.Completion`).
 
-        `event`: the transfer of a device's memory waits for it. It is kept alive until the request is final.
+        `event`: the transfer of a device's memory waits for it. `memory`: the owner of the bytes, if the caller may
+        drop it. Both are kept alive until the request is final.
         """
-        self._under_way[self] = None
+        self._under_way[self] = memory
         self._event = event
         self._library.start(self._address, event.cuda_event if event else None)
 
@@ -109,7 +110,7 @@ class Pool:
     def __init__(self, library: Library, threads: int) -> None:
         self._library = library
         self._pool = library.create(threads)
-        self._under_way: dict[Request, None] = {}  # the C code has pointers to these
+        self._under_way: dict[Request, object] = {}  # the C code has pointers to these, and to memory of the values
         if not self._pool:
             raise MemoryError(f"could not start {threads} I/O threads")
 

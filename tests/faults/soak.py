@@ -35,7 +35,6 @@ import ssd_fx
 from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.entries import GUARD, living
-from ssd_fx.runtime.memory.buffers import POOL
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.store import close_stores
 from tests.faults.faultio import Action, Call, Faults
@@ -143,6 +142,7 @@ class Soak:
         fill_the_trace()
         self.faults = Faults(os.path.dirname(directories[0]))  # the rules are for all that is under it
         self.before = collections.Counter(descriptors().values())
+        self.live_bytes = CPU_ALLOCATOR.live_bytes
         self.threads = set(threading.enumerate())  # that of tqdm, which torch uses where it is installed, among them
         gc.collect()
         gc.freeze()
@@ -236,13 +236,13 @@ class Soak:
             assert not engine.out, f"extents {engine.out}"
         self.engines.clear()
         close_stores()
-        POOL.trim()
-        assert POOL.resident_bytes == 0, f"{POOL.resident_bytes} B of staging are in use by nobody"
         for directory in self.directories:
             assert os.listdir(directory) == [], f"files {os.listdir(directory)}"
         if hasattr(self, "before"):
             new = collections.Counter(descriptors().values()) - self.before
             assert not new, f"descriptors {new}"
+            live = CPU_ALLOCATOR.live_bytes - self.live_bytes
+            assert live <= 0, f"{live} B of tensors"
             for timer in [t for t in threading.enumerate() if isinstance(t, threading.Timer)]:
                 timer.join()  # of a late write that was cancelled
             threads = [t.name for t in set(threading.enumerate()) - self.threads if "janitor" not in t.name]

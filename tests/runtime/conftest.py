@@ -9,7 +9,6 @@ from harness import config_json
 
 from ssd_fx.runtime import entries, stats, trace
 from ssd_fx.runtime.device import device_trace
-from ssd_fx.runtime.memory.buffers import POOL
 from ssd_fx.runtime.store import close_stores
 
 
@@ -21,7 +20,6 @@ def fresh_counters():
     yield
     close_stores()
     entries.forget()  # of handles that a failed test has left in a traceback
-    POOL.trim()
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ class Aligned:
 
 
 def write(engine, data):
-    source = Aligned(len(data), data)
+    source = Aligned(len(data), data, phase=0 if len(data) > MIB else 64)
     extent = engine.alloc(len(data))
     finish(engine.write(extent, source.memory))
     return extent
@@ -200,9 +200,7 @@ def test_off_is_off(tmp_path):
     """Nothing is summed, nothing is kept, and the wrong bytes come back: the price that the option names."""
     x, handle, engine, extent = damaged(config_json(tmp_path, checksums=False))
     y = load(handle, x)
-    body = slice(extent.body_at, extent.body_at + 8)
-    assert raw(y)[body] == b"\xff" * 8
-    assert raw(y)[body.stop :] == raw(x)[body.stop :]
+    assert raw(y) == b"\xff" * 8 + raw(x)[8:]
     assert engine._pool.counts().summed_bytes == 0
     assert extent.sums is None
 

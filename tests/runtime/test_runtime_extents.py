@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_fx.runtime.engines.extents import SlabFile
-from ssd_fx.runtime.memory.allocator import SLACK, Allocator
+from ssd_fx.runtime.engines.free_extents import SLACK, Allocator
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYER = [6, 6, 18, 6, 24, 24, 6]  # of a GPT block, in units of its own
@@ -99,7 +99,7 @@ def interrupted(call, after):
 
     def trace(frame, event, _):
         nonlocal left
-        if frame.f_code.co_filename.endswith("allocator.py"):
+        if frame.f_code.co_filename.endswith("free_extents.py"):
             frame.f_trace_opcodes = True
             if event == "opcode":
                 left -= 1

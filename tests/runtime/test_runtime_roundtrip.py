@@ -1,6 +1,5 @@
 """Every size, dtype, layout and address comes back bit for bit, from disk and from memory."""
 
-import ctypes
 import mmap
 import os
 
@@ -18,6 +17,12 @@ SIZES = [1, 3, 511, 512, 513, 4095, 4096, 4097, 64 * KIB - 1, 64 * KIB, 64 * KIB
 
 def noise(nbytes):
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+def at_phase(base, phase, nbytes):
+    """`nbytes` of `base` at an address that is `phase` modulo a page."""
+    start = (phase - base.data_ptr()) % 4096
+    return base[start : start + nbytes]
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -143,42 +148,43 @@ def test_other_bytes_are_refused(config, size, stride, dtype):
 @pytest.mark.parametrize("phase", [0, 1, 8, 64, 448, 511, 512, 513, 4032, 4095])
 @pytest.mark.parametrize("nbytes", [100, 70_000, 65_536 + 512, MIB])
 def test_phases(config, phase, nbytes):
-    base = noise(nbytes + 8192)
-    at = (phase - base.data_ptr()) % 4096
-    x = base[at : at + nbytes]
+    x = at_phase(noise(nbytes + 8192), phase, nbytes)
     assert x.data_ptr() % 4096 == phase
     h = store(x, config)
     settle(h)
     y = load(h, x)
     assert raw(y) == raw(x)
-    if nbytes >= 65_536:
-        assert y.data_ptr() % 4096 == phase
 
 
-def test_read_into_another_phase_bounces(config):
-    x = noise(MIB + 100)
+@pytest.mark.parametrize("written_at", [0, 64])
+def test_a_read_fills_its_tensor_and_nothing_else(config, written_at):
+    x = at_phase(noise(2 * MIB), written_at, MIB + 100)
     h = store(x, config)
     entry = settle(h)
-    load(h, x)
-    base = noise(2 * MIB)
     for phase in (0, 1, 65, 4000):
-        at = (phase - base.data_ptr()) % 4096
-        y = base[at : at + x.numel()]
+        base = noise(2 * MIB)
+        before = base.clone()
+        y = at_phase(base, phase, x.numel())
+        start = y.storage_offset()
         read = entry.store.engine.read(entry.extent, Memory.of(y))
         read.start()
         read.wait()
         assert torch.equal(y, x)
+        assert torch.equal(base[:start], before[:start])
+        assert torch.equal(base[start + x.numel() :], before[start + x.numel() :])
 
 
+@pytest.mark.parametrize("phase", [0, 64])
 @pytest.mark.parametrize("nbytes", [10, 5000, 70_000, MIB + 77])
-def test_bytes_are_on_the_disk(config, nbytes):
-    """An independent read of the file finds the body, and head and tail are shorter than the alignment."""
-    x = noise(nbytes)
+def test_bytes_are_on_the_disk(config, nbytes, phase):
+    """An independent read of the file finds all but a tail that is shorter than the alignment."""
+    x = at_phase(noise(nbytes + 8192), phase, nbytes)
     h = store(x, config)
     extent = settle(h).extent
-    body = raw(x)[extent.body_at : extent.body_at + extent.body_bytes]
-    assert nbytes - len(body) < 2 * extent.file.align
-    assert extent.head + body + extent.tail == raw(x)
+    align = extent.file.align
+    body = raw(x)[: extent.body_bytes]
+    assert body + extent.tail == raw(x)
+    assert len(extent.tail) == (nbytes % align if phase % align == 0 and nbytes >= align else 0)
     buffer = mmap.mmap(-1, -(-nbytes // 4096) * 4096)
     os.preadv(extent.file.fd, [buffer], extent.offset)
     assert buffer[: len(body)] == body
@@ -293,16 +299,3 @@ def test_memory_goes_once_it_is_written(config, view):
     release_nothing = store(torch.randn(3), config, slot=1)
     assert alive.expired()
     del h, release_nothing
-
-
-def test_memory_is_left_alone_by_a_partial_page(config):
-    """A direct read fills exactly its tensor: the rest of a region may be somebody else's some day."""
-    x = noise(100_001)
-    h = store(x, config)
-    settle(h)
-    y = load(h, x, consume=False)
-    address = y.data_ptr()
-    ctypes.memset(address + x.numel(), 0xAB, 64)
-    del y
-    assert load(h, x, consume=False).data_ptr() == address
-    assert ctypes.string_at(address + x.numel(), 64) == b"\xab" * 64

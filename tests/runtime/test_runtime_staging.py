@@ -214,15 +214,15 @@ def test_from_the_device_into_host_memory(engine):
 
 
 def test_from_host_memory_to_a_device(engine):
-    """What is whole on disk can be read; where head and tail stayed in memory, it is refused by name."""
-    small, large = Aligned(5000, NOISE[:5000], phase=64), Aligned(MIB, NOISE[:MIB], phase=64)
-    extent = engine.alloc(5000)
-    finish(engine.write(extent, small.memory))
-    assert read(engine, extent) == NOISE[:5000]
-    extent = engine.alloc(MIB)
-    finish(engine.write(extent, large.memory))
+    """What is whole on disk can be read; where a tail stayed in memory, it is refused by name."""
+    unaligned, aligned = Aligned(MIB + 5, NOISE[: MIB + 5], phase=64), Aligned(MIB + 5, NOISE[: MIB + 5])
+    extent = engine.alloc(MIB + 5)
+    finish(engine.write(extent, unaligned.memory))
+    assert read(engine, extent) == NOISE[: MIB + 5]
+    extent = engine.alloc(MIB + 5)
+    finish(engine.write(extent, aligned.memory))
     with pytest.raises(NotImplementedError, match="stored from the CPU cannot be loaded to cuda:0"):
-        engine.read(extent, DeviceMemory(MIB).memory)
+        engine.read(extent, DeviceMemory(MIB + 5).memory)
 
 
 def failing(completion, match):

@@ -18,7 +18,6 @@ from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.memory import tensors
-from ssd_fx.runtime.memory.buffers import POOL
 from ssd_fx.runtime.store import close_stores
 
 N = 50_000
@@ -207,13 +206,6 @@ def test_many_steps_in_one_set_of_buffers(gpu, config):
             del y, handle
     assert entries.living() == []
     assert stats.stats().loads == 18
-
-
-def test_device_memory_does_not_come_from_the_pool(gpu, config):
-    mapped = POOL.mappings
-    values = numbers()
-    load(on_disk(gpu, config, values), values)
-    assert POOL.mappings == mapped
 
 
 def test_nothing_of_a_dead_tensor_is_kept(gpu, config):

@@ -1,4 +1,4 @@
-"""Allocates ranges of offsets: extents of a file, and regions of the arena of buffers.
+"""Allocates the extents of a file.
 
 Best fit, the lowest offset first among equals; free extents are coalesced at once. `_lengths` alone says what is free.
 The rest is an index that may hold stale entries, which are recognised when they are met. So an exception between any
