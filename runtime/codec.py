@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime.layout import Layout, alias
+from ssd_fx.runtime.layout import TensorMeta, alias
 
 BLOCK = 128
 PAYS = 0.75  # a sparse tensor must shrink to this share, because encoding it costs about as much as writing it
@@ -62,7 +62,7 @@ def relative_error(x: Tensor, decoded: Tensor) -> float:
 
 def flatten(x: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, as a view."""
-    return alias(x, Layout((x.numel(),), (1,), x.dtype))
+    return alias(x, TensorMeta((x.numel(),), (1,), x.dtype))
 
 
 def pack_bits(flat: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 def _gather(bools: Tensor) -> Tensor:
     """One byte for every 8 bools. Multiplying 8 bytes of 0 or 1 as one integer moves byte i to bit i of the highest."""
     bytes_ = bools.view(torch.uint8) != 0  # a bool that is a view of a byte may hold any value
-    words = alias(bytes_, Layout((bools.numel() // 8,), (1,), torch.int64))
+    words = alias(bytes_, TensorMeta((bools.numel() // 8,), (1,), torch.int64))
     return (words * 0x0102040810204080 >> 56).to(torch.uint8)
 
 

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ssd_fx.runtime.codec import Encoded
 from ssd_fx.runtime.engines.base import Completion, Extent
 from ssd_fx.runtime.guard import Guard
-from ssd_fx.runtime.layout import Layout
+from ssd_fx.runtime.layout import TensorMeta
 
 if TYPE_CHECKING:
     from ssd_fx.runtime.prefetch import Run
@@ -65,8 +65,8 @@ class Entry:
     seq: int
     nbytes: int
     ptr: int
-    layout: Layout
-    seen: Layout
+    layout: TensorMeta
+    seen: TensorMeta
     device: torch.device
     tier: str = ""  # where the plan wants it: "host", "ssd", or "" for either
     binding: bool = False  # the plan needs its memory, so it is never resident

@@ -9,8 +9,8 @@ from torch import Tensor
 Ints = tuple[int, ...]
 
 
-class Layout(NamedTuple):
-    """Sizes and strides in elements."""
+class TensorMeta(NamedTuple):
+    """The metadata of a tensor: sizes, and strides in elements. `passes/groups.py` has those of plans."""
 
     size: Ints
     stride: Ints
@@ -38,17 +38,17 @@ def _is_non_overlapping_and_dense(size: Ints, stride: Ints) -> bool:
     return True
 
 
-def dense_form(x: Tensor) -> Layout:
+def dense_form(x: Tensor) -> TensorMeta:
     """The layout of what is stored for `x`: its own if that is dense, else the range of memory that it spans."""
     size = tuple(x.shape)
     stride = x.stride()
     if x.is_contiguous() or not x.numel() or _is_non_overlapping_and_dense(size, stride):
-        return Layout(size, stride, x.dtype)
+        return TensorMeta(size, stride, x.dtype)
     last = sum((n - 1) * t for n, t in zip(size, stride, strict=True))
-    return Layout((last + 1,), (1,), x.dtype)
+    return TensorMeta((last + 1,), (1,), x.dtype)
 
 
-def returned(seen: Layout, asked: Layout, relies_on: str, where: str) -> Layout:
+def returned(seen: TensorMeta, asked: TensorMeta, relies_on: str, where: str) -> TensorMeta:
     """The layout that a load returns where the forward had `seen` and the graph asks for `asked`.
 
     The two differ where an operator returns something else than its FakeTensor promised.
@@ -72,7 +72,7 @@ def returned(seen: Layout, asked: Layout, relies_on: str, where: str) -> Layout:
     steps = [(a, b) for n, a, b in zip(seen.size, seen.stride, asked.stride, strict=True) if n != 1]
     if not relies_on or all(a == b for a, b in steps):
         return seen  # with the forward's strides along dimensions of size 1: a kernel may choose its path by them
-    return Layout(asked.size, asked.stride, seen.dtype)
+    return TensorMeta(asked.size, asked.stride, seen.dtype)
 
 
 def _holders(x: Tensor) -> tuple[int, int]:
@@ -91,7 +91,7 @@ def is_alone(x: Tensor) -> bool:
 _VERSIONED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
-def alias(x: Tensor, layout: Layout) -> Tensor:
+def alias(x: Tensor, layout: TensorMeta) -> Tensor:
     """Another tensor object on x's bytes, in `layout`; it begins where `x` does."""
     offset = x.storage_offset() * x.itemsize // layout.dtype.itemsize
     made = torch.empty(0, dtype=layout.dtype, device=x.device)

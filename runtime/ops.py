@@ -27,7 +27,7 @@ from ssd_fx.runtime import trace
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.device.streams import check_not_captured
 from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
-from ssd_fx.runtime.layout import Layout
+from ssd_fx.runtime.layout import TensorMeta
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.store import get_store
@@ -112,7 +112,7 @@ def _load(
         raise RuntimeError(f"{entry.name} was stored from {entry.device} and cannot be loaded to {device}")
     check_not_captured(entry.device)
     CPU_ALLOCATOR.backward()
-    asked = Layout(tuple(size), tuple(stride), dtype)
+    asked = TensorMeta(tuple(size), tuple(stride), dtype)
     with device_trace.node("load", entry.graph, entry.slot, seq, entry.device):
         return entry.store.load(entry, asked, seq, consume=not keeps_graph(), strict=strict, relies_on=relies_on)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State, lost
-from ssd_fx.runtime.layout import Layout, alias, is_alone, returned
+from ssd_fx.runtime.layout import TensorMeta, alias, is_alone, returned
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
@@ -32,7 +32,7 @@ class Reader:
         self._writer = writer
         self.outstanding_bytes = 0  # of reads that have begun and were not waited for yet
 
-    def begin(self, entry: Entry, asked: Layout, seq: int, *, consume: bool, relies_on: str) -> Load:
+    def begin(self, entry: Entry, asked: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
         """The load, for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
 
         It is noted down in the entry. The caller starts its read, if it needs one.
@@ -119,7 +119,7 @@ class Reader:
             _place(entry, load)
         return error
 
-    def _forward(self, entry: Entry, layout: Layout, seq: int, consume: bool, relies_on: str) -> Load:
+    def _forward(self, entry: Entry, layout: TensorMeta, seq: int, consume: bool, relies_on: str) -> Load:
         """The load from memory: the stored tensor is donated if the backward may consume it and nobody else has it.
 
         Else it is copied.
@@ -144,7 +144,7 @@ class Reader:
             tensors.copy_elements(out, alias(held, entry.seen))
         return Load(out, out, None, seq)
 
-    def _read(self, entry: Entry, layout: Layout, seq: int) -> Load:
+    def _read(self, entry: Entry, layout: TensorMeta, seq: int) -> Load:
         ahead = entry.ahead
         same = layout == entry.seen
         landing = ahead.landing if ahead else self._landing(entry)
@@ -164,7 +164,7 @@ class Reader:
         self._count(load, entry.moved_bytes)
         return load
 
-    def _new(self, entry: Entry, layout: Layout) -> Tensor:
+    def _new(self, entry: Entry, layout: TensorMeta) -> Tensor:
         """A new tensor of `layout`, at storage offset 0."""
         if layout != entry.seen:
             return tensors.empty(layout, entry.device)
@@ -179,7 +179,7 @@ class Reader:
     def _landing(self, entry: Entry) -> Tensor:
         """The tensor that a read fills."""
         if entry.encoded:
-            return tensors.empty(Layout((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
+            return tensors.empty(TensorMeta((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
         return tensors.empty(entry.layout, entry.device)
 
 

@@ -16,7 +16,7 @@ from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.guard import janitor
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.layout import Layout, dense_form, is_alone
+from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
@@ -61,7 +61,7 @@ class Store:
             )
         GUARD.drain()
         base.check_device(self.engine, x.device)
-        seen = Layout(tuple(x.shape), x.stride(), x.dtype)
+        seen = TensorMeta(tuple(x.shape), x.stride(), x.dtype)
         layout = dense_form(x)
         nbytes = math.prod(layout.size) * x.itemsize if x.numel() else 0
         entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding)
@@ -106,7 +106,14 @@ class Store:
             self._record("release", entry, seq, started, entry.state.value)
 
     def load(
-        self, entry: Entry, asked: Layout, seq: int, *, consume: bool, strict: bool = False, relies_on: str = "dtype"
+        self,
+        entry: Entry,
+        asked: TensorMeta,
+        seq: int,
+        *,
+        consume: bool,
+        strict: bool = False,
+        relies_on: str = "dtype",
     ) -> Tensor:
         """The tensor, whose bytes are undefined until `wait_load_` returned.
 

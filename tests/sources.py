@@ -31,7 +31,7 @@ from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.engines.tiered import TieredEngine, TieredExtent
 from ssd_fx.runtime.entries import Entry, State
-from ssd_fx.runtime.layout import Layout, alias
+from ssd_fx.runtime.layout import TensorMeta, alias
 from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer
@@ -274,7 +274,7 @@ def _without_codec() -> Iterator[None]:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return alias(x, Layout((x.numel() * x.itemsize,), (1,), torch.uint8))
+    return alias(x, TensorMeta((x.numel() * x.itemsize,), (1,), torch.uint8))
 
 
 @contextmanager

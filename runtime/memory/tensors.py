@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ssd_fx.runtime.device import streams
-from ssd_fx.runtime.layout import Layout, alias
+from ssd_fx.runtime.layout import TensorMeta, alias
 
 
-def empty(layout: Layout, device: torch.device) -> Tensor:
+def empty(layout: TensorMeta, device: torch.device) -> Tensor:
     """A dense tensor with any content."""
     size, stride, dtype = layout
     queued = streams.of(device)
@@ -44,4 +44,4 @@ def copy_elements(target: Tensor, source: Tensor) -> None:
 
 def as_bytes(x: Tensor) -> Tensor:
     """The bytes of a dense `x` in memory order: a uint8 view of the same storage."""
-    return alias(x, Layout((x.numel() * x.itemsize,), (1,), torch.uint8))
+    return alias(x, TensorMeta((x.numel() * x.itemsize,), (1,), torch.uint8))

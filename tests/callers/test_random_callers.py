@@ -20,7 +20,7 @@ from torch import Tensor
 import ssd_fx
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.entries import Entry, Load
-from ssd_fx.runtime.layout import Layout
+from ssd_fx.runtime.layout import TensorMeta
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
@@ -155,7 +155,7 @@ def test_a_program_prints_as_a_script_that_says_what_differs(capsys: pytest.Capt
 def given_away_though_the_graph_is_kept() -> AbstractContextManager[object]:
     begin = Reader.begin
 
-    def broken(reader: Reader, entry: Entry, asked: Layout, seq: int, *, consume: bool, relies_on: str) -> Load:
+    def broken(reader: Reader, entry: Entry, asked: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
         return begin(reader, entry, asked, seq, consume=True, relies_on=relies_on)
 
     return mock.patch.object(Reader, "begin", broken)
