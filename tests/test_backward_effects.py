@@ -58,7 +58,7 @@ def test_backward_writes_an_input(inner: str, tmp_path: Path) -> None:
     assert ssd_fx.stats().loads == ssd_fx.stats().stores == 2  # exp alone, or x, in both steps
 
 
-@pytest.mark.parametrize(("bag", "groups"), [(False, 4), (True, 7)])
+@pytest.mark.parametrize(("bag", "groups"), [(False, 4), (True, 5)])  # two of what a bag returns stay
 def test_sparse_gradient(bag: bool, groups: int, tmp_path: Path) -> None:
     """embedding -> mm -> sin: the weight's gradient has no storage."""
     torch.manual_seed(0)
