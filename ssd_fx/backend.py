@@ -74,6 +74,8 @@ def compile_graph(
     """
     with user_errors():
         config = _checked(options, mode)
+        if config.cpu_allocator and _device(inputs).type == "cpu":
+            CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
         partitioner = Partitioner(plan, keeps_all=_keeps_all())
         if config.dump and report is None:
@@ -82,8 +84,6 @@ def compile_graph(
             partitioner = replace(partitioner, report=partial(_reported, report, patterns.arguments(gm)))
     if config.share():
         log.info("%s", config.share())
-    if config.cpu_allocator and _device(inputs).type == "cpu":
-        CPU_ALLOCATOR.install()
     eager = config.inner == "aot_eager"
     compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode)
     stats.compiled()

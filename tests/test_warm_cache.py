@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ssd_fx.runtime.engines.extents import STEP
+
 SCRIPT = """
 import gc, json, os, sys, time
 import torch
 import torch._inductor.compile_fx
 import ssd_fx
-from ssd_fx.runtime.engines.extents import STEP
 from ssd_fx.passes import pipeline
 
 def train(options):
