@@ -76,6 +76,12 @@ def held(inner: str = "aot_eager") -> dict[str, int]:
     return found
 
 
+def no_more_than(before: dict[str, int], inner: str = "aot_eager") -> bool:
+    """Less is right: threads of an earlier test may have ended since."""
+    now = held(inner)
+    return all(now[name] <= count for name, count in before.items())
+
+
 def train(model: Toy, x: Tensor, compiled: Callable[[Tensor], Tensor]) -> list[Tensor]:
     loss = compiled(x.clone())
     settle()
@@ -117,7 +123,7 @@ def test_a_reset_gives_back_what_many_sets_of_options_took(
     torch.empty(1 << 27, dtype=torch.uint8)  # idle from here on
     touched = CPU_ALLOCATOR.touched_bytes
     forget_graphs()
-    comes_true(lambda: held(inner) == before)
+    comes_true(lambda: no_more_than(before, inner))
     comes_true(lambda: CPU_ALLOCATOR.touched_bytes < touched - (1 << 26))
 
 
@@ -246,9 +252,8 @@ def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Te
     loss = compiled(x.clone())
     settle()
     ssd_fx.close()
-    after = held()
-    assert after.pop("entries") != 0
-    assert after == {name: count for name, count in before.items() if name != "entries"}
+    assert held()["entries"] > before.pop("entries")
+    comes_true(lambda: no_more_than(before))
     for _ in range(2):  # asking again helps nobody
         with pytest.raises(RuntimeError, match=LOST):
             torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -310,7 +315,7 @@ def test_close_in_a_loop(model: Toy, x: Tensor, expected: list[Tensor], tmp_path
         assert same_bits(train(model, x, compiled), expected)
         ssd_fx.close()
         ssd_fx.close()  # nothing is left to end
-    comes_true(lambda: held() == before)
+    comes_true(lambda: no_more_than(before))
 
 
 def test_no_extent_is_forgotten(model: Toy, x: Tensor, tmp_path: Path) -> None:
