@@ -104,7 +104,7 @@ class Caller:
         for name, value in names.items():
             if isinstance(value, Tensor):
                 found[name] = _copy(value)
-                found[f"{name}.grad"] = _copy(value.grad) if value.is_leaf or value.retains_grad else None
+                found[f"{name}.grad"] = _gradient(value)
         for number, leaf in enumerate(self._leaves):
             found[f"leaf {number}.grad"] = _copy(leaf.grad)
         for number, module in enumerate(self._modules):
@@ -214,6 +214,14 @@ class Caller:
             if error is not None:
                 raise error
         return results[0] if len(calls) == 1 else tuple(results)
+
+
+def _gradient(t: Tensor) -> Tensor | None:
+    """None for a tensor that has none, and for a view that PyTorch no longer knows how to differentiate."""
+    try:
+        return _copy(t.grad) if t.is_leaf or t.retains_grad else None
+    except RuntimeError:  # its base was changed in place
+        return None
 
 
 def _copy(t: Tensor | None) -> Tensor | None:
