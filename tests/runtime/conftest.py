@@ -1,15 +1,9 @@
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # engines.py and harness.py, whatever the import mode
-
-from harness import config_json
 
 from ssd_fx.runtime import entries, stats, trace
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.store import close_stores
+from tests.runtime.harness import config_json
 
 
 @pytest.fixture(autouse=True)

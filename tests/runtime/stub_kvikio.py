@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGpu, FakeStream
 
 from ssd_fx.runtime.engines import cufile, gds
+from tests.runtime.fake_gpu import FakeGpu, FakeStream
 
 VERSION = "26.10.00"
 

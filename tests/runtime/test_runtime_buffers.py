@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
-from harness import begin, config_json, load, store, watch
 
 from ssd_fx.runtime.engines import memory, posix
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.memory.buffers import PAGE, Buffer
 from ssd_fx.runtime.native.pool import PENDING
+from tests.runtime.harness import begin, config_json, load, store, watch
 
 MIB = 1 << 20
 

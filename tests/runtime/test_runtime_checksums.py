@@ -7,12 +7,12 @@ import random
 
 import pytest
 import torch
-from harness import CPU, config_json, load, raw, settle, store
 
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.native.pool import BLOCK, CHECKSUM_MISMATCH, CUDA_FAILED, END_OF_FILE
+from tests.runtime.harness import CPU, config_json, load, raw, settle, store
 
 KIB, MIB = 1 << 10, 1 << 20
 SHORT = 20 * KIB  # the last block

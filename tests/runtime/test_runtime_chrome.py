@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from fake_gpu import installed
-from harness import load, release, store
 
 from ssd_fx.runtime import chrome, trace
 from ssd_fx.runtime.store import close_stores
+from tests.runtime.fake_gpu import installed
+from tests.runtime.harness import load, release, store
 
 MEMORY = json.dumps({"engine": "memory"})
 N = 50_000

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from harness import config_json, load, raw, release, settle, store, watch
 
 from ssd_fx.runtime import codec
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import stats
+from tests.runtime.harness import config_json, load, raw, release, settle, store, watch
 
 N = 30_001  # no multiple of 8 or of a block
 

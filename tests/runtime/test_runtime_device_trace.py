@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fake_gpu import FakeEvent, installed
-from harness import begin, config_json, load, release, settle, start_load, store, wait
 
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.device import clock, device_trace
 from ssd_fx.runtime.device.streams import Queued
 from ssd_fx.runtime.store import close_stores
+from tests.runtime.fake_gpu import FakeEvent, installed
+from tests.runtime.harness import begin, config_json, load, release, settle, start_load, store, wait
 
 MEMORY = '{"engine": "memory", "adapt": false}'
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

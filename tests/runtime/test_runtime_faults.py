@@ -10,8 +10,6 @@ import textwrap
 
 import pytest
 import torch
-from engines import FailingEngine, registered
-from harness import config_json, load, raw, release, settle, start_load, store, wait, watch
 
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.config import parse
@@ -23,13 +21,15 @@ from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
+from tests.runtime.engines import FailingEngine, registered
+from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait, watch
 
 N = 300_001
 
 
 def run_python(code, *arguments, **more):
     """Runs `code` in a fresh interpreter; the completed process."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    path = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, **more)
@@ -162,7 +162,7 @@ def test_file_size_limit(tmp_path):
     """EFBIG from the kernel: 1 MiB fits, the rest stays in memory, everything comes back, the exit is clean."""
     code = """
         import resource, sys, warnings, torch
-        from harness import *
+        from tests.runtime.harness import *
         from ssd_fx.runtime.stats import stats
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
         config = config_json(sys.argv[1])

@@ -10,11 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-import stub_kvikio
 import torch
-from fake_gpu import installed
-from harness import config_json, load, raw, release, settle, store
-from stub_kvikio import CompatMode
 
 from ssd_fx import cli
 from ssd_fx.runtime import stats
@@ -24,6 +20,10 @@ from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.striped import STRIPE
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.store import close_stores, get_store
+from tests.runtime import stub_kvikio
+from tests.runtime.fake_gpu import installed
+from tests.runtime.harness import config_json, load, raw, release, settle, store
+from tests.runtime.stub_kvikio import CompatMode
 
 N = 50_000
 WARM_UP = 1  # transfers of either kind that making the engine takes in each directory

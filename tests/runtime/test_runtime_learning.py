@@ -4,13 +4,26 @@ import logging
 
 import pytest
 import torch
-from engines import DelayedEngine, registered
-from harness import begin, config_json, interrupted, load, op, raw, release, settle, start_load, store, wait, watch
 
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import reset_stats, stats
 from ssd_fx.runtime.store import get_store
+from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.harness import (
+    begin,
+    config_json,
+    interrupted,
+    load,
+    op,
+    raw,
+    release,
+    settle,
+    start_load,
+    store,
+    wait,
+    watch,
+)
 
 N = 50_000
 B = 4 * N

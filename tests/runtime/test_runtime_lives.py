@@ -10,8 +10,8 @@ import pytest
 
 PREAMBLE = """
 import os, signal, sys, threading, time, torch
-from engines import DelayedEngine, add
-from harness import *
+from tests.runtime.engines import DelayedEngine, add
+from tests.runtime.harness import *
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.entries import State
 from ssd_fx.runtime.store import get_store
@@ -24,7 +24,7 @@ def slow(shortest=0.05, longest=0.1):
 
 
 def start(code, *arguments):
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    path = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.Popen(

@@ -8,10 +8,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-import stub_kvikio
 import torch
-from fake_cuda import FakeDriver, FakeEvent, library
-from fake_gpu import FakeGpu, installed
 
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
@@ -22,6 +19,9 @@ from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
 from ssd_fx.runtime.engines.striped import StripedEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
+from tests.runtime import stub_kvikio
+from tests.runtime.fake_cuda import FakeDriver, FakeEvent, library
+from tests.runtime.fake_gpu import FakeGpu, installed
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (1, 511, 4095, 4096, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB, MIB + 513, 5 * MIB + 77)

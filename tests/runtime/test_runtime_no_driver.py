@@ -5,14 +5,14 @@ import warnings
 
 import pytest
 import torch
-from harness import config_json, load, store
 
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.native import driver
 from ssd_fx.runtime.store import get_store
+from tests.runtime.harness import config_json, load, store
 
-N = 10_000  # small, so that it is whole on the drive and a device could read it
+N = 10_240  # ten pages, so that it is whole on the drive and a device could read it
 
 
 @pytest.fixture(autouse=True)

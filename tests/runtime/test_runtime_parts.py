@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CPU, begin, config_json, load, op, raw, settle, store, wait, watch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.runtime.config import RuntimeConfig, parse
 from ssd_fx.runtime.layout import dense_form, is_alone
 from ssd_fx.runtime.native import loader
+from tests.runtime.harness import CPU, begin, config_json, load, op, raw, settle, store, wait, watch
 
 KIB, MIB = 1 << 10, 1 << 20
 

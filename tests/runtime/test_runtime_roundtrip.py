@@ -5,11 +5,11 @@ import os
 
 import pytest
 import torch
-from engines import DelayedEngine, registered
-from harness import CPU, begin, config_json, load, op, raw, release, settle, store, watch
 
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.entries import State
+from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.harness import CPU, begin, config_json, load, op, raw, release, settle, store, watch
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [1, 3, 511, 512, 513, 4095, 4096, 4097, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB + 4, 8 * MIB, 40 * MIB]

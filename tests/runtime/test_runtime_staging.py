@@ -12,11 +12,11 @@ import subprocess
 
 import pytest
 import torch
-from fake_cuda import ADDRESSES, DeviceMemory, FakeDriver, FakeEvent, library
-from test_runtime_checksums import Aligned, Behind, expect_mismatch, finish
 
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.native import driver, loader
+from tests.runtime.fake_cuda import ADDRESSES, DeviceMemory, FakeDriver, FakeEvent, library
+from tests.runtime.test_runtime_checksums import Aligned, Behind, expect_mismatch, finish
 
 KIB, MIB = 1 << 10, 1 << 20
 NOISE = random.Random(0).randbytes(18 * MIB)

@@ -8,14 +8,27 @@ import time
 
 import pytest
 import torch
-from engines import DelayedEngine, registered
-from harness import CPU, begin, config_json, load, op, raw, release, settle, start_load, store, wait, watch
 
 from ssd_fx.runtime import entries, trace, writer
 from ssd_fx.runtime.engines import extents
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import counters, reset_stats, stats
 from ssd_fx.runtime.store import get_store
+from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.harness import (
+    CPU,
+    begin,
+    config_json,
+    load,
+    op,
+    raw,
+    release,
+    settle,
+    start_load,
+    store,
+    wait,
+    watch,
+)
 
 N = 300_001
 

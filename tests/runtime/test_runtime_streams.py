@@ -7,10 +7,7 @@ import json
 import time
 
 import pytest
-import stub_kvikio
 import torch
-from fake_gpu import ORDERS, FakeGpu, installed
-from harness import config_json, load, raw, release, settle, start_load, store, wait
 
 from ssd_fx.runtime import entries, stats
 from ssd_fx.runtime.device import streams
@@ -19,6 +16,9 @@ from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.store import close_stores
+from tests.runtime import stub_kvikio
+from tests.runtime.fake_gpu import ORDERS, FakeGpu, installed
+from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait
 
 N = 50_000
 MEMORY = json.dumps({"engine": "memory"})

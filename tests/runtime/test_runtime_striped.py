@@ -11,8 +11,6 @@ import time
 
 import pytest
 import torch
-from engines import DelayedEngine, FailingEngine, registered
-from harness import config_json, load, raw, release, settle, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +26,8 @@ from ssd_fx.runtime.engines.striped import STRIPE, StripedEngine
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
+from tests.runtime.engines import DelayedEngine, FailingEngine, registered
+from tests.runtime.harness import config_json, load, raw, release, settle, store
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -313,8 +313,8 @@ def test_an_engine_that_cannot_be_made_leaves_none(tmp_path):
 
 
 def in_a_process(code, *arguments):
-    preamble = "import os, sys, warnings, torch\nfrom harness import *\ntorch.set_num_threads(1)\n"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    preamble = "import os, sys, warnings, torch\nfrom tests.runtime.harness import *\ntorch.set_num_threads(1)\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", preamble + textwrap.dedent(code), *map(str, arguments)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen(command, env=environment, text=True, **pipes)

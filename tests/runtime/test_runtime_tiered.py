@@ -5,15 +5,15 @@ import json
 
 import pytest
 import torch
-from engines import DelayedEngine, FailingEngine
-from fake_gpu import ORDERS, installed
-from harness import config_json, load, op, raw, release, settle
 
 from ssd_fx.runtime.engines.base import Memory, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.store import close_stores
+from tests.runtime.engines import DelayedEngine, FailingEngine
+from tests.runtime.fake_gpu import ORDERS, installed
+from tests.runtime.harness import config_json, load, op, raw, release, settle
 
 N = 50_000
 B = 4 * N
