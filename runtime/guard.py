@@ -18,9 +18,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-PAUSE_S = (
-    0.05  # the janitor waits this long after a wake-up: running ops do the work meanwhile, without thread switches
-)
+PAUSE_S = 0.05  # from a wake-up to the janitor's work: running ops do it meanwhile, without thread switches
+IDLE_S = 5.0  # the janitor calls `when_idle` where nothing has died for so long
 
 
 class _Watcher(weakref.ref):  # type: ignore[type-arg]
@@ -90,6 +89,7 @@ class Guard(Generic[T]):
 _Queue = queue.SimpleQueue[_Watcher | _Wake]
 _wake: _Queue = queue.SimpleQueue()  # the janitor's
 _thread_of_process = 0
+when_idle: list[Callable[[], None]] = []
 
 
 def janitor() -> _Queue:
@@ -111,7 +111,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _follow_up(wake: _Queue) -> None:
     while True:
-        guards = {wake.get().item}
+        try:
+            guards = {wake.get(timeout=IDLE_S).item}
+        except queue.Empty:
+            for function in when_idle:
+                function()
+            continue
         time.sleep(PAUSE_S)
         while not wake.empty():
             guards.add(wake.get().item)

@@ -88,6 +88,11 @@ def is_alone(x: Tensor) -> bool:
     return _holders(x) == _ALONE
 
 
+def is_trained_leaf(x: Tensor) -> bool:
+    """Whether `x` is a parameter or an input whose gradient is accumulated. Its owner keeps it in any case."""
+    return x.requires_grad and x.is_leaf
+
+
 _VERSIONED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 

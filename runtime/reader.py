@@ -106,9 +106,13 @@ class Reader:
         for _ in range(ATTEMPTS - 1):
             if error is None:
                 break
-            with GUARD.lock:
-                load.read = self._engine.read(_extent(entry), Memory.of(load.landing))
-                load.read.start()
+            try:
+                with GUARD.lock:
+                    load.read = self._engine.read(_extent(entry), Memory.of(load.landing))
+                    load.read.start()
+            except OSError as again:
+                error = again
+                continue
             error = outcome(load.read)
         if load.read:
             how = "failed" if error else "ok"

@@ -14,9 +14,9 @@ from ssd_fx.runtime.device import clock, device_trace
 from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
-from ssd_fx.runtime.guard import janitor
+from ssd_fx.runtime.guard import janitor, when_idle
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone
+from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_trained_leaf
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
@@ -79,7 +79,8 @@ class Store:
         """The release: the graph reads `keepalive`, the stored tensor, no more.
 
         `hand_over`: the caller drops its reference and writes nothing into the memory, so we may hold the tensor.
-        Otherwise a write is waited for, and what is still in memory then moves to memory of ours.
+        Otherwise a write is waited for, and what is still in memory then moves to memory of ours. A leaf that requires
+        grad does not move: it is its owner's, who may change it through `.data`.
         `block`: the plan needs the memory, so a write is waited for in any case.
 
         Raises: RuntimeError if `keepalive` is not the memory that was stored.
@@ -97,7 +98,7 @@ class Store:
         with GUARD.lock:
             if write and entry.write is write:
                 self.writer.finish(entry, error)
-            if not hand_over:
+            if not hand_over and not is_trained_leaf(keepalive):
                 _put_aside(entry)
             c = counters(entry.graph)
             if write:
@@ -297,5 +298,6 @@ def _at_exit() -> None:
     entries.forget()
 
 
+when_idle.append(CPU_ALLOCATOR.tick)
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_at_exit)

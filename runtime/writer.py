@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import time
+import warnings
 from collections import OrderedDict
 
 from torch import Tensor
@@ -18,10 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.layout import alias, drop_storage, versioned_alias
+from ssd_fx.runtime.layout import alias, drop_storage, is_trained_leaf, versioned_alias
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` stops behind this many unfinished ones
@@ -45,6 +46,7 @@ class Writer:
         self.resident_bytes = 0
         self.writing_bytes = 0
         self._outstanding = _Outstanding()
+        self._said_no_memory = False
         self._ended = False
 
     def accept(self, entry: Entry, x: Tensor) -> float:
@@ -93,8 +95,16 @@ class Writer:
             return
         c.kept_bytes += entry.nbytes
         extent = self._free_extent(entry)
-        if error.errno != errno.ECANCELED:
+        if error.errno not in NOT_OF_THE_DRIVE:
             self._engine.failed(extent, error)
+        elif error.errno == errno.ENOMEM and not self._said_no_memory:
+            self._said_no_memory = True
+            warnings.warn(
+                f"ssd_fx keeps activations in memory: storing {entry.name} failed ({error.strerror}); the next is "
+                "tried as ever",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def cancel(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one. Afterwards nothing reads the tensor's memory.
@@ -133,7 +143,7 @@ class Writer:
             entry.counter = counter
             entry.version = x._version
         entry.storage = StorageWeakRef(x.untyped_storage())
-        if (x.requires_grad and x.is_leaf) or self._habits.of(entry.graph, entry.slot).keep:
+        if is_trained_leaf(x) or self._habits.of(entry.graph, entry.slot).keep:
             entry.storage = None
             counters(entry.graph).held_bytes += entry.nbytes
             return

@@ -74,7 +74,7 @@ def compile_graph(
     """
     with user_errors():
         config = _checked(options, mode)
-        if config.cpu_allocator and _device(inputs).type == "cpu":
+        if config.cpu_allocator and _trains_on_cpu(inputs):
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
         partitioner = Partitioner(plan, keeps_all=_keeps_all())
@@ -209,6 +209,12 @@ def _device(inputs: Sequence[object]) -> torch.device:
     """The device that a graph with these inputs computes on: the first that is not the CPU, else the CPU."""
     devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _trains_on_cpu(inputs: Sequence[object]) -> bool:
+    """Whether a graph with these inputs computes on the CPU and has a backward."""
+    trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    return trains and torch.is_grad_enabled() and _device(inputs).type == "cpu"
 
 
 def _inductor(

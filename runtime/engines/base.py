@@ -4,10 +4,13 @@ An engine's methods are called under the lock of `entries`, so by one thread at 
 """
 
 import ctypes
+import errno
 import time
 from typing import NamedTuple, Protocol
 
 import torch
+
+NOT_OF_THE_DRIVE = (errno.ECANCELED, errno.ENOMEM)  # errors of a write after which the next one may succeed
 
 
 class Memory(NamedTuple):
@@ -96,7 +99,10 @@ class Engine(Protocol):
         """A transfer of the bytes of `extent` to `memory`, which the caller starts."""
 
     def failed(self, extent: Extent, error: OSError) -> None:
-        """Records that a write to `extent` failed, so that `alloc` gives no new room there."""
+        """Records that a write to `extent` failed, so that `alloc` gives no new room there.
+
+        Not called for `NOT_OF_THE_DRIVE`.
+        """
 
     @property
     def disk_bytes(self) -> int:

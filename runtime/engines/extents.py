@@ -26,23 +26,30 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # others may make room on a fu
 
 
 class Pause:
-    """How long nothing is tried after a failure: 30 s, twice as long after each further one, at most an hour."""
+    """How long nothing is tried after a failure: 30 s, twice as long after each further one, at most an hour.
+
+    After an hour without a failure it is 30 s again. Failures during a pause come of what began before it.
+    """
 
     FIRST_S, LONGEST_S = 30.0, 3600.0
 
     def __init__(self) -> None:
         self._next_s = self.FIRST_S
-        self._until = 0.0
+        self._until = -math.inf
 
     def __bool__(self) -> bool:
         return time.monotonic() < self._until
 
     def begin(self, *, for_good: bool = False) -> None:
-        self._until = math.inf if for_good else max(self._until, time.monotonic() + self._next_s)
+        now = time.monotonic()
+        if for_good:
+            self._until = math.inf
+        if now < self._until:
+            return
+        if now > self._until + self.LONGEST_S:
+            self._next_s = self.FIRST_S
+        self._until = now + self._next_s
         self._next_s = min(2 * self._next_s, self.LONGEST_S)
-
-    def end(self) -> None:
-        self._next_s = self.FIRST_S
 
 
 class SlabFile:
@@ -147,19 +154,17 @@ class SlabFile:
             raise OSError(errno.ENOSPC, message, self.directory)
         if self.no_growth:
             raise OSError(errno.ENOSPC, "the file could not grow earlier and has no room left", self.directory)
+        available = self._available()
+        if missing > available:  # no pause here either
+            message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
+            raise OSError(errno.ENOSPC, message, self.directory)
+        allowed = min(available, self._limit - self.nbytes) if self._limit else available
+        step = max(self._step, min(self.nbytes // SHARE, LARGEST_STEP))
         try:
-            available = self._available()
-            if missing > available:
-                message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
-                raise OSError(errno.ENOSPC, message, self.directory)
-            allowed = min(available, self._limit - self.nbytes) if self._limit else available
-            step = max(self._step, min(self.nbytes // SHARE, LARGEST_STEP))
-            added = max(missing, step) if step <= allowed else missing
-            added = self._extend(added, missing)
+            added = self._extend(max(missing, step) if step <= allowed else missing, missing)
         except OSError:
             self.no_growth.begin()
             raise
-        self.no_growth.end()
         self._allocator.grow(added)
 
     def _available(self) -> int:

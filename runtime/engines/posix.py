@@ -85,8 +85,11 @@ class Transfer:
         while (state := self._request.wait(POLL_MS)) == loader.PENDING:
             continue
         bounce = self._bounce  # another thread may wait too
-        if state == loader.OK and bounce and self._target:
+        if state == loader.OK and self._target:
+            if bounce is None:  # `cancel` dropped it
+                raise self._error(loader.CANCELLED)
             ctypes.memmove(self._target, bounce.address, self._extent.nbytes)
+            self._target = 0
         self._bounce = None
         if state != loader.OK:
             raise self._error(state)

@@ -8,7 +8,7 @@ import errno
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, outcome
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, outcome
 from ssd_fx.runtime.memory.buffers import PAGE
 
 STRIPE = 1 << 20  # the shortest stripe; a drive has its full bandwidth from 256 KiB on
@@ -161,7 +161,7 @@ class StripedEngine:
     def failed(self, extent: Extent, error: OSError) -> None:
         assert isinstance(extent, StripedExtent)
         for index, failure in extent.errors.items():
-            if failure.errno != errno.ECANCELED:
+            if failure.errno not in NOT_OF_THE_DRIVE:
                 part = extent.parts[index]
                 part.drive.engine.failed(part.extent, failure)
 

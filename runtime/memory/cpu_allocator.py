@@ -1,7 +1,7 @@
 """Lets PyTorch take the memory of large CPU tensors from `native/allocator.cpp`, from the first compilation on.
 
 The source is compiled once for each version of torch, against the headers in its wheel, into the user's cache.
-`set_enabled` installs it, `forward` and `backward` tell it where a step ends.
+`install` puts it in place. `forward` and `backward` tell it where a step ends.
 
 A process that brings its own malloc (a preloaded jemalloc, mimalloc or sanitizer) is left alone.
 """
@@ -9,11 +9,12 @@ A process that brings its own malloc (a preloaded jemalloc, mimalloc or sanitize
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import logging
 import os
+import platform
 import resource
+import shlex
 import subprocess
 import threading
 import warnings
@@ -31,14 +32,15 @@ _TORCH = Path(torch.__file__).parent
 
 
 class _Library:
-    """The C functions. They hold the GIL: each takes microseconds, but `end_of_step` where it gives memory back."""
+    """The C functions. Those that may give memory back run without the GIL."""
 
     def __init__(self, path: Path) -> None:
-        held, released, size = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), ctypes.c_size_t
+        held, released = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         self.install = held.allocator_install
-        self.install.argtypes = [size, size]
-        self.end_of_step = released.allocator_end_of_step
-        self.end_of_step.argtypes, self.end_of_step.restype = [ctypes.c_int], size
+        self.install.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+        self.end_of_step, self.trim = released.allocator_end_of_step, released.allocator_trim
+        self.tick = released.allocator_tick
+        self.end_of_step.restype = self.trim.restype = self.tick.restype = None
         self.observe = held.allocator_observe
         self.observe.argtypes, self.observe.restype = [ctypes.c_void_p], None
         self.live_bytes, self.touched_bytes = held.allocator_live_bytes, held.allocator_touched_bytes
@@ -75,17 +77,13 @@ class CpuAllocator:
         with self._lock:
             if self._tried:
                 return
-            self._tried = True
-            if reason := _left_alone():
-                log.info("CPU tensors come from the allocator that was there: %s", reason)
-                return
             try:
-                library = _built_once()
-                if not library.install(LEAST, _addresses()):
-                    raise OSError("torch has another allocator of CPU tensors, or there are no addresses for a range")
-                library.observe(self._observer)
-                self._library = library
-            except (OSError, AttributeError, subprocess.SubprocessError) as error:
+                if reason := _left_alone():
+                    log.info("CPU tensors come from the allocator that was there: %s", reason)
+                else:
+                    self._library = _installed()
+                    self._library.observe(self._observer)
+            except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
                 warnings.warn(
                     "ssd_fx leaves CPU tensors to malloc, which keeps much of what is freed: its own allocator could "
                     f"not be installed ({failure(error)}). A C++ compiler as 'g++' is needed; "
@@ -93,21 +91,31 @@ class CpuAllocator:
                     RuntimeWarning,
                     stacklevel=3,
                 )
+            self._tried = True  # not after Ctrl-C in the compiler: then the next compilation tries again
+
+    def after_fork(self) -> None:
+        """For the child: a thread that does not exist here may have held the lock, in the middle of `install`."""
+        self._lock = threading.Lock()
 
     def forward(self) -> None:
         """A forward begins. The first one after a backward begins a step: idle memory goes back to the kernel."""
         if self._backward_ran and self._library:
             self._backward_ran = False
-            self._library.end_of_step(0)
+            self._library.end_of_step()
 
     def backward(self) -> None:
         """A backward runs."""
         self._backward_ran = True
 
-    def trim(self) -> None:
-        """Gives all idle memory back to the kernel."""
+    def tick(self) -> None:
+        """Gives back what is idle if no step has ended for some seconds. Called now and then by a thread."""
         if self._library:
-            self._library.end_of_step(1)
+            self._library.tick()
+
+    def trim(self) -> None:
+        """Gives all free memory back to the kernel."""
+        if self._library:
+            self._library.trim()
 
     def observe(self, function: int | None) -> None:
         """For measurements: the C function at this address is called with the bytes of every block that is taken, and
@@ -119,14 +127,17 @@ class CpuAllocator:
 
 
 CPU_ALLOCATOR = CpuAllocator()
+os.register_at_fork(after_in_child=CPU_ALLOCATOR.after_fork)
 
 
 def _left_alone() -> str:
     """Why this process keeps its allocator; empty if it need not."""
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        return "RLIMIT_AS counts reserved addresses"
-    malloc, libc = _file_of("malloc"), _file_of("abort")
-    return "" if malloc == libc else f"malloc is that of {malloc}"
+    for name in ("RLIMIT_AS", "RLIMIT_DATA"):  # they count addresses, also those without memory
+        if resource.getrlimit(getattr(resource, name))[0] != resource.RLIM_INFINITY:
+            return f"the process has a limit {name}"
+    # Not `malloc`: its address may be that of an executable which calls it.
+    malloc, libc = _file_of("posix_memalign"), _file_of("abort")
+    return "" if malloc == libc else f"posix_memalign is that of {malloc}"
 
 
 class _Info(ctypes.Structure):
@@ -151,17 +162,30 @@ def _addresses() -> int:
     return 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@functools.cache
-def _built_once() -> _Library:
-    """The library in the user's cache, compiled now if it is not there.
+def _installed() -> _Library:
+    """The library, which is the allocator of CPU tensors from now on.
 
-    Raises: OSError, AttributeError or subprocess.SubprocessError if that fails.
+    Raises: OSError, AttributeError, ValueError or subprocess.SubprocessError if that fails.
     """
-    arguments = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    arguments += [f"-I{_TORCH / 'include'}", str(SOURCE)]
-    arguments += [f"-L{_TORCH / 'lib'}", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
-    made_of = f"{torch.__version__} {torch.version.git_version} {arguments}".encode() + SOURCE.read_bytes()
-    target = cache_directory() / f"allocator-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
-    if not target.is_file():
-        compile_library(target, os.environ.get("CXX", "g++"), arguments)
+    library = _load()
+    if not library.install(LEAST, _addresses()):
+        raise OSError("torch has another allocator of CPU tensors, or there are no addresses for a range")
+    return library
+
+
+def _load() -> _Library:
+    """The library in the user's cache, compiled now if it is not there or does not load. Raises: as `_installed`."""
+    compiler, *flags = shlex.split(os.environ.get("CXX", "g++"))
+    flags += ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += [f"-I{_TORCH / 'include'}", str(SOURCE)]
+    flags += [f"-L{_TORCH / 'lib'}", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
+    made_of = f"{torch.__version__} {torch.version.git_version} {platform.machine()} {compiler} {flags}"
+    digest = hashlib.sha256(made_of.encode() + SOURCE.read_bytes()).hexdigest()
+    target = cache_directory() / f"allocator-{digest[:16]}.so"
+    if target.is_file():
+        try:
+            return _Library(target)
+        except (OSError, AttributeError) as error:
+            log.info("%s is compiled again: %s", target, error)
+    compile_library(target, compiler, flags)
     return _Library(target)

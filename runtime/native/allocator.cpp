@@ -1,126 +1,154 @@
 /* The memory of large CPU tensors: c10's CPU allocator, with the pages of one range of addresses.
  *
- *     range   | used | free | used |      free      | used |            never used yet            |
- *             0                                            top                                    end
+ *     range   | used | free | used |      free      | used |                 free                 |
+ *             0                                            `-- never used yet: no memory         end
  *
  * malloc keeps what is freed in pieces that fit nothing else, and a step with offloading frees and allocates every
  * activation. Here blocks are whole pages, a request takes the smallest free block that fits, and free neighbours are
  * merged. Blocks are page-aligned, so direct I/O needs no copy. They lie in huge pages where the kernel has them.
  *
- * Memory that was touched stays for the next request, because a first touch costs more than a fill. The steps show what
- * is idle: a huge page that no block used in the last `PATIENCE` steps goes back to the kernel (`end_of_step`).
+ * Memory that was touched stays for the next request, because a first touch costs more than a fill. It goes back to the
+ * kernel once it is idle: no block used it in the last `PATIENCE` periods. A period is a training step
+ * (`allocator_end_of_step`) or, where no step ends for long, some seconds (`Range::tick`).
  *
  * Small tensors, and all when the range is full, come from the allocator that was there before. Blocks may outlive the
- * interpreter: nothing here is destroyed. A child process inherits the range, copied on write.
+ * interpreter: nothing here is destroyed. A child process inherits the used blocks, copied on write.
  */
 #include <c10/core/CPUAllocator.h>
 
 #include <pthread.h>
 #include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <new>
 #include <set>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace {
 
-constexpr size_t PAGE = 4096;
-constexpr size_t CHUNK = size_t{2} << 20; /* a huge page on most machines; the unit of giving back */
+constexpr size_t CHUNK = size_t{2} << 20;   /* a huge page on most machines; the unit of giving back */
 constexpr size_t GROWTH = size_t{32} << 20; /* bytes made accessible at a time */
 constexpr uint32_t PATIENCE = 2;
+constexpr int64_t PERIOD_S = 5; /* without steps */
+const size_t PAGE = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 
 size_t round_up(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
 
-/* Blocks of a range of addresses. Offsets are from the start of the range. */
+/* Seconds since some time in the past. A call takes nanoseconds. */
+int64_t now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+    return time.tv_sec;
+}
+
+/* Whether the kernel's huge pages are chunks. Larger ones would hold more than is asked for. */
+bool huge_pages_are_chunks() {
+    unsigned long long nbytes = 0;
+    if (FILE *file = std::fopen("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", "r")) {
+        if (std::fscanf(file, "%llu", &nbytes) != 1) nbytes = 0;
+        std::fclose(file);
+    }
+    return nbytes == CHUNK;
+}
+
+/* A range of addresses, cut into used and free blocks. Offsets are from the start of the range. */
 class Range {
   public:
-    /* Reserves addresses. They are not accessible, so no limit of memory counts them yet. */
+    /* Reserves addresses. They are not accessible, so they cost nothing yet. */
     bool reserve(size_t nbytes) {
         void *found = mmap(nullptr, nbytes + CHUNK, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (found == MAP_FAILED) return false;
         start_ = reinterpret_cast<char *>(round_up(reinterpret_cast<size_t>(found), CHUNK));
         end_ = nbytes / CHUNK * CHUNK;
         used_in_.assign(end_ / CHUNK, NEVER);
-        madvise(start_, end_, MADV_HUGEPAGE); /* may fail: a kernel without huge pages is only slower */
+        blocks_.emplace(0, Block{end_});
+        by_size_.emplace(end_, 0);
+        period_began_ = step_began_ = now();
+        if (huge_pages_are_chunks()) madvise(start_, end_, MADV_HUGEPAGE); /* may fail: then it is only slower */
         return true;
     }
 
-    bool owns(const void *address) const {
-        return address >= start_ && address < start_ + end_;
-    }
+    bool owns(const void *address) const { return address >= start_ && address < start_ + end_; }
 
     /* A block of at least `nbytes`, or NULL if the range or the kernel has no room. */
     void *take(size_t nbytes) {
+        if (nbytes > end_) return nullptr;
         size_t size = round_up(nbytes, PAGE);
         std::lock_guard<std::mutex> held(lock);
-        size_t offset = 0;
+        tick();
         auto best = by_size_.lower_bound({size, 0});
-        if (best != by_size_.end()) {
-            auto [length, at] = *best;
-            offset = at;
-            forget(at, length);
-            if (length > size) remember(at + size, length - size);
-        } else {
-            size_t length = 0;
-            offset = top_;
-            if (!by_offset_.empty()) {
-                auto last = std::prev(by_offset_.end());
-                if (last->first + last->second == top_) std::tie(offset, length) = std::pair(last->first, last->second);
-            }
-            if (!grow(offset + size)) return nullptr;
-            if (length) forget(offset, length);
-            top_ = offset + size;
-        }
-        blocks_.emplace(offset, Block{nbytes, size});
-        use(offset, size);
+        if (best == by_size_.end() || !make_accessible(best->second + size)) return nullptr;
+        auto block = blocks_.find(best->second);
+        if (block->second.size > size && !split(block, size)) return nullptr;
+        claim(block);
+        block->second.nbytes = nbytes;
+        use(block);
         count(static_cast<int64_t>(nbytes));
-        return start_ + offset;
+        return start_ + block->first;
     }
 
+    /* Frees a block. Destructors of tensors call this, so it takes no memory and throws nothing. */
     void give(void *address) {
         std::lock_guard<std::mutex> held(lock);
-        size_t offset = static_cast<size_t>(static_cast<char *>(address) - start_);
-        auto found = blocks_.find(offset);
-        auto [nbytes, size] = found->second;
-        blocks_.erase(found);
-        use(offset, size);
-        count(-static_cast<int64_t>(nbytes));
-        auto behind = by_offset_.find(offset + size);
-        if (behind != by_offset_.end()) {
-            size += behind->second;
-            forget(behind->first, behind->second);
+        auto block = blocks_.find(static_cast<size_t>(static_cast<char *>(address) - start_));
+        if (block == blocks_.end() || is_free(block)) {
+            std::fprintf(stderr, "ssd_fx: the memory of a CPU tensor at %p is freed, and is not in use\n", address);
+            std::abort();
         }
-        auto before = by_offset_.lower_bound(offset);
-        if (before != by_offset_.begin() && (--before)->first + before->second == offset) {
-            size += before->second;
-            offset = before->first;
-            forget(offset, before->second);
+        use(block);
+        count(-static_cast<int64_t>(block->second.nbytes));
+        if (auto behind = std::next(block); behind != blocks_.end() && is_free(behind)) {
+            claim(behind);
+            merge(block, behind);
         }
-        remember(offset, size);
+        if (block != blocks_.begin() && is_free(std::prev(block))) {
+            auto before = std::prev(block);
+            claim(before);
+            merge(before, block);
+            block = before;
+        }
+        put_back(block);
+        tick();
     }
 
-    /* Gives back what no block used in the last `patience` steps, and counts the next step. Returns the bytes. */
-    size_t end_of_step(uint32_t patience) {
+    /* Ends a step: gives back what is idle. */
+    void end_of_step() {
         std::lock_guard<std::mutex> held(lock);
-        size_t given = 0;
-        for (auto [offset, length] : by_offset_) {
-            size_t behind = (offset + length) / CHUNK;
+        int64_t time = now();
+        step_s_ = time - step_began_;
+        step_began_ = time;
+        end_period(PATIENCE);
+    }
+
+    /* The next two are called with the lock held. */
+
+    /* Ends the period if no step has ended for `PERIOD_S` and two steps' time: in inference, say. */
+    void tick() {
+        if (now() - period_began_ >= std::max(PERIOD_S, 2 * step_s_)) end_period(PATIENCE);
+    }
+
+    /* Gives back the free chunks that no block used in the last `patience` periods. The next period begins. */
+    void end_period(uint32_t patience) {
+        for (auto [size, offset] : by_size_) {
+            size_t behind = std::min(offset + size, usable_) / CHUNK;
             for (size_t chunk = round_up(offset, CHUNK) / CHUNK; chunk < behind; chunk++) {
-                if (used_in_[chunk] == NEVER || used_in_[chunk] + patience > step_) continue;
-                if (madvise(start_ + chunk * CHUNK, CHUNK, MADV_DONTNEED)) continue;
-                used_in_[chunk] = NEVER;
-                given += CHUNK;
+                size_t first = chunk;
+                while (chunk < behind && used_in_[chunk] != NEVER && used_in_[chunk] + patience <= period_) chunk++;
+                if (chunk > first) give_back(first, chunk);
             }
         }
-        touched_ -= given;
-        step_++;
-        return given;
+        period_++;
+        period_began_ = now();
     }
 
     int64_t live() { std::lock_guard<std::mutex> held(lock); return live_; }
@@ -130,34 +158,68 @@ class Range {
     std::mutex lock;
 
   private:
-    struct Block { size_t nbytes, size; }; /* as asked for, and in whole pages */
-    static constexpr uint32_t NEVER = 0;   /* a chunk that has no memory */
+    using Places = std::set<std::pair<size_t, size_t>>; /* (size, offset) */
+    struct Block {
+        size_t size;                /* whole pages */
+        size_t nbytes = 0;          /* as asked for */
+        Places::node_type place{};  /* of a used block: its node of `by_size_`, so that to free it takes no memory */
+    };
+    using Blocks = std::map<size_t, Block>; /* by offset; they fill the range */
+    static constexpr uint32_t NEVER = 0;    /* a chunk that has no memory */
 
-    void remember(size_t offset, size_t length) {
-        by_offset_.emplace(offset, length);
-        by_size_.emplace(length, offset);
+    bool is_free(Blocks::iterator block) const { return block->second.place.empty(); }
+
+    void claim(Blocks::iterator block) { block->second.place = by_size_.extract({block->second.size, block->first}); }
+
+    void put_back(Blocks::iterator block) {
+        block->second.place.value() = {block->second.size, block->first};
+        by_size_.insert(std::move(block->second.place));
     }
 
-    void forget(size_t offset, size_t length) {
-        by_size_.erase({length, offset});
-        by_offset_.erase(offset);
+    /* Makes one of two claimed blocks that are neighbours. */
+    void merge(Blocks::iterator first, Blocks::iterator second) {
+        first->second.size += second->second.size;
+        blocks_.erase(second);
+    }
+
+    /* Cuts a free block after `size` bytes. Returns false, and changes nothing, if there is no memory for that. */
+    bool split(Blocks::iterator block, size_t size) {
+        size_t behind = block->first + size, rest = block->second.size - size;
+        try {
+            Places made{{rest, behind}}; /* memory is taken before anything changes */
+            blocks_.emplace_hint(std::next(block), behind, Block{rest});
+            by_size_.merge(made);
+        } catch (const std::bad_alloc &) {
+            return false;
+        }
+        claim(block);
+        block->second.size = size;
+        put_back(block);
+        return true;
     }
 
     /* Makes [0, behind) accessible. */
-    bool grow(size_t behind) {
+    bool make_accessible(size_t behind) {
         if (behind <= usable_) return true;
         size_t wanted = std::min(round_up(behind, GROWTH), end_);
-        if (behind > end_ || mprotect(start_ + usable_, wanted - usable_, PROT_READ | PROT_WRITE)) return false;
+        if (mprotect(start_ + usable_, wanted - usable_, PROT_READ | PROT_WRITE)) return false;
         usable_ = wanted;
         return true;
     }
 
-    /* Notes that a block at `offset` is used in this step. */
-    void use(size_t offset, size_t size) {
-        for (size_t chunk = offset / CHUNK; chunk < round_up(offset + size, CHUNK) / CHUNK; chunk++) {
+    /* Notes that a block is used in this period. */
+    void use(Blocks::iterator block) {
+        size_t behind = round_up(block->first + block->second.size, CHUNK) / CHUNK;
+        for (size_t chunk = block->first / CHUNK; chunk < behind; chunk++) {
             if (used_in_[chunk] == NEVER) touched_ += CHUNK;
-            used_in_[chunk] = step_;
+            used_in_[chunk] = period_;
         }
+    }
+
+    void give_back(size_t chunk, size_t behind) {
+        if (madvise(start_ + chunk * CHUNK, (behind - chunk) * CHUNK, MADV_DONTNEED)) return;
+        touched_ -= (behind - chunk) * CHUNK;
+        std::fill(used_in_.begin() + chunk, used_in_.begin() + behind, NEVER);
     }
 
     void count(int64_t delta) {
@@ -166,14 +228,14 @@ class Range {
     }
 
     char *start_ = nullptr;
-    size_t end_ = 0, usable_ = 0, top_ = 0, touched_ = 0;
+    size_t end_ = 0, usable_ = 0, touched_ = 0;
     int64_t live_ = 0;
-    uint32_t step_ = 1;
+    uint32_t period_ = 1;
+    int64_t period_began_ = 0, step_began_ = 0, step_s_ = 0;
     void (*observer_)(int64_t) = nullptr;
-    std::map<size_t, size_t> by_offset_;          /* free blocks: their length */
-    std::set<std::pair<size_t, size_t>> by_size_; /* the same: (length, offset) */
-    std::unordered_map<size_t, Block> blocks_;    /* used blocks, by offset */
-    std::vector<uint32_t> used_in_;               /* the last step that used each chunk */
+    Blocks blocks_;
+    Places by_size_;                /* the free blocks */
+    std::vector<uint32_t> used_in_; /* the last period that used each chunk */
 };
 
 /* None of these is ever destroyed: tensors may die after the destructors of the process have run. */
@@ -214,29 +276,49 @@ class RangeAllocator final : public c10::Allocator {
 };
 
 void before_fork() { range.lock.lock(); }
-void after_fork() { range.lock.unlock(); }
+void in_parent() { range.lock.unlock(); }
+
+/* The child gives back what is free. So no page of it is copied when the parent writes to it. */
+void in_child() {
+    range.end_period(0);
+    range.lock.unlock();
+}
 
 } // namespace
 
 extern "C" {
 
-/* Makes this the allocator of CPU tensors of `least` bytes or more, with a range of `nbytes` of addresses. 0: cannot. */
+/* Makes this the allocator of CPU tensors of `least` bytes or more, with a range of `nbytes` of addresses. 0: cannot.
+ * A second call changes nothing.
+ */
 int allocator_install(size_t least, size_t nbytes) {
     c10::Allocator *found = c10::GetCPUAllocator();
+    if (other) return found->raw_deleter() == &release;
     if (!found->raw_deleter() || !range.reserve(nbytes)) return 0;
     other = found;
-    pthread_atfork(before_fork, after_fork, after_fork);
+    pthread_atfork(before_fork, in_parent, in_child);
     auto *ours = new RangeAllocator(least);
+    std::atomic_thread_fence(std::memory_order_release); /* other threads read torch's pointer without a lock */
     c10::SetCPUAllocator(ours);
     return c10::GetCPUAllocator() == ours; /* another one may have a higher priority */
 }
 
-/* Gives idle memory back to the kernel: what the last steps did not use or, with `all`, everything idle. */
-size_t allocator_end_of_step(int all) { return range.end_of_step(all ? 0 : PATIENCE); }
+void allocator_end_of_step(void) { range.end_of_step(); }
+
+/* Gives back all that is free. */
+void allocator_trim(void) {
+    std::lock_guard<std::mutex> held(range.lock);
+    range.end_period(0);
+}
+
+/* For a process that takes and frees nothing now: what is idle goes back here. */
+void allocator_tick(void) {
+    std::lock_guard<std::mutex> held(range.lock);
+    range.tick();
+}
 
 int64_t allocator_live_bytes(void) { return range.live(); }
 int64_t allocator_touched_bytes(void) { return range.touched(); }
-int allocator_owns(const void *address) { return range.owns(address); }
 
 /* `observer` is called with the bytes of each block that is taken, and with their negative when it is given back. */
 void allocator_observe(void (*observer)(int64_t)) { range.observe(observer); }

@@ -143,3 +143,4 @@ class Pool:
     def close(self) -> None:
         """Cancels what has not started, waits for what runs, ends the threads."""
         self._library.destroy(self._pool)
+        self._under_way.clear()

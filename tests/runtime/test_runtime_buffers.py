@@ -99,6 +99,22 @@ def test_a_bounce_goes_with_the_end_of_its_transfer(tmp_path, buffers, end):
     engine.close()
 
 
+def test_a_read_that_was_cancelled_does_not_look_complete(tmp_path):
+    """Even if all bytes had come: they were in the buffer, and not in the tensor yet."""
+    engine = posix.PosixEngine(str(tmp_path), allow_tmpfs=True)
+    x, y = noise(70_000)[1:], torch.zeros(70_000, dtype=torch.uint8)[1:]
+    extent = engine.alloc(x.nbytes)
+    finish(engine.write(extent, Memory.of(x)))
+    read = engine.read(extent, Memory.of(y))
+    read.start()
+    while not read.done():
+        time.sleep(0.001)
+    read.cancel()
+    with pytest.raises(OSError, match="was cancelled"):
+        read.wait()
+    engine.close()
+
+
 def test_a_copy_in_memory_keeps_what_it_reads(buffers):
     engine = memory.MemoryEngine()
     x, y = noise(70_000), noise(70_000)

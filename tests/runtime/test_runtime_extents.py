@@ -386,10 +386,31 @@ def test_a_full_drive_is_tried_again(tmp_path, monkeypatch):
     drive.now += 240
     assert drive.takes()
     assert drive.takes()
+    drive.now += 4000
     drive.full = True
     assert not drive.takes()
     drive.now += 30  # the pause is short again
     drive.full = False
+    assert drive.takes()
+    drive.file.close()
+
+
+@pytest.mark.filterwarnings("ignore:ssd_fx keeps activations")
+def test_failures_at_once_are_one(tmp_path, monkeypatch):
+    """Of eight writes under way when the drive fills up."""
+    drive = Drive(tmp_path, monkeypatch)
+    for _ in range(8):
+        drive.file.failed(MIB, OSError(errno.ENOSPC, "failed"))
+    drive.now += 30
+    assert drive.takes()
+    drive.file.close()
+
+
+@pytest.mark.filterwarnings("ignore:ssd_fx keeps activations")
+def test_a_tensor_too_large_for_the_drive_stops_no_other(tmp_path, monkeypatch):
+    drive = Drive(tmp_path, monkeypatch)
+    with pytest.raises(OSError, match="are free beyond the reserve"):
+        drive.file.room(1 << 60)
     assert drive.takes()
     drive.file.close()
 

@@ -13,7 +13,7 @@ import torch
 
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.engines import extents
+from ssd_fx.runtime.engines import extents, memory, posix
 from ssd_fx.runtime.engines.base import Memory, outcome
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import make_engine
@@ -74,6 +74,33 @@ def test_a_failed_write_keeps_the_tensor(failing, operation, code, hand_over):
     assert get_store(config).writer.writing_bytes <= 8 * N
     del handles, h
     assert entries.living() == []
+
+
+@pytest.mark.parametrize("engine", ["posix", "memory"])
+@pytest.mark.parametrize("directories", [1, 2])
+def test_no_memory_for_a_bounce_is_not_the_drives_fault(tmp_path, monkeypatch, engine, directories):
+    """The tensor stays in memory, and the next one is written."""
+    names = [str(tmp_path / str(i)) for i in range(directories)]
+    for name in names:
+        os.mkdir(name)
+    config = config_json(names[0], engine, dirs=names)
+
+    def nothing(nbytes):
+        raise OSError(errno.ENOMEM, f"no memory for a buffer of {nbytes} B")
+
+    x, y = torch.arange(10.0)[1:], torch.arange(10.0)[1:]  # at no page boundary
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "Buffer", nothing)
+        patch.setattr(memory, "Buffer", nothing)
+        with pytest.warns(RuntimeWarning, match="storing slot 0 .* no memory for a buff"):
+            first = store(x, config)
+    second = store(y, config, slot=1)
+    assert lookup(first).state is State.IN_MEMORY
+    settle(second)
+    release(second, y)
+    assert lookup(second).state is State.ON_DISK
+    for handle in (first, second):
+        assert torch.equal(load(handle, x), torch.arange(10.0)[1:])
 
 
 def test_every_write_fails_and_training_goes_on(failing):
@@ -192,6 +219,28 @@ def test_a_read_that_fails_twice_is_tried_a_third_time(failing):
     h = store(x, config)
     settle(h)
     assert torch.equal(load(h, x), x)
+
+
+def test_a_read_that_is_tried_again_finds_no_memory(tmp_path, monkeypatch):
+    """The error names the tensor, and a later load works."""
+    config = config_json(tmp_path)
+    x = torch.arange(10.0)[1:]
+    h = store(x, config, slot=7)
+    settle(h)
+    release(h, x)
+    y = start_load(h, x)
+    descriptor = get_store(config).engine._file.fd
+    size = os.fstat(descriptor).st_size
+    os.truncate(descriptor, 0)
+    y = start_load(h, x)
+
+    def nothing(nbytes):
+        raise OSError(errno.ENOMEM, f"no memory for a buffer of {nbytes} B")
+
+    monkeypatch.setattr(posix, "Buffer", nothing)
+    with pytest.raises(OSError, match=r"slot 7 of graph 'g'.* no memory for a buffer"):
+        wait(y, h)
+    os.truncate(descriptor, size)
 
 
 def test_a_read_that_always_fails(failing):

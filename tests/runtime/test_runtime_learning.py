@@ -157,6 +157,17 @@ def test_a_leaf_is_never_written(tmp_path):
     assert stats().held_bytes == B
 
 
+def test_a_leaf_is_not_copied_at_its_release(tmp_path):
+    """Its owner may change it through `.data`, and PyTorch's backward then computes with the new value."""
+    config = config_json(tmp_path)
+    x = torch.randn(N, requires_grad=True)
+    h = store(x, config)
+    release(h, x, hand_over=False)
+    assert lookup(h).held.untyped_storage()._cdata == x.untyped_storage()._cdata
+    x.data.mul_(2)
+    assert raw(load(h, x)) == raw(x)
+
+
 # --- changed in place -----------------------------------------------------------------------------------------------
 
 
