@@ -132,9 +132,8 @@ os.register_at_fork(after_in_child=CPU_ALLOCATOR.after_fork)
 
 def _left_alone() -> str:
     """Why this process keeps its allocator; empty if it need not."""
-    for name in ("RLIMIT_AS", "RLIMIT_DATA"):  # they count addresses, also those without memory
-        if resource.getrlimit(getattr(resource, name))[0] != resource.RLIM_INFINITY:
-            return f"the process has a limit {name}"
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return "RLIMIT_AS counts reserved addresses"
     # Not `malloc`: its address may be that of an executable which calls it.
     malloc, libc = _file_of("posix_memalign"), _file_of("abort")
     return "" if malloc == libc else f"posix_memalign is that of {malloc}"

@@ -147,6 +147,7 @@ class Range {
                 if (chunk > first) give_back(first, chunk);
             }
         }
+        shrink();
         period_++;
         period_began_ = now();
     }
@@ -205,6 +206,14 @@ class Range {
         if (mprotect(start_ + usable_, wanted - usable_, PROT_READ | PROT_WRITE)) return false;
         usable_ = wanted;
         return true;
+    }
+
+    /* Makes what has no memory at the end inaccessible again: a limit such as RLIMIT_DATA counts what is accessible. */
+    void shrink() {
+        size_t behind = usable_ / CHUNK;
+        while (behind > 0 && used_in_[behind - 1] == NEVER) behind--;
+        size_t wanted = std::min(round_up(behind * CHUNK, GROWTH), usable_);
+        if (wanted < usable_ && !mprotect(start_ + wanted, usable_ - wanted, PROT_NONE)) usable_ = wanted;
     }
 
     /* Notes that a block is used in this period. */

@@ -391,23 +391,35 @@ def test_no_compiler_is_said_aloud(tmp_path: Path) -> None:
     assert "False tensor(1048576.)" in out
 
 
-@pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_a_process_with_a_limit_of_addresses_is_left_alone(name: str) -> None:
-    limit = f"import resource; resource.setrlimit(resource.{name}, (64 << 30, 64 << 30))"
+def test_reserved_addresses_cost_nothing_but_under_a_limit_of_them() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))"
     assert run("print(A.installed)", before=limit).strip() == "False"
+
+
+def test_what_is_given_back_counts_no_more() -> None:
+    """RLIMIT_DATA leaves room for one of the two: first it is a tensor's, then malloc's, then a tensor's again."""
+    out = run(
+        """
+x = torch.ones(256 << 20); del x; A.trim()
+y = bytearray(1 << 30); del y
+x = torch.ones(256 << 20); del x; A.trim()
+print(A.installed, A.touched_bytes)
+""",
+        before="import resource; resource.setrlimit(resource.RLIMIT_DATA, (1792 << 20, 1792 << 20))",
+    )
+    assert out.split() == ["True", "0"]
 
 
 def test_a_limit_of_memory_is_an_error_of_torch() -> None:
     """What the range cannot have, malloc may have; then torch says what it always says."""
     out = run(
         """
-import resource
 x = [torch.ones(1 << 20) for _ in range(8)]
-resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
 try: torch.ones(1 << 30)
 except RuntimeError as e: print(e)
 x.clear(); print(torch.ones(1 << 20).sum())
-"""
+""",
+        before="import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))",
     )
     assert "can't allocate memory: you tried to allocate 4294967296 bytes" in out
     assert "tensor(1048576.)" in out
