@@ -71,10 +71,10 @@ class Comparison:
             return STOCK_IS_WRONG
         if not name and right.kind == ours.kind:
             return STOCK_IS_WRONG
+        if IN_PLACE in ours.kind and IN_PLACE not in stock.kind and stock.hooked:
+            return HOOKED  # also where stock finds another fault later, with gradients accumulated until then
         if all(any(r in o.kind for r in REFUSALS) for o in (stock, ours)):
             return TWO_FAULTS
-        if IN_PLACE in ours.kind and not stock.kind and stock.hooked:
-            return HOOKED
         if STAND_IN in ours.kind:
             return ANOTHER_GRAPH
         return ""
