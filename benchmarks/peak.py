@@ -40,6 +40,11 @@ def environment(preload: str = "") -> dict[str, str]:
     return {"LD_PRELOAD": ":".join(filter(None, libraries))}
 
 
+def is_preloaded() -> bool:
+    """Whether the tracker is in this process."""
+    return hasattr(ctypes.CDLL(None), "memtrack_live")
+
+
 class Peak:
     """`with Peak() as p: ...`, then `p.peak_bytes` and `p.end_bytes`, both relative to the live bytes at entry.
 
@@ -48,7 +53,7 @@ class Peak:
 
     def __init__(self) -> None:
         self._tracker = ctypes.CDLL(None)
-        if not hasattr(self._tracker, "memtrack_live"):
+        if not is_preloaded():
             raise RuntimeError(
                 "memtrack is not preloaded; start the process with peak.environment() in its environment"
             )

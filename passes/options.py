@@ -13,6 +13,7 @@ class PlanOptions:
 
     * `version`: a digest of the package's source.
     * `budget`: bytes (int), a share of the bytes that can be offloaded (float), or "auto".
+    * `slowdown`: the share by which "auto" may lengthen a step.
     * `min_bytes`, `prefetch`: bytes.
     * `machine`: None for typical rates.
     * `runtime_config`: goes into the nodes unread.
@@ -35,3 +36,4 @@ class PlanOptions:
     roots: tuple[str, ...] = ()
     annotations: str = ""
     host_budget: int = 0
+    slowdown: float = 0.0

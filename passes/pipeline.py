@@ -83,6 +83,7 @@ def decisions(
             host_budget=options.host_budget if host_tier else 0,
             resident=0 if host_tier else options.host_budget,
             shared=options.budget if isinstance(options.budget, int) else 0,
+            slowdown=options.slowdown,
             quick=quick,
         ),
     )

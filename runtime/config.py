@@ -26,6 +26,7 @@ class RuntimeConfig:
     `host_budget`: the most that stays in host memory before it moves on to disk.
     `compression`: pairs of a tier ("host", "ssd") and a codec.
     `resident`: the most that stays where it is, unwritten, over all graphs.
+    `resident_at_most`: the same while the graph waits for the drive, if that is more.
     `adapt`: stop writing tensors that somebody else holds anyway, and read earlier what the graph waited for.
     """
 
@@ -39,6 +40,7 @@ class RuntimeConfig:
     host_budget: int = 0
     compression: tuple[tuple[str, str], ...] = ()
     resident: int = 0
+    resident_at_most: int = 0
     adapt: bool = True
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class RuntimeConfig:
             raise ValueError(f"dirs must be absolute, because a process may change its directory: {relative}")
         if self.inflight <= 0:
             raise ValueError(f"inflight must be > 0, not {self.inflight}")
-        for name in ("prefetch", "disk_limit", "host_budget", "resident"):
+        for name in ("prefetch", "disk_limit", "host_budget", "resident", "resident_at_most"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, not {getattr(self, name)}")
         for tier, codec in self.compression:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ssd_fx.runtime.entries import Entry, State
@@ -47,12 +48,13 @@ class Run:
 
 
 class Prefetcher:
-    """Follows the runs, and prefetches up to `window` bytes."""
+    """Follows the runs, and prefetches up to `window` bytes, and `spare` ones if that is not 0."""
 
-    def __init__(self, reader: Reader, habits: Habits, window: int) -> None:
+    def __init__(self, reader: Reader, habits: Habits, window: int, spare: Callable[[], int] = lambda: 0) -> None:
         self._reader = reader
         self._habits = habits
         self._window = window
+        self._spare = spare
         self._current: dict[str, Run] = {}  # the latest run of each graph
         self._runs: dict[int, Run] = {}  # the runs of this step that have something waiting, by number
         self._begun = 0  # runs of this step
@@ -60,6 +62,7 @@ class Prefetcher:
         self._next: dict[_Key, _Key] = {}  # the run that followed each one in the last step
         self._slots: dict[str, dict[int, int]] = {}  # the place of each slot in the last backward of each graph
         self._upcoming: deque[Entry] = deque()  # to be read when the window has room
+        self._read_ahead: Run | None = None  # the run whose entries are all upcoming
 
     def begin(self, graph: str) -> None:
         """Records that a forward of `graph` begins."""
@@ -85,7 +88,11 @@ class Prefetcher:
             self._order.append(run.key)
         run.asked.append(entry.slot)
         self._remove(run, entry)
-        if run.waiting:
+        if run.waiting and self._spare() and run.graph in self._slots:
+            if self._read_ahead is not run:
+                self._read_ahead = run
+                self._upcoming = deque(self._in_order(run))
+        elif run.waiting:
             self._upcoming.extend(self._late_ones(run, entry.slot))
         else:
             self._slots[run.graph] = {slot: place for place, slot in enumerate(run.asked)}
@@ -120,7 +127,7 @@ class Prefetcher:
         outstanding = self._reader.outstanding_bytes
         if self._window and not outstanding:
             return True
-        return outstanding + entry.moved_bytes <= self._window
+        return outstanding + entry.moved_bytes <= self._window + self._spare()
 
     def _forget_old(self) -> None:
         """Forgets the oldest run if very many began after it: a step ends only when nothing waits.

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ssd_fx.runtime import entries, trace
@@ -21,6 +22,7 @@ from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
+from ssd_fx.runtime.room import Room
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer
 
@@ -32,16 +34,19 @@ class Store:
 
     def __init__(self, config: RuntimeConfig) -> None:
         self.engine, room = registry.make_tiers(config)
+        self.room = Room(room, config.resident_at_most if config.adapt else 0, self._free_bytes)
+        self._device = torch.device("cpu")  # of the tensor that was stored last
         self.habits = Habits(config.adapt)
-        self.writer = Writer(self.engine, config, self.habits, room)
+        self.writer = Writer(self.engine, config, self.habits, self.room)
         self.reader = Reader(self.engine, self.writer)
-        self.prefetcher = Prefetcher(self.reader, self.habits, config.prefetch)
+        self.prefetcher = Prefetcher(self.reader, self.habits, config.prefetch, self._spare)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
     def begin(self, graph: str) -> None:
         """A forward of `graph` begins."""
         GUARD.drain()
         with GUARD.lock:
+            self.room.forward()
             self.prefetcher.begin(graph)
 
     def store(
@@ -63,6 +68,7 @@ class Store:
         base.check_device(self.engine, x.device)
         seen = TensorMeta(tuple(x.shape), x.stride(), x.dtype)
         layout = dense_form(x)
+        self._device = x.device
         nbytes = math.prod(layout.size) * x.itemsize if x.numel() else 0
         entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding)
         entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
@@ -72,6 +78,8 @@ class Store:
             c = counters(graph)
             c.stores += 1
             c.stall_s += stall
+            self.room.stored(nbytes)
+            self.room.waited(stall)
             c.forward(seq)
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.value)
 
@@ -102,7 +110,9 @@ class Store:
                 _put_aside(entry)
             c = counters(entry.graph)
             if write:
-                c.stall_s += now() - started
+                stall = now() - started
+                c.stall_s += stall
+                self.room.waited(stall)
             c.forward(seq)
             self._record("release", entry, seq, started, entry.state.value)
 
@@ -132,6 +142,7 @@ class Store:
             self._judge(entry)
             load = self.reader.begin(entry, asked, seq, consume=consume, relies_on=relies_on)
             self.reader.start(load)
+            self.room.loads()
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
             c = counters(entry.graph)
@@ -154,6 +165,8 @@ class Store:
             stall = now() - started
             if load:
                 self.reader.done(entry, load)
+                if load.read:
+                    self.room.waited(stall)
                 if load.read and not entry.strict:
                     self.habits.waited(entry.graph, entry.slot, stall)
                 self.prefetcher.advance()
@@ -194,6 +207,13 @@ class Store:
     def close(self) -> None:
         """Joins the threads and closes the files. Takes up to a second per GiB of files."""
         self.engine.close()
+
+    def _free_bytes(self) -> int:
+        return tensors.free_bytes(self._device)
+
+    def _spare(self) -> int:
+        """The bytes that may be read ahead, because tensors that were resident have left them."""
+        return max(0, self.room.more - self.writer.resident_bytes)
 
     def _judge(self, entry: Entry) -> None:
         """Learns, once per entry, whether writing it freed memory, or would have freed memory if it was not written."""

@@ -23,6 +23,7 @@ from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Extent, Memory
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import alias, drop_storage, is_trained_leaf, versioned_alias
+from ssd_fx.runtime.room import Room
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` stops behind this many unfinished ones
@@ -33,8 +34,7 @@ now = time.perf_counter
 class Writer:
     """Decides when a tensor is written, and holds it until its write is done."""
 
-    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits, room: int) -> None:
-        """`room`: the bytes that may be resident."""
+    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits, room: Room) -> None:
         self._engine = engine
         self._habits = habits
         self._room = room
@@ -147,8 +147,8 @@ class Writer:
             entry.storage = None
             counters(entry.graph).held_bytes += entry.nbytes
             return
-        entry.early = entry.binding or self._outstanding.add(entry) > self._room
-        if self._room and self._host_codec and not entry.early:
+        entry.early = entry.binding or self._outstanding.add(entry) > self._room.nbytes
+        if self._room.nbytes and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         nbytes = entry.moved_bytes
         self._resident[entry] = None
@@ -159,7 +159,7 @@ class Writer:
     def _due(self) -> Entry | None:
         """The resident entry that should be written next, or None."""
         oldest = None if self._ended else next(iter(self._resident), None)
-        return oldest if oldest and (oldest.early or self.resident_bytes > self._room) else None
+        return oldest if oldest and (oldest.early or self.resident_bytes > self._room.nbytes) else None
 
     def _start_due(self) -> None:
         while entry := self._due():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -22,7 +23,7 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive, parse_ranks
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS, RuntimeConfig
-from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive
+from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive, parse_share
 
 _PREFIX = "SSD_FX_"
 
@@ -41,8 +42,10 @@ class Config:
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
         memory is an error that names the least possible size. 0 is never an error, and offloads everything that can be
         offloaded. A share (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part.
-        `"auto"` is the least share whose step is predicted to take at most 1% longer than with everything kept. That
-        counts waiting, recomputing, and what our nodes and the transfers take from the cores.
+        `"auto"` is the least share whose step is predicted to be slower by `slowdown` at most. If the drive turns out
+        to be slower than predicted, more stays in memory from then on.
+    slowdown (a share): How much longer a step may be with `budget="auto"` than with everything kept: `0.05`, `"5%"`.
+        That counts waiting, recomputing, and what our nodes and the transfers take from the cores.
     recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
     min_bytes (a size): Smaller tensors stay in memory, unless `ssd_fx.offload(x)` marks them.
     engine (a name): `"posix"` is direct file I/O. `"kvikio"` is GPUDirect Storage or an error; `"kvikio-forced"` also
@@ -64,7 +67,7 @@ class Config:
         of ReLU. `"fp8"` and `"int8"` are lossy. A name alone is for the drive. `{"host": "bitpack", "ssd": "fp8"}`,
         or `host=bitpack,ssd=fp8` in the environment, names one codec per tier.
     adapt (a flag): Learn from the steps that ran. Stop writing a tensor that the program holds anyway, and read
-        earlier what was waited for.
+        earlier what was waited for. With `budget="auto"`, keep more in memory while the drive is slow.
     cpu_allocator (a flag): On the CPU, take the memory of all tensors of the process from 64 KiB on from ssd_fx's own
         allocator, from the first compilation on. It gives idle memory back to the system; malloc keeps most of it. A
         process that preloads its own malloc, such as jemalloc, is left alone.
@@ -85,6 +88,7 @@ class Config:
 
     dirs: tuple[str, ...] = ()
     budget: int | float | str = 0
+    slowdown: float = 0.01
     recompute: bool = True
     min_bytes: int = 1 << 20
     engine: str = RuntimeConfig.engine
@@ -190,6 +194,8 @@ class Config:
             "prefetch": self.prefetch,
             "resident": self.budget if isinstance(self.budget, int) else 0,
         }
+        if self.budget == "auto":
+            needed["resident_at_most"] = sys.maxsize
         return json.dumps(needed, sort_keys=True, separators=(",", ":"))
 
 
@@ -316,6 +322,7 @@ def _parse_ranks(name: str, value: object) -> Ranks:
 _PARSERS: dict[str, Any] = {
     "dirs": _parse_dirs,
     "budget": parse_budget,
+    "slowdown": parse_share,
     "recompute": _parse_flag,
     "min_bytes": parse_bytes,
     "engine": _parse_engine,

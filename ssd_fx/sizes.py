@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -43,6 +44,23 @@ def parse_positive(name: str, value: object) -> int:
     if not nbytes:
         raise ValueError(f"option {name}={value!r} lets nothing be written; right would be e.g. '128MiB'")
     return nbytes
+
+
+def parse_share(name: str, value: object) -> float:
+    """A share such as 0.05 or "5%".
+
+    Raises:
+        ValueError: something else, or less than 0.
+    """
+    text = str(value).strip()
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+    try:
+        share = float(percent[1]) / 100 if percent else float(text)
+    except ValueError:
+        share = -1.0
+    if isinstance(value, bool) or not 0.0 <= share < math.inf:
+        raise ValueError(f"option {name}={value!r} is not a share; right would be e.g. 0.05 or '5%'")
+    return share
 
 
 def parse_budget(name: str, value: object) -> int | float | str:

@@ -53,7 +53,7 @@ BAD = [
     ({"machine": {"flop": 1}}, r"is no machine \(a machine has no 'flop'; right would be any of flops, memory_bw"),
     ({"machine": {"flops": "fast"}}, r"is no machine \(flops='fast' is no rate; right would be a number > 0"),
     ({"profile": "step.json"}, r"no option 'profile'\. The options are: dirs, budget"),
-    ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, recompute, min_bytes"),
+    ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, slowdown"),
     ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, budget"),
 ]
 

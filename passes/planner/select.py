@@ -24,7 +24,6 @@ from ssd_fx.passes.planner.step import Modelled, model
 
 Budget = int | float | str | Limits
 AUTO = "auto"
-AUTO_COST = 0.01  # so much longer than with everything kept a step may take
 AUTO_SHARES = 64  # the share is one of so many
 LISTED = 3  # groups that an error names
 
@@ -40,6 +39,7 @@ def select(
     host_budget: int = 0,
     resident: int = 0,
     shared: int = 0,
+    slowdown: float = 0.0,
     quick: bool = False,
 ) -> Plan:
     """Fill `plan.decisions`, `plan.points` and `plan.forecast`.
@@ -47,9 +47,9 @@ def select(
     `budget`: a share (float from 0 to 1): that much of the bytes that can be offloaded may stay, and memory stays as
     far below its peak with everything kept (`docs/planner.md`); bytes (int): everything that can be offloaded is, and
     so many bytes may be in memory beyond what the fastest drive would leave; `"auto"`: the least share whose step is
-    predicted to take at most 1% longer than with everything kept. Groups under `min_bytes` and those with an obstacle
-    are kept. Those with a price may be recomputed. Marks come before all that; a group that only prefers to be
-    offloaded is, unless everything may stay.
+    predicted to be longer by a share of `slowdown` at most than with everything kept. Groups under `min_bytes` and
+    those with an obstacle are kept. Those with a price may be recomputed. Marks come before all that; a group that only
+    prefers to be offloaded is, unless everything may stay.
     `host_budget`: bytes that may go to host memory instead of the drive. `resident`, `shared`: bytes that the runtime
     keeps resident, of this device's host memory and of the latest tensors of all graphs; they are noted for the dump.
     `quick`: see `solve`.
@@ -61,7 +61,7 @@ def select(
         _check_room(plan, budget, min_bytes)
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
     modelled = _with_host(model(partition, plan, allowed), plan, host_budget)
-    solution, at = solve_for(modelled.step, budget, machine, prefetch, quick)
+    solution, at = solve_for(modelled.step, budget, machine, prefetch, quick, slowdown)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
@@ -183,11 +183,16 @@ def _forecast(plan: Plan, modelled: Modelled, solution: Solution, at: Limits, re
 
 
 def solve_for(
-    step: Step, budget: Budget, machine: Machine, prefetch: float = math.inf, quick: bool = False
+    step: Step,
+    budget: Budget,
+    machine: Machine,
+    prefetch: float = math.inf,
+    quick: bool = False,
+    slowdown: float = 0.0,
 ) -> tuple[Solution, Limits]:
     """The solution for a budget as the options give it, and the limits that follow from it."""
     if budget == AUTO:
-        return _auto(step, machine, prefetch, quick)
+        return _auto(step, machine, prefetch, quick, slowdown)
     at = budget if isinstance(budget, Limits) else limits(step, budget)
     return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=quick), at
 
@@ -201,7 +206,7 @@ def limits(step: Step, budget: int | float | str) -> Limits:
     return Limits(least + int(budget), 0)
 
 
-def _auto(step: Step, machine: Machine, prefetch: float, quick: bool) -> tuple[Solution, Limits]:
+def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: float) -> tuple[Solution, Limits]:
     """The least share whose step costs little: by bisection with the quick search, since less memory rarely costs less.
     From there the search is as `quick` says: downwards while plans are cheap, or upwards until one is.
     """
@@ -209,7 +214,7 @@ def _auto(step: Step, machine: Machine, prefetch: float, quick: bool) -> tuple[S
     def searched(share: int, quick: bool = quick) -> tuple[Solution, Limits]:
         return solve_for(step, share / AUTO_SHARES, machine, prefetch, quick)
 
-    allowed = (1 + AUTO_COST) * searched(AUTO_SHARES, quick=True)[0].outcome.seconds
+    allowed = (1 + slowdown) * searched(AUTO_SHARES, quick=True)[0].outcome.seconds
 
     def is_cheap(found: tuple[Solution, Limits]) -> bool:
         return found[0].outcome.seconds <= allowed

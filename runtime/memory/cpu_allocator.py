@@ -134,9 +134,9 @@ def _left_alone() -> str:
     """Why this process keeps its allocator; empty if it need not."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return "RLIMIT_AS counts reserved addresses"
-    # Not `malloc`: its address may be that of an executable which calls it.
-    malloc, libc = _file_of("posix_memalign"), _file_of("abort")
-    return "" if malloc == libc else f"posix_memalign is that of {malloc}"
+    # Not `malloc`: its address may be that of an executable which calls it. Every other malloc has this function too.
+    malloc, libc = _file_of("malloc_usable_size"), _file_of("abort")
+    return "" if malloc == libc else f"malloc is that of {malloc}"
 
 
 class _Info(ctypes.Structure):

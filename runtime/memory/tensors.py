@@ -7,6 +7,7 @@ here keeps an address longer than the tensor lives.
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +23,18 @@ def empty(layout: TensorMeta, device: torch.device) -> Tensor:
     if queued:
         return queued.empty(size, stride, dtype, device)
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """The memory of a device that nobody uses; 0 if that cannot be told."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:

@@ -8,12 +8,12 @@ import math
 from collections.abc import Iterator
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner import select
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.place import everything, floor
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solution import fits
 
+SLOWDOWN = 0.01
 TINY = ((2, 3), (5, 6))  # items and operators, few enough to try every plan
 
 
@@ -59,7 +59,7 @@ def least_that_is_cheap(step: Step, machine: Machine) -> float:
     shares = [1.0]
     for plan in itertools.product(*options):
         outcome = simulate(step, [c for c, _ in plan], {i: t for i, (_, t) in enumerate(plan) if t}, machine)
-        if outcome.seconds <= (1 + select.AUTO_COST) * all_kept_s(step, machine):
+        if outcome.seconds <= (1 + SLOWDOWN) * all_kept_s(step, machine):
             kept = sum(item.nbytes for item, (c, _) in zip(step.items, plan, strict=True) if c is Choice.KEEP)
             shares.append(max((outcome.peak - least) / max(most - least, 1), kept / movable))
     return min(shares)

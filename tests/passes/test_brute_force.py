@@ -8,7 +8,7 @@ import pytest
 
 from ssd_fx.passes.planner import select
 from ssd_fx.passes.planner.solve import solve
-from tests.passes.brute_force import TINY, all_kept_s, best_of_all, least_that_is_cheap
+from tests.passes.brute_force import SLOWDOWN, TINY, all_kept_s, best_of_all, least_that_is_cheap
 from tests.passes.instances import limits, random_instance
 
 
@@ -33,7 +33,7 @@ def test_auto_is_the_least_share_that_costs_little(seed: int) -> None:
     """To a 64th. 13 needs all kept."""
     tiny = random_instance(seed, *TINY)
     best = least_that_is_cheap(tiny.step, tiny.machine)
-    solution, at = select.solve_for(tiny.step, "auto", tiny.machine)
+    solution, at = select.solve_for(tiny.step, "auto", tiny.machine, slowdown=SLOWDOWN)
     assert at.kept is not None
     assert at.kept / sum(item.nbytes for item in tiny.step.items) == math.ceil(64 * best) / 64
-    assert solution.outcome.seconds <= (1 + select.AUTO_COST) * all_kept_s(tiny.step, tiny.machine)
+    assert solution.outcome.seconds <= (1 + SLOWDOWN) * all_kept_s(tiny.step, tiny.machine)

@@ -1,0 +1,184 @@
+"""A drive that gets slower while a model trains, and fast again: how long steps wait, and what rests in memory.
+
+    python benchmarks/slow_drive.py --dir DIR [--plot FILE.svg]
+
+The drive is that of DIR, held to `--rate`, each way on its own. From step `--slow-from` to `--fast-from` it has a
+quarter of that. The budget is "auto", with a `slowdown` that lets everything go to the drive. So what rests in memory
+is what the runtime decides while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import peak  # a neighbour of this file
+import svg  # a neighbour of this file
+from training import Model, Task, train  # a neighbour of this file
+
+from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
+from ssd_fx.runtime.engines.posix import PosixEngine
+from ssd_fx.runtime.engines.registry import ENGINES
+from ssd_fx.runtime.store import _stores
+
+MIB = 1 << 20
+
+
+class Lane:
+    """One transfer after the other, at `rate` bytes per second."""
+
+    rate = 1e9
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def ends(self, nbytes: int) -> float:
+        """When a transfer ends that is queued now."""
+        self._free_at = max(self._free_at, time.perf_counter()) + nbytes / Lane.rate
+        return self._free_at
+
+
+class Held:
+    """A transfer that ends no sooner than its lane says."""
+
+    def __init__(self, inner: Completion, ends: Callable[[], float]) -> None:
+        self._inner, self._queue, self._ends = inner, ends, 0.0
+
+    def start(self) -> None:
+        self._ends = self._queue()
+        self._inner.start()
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self._ends and self._inner.done()
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._ends - time.perf_counter()))
+        self._inner.wait()
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def span(self) -> tuple[float, float]:
+        return self._inner.span()
+
+
+class HeldDrive:
+    """Direct file I/O, no faster than `Lane.rate`."""
+
+    name = "held"
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner, self._writes, self._reads = inner, Lane(), Lane()
+        self.devices = inner.devices
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._inner.disk_bytes
+
+    def alloc(self, nbytes: int, tier: str = "") -> Extent:
+        return self._inner.alloc(nbytes, tier)
+
+    def free(self, extent: Extent) -> None:
+        self._inner.free(extent)
+
+    def write(self, extent: Extent, memory: Memory) -> Completion:
+        return Held(self._inner.write(extent, memory), lambda: self._writes.ends(memory.nbytes))
+
+    def read(self, extent: Extent, memory: Memory) -> Completion:
+        return Held(self._inner.read(extent, memory), lambda: self._reads.ends(memory.nbytes))
+
+    def failed(self, extent: Extent, error: OSError) -> None:
+        self._inner.failed(extent, error)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def make(config: RuntimeConfig) -> Engine:
+    return HeldDrive(PosixEngine(config.dirs[0], checksums=config.checksums))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step: its seconds, those that it waited, the bytes offloaded, and how many of them may rest in memory."""
+
+    step: int
+    seconds: float
+    waited_s: float
+    offloaded_bytes: int
+    room_bytes: int
+    peak_bytes: int
+
+    @property
+    def waited(self) -> float:
+        return 100 * self.waited_s / self.seconds
+
+    @property
+    def rests(self) -> float:
+        return 100 * min(1.0, self.room_bytes / max(self.offloaded_bytes, 1))
+
+
+def steps(flags: argparse.Namespace) -> Iterator[Seen]:
+    ENGINES[HeldDrive.name] = make
+    options = {"engine": HeldDrive.name, "dirs": [flags.dir], "budget": "auto", "slowdown": 10.0, "min_bytes": 65536}
+    rates = {"write_bw": flags.rate * 1e9, "read_bw": flags.rate * 1e9}
+    task = Task(Model.of(flags), "ssd_fx", options=options | {"machine": rates})
+    for number, step in enumerate(islice(train(task), flags.steps)):
+        (store,) = _stores.values()
+        waited = step.write_stall_s + step.read_stall_s
+        yield Seen(number, step.graph_s, waited, step.offloaded_bytes, store.room.nbytes, step.peak_bytes)
+        slow = flags.slow_from <= number + 1 < flags.fast_from
+        Lane.rate = flags.rate * 1e9 / (4 if slow else 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", required=True, help="a directory on the drive")
+    parser.add_argument("--rate", type=float, default=1.0, help="GB/s of the drive, each way (%(default)s)")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--slow-from", type=int, default=20)
+    parser.add_argument("--fast-from", type=int, default=60)
+    parser.add_argument("--plot", help="where the picture goes, an SVG file")
+    for name, default in (("layers", 6), ("width", 256), ("heads", 4), ("batch", 8), ("seq", 256), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.set_defaults(dropout=0.0, amp=False, lr=3e-4)
+    flags = parser.parse_args()
+    if not peak.is_preloaded():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | peak.environment())
+    Lane.rate = flags.rate * 1e9
+    print(f"{'step':>5}{'s':>8}{'waited':>9}{'may rest, MiB':>15}{'of MiB':>9}{'peak, MiB':>11}")
+    seen = []
+    for one in steps(flags):
+        seen.append(one)
+        rests = f"{one.room_bytes / MIB:15.1f}{one.offloaded_bytes / MIB:9.1f}{one.peak_bytes / MIB:11.1f}"
+        print(f"{one.step:5}{one.seconds:8.3f}{one.waited:8.1f}%{rests}", flush=True)
+    if flags.plot:
+        Path(flags.plot).write_text(picture(seen[2:], flags))
+
+
+def picture(seen: list[Seen], flags: argparse.Namespace) -> str:
+    def line(value: Callable[[Seen], float]) -> list[svg.Point]:
+        return [svg.Point(one.step, value(one), value(one), value(one)) for one in seen]
+
+    highest = max(one.peak_bytes for one in seen)
+    return svg.plot(
+        {
+            "waiting, % of time": line(lambda one: one.waited),
+            "may rest, % of bytes": line(lambda one: one.rests),
+            "peak, % of highest": line(lambda one: 100 * one.peak_bytes / highest),
+        },
+        title=f"A drive of {flags.rate:g} GB/s, a quarter of it from step {flags.slow_from} to {flags.fast_from}",
+        x="step",
+        y="%",
+    )
+
+
+if __name__ == "__main__":
+    main()

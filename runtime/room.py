@@ -1,0 +1,119 @@
+"""How many bytes may be resident: what the budget allows, and more while the graph waits for the drive.
+
+A plan is made for predicted rates. A drive that is slower, or busy with others' work, makes the graph wait. Then more
+tensors rest in memory, as many bytes as the drive could not move in time. While the graph does not wait, fewer bytes
+are tried now and then. Nothing is compiled again. Source: the adaptive offloading of SSDTrain (arXiv 2408.10013).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+
+from ssd_fx.runtime.habits import STALL_S
+
+_log = logging.getLogger("ssd_fx")
+
+WAITS = 0.01  # a step whose share of waiting is higher waits; two in a row are no accident
+WARM = 2  # steps that are not judged: code is compiled and files grow
+PATIENCE, LONGEST = 4, 32  # steps without waiting before fewer bytes are tried, twice as many after a trial failed
+FIRST = 8  # the first trial gives up 1/FIRST of what is above `least`, each further one twice as much
+MIB = 1 << 20
+
+
+class Room:
+    """From `least` to `most` bytes. `free_bytes`: the memory that is free now, of which half may be taken.
+
+    All methods run under the lock of `entries`.
+    """
+
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        free_bytes: Callable[[], int] = lambda: sys.maxsize,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.least = least
+        self.nbytes = least
+        self._most = max(least, most)
+        self._free_bytes = free_bytes
+        self._clock = clock
+        self._steps = 0
+        self._began = 0.0
+        self._loads = False
+        self._stored = 0
+        self._waited_s = 0.0
+        self._share = 0.0  # of waiting in the step before
+        self._quiet = 0  # steps in a row that did not wait
+        self._patience = PATIENCE
+        self._part = FIRST
+        self._enough = least  # bytes with which no step waited; in a trial more than `nbytes`
+
+    @property
+    def more(self) -> int:
+        """The bytes above what the budget allows."""
+        return self.nbytes - self.least
+
+    def stored(self, nbytes: int) -> None:
+        """Counts a tensor that is stored."""
+        self._stored += nbytes
+
+    def waited(self, seconds: float) -> None:
+        """Counts time in which the graph waited for a transfer."""
+        if seconds > STALL_S:
+            self._waited_s += seconds
+
+    def loads(self) -> None:
+        """A backward loads a tensor."""
+        self._loads = True
+
+    def forward(self) -> None:
+        """A forward begins. The first one after a load begins a step, and the last step is judged."""
+        if self._steps and not self._loads:
+            return
+        now = self._clock()
+        if self._steps > WARM and self._most > self.least:
+            self._judge(self._waited_s / max(now - self._began, 1e-9))
+        self._steps += 1
+        self._began = now
+        self._loads = False
+        self._stored = 0
+        self._waited_s = 0.0
+
+    def _judge(self, share: float) -> None:
+        """Changes the room after a step that waited for `share` of its time."""
+        self._share, before = share, self._share
+        if share <= WAITS:
+            self._quiet += 1
+            on_trial = self.nbytes < self._enough
+            if self.more and self._quiet >= (PATIENCE if on_trial else self._patience):
+                self._try_less()
+            return
+        self._quiet = 0
+        if before <= WAITS:
+            return
+        if self.nbytes < self._enough:  # a trial failed
+            wanted = self._enough
+            self._patience = min(2 * self._patience, LONGEST)
+        else:
+            wanted = self.nbytes + min(math.ceil(min(share, before) * self._stored), self._free_bytes() // 2)
+        self._part = FIRST
+        self._enough = min(wanted, self._most)
+        self._change(self._enough, f"the last two steps waited {min(share, before):.0%} of their time")
+
+    def _try_less(self) -> None:
+        if self.nbytes < self._enough:  # the last trial did well
+            self._patience = PATIENCE
+            self._part = max(1, self._part // 2)
+        self._quiet = 0
+        self._enough = self.nbytes
+        self._change(self.nbytes - max(self.more // self._part, min(self.more, MIB)), "no step waited")
+
+    def _change(self, nbytes: int, why: str) -> None:
+        if nbytes != self.nbytes:
+            self.nbytes = nbytes
+            _log.info("%s: %.1f MiB more than planned may now stay in memory", why, self.more / MIB)
