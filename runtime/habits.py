@@ -14,6 +14,7 @@ _log = logging.getLogger("ssd_fx")
 
 WASTES = 2  # steps in a row
 STALLS = 2  # waits in a row
+PLAIN = 64  # stores until a codec that could not make a tensor smaller is tried again
 STALL_S = 1e-3  # a shorter wait is the price of a system call, not of a late read
 
 
@@ -24,8 +25,15 @@ class Habit:
     wasted: int = 0  # steps in a row in which it was written in vain
     stalled: int = 0  # waits in a row that were stalls
     keep: bool = False  # do not write it
-    plain: set[str] = field(default_factory=set)  # the codecs that cannot make it smaller
+    plain: dict[str, int] = field(default_factory=dict)  # codecs that could not make it smaller: stores without them
     error: float | None = None  # the relative error of its lossy encoding, None until it was measured
+
+    def is_plain(self, codec: str) -> bool:
+        """Whether this store does without a codec, because an earlier tensor of the slot became no smaller by it."""
+        left = self.plain.pop(codec, 0)
+        if left > 1:
+            self.plain[codec] = left - 1
+        return left > 0
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
-from ssd_fx.runtime.habits import Habits
+from ssd_fx.runtime.habits import PLAIN, Habits
 from ssd_fx.runtime.layout import alias, drop_storage, is_trained_leaf, versioned_alias
 from ssd_fx.runtime.room import Room
 from ssd_fx.runtime.stats import counters
@@ -222,7 +222,7 @@ class Writer:
 
     def _encode(self, entry: Entry, name: str) -> None:
         habit = self._habits.of(entry.graph, entry.slot)
-        if name in habit.plain:
+        if habit.is_plain(name):
             return
         x = entry.held
         assert x is not None, "a resident entry holds its tensor"
@@ -232,7 +232,7 @@ class Writer:
         made = codec.encode(name, x)
         if made is None:
             if not lossy:  # a lossy codec refuses infinities, which the next tensor of the slot may not have
-                habit.plain.add(name)
+                habit.plain[name] = PLAIN
             return
         payload, encoded = made
         c = counters(entry.graph)
