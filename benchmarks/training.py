@@ -176,7 +176,7 @@ def _offloading(task: Task, since: float) -> dict[str, Any]:
     from ssd_fx.runtime import trace
 
     found = Step.figures(train_gpt.stats())
-    waited = sum(event[5] - event[4] for event in trace.events() if event[0] == "wait" and event[4] >= since)
+    waited = sum(e.ended - e.started for e in trace.events() if e.kind == "wait" and e.started >= since)
     read = min(waited, found["stall_s"])
     return found | {"read_stall_s": read, "write_stall_s": found["stall_s"] - read}
 

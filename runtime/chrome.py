@@ -34,7 +34,7 @@ def export(path: str | os.PathLike[str], profile: str | os.PathLike[str] | None 
         merged = _read(profile)
         base_ns = merged["baseTimeNanoseconds"]
     rows = [("ops", event) for event in trace.events()]
-    rows += [(f"ops on {event[7]}", event) for event in device_trace.events()]
+    rows += [(f"ops on {event.where}", event) for event in device_trace.events()]
     merged["traceEvents"] += _chrome(rows, base_ns)
     Path(path).write_text(json.dumps(merged))
     return len(rows)
@@ -62,7 +62,8 @@ def _chrome(events: list[tuple[str, trace.Event]], base_ns: int) -> list[dict[st
     rows: dict[str, int] = {}
     free_at: dict[str, float] = {}
     made = []
-    for ops, (kind, graph, slot, seq, started, ended, nbytes, where, engine) in sorted(events, key=lambda e: e[1][4]):
+    for ops, event in sorted(events, key=lambda each: each[1].started):
+        kind, graph, slot, seq, started, ended, nbytes, where, engine = event
         row = _free_row(kind, started, free_at) if kind in _TRANSFERS else ops
         free_at[row] = ended
         rows.setdefault(row, _FIRST_ROW + len(rows))

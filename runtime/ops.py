@@ -55,7 +55,7 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
             CPU_ALLOCATOR.forward()
             get_store(config).begin(graph)  # raises for unusable directories before anything is computed
         counters(graph).begin(saved_bytes, offloaded_bytes)
-    trace.record(("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
+    trace.record(trace.Event("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
 
 
 def _store(

@@ -230,7 +230,8 @@ class Store:
             self.habits.kept(entry.graph, entry.slot, is_alone(entry.held))
 
     def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str) -> None:
-        trace.record((kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, self.engine.name))
+        engine = self.engine.name
+        trace.record(trace.Event(kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, engine))
 
 
 def _find(entry: Entry, x: Tensor) -> Load:

@@ -1,19 +1,28 @@
-"""The last events of the runtime, as tuples.
-
-    (kind, graph, slot, seq, started, ended, nbytes, where, engine)
-
-`kind`: "begin", "store", "release", "load" or "wait" for an op, "write" or "read" for a finished transfer.
-`started`, `ended`: seconds of time.perf_counter. An op's are those of the host; `device_trace` has the device's.
-`where`: the place of the bytes ("memory", "disk", "none", "lost"), or how a transfer ended ("ok", "failed",
-"cancelled").
-`engine`: its name, empty for "begin".
-
-An append costs about 0.2 us.
-"""
+"""The last events of the runtime. An append costs about 1 us."""
 
 from collections import deque
+from typing import NamedTuple
 
-Event = tuple[str, str, int, int, float, float, int, str, str]
+
+class Event(NamedTuple):
+    """An op, or a transfer that ended.
+
+    `kind`: "begin", "store", "release", "load" or "wait" for an op, "write" or "read" for a transfer.
+    `started`, `ended`: seconds of time.perf_counter. An op's are those of the host; `device_trace` has the device's.
+    `where`: the place of the bytes ("memory", "disk", "none", "lost"), or how a transfer ended ("ok", "failed",
+    "cancelled"). `engine`: its name, empty for "begin".
+    """
+
+    kind: str
+    graph: str
+    slot: int
+    seq: int
+    started: float
+    ended: float
+    nbytes: int
+    where: str
+    engine: str
+
 
 LENGTH = 65536
 _events: deque[Event] = deque(maxlen=LENGTH)
@@ -26,7 +35,7 @@ def transfer(
 ) -> None:
     """Records a transfer, unless it was cancelled before it began."""
     if span[1]:  # else it has no times
-        record((kind, graph, slot, seq, *span, nbytes, how, engine))
+        record(Event(kind, graph, slot, seq, *span, nbytes, how, engine))
 
 
 def events() -> list[Event]:

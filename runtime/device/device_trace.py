@@ -69,7 +69,7 @@ class Node:
         """The node with the device's times, once it has fired."""
         began = self._anchor.when(self._began)
         ended = self._anchor.when(self._ended)
-        return (*self._named, began, ended, 0, str(self._device), "")
+        return trace.Event(*self._named, began, ended, 0, str(self._device), "")
 
 
 _UNTIMED = nullcontext()  # for a device without streams, or a run that is not sampled

@@ -117,4 +117,5 @@ def descriptors() -> dict[str, str]:
 def fill_the_trace() -> None:
     """The ring of events at its full size, 26 MB, so that it grows no more while memory is watched."""
     for number in range(trace.LENGTH):
-        trace.record(("store", "full", number, number, time.perf_counter(), time.perf_counter(), 1 << 20, "disk"))
+        at = time.perf_counter()
+        trace.record(trace.Event("store", "full", number, number, at, at, 1 << 20, "disk", "posix"))

@@ -59,7 +59,7 @@ def test_gradients_are_those_without_compiled_autograd(tmp_path: Path) -> None:
 def test_loads_are_not_moved_to_their_uses(tmp_path: Path) -> None:
     """Inductor sorts inference graphs for locality, which would put every load right before its wait."""
     run(whole_step, tmp_path)
-    planned = [e[3] for e in trace.events() if e[0] in ("load", "wait")]
+    planned = [e.seq for e in trace.events() if e.kind in ("load", "wait")]
     half = len(planned) // 2
     assert planned == 2 * list(range(half))
 

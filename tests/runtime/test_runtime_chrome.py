@@ -44,7 +44,7 @@ def test_every_event_with_its_times_and_place(config, tmp_path):
 
 def test_transfers_that_overlap_have_rows_of_their_own(tmp_path):
     for slot, (started, ended) in enumerate([(0.0, 2.0), (1.0, 3.0), (2.5, 4.0)]):
-        trace.record(("write", "g", slot, slot, started, ended, 8, "ok", "posix"))
+        trace.record(trace.Event("write", "g", slot, slot, started, ended, 8, "ok", "posix"))
     chrome.export(tmp_path / "trace.json")
     rows = [e["tid"] for e in complete(tmp_path / "trace.json")]
     assert rows[0] == rows[2] != rows[1]

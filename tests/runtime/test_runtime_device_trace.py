@@ -89,7 +89,7 @@ def test_every_node_is_timed_in_so_many_runs(gpu):
     handles = [store(x, MEMORY) for _ in range(2 * runs)]  # all of the first half, and the first of the second
     for h in handles:
         load(h, x, consume=False)
-    kinds = [kind for kind, *_ in device_trace.events()]
+    kinds = [e.kind for e in device_trace.events()]
     assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(("store", "load", "wait"), runs + 1)
 
 
@@ -110,7 +110,7 @@ def test_a_node_that_fails_is_not_timed(gpu):
     with pytest.raises(RuntimeError, match="no load of it returned"):
         wait(torch.zeros(1), h)
     wait(y, h)
-    assert [kind for kind, *_ in device_trace.events()] == ["store", "load", "wait"]
+    assert [e.kind for e in device_trace.events()] == ["store", "load", "wait"]
 
 
 def test_a_tensor_of_the_host_is_timed_by_its_graph_s_device(gpu, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_tensor_of_the_host_is_timed_by_its_graph_s_device(gpu, monkeypatch):
         device_trace._devices["g"] = GPU
         with device_trace.node("store", "g", 1, 1, torch.device("cpu")):
             pass
-        assert [(kind, slot) for kind, _, slot, *_ in device_trace.events()] == [("store", 0), ("store", 1)]
+        assert [(e.kind, e.slot) for e in device_trace.events()] == [("store", 0), ("store", 1)]
     del handle
 
 
@@ -144,7 +144,7 @@ def test_transfers_that_are_looked_at_late_do_not_overlap(gpu):
     for h in handles:
         settle(h)
     store(x, MEMORY, slot=9, seq=9)  # any op sees that the writes are done
-    writes = [(started, ended) for kind, _, _, _, started, ended, *_ in trace.events() if kind == "write"]
+    writes = [(e.started, e.ended) for e in trace.events() if e.kind == "write"]
     assert len(writes) == 3
     assert [ended - started for started, ended in writes] == pytest.approx([1.5e-3] * 3, abs=1e-6)
     assert all(b[0] >= a[1] - 1e-9 for a, b in pairwise(writes))
@@ -158,7 +158,7 @@ def test_nodes_may_be_read_long_after_they_ran(gpu, monkeypatch):
         gpu.finish()
         gpu.ms = 1e3 * second
         store(x, MEMORY, seq=second)
-    found = {seq: started for _, _, _, seq, started, *_ in device_trace.events()}
+    found = {e.seq: e.started for e in device_trace.events()}
     assert found == pytest.approx({second: second for second in range(0, 200, 2)}, abs=2e-2)
 
 
@@ -199,7 +199,7 @@ def test_a_transfer_that_never_began_is_not_in_the_trace(gpu, monkeypatch):
     monkeypatch.setattr(Queued, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         store(x, MEMORY)
-    assert [e for e in trace.events() if e[0] == "write"] == []
+    assert [e for e in trace.events() if e.kind == "write"] == []
 
 
 def interrupted(transfer):

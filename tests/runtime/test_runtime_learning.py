@@ -304,7 +304,7 @@ def test_the_trace_names_the_engine(tmp_path):
     config = config_json(tmp_path)
     x = torch.randn(N)
     load(store(x, config), x)
-    assert {event[8] for event in trace.events()} == {"posix"}
+    assert {event.engine for event in trace.events()} == {"posix"}
 
 
 def test_an_entry_larger_than_the_window_is_read_alone(tmp_path):

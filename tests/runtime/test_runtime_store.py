@@ -534,7 +534,7 @@ def test_trace(config):
     y = start_load(h, x, seq=6)
     wait(y, h, seq=7)
     events = trace.events()
-    assert [(e[0], e[2], e[3], e[6], e[7]) for e in events] == [
+    assert [(e.kind, e.slot, e.seq, e.nbytes, e.where) for e in events] == [
         ("begin", -1, -1, 5, "none"),
         ("store", 3, 4, 4 * N, "disk"),
         ("write", 3, 4, 4 * N, "ok"),
@@ -543,7 +543,7 @@ def test_trace(config):
         ("read", 3, 6, 4 * N, "ok"),
         ("wait", 3, 7, 4 * N, "disk"),
     ]
-    assert all(e[1] == "g" and e[4] <= e[5] for e in events)
-    times = {e[0]: e for e in events}
-    assert times["store"][4] <= times["write"][4] <= times["release"][5]  # one clock
+    assert all(e.graph == "g" and e.started <= e.ended for e in events)
+    times = {e.kind: e for e in events}
+    assert times["store"].started <= times["write"].started <= times["release"].ended  # one clock
     assert raw(y) == raw(x)
