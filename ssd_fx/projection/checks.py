@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+MOST = 10**9  # of anything that is counted; far beyond, products are no floats any more
+
 
 def whole(name: str, value: int, least: int = 1) -> None:
     """Raises:
-    ValueError: `value` is below `least`.
+    ValueError: `value` is below `least` or above `MOST`.
     """
     if value < least:
         raise ValueError(f"{name}={value} is too small; right would be a whole number from {least} on")
+    if value > MOST:
+        raise ValueError(f"{name}={value} is too large; right would be at most {MOST}")
 
 
 def positive(name: str, value: float, unit: str) -> None:

@@ -41,7 +41,7 @@ def read(paths: Sequence[str], step_s: float | None = None) -> Compiled:
         ValueError: a file is no plan, offloads nothing, or predicts no time while none is given.
     """
     plans = [_plan(path) for path in paths]
-    predicted = [float(plan.get("predicted", {}).get("step_s", 0.0)) for plan in plans]
+    predicted = [plan["predicted"].get("step_s", 0.0) for plan in plans]
     if step_s is None and not all(predicted):
         raise ValueError(f"--of {' '.join(paths)} predicts no time of a step; right would be to add --step-ms")
     layers = _layers(plans)
@@ -62,12 +62,12 @@ def read(paths: Sequence[str], step_s: float | None = None) -> Compiled:
 def _plan(path: str) -> dict[str, Any]:
     try:
         plan = json.loads(Path(path).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        plan = None
-    keys = {"graph", "saved_bytes", "offloaded_bytes", "groups"}
-    if not isinstance(plan, dict) or not keys <= plan.keys():
-        raise ValueError(f"--of {path} is no plan; right would be a *.plan.json that the option dump has written")
-    return plan
+        used = {name: plan[name] for name in ("graph", "saved_bytes", "offloaded_bytes", "predicted")}
+        names = ("module", "decision", "stored_nbytes")
+        return used | {"groups": [{name: group[name] for name in names} for group in plan["groups"]]}
+    except (ValueError, KeyError, TypeError):  # not JSON, or of something else
+        right = "right would be a *.plan.json that the option dump has written"
+        raise ValueError(f"--of {path} is no plan; {right}") from None
 
 
 def _layers(plans: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -99,6 +99,9 @@ def test_a_compiled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             "",
             "--layers, --width, --heads, --sequence missing; right would be a number for each, or --model with a",
         ),
+        ("--model megatron-18b --width 1" + 400 * "0", "width=1"),
+        ("--model megatron-18b --batch 9999999999", "batch=9999999999 is too large; right would be at most 1000000000"),
+        ("--of {tmp}/groupless.json", "--of {tmp}/groupless.json is no plan; right would be"),
         ("--model gpt5", "model='gpt5' is unknown; right would be one of ssdtrain-8192"),
         ("--machine x --model megatron-1t", "machine='x' is unknown; right would be one of a100-40g"),
         ("--drive x --model megatron-1t", "drive='x' is unknown; right would be one of samsung-980-pro-1tb"),
@@ -120,7 +123,12 @@ def test_a_compiled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 )
 def test_bad_input(flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "no.json").write_text("[]")
-    for name, changed in {"a": {}, "timeless": {"predicted": {}}, "kept": {"offloaded_bytes": 0}}.items():
+    for name, changed in {
+        "a": {},
+        "timeless": {"predicted": {}},
+        "kept": {"offloaded_bytes": 0},
+        "groupless": {"groups": [3]},
+    }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(PLAN | changed))
     assert cli.main(["project", *flags.format(tmp=tmp_path).split()]) == 2
     out, err = capsys.readouterr()
