@@ -1,6 +1,8 @@
 """Counts of what the runtime did since the last reset: for each graph, and summed for the process."""
 
 import dataclasses
+import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from ssd_fx.runtime.engines import registry
@@ -52,13 +54,27 @@ class Stats(GraphStats):
     """The sums over all graphs, and the state of the process. `steps` is that of the graph with the most.
 
     `disk_bytes`: the size of the files.
+    `written_bytes_s`: the present speed, over up to `PACE_STEPS` steps; 0 before the third step.
+    `drive_tbw`: rated endurance of the drives in 10^12 bytes, this rank's share of the option; 0 if it is not known.
     `compiled_graphs`: how often the backend was called; a reset does not change it.
     `graphs`: each graph that ran, by its name.
     """
 
     disk_bytes: int = 0
+    written_bytes_s: float = 0.0
+    drive_tbw: float = 0.0
     compiled_graphs: int = 0
     graphs: dict[str, GraphStats] = field(default_factory=dict)
+
+    @property
+    def written_tb_per_day(self) -> float:
+        """10^12 bytes a day at the present speed, day and night."""
+        return self.written_bytes_s * 86400 / 1e12
+
+    @property
+    def drive_life_days(self) -> float:
+        """Days until the rated endurance of new drives is written at the present speed; 0 if that is not known."""
+        return self.drive_tbw / self.written_tb_per_day if self.written_bytes_s else 0.0
 
     def __str__(self) -> str:
         """A table of the bytes per step, or the likely reason if nothing ran.
@@ -75,7 +91,16 @@ class Stats(GraphStats):
             nbytes = getattr(self, f"{name}_bytes") / steps
             if nbytes or name in _ALWAYS:
                 rows.append(f"{name:14}{_mib(nbytes)}   {meaning}")
-        return "\n".join([f"{head}; bytes per step:", *rows, foot])
+        return "\n".join([f"{head}; bytes per step:", *rows, foot, *self._wear()])
+
+    def _wear(self) -> list[str]:
+        """A line about the life of the drives, once the speed is known and something is on disk."""
+        if not self.written_bytes_s or not self.disk_bytes:
+            return []
+        life = "the option drive_tbw says how long drives last"
+        if self.drive_tbw:
+            life = f"new drives rated for {self.drive_tbw:g} TB last {self.drive_life_days:.3g} days"
+        return [f"at this speed {self.written_tb_per_day:.3g} TB are written in a day; {life}"]
 
     def _nothing_ran(self) -> str:
         if self.compiled_graphs:
@@ -156,6 +181,7 @@ class Counters:
             self.backward_seq = -1
         self._count(seq > self.backward_seq)
         self.backward_seq = seq
+        _pace.turn()
 
     def _count(self, in_order: bool) -> None:
         self.nodes += 1
@@ -164,17 +190,52 @@ class Counters:
 
     def begin(self, saved_bytes: int, offloaded_bytes: int) -> None:
         """Counts a forward that starts."""
+        _pace.begin(time.perf_counter())
         self.steps += 1
         self.saved_bytes += saved_bytes
         self.offloaded_bytes += offloaded_bytes
         self.forward_seq = -1
 
 
+PACE_STEPS = 16
+
+
+class _Pace:
+    """Bytes written by the process, against the clock, at the starts of steps.
+
+    A step starts with the first forward behind a backward: a step of many graphs, or of one graph many times, is one.
+    The first start is left out, because its step compiles.
+    """
+
+    def __init__(self) -> None:
+        self.starts: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS + 1)
+        self._turned = False
+
+    def turn(self) -> None:
+        """A node of a backward ran."""
+        self._turned = True
+
+    def begin(self, now_s: float) -> None:
+        """A forward starts."""
+        if self._turned:
+            self._turned = False
+            self.starts.append((now_s, sum(c.written_bytes for c in dict(_graphs).values())))
+
+    def bytes_s(self) -> float:
+        """Over the steps between the starts; 0 for fewer than two."""
+        if len(self.starts) < 2:
+            return 0.0
+        (first_s, before), (last_s, after) = self.starts[0], self.starts[-1]
+        return (after - before) / (last_s - first_s)
+
+
 _SUMMED = [
     f.name for f in dataclasses.fields(GraphStats) if f.name not in ("steps", "encoding_error", "in_planned_order")
 ]
 _graphs: dict[str, Counters] = {}
+_pace = _Pace()
 _compiled = 0
+_drive_tbw = 0.0
 
 
 def counters(graph: str) -> Counters:
@@ -189,6 +250,12 @@ def compiled() -> None:
     _compiled += 1
 
 
+def rated(drive_tbw: float) -> None:
+    """Takes the rated endurance of the drives, in 10^12 bytes; 0 changes nothing."""
+    global _drive_tbw
+    _drive_tbw = drive_tbw or _drive_tbw
+
+
 def stats() -> Stats:
     """A snapshot of all counts. Takes no lock, so a signal handler may call it."""
     graphs = dict(_graphs)
@@ -201,6 +268,8 @@ def stats() -> Stats:
         encoding_error=max((c.encoding_error for c in graphs.values()), default=0.0),
         in_planned_order=ordered / nodes if nodes else 1.0,
         disk_bytes=registry.disk_bytes(),
+        written_bytes_s=_pace.bytes_s(),
+        drive_tbw=_drive_tbw,
         compiled_graphs=_compiled,
         graphs={name: _snapshot(c) for name, c in graphs.items()},
     )
@@ -208,7 +277,9 @@ def stats() -> Stats:
 
 def reset_stats() -> None:
     """Sets all counts to zero."""
+    global _pace
     _graphs.clear()
+    _pace = _Pace()
 
 
 def _snapshot(c: Counters) -> GraphStats:

@@ -87,6 +87,7 @@ def compile_graph(
     eager = config.inner == "aot_eager"
     compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode)
     stats.compiled()
+    stats.rated(config.own_drive_tbw)
     graphs.uses(innermost_fn(compiled), config.runtime_json())
     return compiled
 

@@ -3,6 +3,7 @@
 ssd-fx check /mnt/nvme     whether the directory is fit for activations, and how fast the runtime writes and reads
 ssd-fx calibrate /mnt/nvme measure the rates that plans are made for, and keep them in the cache directory
 ssd-fx info                versions, the device, whether GPUDirect Storage is real, and the default options
+ssd-fx project --model megatron-18b   bytes, rates, life and cost of drives for a model, by formulas
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -24,6 +26,7 @@ import ssd_fx
 from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import described
+from ssd_fx.projection import command as projection
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.preflight import check_directory
@@ -49,15 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage, which is long."""
+        self.exit(2, f"ssd-fx: {message}; {self.prog} --help has all words\n")
+
+
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="ssd-fx", description="Activations on NVMe: what this machine offers.")
+    parser = _Parser(prog="ssd-fx", description="Activations on NVMe: what this machine offers, and what they need.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="write and read activations in a directory and print the rates")
     check.add_argument("directory")
     measure = commands.add_parser("calibrate", help="measure the machine and a directory for the planner")
     measure.add_argument("directory")
     commands.add_parser("info", help="versions, device, GPUDirect Storage, default options")
+    projection.add(commands)
     flags = parser.parse_args(argv)
+    if flags.command == "project":
+        return projection.run(flags)  # of no options of this environment
     try:
         Config.make()
     except ValueError as error:

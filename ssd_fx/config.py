@@ -32,8 +32,8 @@ _PREFIX = "SSD_FX_"
 class Config:
     """The options of one `torch.compile` call.
 
-    `dirs`, `disk_limit`, `host_budget` and the bandwidths of `machine` belong to the node. Its ranks share them. All
-    other options belong to one process.
+    `dirs`, `disk_limit`, `drive_tbw`, `host_budget` and the bandwidths of `machine` belong to the node. Its ranks share
+    them. All other options belong to one process.
 
     dirs (a directory or a list of them; in the environment separated by `:`): Directories on the drives. A large
         tensor is striped over all of them; a small one goes to the least busy drive. Default: the system's temporary
@@ -60,6 +60,9 @@ class Config:
     checksums (a flag): Compute a checksum of every block that is written, and compare it when the block is read.
     disk_limit (a size): The most bytes that the file in one directory may have, for each set of options. Default: no
         limit but the free space.
+    drive_tbw (a number of TB): What the drives of `dirs` are rated to be written in all, summed over them: 1200 for two
+        drives of 600 TBW. Only `ssd_fx.stats()` uses it, to say how long new drives would last at the present speed.
+        It is not read from the drives, because SMART needs root and does not have the rating. Default: not known.
     host_budget (a size): Bytes of offloaded tensors that may be in host memory instead of on disk. On a GPU the plan
         chooses the tensors. On the CPU this is the same memory as that of `budget`. Tensors on their way from there to
         the drive take up to `inflight` bytes more.
@@ -99,6 +102,7 @@ class Config:
     allow_tmpfs: bool = RuntimeConfig.allow_tmpfs
     checksums: bool = RuntimeConfig.checksums
     disk_limit: int = RuntimeConfig.disk_limit
+    drive_tbw: float = 0.0
     host_budget: int = RuntimeConfig.host_budget
     compression: tuple[tuple[str, str], ...] = RuntimeConfig.compression
     adapt: bool = RuntimeConfig.adapt
@@ -154,6 +158,11 @@ class Config:
         if not self.disk_limit:
             return 0
         return max(1, self.disk_limit // in_a_directory(self.dirs, self.ranks))
+
+    @property
+    def own_drive_tbw(self) -> float:
+        """This rank's share of what the drives are rated for, in TB; 0 if that is not known."""
+        return self.drive_tbw / self.ranks.count
 
     @property
     def own_dump(self) -> str:
@@ -291,6 +300,17 @@ def _parse_flag(name: str, value: object) -> bool:
     raise ValueError(f"option {name}={value!r} is neither true nor false")
 
 
+def _parse_tbw(name: str, value: object) -> float:
+    """A number of TB, 0 for not known."""
+    try:
+        tbw = -1.0 if isinstance(value, bool) else float(value)  # type: ignore[arg-type] # a TypeError is caught
+    except (TypeError, ValueError):
+        tbw = -1.0
+    if not 0 <= tbw < float("inf"):
+        raise ValueError(f"option {name}={value!r} is no number of TB; right would be e.g. 600, or 0 if not known")
+    return tbw
+
+
 def _parse_machine(name: str, value: object) -> str:
     """`"auto"`, `"default"`, or rates, which may be a mapping or JSON, as canonical JSON."""
     if value in ("auto", "default"):
@@ -333,6 +353,7 @@ _PARSERS: dict[str, Any] = {
     "allow_tmpfs": _parse_flag,
     "checksums": _parse_flag,
     "disk_limit": parse_bytes,
+    "drive_tbw": _parse_tbw,
     "host_budget": parse_bytes,
     "compression": _parse_compression,
     "adapt": _parse_flag,

@@ -86,6 +86,7 @@ def test_ranks_in_one_directory_share_its_limit(monkeypatch: pytest.MonkeyPatch,
     assert Config.make({"dirs": [tmp_path], "disk_limit": 700}).own_disk_limit == 233
     assert Config.make({"dirs": [tmp_path], "disk_limit": 2}).own_disk_limit == 1  # 0 would be no limit
     assert Config.make({"dirs": [tmp_path]}).own_disk_limit == 0
+    assert Config.make({"dirs": [tmp_path], "drive_tbw": 1200}).own_drive_tbw == 400
 
 
 def test_a_process_of_its_own_has_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

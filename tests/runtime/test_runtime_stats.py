@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from ssd_fx.runtime import stats
 from ssd_fx.runtime.stats import GraphStats, Stats
 
@@ -32,6 +34,51 @@ def test_what_happened_in_a_step() -> None:
         "wasted              0.25 MiB   written in vain: somebody else held the tensor",
         "on disk at the moment: 0.25 MiB",
     ]
+
+
+def test_the_life_of_the_drives() -> None:
+    found = Stats(steps=3, disk_bytes=MIB, written_bytes_s=1e9, graphs={"ab12": GraphStats(steps=3)})
+    assert found.written_tb_per_day == pytest.approx(86.4)
+    assert str(found).endswith(
+        "at this speed 86.4 TB are written in a day; the option drive_tbw says how long drives last"
+    )
+    rated = dataclasses.replace(found, drive_tbw=1200)
+    assert rated.drive_life_days == pytest.approx(1200 / 86.4)
+    assert str(rated).endswith("86.4 TB are written in a day; new drives rated for 1200 TB last 13.9 days")
+
+
+@pytest.mark.parametrize("quiet", [Stats(graphs={"a": GraphStats()}, written_bytes_s=1e9), Stats(disk_bytes=MIB)])
+def test_nothing_is_said_of_drives_without_a_drive_or_a_speed(quiet: Stats) -> None:
+    assert "in a day" not in str(quiet)
+    assert (Stats(drive_tbw=600).drive_life_days, Stats().written_tb_per_day) == (0, 0)
+
+
+def test_the_present_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three forwards of one graph, then their backwards, are one step. The first compiles, and the last 16 count."""
+    now = [100.0]
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: now[0])
+    counters = stats.counters("a")
+
+    def step(seconds: float, written: int) -> None:
+        for _ in range(3):
+            counters.begin(1, 1)
+            now[0] += seconds / 4
+        counters.written_bytes += written
+        for seq in range(3):
+            counters.backward(seq)
+        now[0] += seconds / 4
+
+    step(1000.0, 10)
+    step(2.0, 10)
+    assert stats.stats().written_bytes_s == 0
+    step(2.0, 30)
+    assert stats.stats().written_bytes_s == 5
+    for _ in range(16):
+        step(4.0, 100)
+    counters.begin(1, 1)
+    assert stats.stats().written_bytes_s == 25
+    stats.reset_stats()
+    assert stats.stats().written_bytes_s == 0
 
 
 def test_nothing_ran() -> None:

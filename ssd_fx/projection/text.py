@@ -1,0 +1,151 @@
+"""A projection as text: one row for each thing that one wants to know."""
+
+from __future__ import annotations
+
+from ssd_fx.projection.compiled import Compiled
+from ssd_fx.projection.endurance import PAPER_RETENTION, PAPER_WAF, Endurance, endurance
+from ssd_fx.projection.memory import LAYERS_IN_MEMORY
+from ssd_fx.projection.project import Projection
+from ssd_fx.projection.scenario import Drives, Scenario
+from ssd_fx.projection.traffic import Traffic
+from ssd_fx.sizes import format_bytes
+
+Rows = list[tuple[str, str]]
+
+
+def of_scenario(found: Projection) -> str:
+    """The text of a projection."""
+    scenario = found.scenario
+    rows = [*_inputs(found), ("drives", _drives(scenario.drives)), *_activations(found)]
+    rows += [*_rates(found.traffic, scenario.drives), *_memory(found)]
+    rows += _life(found.endurance, scenario.drives, found.share)
+    return _aligned([*rows, *_cost(found)])
+
+
+def of_compiled(found: Compiled, drives: Drives) -> str:
+    """The text about a compiled model."""
+    step = "predicted by the plan for the machine that made it" if found.step_is_predicted else "as given"
+    rows = [
+        ("graphs", ", ".join(found.graphs)),
+        ("drives", _drives(drives)),
+        ("activations", f"{format_bytes(found.offloaded_bytes)} of {format_bytes(found.saved_bytes)} are offloaded"),
+        ("layers", f"{found.layers}, of at most {format_bytes(found.layer_bytes)}"),
+        ("step", f"{_seconds(found.step_s)}, {step}; the forward is taken as a third of it"),
+    ]
+    life = endurance(found.traffic, drives)
+    price = [("cost", f"{_dollars(life.drives_usd)} of drives; {_wear(life)}")] if life.drives_usd else []
+    return _aligned([*rows, *_rates(found.traffic, drives), *_life(life, drives, found.traffic.share(drives)), *price])
+
+
+def _inputs(found: Projection) -> Rows:
+    scenario = found.scenario
+    model, split = scenario.model, scenario.parallelism
+    size = f"{found.parameters / 1e9:.4g} B parameters, {model.layers} layers, width {model.width}, {model.heads} heads"
+    extra = [f"{model.kv_heads} of them for keys and values"] if model.kv_heads else []
+    extra += ["gated MLP"] if model.gated else []
+    parallel = f"TP {split.tp}, PP {split.pp}, DP {split.dp}"
+    parallel += ", sequence parallel" if split.sp else ""
+    parallel += f", ZeRO {split.zero}" if split.zero else ""
+    return [
+        ("model", ", ".join([size, *extra, f"sequence {model.sequence}, {model.dtype}"])),
+        ("GPU", f"{scenario.device.name} at {scenario.tflops:.4g} TFLOP/s; {parallel}; micro-batch {scenario.batch}"),
+    ]
+
+
+def _drives(drives: Drives) -> str:
+    rates = f"{drives.write_bytes_s / 1e9:.3g} GB/s written, {drives.read_bytes_s / 1e9:.3g} read"
+    return f"{drives.count} x {drives.drive.name} per GPU: {rates}, {drives.rated_bytes / 1e12:.6g} TB rated"
+
+
+def _activations(found: Projection) -> Rows:
+    layers = found.scenario.layers_per_gpu
+    each = f"{format_bytes(found.layer_bytes)} ({found.layer_bytes_per_sbh:.3g} bytes per s*b*h)"
+    rows = [("per layer", each)]
+    if found.outside_bytes:
+        rows.append(("outside", f"{format_bytes(found.outside_bytes)}: last norm, head, logits"))
+    total = f"{format_bytes(found.traffic.nbytes)} written for a micro-batch, {layers} layers"
+    return [*rows, ("per GPU", total + (" and the head" if found.outside_bytes else ""))]
+
+
+def _rates(traffic: Traffic, drives: Drives) -> Rows:
+    times = f"forward {_seconds(traffic.forward_s)}, forward and backward {_seconds(traffic.step_s)}"
+    half, forward = traffic.write_bytes_s / 1e9, traffic.forward_write_bytes_s / 1e9
+    return [
+        ("time", times),
+        ("write rate", f"{half:.3g} GB/s within half the step (the paper's measure), {forward:.3g} within the forward"),
+        ("read rate", f"{traffic.read_bytes_s / 1e9:.3g} GB/s within the backward"),
+        ("verdict", _verdict(traffic, drives)),
+    ]
+
+
+def _verdict(traffic: Traffic, drives: Drives) -> str:
+    share = traffic.share(drives)
+    if share < 1:
+        return f"the drives are too slow: they keep up with {share:.2g} of the activations; the rest must stay"
+    if traffic.hides(drives) == "forward":
+        return "the writes hide behind the forward"
+    return "the writes hide within half the step, but not behind the forward alone"
+
+
+def _memory(found: Projection) -> Rows:
+    memory, room = found.memory, found.scenario.device.memory_gib * 2**30
+    state = f"{format_bytes(memory.state_bytes)} of {format_bytes(room)} for weights, gradients and {_optimizer(found)}"
+    kept, offloaded = memory.largest_batch_kept, memory.largest_batch_offloaded
+    space = f"{LAYERS_IN_MEMORY} layers in memory, {memory.largest_drive_bytes / 1e12:.3g} TB on the drives"
+    largest = f"at most {offloaded} offloaded ({space}), {kept} with all kept"
+    if not offloaded:
+        largest = "not even 1 fits"
+    return [("memory", state), ("micro-batch", largest)]
+
+
+def _optimizer(found: Projection) -> str:
+    return {"sgd": "SGD", "adam": "Adam"}[found.scenario.optimizer]
+
+
+def _life(life: Endurance, drives: Drives, share: float) -> Rows:
+    factors = f"{_days(life.paper_waf_days)} with WAF {PAPER_WAF:g}, {_days(life.paper_days)} with retention"
+    written = f"{life.bytes_per_day / 1e12:.4g} TB per GPU and day, if it trains day and night"
+    return [
+        ("written", f"{written}; {share:.2g} of the activations" if share < 1 else written),
+        ("drive life", f"{_days(life.rated_days)} by rated TBW ({drives.count} x {drives.drive.tbw:g} TB)"),
+        ("", f"{factors} {PAPER_RETENTION:g} too:"),
+        ("", "these are the reference paper's assumptions, which no vendor guarantees"),
+    ]
+
+
+def _cost(found: Projection) -> Rows:
+    scenario, life = found.scenario, found.endurance
+    if not life.drives_usd:
+        return [("cost", "not known; --price is US dollars for one drive")]
+    share = f", {life.drives_usd / scenario.device.price_usd:.1%} of it" if scenario.device.price_usd else ""
+    everything = life.drives_usd * scenario.parallelism.gpus
+    own = f"{_dollars(life.drives_usd)} of drives per GPU{share}; {_dollars(everything)} for {_gpus(scenario)}"
+    return [("cost", f"{own}; {_wear(life)}")]
+
+
+def _gpus(scenario: Scenario) -> str:
+    count = scenario.parallelism.gpus
+    return f"{count} GPU{'s' if count > 1 else ''}"
+
+
+def _wear(life: Endurance) -> str:
+    return f"wear by rated TBW {_dollars(life.wear_usd_per_day)} per GPU and day"
+
+
+def _dollars(amount: float) -> str:
+    return f"${amount:,.0f}" if amount >= 10 else f"${amount:.2f}"
+
+
+def _days(days: float) -> str:
+    if days >= 365:
+        return f"{days / 365:.3g} years"
+    return f"{days:.3g} days" if days >= 1 else f"{days * 24:.3g} hours"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _aligned(rows: Rows) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in rows)

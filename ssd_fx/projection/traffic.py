@@ -1,0 +1,56 @@
+"""Rates of writing and reading that a step needs, and how far drives meet them. docs/projection.md, section 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ssd_fx.projection.checks import positive
+from ssd_fx.projection.scenario import Drives
+
+Hides = Literal["forward", "half", "no"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What one GPU writes in the step of one micro-batch, and reads again.
+
+    nbytes: activations. forward_s, step_s: seconds of the forward, and of forward and backward.
+    """
+
+    nbytes: float
+    forward_s: float
+    step_s: float
+
+    def __post_init__(self) -> None:
+        positive("activations", self.nbytes, "bytes")
+        positive("step_s", self.step_s, "seconds")
+
+    @property
+    def write_bytes_s(self) -> float:
+        """To write all within half the step, as the paper counts (arXiv 2408.10013)."""
+        return self.nbytes / (self.step_s / 2)
+
+    @property
+    def forward_write_bytes_s(self) -> float:
+        """To write all within the forward."""
+        return self.nbytes / self.forward_s
+
+    @property
+    def read_bytes_s(self) -> float:
+        """To read all within the backward."""
+        return self.nbytes / (self.step_s - self.forward_s)
+
+    @property
+    def bytes_per_day(self) -> float:
+        return self.nbytes / self.step_s * 86400
+
+    def hides(self, drives: Drives) -> Hides:
+        """Where the writes hide: within the forward, within half the step, or not at all."""
+        if drives.write_bytes_s >= self.forward_write_bytes_s:
+            return "forward"
+        return "half" if drives.write_bytes_s >= self.write_bytes_s else "no"
+
+    def share(self, drives: Drives) -> float:
+        """The part of the activations that drives take within half the step, and give back within the backward."""
+        return min(1.0, drives.write_bytes_s / self.write_bytes_s, drives.read_bytes_s / self.read_bytes_s)

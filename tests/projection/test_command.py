@@ -1,0 +1,162 @@
+"""`ssd-fx project`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssd_fx import cli
+
+PLAN: dict[str, Any] = {
+    "graph": "ab12",
+    "saved_bytes": 1000,
+    "offloaded_bytes": 900,
+    "predicted": {"step_s": 2.0},
+    "groups": [
+        {"module": "blocks.0.mlp", "decision": "offload", "stored_nbytes": 300},
+        {"module": "blocks.1.mlp", "decision": "offload ssd", "stored_nbytes": 500},
+        {"module": "blocks.1.mlp", "decision": "keep", "stored_nbytes": 100},
+        {"module": "norm", "decision": "offload", "stored_nbytes": 100},
+    ],
+}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert cli.main(["project", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_preset_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "--model", "ssdtrain-12288").splitlines()
+    rows = {line[:11].strip(): line[13:] for line in lines}
+    assert rows["write rate"].startswith("12.8 GB/s within half the step (the paper's measure)")
+    assert rows["drive life"].endswith("by rated TBW (4 x 600 TB)")
+    rated = next(i for i, line in enumerate(lines) if line.startswith("drive life"))
+    assert "with WAF 2.5" in lines[rated + 1]
+    assert lines[rated + 2].strip() == "these are the reference paper's assumptions, which no vendor guarantees"
+    assert rows["cost"].startswith("$360 of drives per GPU, 3.6% of it; $720 for 2 GPUs")
+
+
+def test_single_values_go_over_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--drives", "3", "--tbw", "1000", "--price", "70", "--tp", "4", "--batch", "1", "--tflops", "99")
+    found = json.loads(printed(capsys, "--model", "ssdtrain-8192", *flags, "--json"))["scenario"]
+    assert found["drives"]["count"] == 3
+    assert (found["drives"]["drive"]["tbw"], found["drives"]["drive"]["price_usd"]) == (1000, 70)
+    assert (found["parallelism"]["tp"], found["batch"], found["tflops"]) == (4, 1, 99)
+
+
+def test_a_model_by_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = (
+        "--layers",
+        "2",
+        "--width",
+        "64",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--sequence",
+        "32",
+        "--vocabulary",
+        "9",
+    )
+    found = json.loads(printed(capsys, *shape, "--gated", "--no-dropout", "--machine", "h100-u2", "--json"))
+    assert found["outside_bytes"] == 32 * 2 * (2 * 64 + 9)
+    assert found["layer_bytes"] == 32 * 2 * (4 * 64 + 2 * 64 + 2 * 32 + 3 * 256)
+    assert found["scenario"]["tflops"] == pytest.approx(0.4 * 989.4)
+
+
+def test_another_gpu_does_not_have_the_rate_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    def rate(*flags: str) -> float:
+        return float(json.loads(printed(capsys, "--model", "megatron-18b", *flags, "--json"))["scenario"]["tflops"])
+
+    assert rate() == 135
+    assert rate("--machine", "h100-e1s") == pytest.approx(0.4 * 989.4)
+    assert rate("--utilisation", "0.5") == 156
+    assert rate("--peak-tflops", "1000") == 400
+
+
+def test_a_compiled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.plan.json").write_text(json.dumps(PLAN))
+    path = str(tmp_path / "a.plan.json")
+    found = json.loads(printed(capsys, "--of", path, "--json"))
+    assert (found["compiled"]["layers"], found["compiled"]["layer_bytes"]) == (2, 500)
+    assert found["needed"]["write_bytes_s"] == 900
+    twice = json.loads(printed(capsys, "--of", path, path, "--step-ms", "500", "--json"))
+    assert twice["needed"]["write_bytes_s"] == 1800 / 0.25
+    assert "predicted by the plan for the machine that made it" in printed(capsys, "--of", path)
+    assert "500 ms, as given" in printed(capsys, "--of", path, "--step-ms", "500")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "",
+            "--layers, --width, --heads, --sequence missing; right would be a number for each, or --model with a",
+        ),
+        ("--model megatron-18b --width 1" + 400 * "0", "width=1"),
+        ("--model megatron-18b --batch 9999999999", "batch=9999999999 is too large; right would be at most 1000000000"),
+        ("--of {tmp}/groupless.json", "--of {tmp}/groupless.json is no plan; right would be"),
+        ("--model gpt5", "model='gpt5' is unknown; right would be one of ssdtrain-8192"),
+        ("--machine x --model megatron-1t", "machine='x' is unknown; right would be one of a100-40g"),
+        ("--drive x --model megatron-1t", "drive='x' is unknown; right would be one of samsung-980-pro-1tb"),
+        ("--model megatron-18b --layers -3", "layers=-3 is too small; right would be a whole number from 1 on"),
+        ("--model megatron-18b --tp 5", "tp=5 does not divide heads=48; right would be one of 1, 2, 3, 4, 6, 8"),
+        ("--model megatron-18b --utilisation 2", "utilisation=2 is not possible; right would be above 0 and at most 1"),
+        ("--model megatron-18b --tbw nan", "tbw=nan is not possible; right would be a number of TB above 0"),
+        ("--model megatron-18b --step-ms 3", "--step-ms=3 is for --of; right would be --tflops for a model"),
+        ("--of missing.json", "[Errno 2] No such file or directory: 'missing.json'"),
+        ("--of {tmp}/no.json", "--of {tmp}/no.json is no plan; right would be a *.plan.json that the option dump has"),
+        ("--of {tmp}/a.json --layers 3", "--layers=3 is of a model; right would be without --of"),
+        ("--of {tmp}/a.json --step-ms -1", "step_ms=-1 is not possible"),
+        ("--of {tmp}/timeless.json", "--of {tmp}/timeless.json predicts no time of a step; right would be to add"),
+        (
+            "--of {tmp}/kept.json",
+            "--of {tmp}/kept.json offloads nothing; right would be a plan made with a smaller budget",
+        ),
+    ],
+)
+def test_bad_input(flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "no.json").write_text("[]")
+    for name, changed in {
+        "a": {},
+        "timeless": {"predicted": {}},
+        "kept": {"offloaded_bytes": 0},
+        "groupless": {"groups": [3]},
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(PLAN | changed))
+    assert cli.main(["project", *flags.format(tmp=tmp_path).split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"ssd-fx: {message.format(tmp=tmp_path)}")
+
+
+def test_a_word_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["project", "--layers", "many"])
+    assert ended.value.code == 2
+    right = "argument --layers: 'many' is not possible; right would be a whole number such as 8"
+    assert capsys.readouterr().err == f"ssd-fx: {right}; ssd-fx project --help has all words\n"
+
+
+def test_a_plot_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["project", "--model", "megatron-1t", "--plot", str(tmp_path / "a.png")]) == 2
+    assert "needs matplotlib; right would be pip install 'ssd_fx[plot]'\n" in capsys.readouterr().err
+
+
+def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is the optional extra: pip install 'ssd_fx[plot]'")
+    (tmp_path / "a.json").write_text(json.dumps(PLAN))
+    for name, flags in {"model": ("--model", "megatron-1t"), "plan": ("--of", str(tmp_path / "a.json"))}.items():
+        printed(capsys, *flags, "--plot", str(tmp_path / f"{name}.png"))
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["project", "--model", "megatron-1t", "--plot", str(tmp_path / "a.xyz")]) == 2
+    assert "Format 'xyz' is not supported" in capsys.readouterr().err

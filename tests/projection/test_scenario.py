@@ -1,0 +1,124 @@
+"""Memory, rates and verdicts; what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_fx.projection.endurance import endurance
+from ssd_fx.projection.layer import layer_bytes
+from ssd_fx.projection.memory import kept_bytes, memory, offloaded_bytes, state_bytes
+from ssd_fx.projection.presets import MACHINES
+from ssd_fx.projection.project import project
+from ssd_fx.projection.scenario import Drive, Drives, Model, Parallelism, Scenario
+from ssd_fx.projection.traffic import Traffic
+
+MODEL = Model(layers=8, width=1024, heads=16, sequence=1024, vocabulary=1000)
+DRIVE = Drive(name="toy", write_gbps=4, read_gbps=8, tbw=100, price_usd=50)
+
+
+def scenario(**changed: Any) -> Scenario:
+    machine = MACHINES["a100-40g"]
+    base = Scenario(
+        model=MODEL,
+        parallelism=Parallelism(),
+        batch=4,
+        tflops=100,
+        device=machine.device,
+        drives=Drives(drive=DRIVE, count=2),
+    )
+    return dataclasses.replace(base, **changed)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "hides", "share"),
+    [(3.0, "forward", 1.0), (2.9, "half", 1.0), (2.0, "half", 1.0), (1.0, "no", 0.5)],
+)
+def test_where_writes_hide(step_s: float, hides: str, share: float) -> None:
+    """8 GB for two drives of 4 GB/s: one second, which is a third of 3 s and half of 2 s."""
+    traffic = Traffic(nbytes=8e9, forward_s=step_s / 3, step_s=step_s)
+    drives = Drives(drive=DRIVE, count=2)
+    assert (traffic.hides(drives), traffic.share(drives)) == (hides, share)
+
+
+def test_reads_may_be_what_is_too_slow() -> None:
+    drives = Drives(drive=dataclasses.replace(DRIVE, read_gbps=1), count=2)
+    assert Traffic(nbytes=8e9, forward_s=1, step_s=3).share(drives) == 0.5  # 4 GB/s needed, 2 there
+
+
+def test_drives_that_are_too_slow_wear_by_what_they_take() -> None:
+    traffic = Traffic(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
+    found = endurance(traffic, Drives(drive=DRIVE, count=2))
+    assert found.bytes_per_day == 4e9 * 86400
+    assert found.rated_days == pytest.approx(200e12 / (4e9 * 86400))
+    assert found.wear_usd_per_day == pytest.approx(100 / found.rated_days)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.booleans(), st.integers(0, 3))
+def test_the_largest_micro_batch_fits_and_one_more_does_not(tp: int, pp: int, sp: bool, zero: int) -> None:
+    found = scenario(parallelism=Parallelism(tp=tp, pp=pp, dp=4, sp=sp, zero=zero))
+    room, sizes = found.device.memory_gib * 2**30, memory(found)
+    for largest, nbytes in ((sizes.largest_batch_kept, kept_bytes), (sizes.largest_batch_offloaded, offloaded_bytes)):
+        assert sizes.state_bytes + nbytes(found, largest) <= room
+        assert sizes.state_bytes + nbytes(found, largest + 1) > room
+    assert sizes.largest_drive_bytes == pytest.approx(kept_bytes(found, sizes.largest_batch_offloaded))
+
+
+def test_a_model_that_does_not_fit() -> None:
+    large = dataclasses.replace(MODEL, layers=96, width=16384, heads=128)
+    found = memory(scenario(model=large))
+    assert (found.largest_batch_kept, found.largest_batch_offloaded) == (0, 0)
+
+
+@pytest.mark.parametrize(("zero", "each"), [(0, 16), (1, 7), (2, 5.5), (3, 4)])
+def test_state_bytes_a_parameter_under_zero(zero: int, each: float) -> None:
+    """16 bytes under Adam in 16 bits: 12 of the optimizer, 2 of the gradient, 2 of the weight; here over 4 GPUs."""
+    model = dataclasses.replace(MODEL, vocabulary=0)
+    found = state_bytes(scenario(model=model, parallelism=Parallelism(dp=4, zero=zero)))
+    assert found == each * 8 * 12 * 1024**2
+
+
+def test_the_first_of_four_stages_holds_four_micro_batches() -> None:
+    found = scenario(parallelism=Parallelism(pp=4), head=False)
+    assert kept_bytes(found, 1) == 4 * 2 * layer_bytes(MODEL, Parallelism(), 1)
+
+
+def test_rates_do_not_depend_on_the_micro_batch() -> None:
+    one, four = (project(scenario(batch=batch)).traffic.write_bytes_s for batch in (1, 4))
+    assert one == pytest.approx(four)
+
+
+def test_few_heads_of_keys_are_copied_on_many_gpus() -> None:
+    model = dataclasses.replace(MODEL, kv_heads=2, vocabulary=0)
+    two, eight = (layer_bytes(model, Parallelism(tp=tp, sp=True), 1) for tp in (2, 8))
+    copied = 1024 * 2 * 2 * 64  # tokens, two bytes, keys and values, a head's width
+    assert eight == pytest.approx((two - copied) / 4 + copied)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dataclasses.replace(MODEL, layers=-3), "layers=-3 is too small; right would be a whole number from 1"),
+        (
+            lambda: dataclasses.replace(MODEL, heads=3),
+            r"heads=3 does not divide width=1024; right would be one of 1, 2",
+        ),
+        (lambda: dataclasses.replace(MODEL, kv_heads=3), "kv_heads=3 does not divide heads=16"),
+        (lambda: dataclasses.replace(MODEL, dtype="fp8"), "dtype='fp8' is unknown; right would be one of fp16, bf16"),
+        (lambda: Parallelism(zero=4), "zero='4' is unknown; right would be one of 0, 1, 2, 3"),
+        (lambda: scenario(parallelism=Parallelism(tp=5)), "tp=5 does not divide heads=16; right would be one of 1, 2"),
+        (lambda: scenario(parallelism=Parallelism(pp=3)), "pp=3 does not divide layers=8"),
+        (lambda: scenario(batch=0), "batch=0 is too small"),
+        (lambda: scenario(tflops=float("nan")), "tflops=nan is not possible; right would be a number of TFLOP/s above"),
+        (lambda: dataclasses.replace(DRIVE, tbw=0), "tbw=0 is not possible; right would be a number of TB above 0"),
+        (lambda: dataclasses.replace(DRIVE, price_usd=-1), "price=-1 is not a price"),
+        (lambda: Drives(drive=DRIVE, count=0), "drives=0 is too small"),
+    ],
+)
+def test_bad_values_name_what_would_be_right(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

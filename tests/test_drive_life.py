@@ -1,0 +1,53 @@
+"""What `ssd_fx.stats()` says of the life of the drives, of steps that really write."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ssd_fx
+from ssd_fx.runtime import stats
+
+
+@pytest.fixture(autouse=True)
+def unrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "_drive_tbw", 0.0)
+
+
+def train(steps: int, directory: Path, **options: Any) -> None:
+    given = {"inner": "aot_eager", "engine": "posix", "min_bytes": 0, "dirs": [directory], "allow_tmpfs": True}
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64))
+    compiled = torch.compile(model, backend=ssd_fx.backend, options=given | options)
+    for _ in range(steps):
+        compiled(torch.randn(1024, 64)).sum().backward()
+        print(ssd_fx.stats())
+
+
+def last_lines(printed: str) -> list[str]:
+    return [text.splitlines()[-1] for text in re.split(r"^(?=\d+ steps)", printed, flags=re.MULTILINE)[1:]]
+
+
+def test_the_life_is_said_from_the_third_step_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(4, tmp_path, drive_tbw=600)
+    lines = last_lines(capsys.readouterr().out)
+    assert [line.startswith("on disk at the moment") for line in lines] == [True, True, False, False]
+    assert re.fullmatch(
+        r"at this speed \S+ TB are written in a day; new drives rated for 600 TB last \S+ days", lines[2]
+    )
+    found = ssd_fx.stats()
+    assert found.drive_life_days == pytest.approx(600e12 / found.written_bytes_s / 86400)
+
+
+def test_without_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(3, tmp_path)
+    assert last_lines(capsys.readouterr().out)[2].endswith("; the option drive_tbw says how long drives last")
+
+
+def test_host_memory_does_not_wear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(3, tmp_path, engine="memory", drive_tbw=600)
+    assert "in a day" not in capsys.readouterr().out
