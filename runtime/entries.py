@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ssd_fx.runtime import errors
 from ssd_fx.runtime.codec import Encoded
+from ssd_fx.runtime.deaths import Guard
 from ssd_fx.runtime.engines.base import Completion, Extent
-from ssd_fx.runtime.guard import Guard
 from ssd_fx.runtime.layout import TensorMeta
 
 if TYPE_CHECKING:
@@ -145,27 +146,7 @@ def lookup(handle: Tensor) -> Entry:
     entry = _entries.get(number) if number else None
     if entry is not None:
         return entry
-    if number and number < _inherited_below:
-        message = "was stored by the parent process before a fork; run forward and backward in the same process"
-    elif number:
-        message = "is gone: the store was closed while a backward was still to come"
-    else:
-        message = (
-            "is none: what the forward saved was exchanged for another tensor. "
-            "torch.autograd.graph.saved_tensors_hooks do that when they copy what they pack (save_on_cpu does), and "
-            "the handle's storage died then; take the compiled region out of those hooks. torch.utils.checkpoint does "
-            "it where the forward that runs again runs another compiled graph, as for another size; mark what varies "
-            "with torch._dynamo.mark_dynamic"
-        )
-    raise RuntimeError(f"an ssd_fx handle of shape {list(handle.shape)} and {handle.dtype} {message}")
-
-
-def lost(entry: Entry) -> RuntimeError:
-    """The error to raise for a load of an entry whose bytes went with its store."""
-    return RuntimeError(
-        f"{entry.name} was lost: ssd_fx.close() was called between its forward and its backward, and closed the file "
-        "that it was in; run the forward again"
-    )
+    raise errors.no_entry(handle, inherited=bool(number and number < _inherited_below), closed=bool(number))
 
 
 def living() -> list[Entry]:

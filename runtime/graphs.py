@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ssd_fx.runtime.config import RuntimeConfig, parse
-from ssd_fx.runtime.guard import Guard
+from ssd_fx.runtime.deaths import Guard
 from ssd_fx.runtime.store import close_stores, end_unused
 
 

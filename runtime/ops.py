@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from ssd_fx.runtime import trace
+from ssd_fx.runtime import errors, trace
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.device.streams import check_not_captured
 from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
@@ -83,12 +83,7 @@ def _stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 def _refuse_stand_ins(saved: Sequence[Tensor]) -> None:
     for x in saved:
         if is_stand_in(x):
-            raise RuntimeError(
-                f"a backward was given an ssd_fx handle of shape {list(x.shape)} and {x.dtype} for a tensor that its "
-                "own graph keeps: another compiled graph saved it. torch.utils.checkpoint does that where the forward "
-                "that runs again runs another graph, as for another size; mark what varies with "
-                "torch._dynamo.mark_dynamic"
-            )
+            raise errors.handle_of_another_graph(x)
 
 
 def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
@@ -109,7 +104,7 @@ def _load(
 ) -> Tensor:
     entry = lookup(handle)
     if device.type != entry.device.type:
-        raise RuntimeError(f"{entry.name} was stored from {entry.device} and cannot be loaded to {device}")
+        raise errors.another_device(entry, device)
     check_not_captured(entry.device)
     CPU_ALLOCATOR.backward()
     asked = TensorMeta(tuple(size), tuple(stride), dtype)

@@ -11,9 +11,9 @@ import time
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime import trace
+from ssd_fx.runtime import errors, trace
 from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
-from ssd_fx.runtime.entries import GUARD, Entry, Load, State, lost
+from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.layout import TensorMeta, alias, is_alone, returned
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.stats import counters
@@ -42,15 +42,12 @@ class Reader:
         """
         layout = returned(entry.seen, asked, relies_on, entry.name)
         if entry.counter is not None and entry.counter._version != entry.version:
-            raise RuntimeError(_changed_in_place(entry, entry.counter._version))
+            raise errors.changed_in_place(entry, entry.counter._version)
         match entry.state:
             case State.DONATED:
-                raise RuntimeError(
-                    f"{entry.name} was given away to a backward that did not keep the graph; a graph that several "
-                    "backwards go through needs retain_graph=True in all but the last"
-                )
+                raise errors.donated(entry)
             case State.LOST:
-                raise lost(entry)
+                raise errors.lost(entry)
             case State.IN_MEMORY:
                 load = self._forward(entry, layout, seq, consume, relies_on)
                 entry.loads.append(load)
@@ -189,7 +186,7 @@ class Reader:
 
 def _extent(entry: Entry) -> Extent:
     if entry.lost:
-        raise lost(entry)
+        raise errors.lost(entry)
     assert entry.extent, "on disk"
     return entry.extent
 
@@ -217,23 +214,3 @@ def _place(entry: Entry, load: Load) -> None:
         entry.encoded.decode(load.landing, stored)
     if not load.same:
         tensors.copy_elements(load.out, alias(stored, entry.seen))
-
-
-def _changed_in_place(entry: Entry, version: int) -> str:
-    module = "torch.cuda" if entry.device.type == "cuda" else "torch"
-    kind = _TYPE_NAMES.get(entry.layout.dtype, "Tensor")
-    return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{module}.{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {version}; "
-        f"expected version {entry.version} instead"
-    )
-
-
-_TYPE_NAMES = {
-    torch.float32: "FloatTensor",
-    torch.float64: "DoubleTensor",
-    torch.float16: "HalfTensor",
-    torch.bfloat16: "BFloat16Tensor",
-    torch.int64: "LongTensor",
-    torch.bool: "BoolTensor",
-}

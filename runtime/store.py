@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime import entries, trace
+from ssd_fx.runtime import entries, errors, trace
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
+from ssd_fx.runtime.deaths import janitor, when_idle
 from ssd_fx.runtime.device import clock, device_trace
 from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
-from ssd_fx.runtime.guard import janitor, when_idle
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_trained_leaf
 from ssd_fx.runtime.memory import tensors
@@ -95,10 +95,7 @@ class Store:
         """
         started = now()
         if keepalive.data_ptr() != entry.ptr:
-            raise RuntimeError(
-                f"the release of {entry.name} was given another buffer than its store, so the stored one was not "
-                "protected while it was written; the lowerings of store and wait_store_ must share one buffer"
-            )
+            raise errors.another_buffer(entry)
         with GUARD.lock:
             self.writer.reap()
             write = entry.write if block or not hand_over else None
@@ -175,8 +172,7 @@ class Store:
             c.backward(seq)
             self._record("wait", entry, seq, started, "disk" if load and load.read else "memory")
         if error:
-            message = f"load of {entry.name} failed {ATTEMPTS} times: {error.strerror}"
-            raise OSError(error.errno, message, error.filename) from error
+            raise errors.not_read(entry, ATTEMPTS, error) from error
 
     def release(self, entry: Entry) -> None:
         """Ends the I/O of an entry whose handle is dead, and gives extent and memory back.
@@ -239,11 +235,7 @@ def _find(entry: Entry, x: Tensor) -> Load:
     for load in entry.loads:
         if load.out.data_ptr() == address:
             return load
-    raise RuntimeError(
-        f"a wait for {entry.name} was given a tensor that no load of it returned, or one waited for already. Compiled "
-        "autograd does that behind another backend: name ssd_fx as the backend of compiled autograd too, or turn "
-        "torch._dynamo.config.compiled_autograd off"
-    )
+    raise errors.not_loaded(entry)
 
 
 def _put_aside(entry: Entry) -> None:

@@ -7,7 +7,7 @@ before:
     sin     mlp  gpt.py:58  256 B  keep       below min_bytes                              [sin]
     gelu    mlp  gpt.py:59  256 B  recompute  0.0132 ms
 
-Equal layers are folded (`layers.py`); `plan.json` has them all.
+Equal layers are folded (`rows.py`); `plan.json` has them all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.partition import Names, Partition
 from ssd_fx.passes.plan import Forecast, Keep, Plan, Recompute
-from ssd_fx.report.layers import Row, fold
+from ssd_fx.report.rows import Row, fold
 from ssd_fx.sizes import format_bytes
 
 Sources = Mapping[str, str]  # the lines of the model by the names of the forward's nodes

@@ -15,7 +15,7 @@ from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.partition import node_names
 from ssd_fx.passes.plan import Recomputed
 from ssd_fx.report import dump
-from ssd_fx.report.layers import Row, fold
+from ssd_fx.report.rows import Row, fold
 from ssd_fx.sizes import format_bytes
 from tests.passes import toys
 

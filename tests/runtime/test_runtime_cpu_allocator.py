@@ -367,7 +367,7 @@ def test_idle_memory_goes_back_without_steps(what: str) -> None:
     out = run(
         f"""
 import time
-from ssd_fx.runtime.guard import janitor
+from ssd_fx.runtime.deaths import janitor
 janitor()
 torch.ones(64 << 20); print(A.touched_bytes >> 20)
 until = time.time() + 26

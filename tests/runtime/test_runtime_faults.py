@@ -92,7 +92,7 @@ def test_no_memory_for_a_bounce_is_not_the_drives_fault(tmp_path, monkeypatch, e
     with monkeypatch.context() as patch:
         patch.setattr(posix, "Buffer", nothing)
         patch.setattr(memory, "Buffer", nothing)
-        with pytest.warns(RuntimeWarning, match="storing slot 0 .* no memory for a buff"):
+        with pytest.warns(RuntimeWarning, match="storing slot 0 .*no memory for a buffer"):
             first = store(x, config)
     second = store(y, config, slot=1)
     assert lookup(first).state is State.IN_MEMORY
