@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ssd_fx.runtime.engines import registry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GraphStats:
     """Bytes, seconds and counts, summed over the steps of one graph.
 
@@ -49,7 +49,7 @@ class GraphStats:
     in_planned_order: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Stats(GraphStats):
     """The sums over all graphs, and the state of the process. `steps` is that of the graph with the most.
 
@@ -138,31 +138,10 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:10.2f} MiB"
 
 
-@dataclass(slots=True)
-class Counters:
-    """The counts of one graph while it runs: the fields of `GraphStats`, and the order of its nodes.
+@dataclass(slots=True, kw_only=True)
+class Counters(GraphStats):
+    """The counts of one graph while it runs, and the order of its nodes."""
 
-    A frozen dataclass has no mutable subclass, so the fields are declared here once more.
-    """
-
-    steps: int = 0
-    stores: int = 0
-    loads: int = 0
-    saved_bytes: int = 0
-    offloaded_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    forwarded_bytes: int = 0
-    freed_bytes: int = 0
-    kept_bytes: int = 0
-    cancelled_bytes: int = 0
-    wasted_bytes: int = 0
-    held_bytes: int = 0
-    prefetched_bytes: int = 0
-    encoded_from_bytes: int = 0
-    encoded_to_bytes: int = 0
-    encoding_error: float = 0.0
-    stall_s: float = 0.0
     nodes: int = 0
     ordered: int = 0  # of these, in planned order
     forward_seq: int = -1  # of the last node
@@ -187,6 +166,7 @@ class Counters:
         self.nodes += 1
         if in_order:
             self.ordered += 1
+        self.in_planned_order = self.ordered / self.nodes
 
     def begin(self, saved_bytes: int, offloaded_bytes: int) -> None:
         """Counts a forward that starts."""
@@ -283,10 +263,4 @@ def reset_stats() -> None:
 
 
 def _snapshot(c: Counters) -> GraphStats:
-    values = {name: getattr(c, name) for name in _SUMMED}
-    return GraphStats(
-        **values,
-        steps=c.steps,
-        encoding_error=c.encoding_error,
-        in_planned_order=c.ordered / c.nodes if c.nodes else 1.0,
-    )
+    return GraphStats(**{f.name: getattr(c, f.name) for f in dataclasses.fields(GraphStats)})
