@@ -17,7 +17,7 @@ from ssd_fx.runtime.habits import STALL_S
 
 _log = logging.getLogger("ssd_fx")
 
-WAITS = 0.01  # a step whose share of waiting is higher waits; two in a row are no accident
+WAITS = 0.02  # a step whose share of waiting is higher waits; two in a row are no accident
 WARM = 2  # steps that are not judged: code is compiled and files grow
 PATIENCE, LONGEST = 4, 32  # steps without waiting before fewer bytes are tried, twice as many after a trial failed
 FIRST = 8  # the first trial gives up 1/FIRST of what is above `least`, each further one twice as much
