@@ -195,7 +195,7 @@ def test_heads_of_one_product_are_computed_again(several: str, tmp_path: Path) -
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     kept = gradients(budget=1.0, recompute=False)
-    assert_same_bits(gradients(budget=0.5, recompute=True), kept)
+    assert_same_bits(gradients(budget=0.55, recompute=True), kept)
     plans = [json.loads(plan.read_text()) for plan in tmp_path.glob("*.plan.json")]
     assert any(plan["recomputed"] for plan in plans)
 

@@ -11,7 +11,8 @@ and where the one does not read the other, those that share next to nothing or a
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import graphlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch._inductor import config
@@ -23,68 +24,94 @@ NEAR = 8
 FARTHEST = 64
 
 
-@dataclass
-class Kernel:
-    """`space`: what it iterates over, equal for kernels that can be one; None for one that cannot be fused.
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What a loop goes over: so many elements in all.
 
-    `at`: its place in the graph; `reads`, `writes`: storages, with their bytes; `behind`: kernels that it reads from.
+    `outer`: of a reduction, its results. On the CPU of any loop, the iterations of the outermost of the nested loops
+    that it needs, where it reads a row or a column again and again; one loop goes over all elements, if it can.
+    """
+
+    elements: int
+    outer: int
+    reduces: bool
+    on_cpu: bool
+
+
+@dataclass
+class Loop:
+    """`space`: what it goes over; None for a library call, which is fused with nothing.
+
+    `at`: its place in the graph; `reads`, `writes`: storages, with their bytes; `behind`: loops that it reads from.
     """
 
     at: int
-    space: object
+    space: Space | None = None
     reads: dict[int, int] = field(default_factory=dict)
     writes: dict[int, int] = field(default_factory=dict)
     behind: set[int] = field(default_factory=set)
 
 
-def places(kernels: Mapping[int, Kernel]) -> dict[int, int]:
-    """When each kernel runs: at its place, or, fused, at the last one of its group, or earlier where a reader does."""
-    groups = _Groups(kernels)
-    for (a, b), nbytes in _candidates(kernels).items():
+def fuse(loops: Mapping[int, Loop]) -> Groups:
+    """Which loops become one kernel."""
+    groups = Groups(loops)
+    for (a, b), nbytes in _candidates(loops).items():
         groups.fuse(a, b, nbytes)
-    return groups.places()
+    return groups
 
 
-def _candidates(kernels: Mapping[int, Kernel]) -> dict[tuple[int, int], int]:
-    """Pairs that iterate alike, with the bytes that they share: most first, then the nearest, as Inductor scores."""
+def _candidates(loops: Mapping[int, Loop]) -> dict[tuple[int, int], int]:
+    """Pairs that can be one, with the bytes that they share: most first, then the nearest, as Inductor scores."""
     users: dict[int, list[int]] = {}
-    for k, kernel in kernels.items():
-        if kernel.space is not None:
-            for key in kernel.reads.keys() | kernel.writes.keys():
-                users.setdefault(key, []).append(k)
+    spaces = {k: loop.space for k, loop in loops.items() if loop.space is not None}
+    for k in sorted(spaces):
+        for key in loops[k].reads.keys() | loops[k].writes.keys():
+            users.setdefault(key, []).append(k)
     shared: dict[tuple[int, int], int] = {}
     for key, together in users.items():
-        together.sort()
         for i, a in enumerate(together):
             for b in together[i + 1 : i + 1 + NEAR]:
-                if kernels[a].space == kernels[b].space:
-                    used = kernels[a].reads if key in kernels[a].reads else kernels[a].writes
+                if _are_alike(spaces[a], spaces[b], a in loops[b].behind):
+                    used = loops[a].reads if key in loops[a].reads else loops[a].writes
                     shared[a, b] = shared.get((a, b), 0) + used[key]
     return {pair: shared[pair] for pair in sorted(shared, key=lambda p: (-shared[p], p[1] - p[0], p)) if shared[pair]}
 
 
-class _Groups:
-    """Kernels that became one; `next` has the groups that read what a group wrote."""
+def _are_alike(a: Space, b: Space, reads: bool) -> bool:
+    """Whether two loops can be one. `reads`: the second reads what the first writes."""
+    if not a.on_cpu:
+        summed, other = (a, b) if a.reduces else (b, a)
+        return summed == other or (summed.reduces > other.reduces and other.elements in (summed.elements, summed.outer))
+    if a.outer == b.outer:  # the outermost loop is one, and what is in it runs one behind the other
+        return reads or a.elements == b.elements
+    return reads and not a.reduces and not b.reduces and a.elements == b.elements == b.outer
 
-    def __init__(self, kernels: Mapping[int, Kernel]) -> None:
-        self._group = {k: k for k in kernels}
-        self._at = {k: kernel.at for k, kernel in kernels.items()}  # by group: the last of its members
+
+class Groups:
+    """Loops that became one kernel; `next` has the groups that read what a group wrote."""
+
+    def __init__(self, loops: Mapping[int, Loop]) -> None:
+        self._group = {k: k for k in loops}
+        self._at = {k: loop.at for k, loop in loops.items()}  # by group: the last of its members
         self._first = dict(self._at)
         self._rank = {at: rank for rank, at in enumerate(sorted(self._at.values()))}
-        self._loops = dict.fromkeys(kernels, 1)
+        self._loops = dict.fromkeys(loops, 1)
+        self._results = {k: loop.space.outer for k, loop in loops.items() if loop.space and loop.space.reduces}
         self._spans: list[tuple[int, int]] = []  # first and last member of every group that was made, by the first
-        self._next: dict[int, set[int]] = {k: set() for k in kernels}
-        for k, kernel in kernels.items():
-            for source in kernel.behind:
+        self._next: dict[int, set[int]] = {k: set() for k in loops}
+        for k, loop in loops.items():
+            for source in loop.behind:
                 self._next[source].add(k)
 
     def fuse(self, a: int, b: int, nbytes: int) -> None:
         """Makes two that share `nbytes` one kernel, unless refused, or something between reads one for the other."""
-        a, b = self._of(a), self._of(b)
+        a, b = self.of(a), self.of(b)
         if a == b or self._is_refused(a, b, nbytes) or self._path(a, b) or self._path(b, a):
             return
         self._group[b] = a
         self._loops[a] += self._loops[b]
+        if b in self._results:
+            self._results[a] = self._results[b]
         self._at[a] = max(self._at[a], self._at[b])
         self._first[a] = min(self._first[a], self._first[b])
         self._next[a] |= self._next.pop(b)
@@ -94,21 +121,21 @@ class _Groups:
         """By what holds for all kernels, or by what holds for those that do not read each other."""
         if self._loops[a] + self._loops[b] > config.max_fusion_size:
             return True
+        if len({self._results[g] for g in (a, b) if g in self._results}) > 1:
+            return True
         span = self._rank[max(self._at[a], self._at[b])] - self._rank[min(self._first[a], self._first[b])]
         if span <= FARTHEST and nbytes >= config.score_fusion_memory_threshold:
             return False
-        return not (self._reads(b, a) or self._reads(a, b))
-
-    def _reads(self, reader: int, group: int) -> bool:
-        return any(self._of(n) == reader for n in self._next[group])
+        return not any(self.of(n) == reader for read, reader in ((a, b), (b, a)) for n in self._next[read])
 
     def places(self) -> dict[int, int]:
-        at = dict(self._at)
-        for group in self._readers_first():
-            at[group] = min([at[group], *(at[self._of(n)] for n in self._next[group] if self._of(n) != group)])
-        return {k: at[self._of(k)] for k in self._group}
+        """When each loop runs: at the last one of its kernel, or earlier where a kernel that reads it does."""
+        at, readers = dict(self._at), {g: {self.of(n) for n in after} - {g} for g, after in self._next.items()}
+        for group in graphlib.TopologicalSorter(readers).static_order():
+            at[group] = min([at[group], *(at[r] for r in readers[group])])
+        return {k: at[self.of(k)] for k in self._group}
 
-    def _of(self, kernel: int) -> int:
+    def of(self, kernel: int) -> int:
         while self._group[kernel] != kernel:
             self._group[kernel] = self._group[self._group[kernel]]
             kernel = self._group[kernel]
@@ -117,11 +144,11 @@ class _Groups:
     def _path(self, start: int, end: int) -> bool:
         """Whether there is a way from one to the other that is no single step."""
         latest = self._latest(end)
-        work = [g for n in self._next[start] if (g := self._of(n)) not in (start, end)]
+        work = [g for n in self._next[start] if (g := self.of(n)) not in (start, end)]
         seen = set(work)
         while work:
             for n in self._next[work.pop()]:
-                group = self._of(n)
+                group = self.of(n)
                 if group == end:
                     return True
                 if group not in seen and group != start and self._first[group] <= latest:
@@ -138,22 +165,3 @@ class _Groups:
                 break
             latest = max(latest, last)
         return latest
-
-    def _readers_first(self) -> Sequence[int]:
-        """Groups, each behind all that read it."""
-        order, done = [], set[int]()
-        for root in self._next:
-            work = [(root, iter(sorted({self._of(n) for n in self._next[root]} - {root})))]
-            if root in done:
-                continue
-            done.add(root)
-            while work:
-                group, rest = work[-1]
-                reader = next((r for r in rest if r not in done), None)
-                if reader is None:
-                    order.append(group)
-                    work.pop()
-                else:
-                    done.add(reader)
-                    work.append((reader, iter(sorted({self._of(n) for n in self._next[reader]} - {reader}))))
-        return order

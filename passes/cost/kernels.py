@@ -1,113 +1,145 @@
-"""Which kernels a graph becomes, and what each of its nodes adds to their memory traffic.
+"""Which kernels Inductor will make of a graph: what it computes inside what, what it writes, what it fuses.
 
-    mm -> mul -> add -> mm      mm is a kernel of its own (extern); mul and add become one that
-            \\-> sum             reads mm once, writes add for the second mm, and sums up on the way
+    mm -> add -> gelu -> mm         add lives in registers: one kernel computes it with gelu
+      \\                            mm, gelu are buffers: what a library call or the caller reads, somebody must write
 
-This is a guess at what Inductor fuses, made before Inductor runs. Nodes between the same externs that read each other
-are one kernel. It reads each storage once, and writes what another kernel or the caller reads.
+Inductor decides that later, by rules that are guessed here. Both the time (`traffic.py`) and the memory
+(`footprint.py`) of a graph are predicted from this guess.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+import math
+from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
+from torch._inductor import config
 
-from ssd_fx.passes.partition import Partition, storage_key, tensors_of
+from ssd_fx.passes.cost.fusion import Loop, Space, fuse
+from ssd_fx.passes.cost.operators import HEAVY, LOOPS, REDUCTIONS, addmm, is_extern, is_inlined, operator_of
+from ssd_fx.passes.partition import Partition, storage_key, tensor_of, tensors_of
 
 aten = torch.ops.aten
 
-_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 # Operators that read no more of their first input than they yield.
-_LOOKUPS = (aten.embedding, aten.gather, aten.index, aten.index_select)
-# An operator with fewer output elements than this share of its input's is a reduction.
-_REDUCTION = 0.25
-
-
-@dataclass
-class Traffic:
-    """What one node adds: bytes read and written, and whether it is the first node of its kernel."""
-
-    read: float = 0.0
-    written: float = 0.0
-    first: bool = False
+_LOOKUPS = (aten.embedding, aten.gather, aten.index, aten.index_select, torch.ops.prims.inductor_lookup_seed)
 
 
 class Kernels:
-    """The kernels of one graph; `traffic` has an entry for every node that computes."""
+    """The kernels of one graph. Its nodes are named by their indices.
+
+    `storages`: those of a node's outputs, with their bytes. `computes`: whether a kernel makes them; a view has none.
+    `calls`: the nodes that are library calls. `inside`: the loops and calls that compute a node, each named by the node
+    whose result it writes to memory. That is the node itself, or its readers, if it is cheap to do again in each.
+    `maker`: who writes a storage; inputs are their own. `reads`: what a node reads of those, with the bytes.
+    `kernel`: equal for loops that are fused. `at`: where a loop runs.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._storages = {n: _storages(n) for n in graph.nodes}
-        self._owner: dict[int, fx.Node] = {}
-        self._level: dict[fx.Node, int] = {}
-        self._parent: dict[fx.Node, fx.Node] = {}
-        self._written: set[int] = set()
-        self.traffic: dict[fx.Node, Traffic] = {}
-        for node in graph.nodes:
-            self._place(node)
-        self._count(graph)
+        self.nodes = list(graph.nodes)
+        self.index = {n: i for i, n in enumerate(self.nodes)}
+        self._sizes = [_sizes(n) for n in self.nodes]
+        self.storages = [{key: whole for key, (whole, _) in sizes.items()} for sizes in self._sizes]
+        self.view: list[bool] = []
+        self._sources: list[list[int]] = []  # what a node reads, through views, and who reads it
+        self._readers: list[list[int]] = [[] for _ in self.nodes]
+        for i, node in enumerate(self.nodes):
+            self._link(i, node)
+        self.computes = [n.op == "call_function" and self._makes(i) for i, n in enumerate(self.nodes)]
+        mms = {self.index[add]: self.index[n] for n in reversed(self.nodes) if (add := addmm(n)) is not None}
+        self.calls = {i for i, n in enumerate(self.nodes) if is_extern(n)} | mms.keys()
+        self.inside = self._inside({mm: add for add, mm in mms.items()})
+        makers = [i for i in range(len(self.nodes)) if self._makes(i) and i in self.inside[i]]
+        self.maker = {key: i for i in reversed(makers) for key in self.storages[i]}
+        self.reads = [self._reads(i) if computed else {} for i, computed in enumerate(self.computes)]
+        loops = self._loops([i for i in makers if self.computes[i]])
+        fused = fuse(loops)
+        self.kernel = {i: fused.of(i) for i in loops}
+        self.at = list(range(len(self.nodes)))
+        for i, place in fused.places().items():
+            self.at[i] = place
 
-    def outputs(self, node: fx.Node) -> dict[int, float]:
-        """The storages that the node makes, with their bytes; none for a view."""
-        return {key: n for key, n in self._storages[node].items() if self._owner.get(key) is node}
+    def kernels(self, i: int) -> set[int]:
+        """The kernels that compute a node."""
+        return {self.kernel[k] for k in self.inside[i] if k in self.kernel}
 
-    def inputs(self, node: fx.Node) -> dict[int, float]:
-        """The storages that the node reads, with the bytes that it reads of each."""
-        return {key: n for arg in node.all_input_nodes for key, n in self._storages[arg].items()}
+    def _makes(self, i: int) -> bool:
+        return bool(self.storages[i]) and not self.view[i]
 
-    def _place(self, node: fx.Node) -> None:
-        """Find how many externs come before the node, and which kernel it joins."""
-        for key in self._storages[node]:
-            self._owner.setdefault(key, node)
-        if not self.outputs(node) or node.op != "call_function":
-            return
-        self.traffic[node], self._parent[node] = Traffic(), node
-        owners = [o for key in self.inputs(node) if (o := self._owner[key]) in self.traffic]
-        self._level[node] = max((self._level[o] + has_flops(o) for o in owners), default=0)
-        for owner in owners:
-            alike = self._level[owner] == self._level[node] and not has_flops(owner)
-            if alike and not has_flops(node):
-                self._parent[self._kernel(node)] = self._kernel(owner)
+    def _link(self, i: int, node: fx.Node) -> None:
+        """Find whether a node is a view, and what it reads; nodes before it are linked."""
+        inputs = [self.index[n] for n in node.all_input_nodes]
+        keys = set().union(*(self.storages[k] for k in inputs), ())
+        self.view.append(bool(self.storages[i]) and self.storages[i].keys() <= keys)
+        inputs = inputs[:1] if self.view[i] else inputs
+        through = (s for k in inputs for s in (self._sources[k] if self.view[k] else [k]))
+        self._sources.append(list(dict.fromkeys(s for s in through if self.storages[s])))
+        if not self.view[i]:
+            for source in self._sources[i]:
+                self._readers[source].append(i)
 
-    def _kernel(self, node: fx.Node) -> fx.Node:
-        while self._parent[node] is not node:
-            self._parent[node] = self._parent[self._parent[node]]
-            node = self._parent[node]
-        return node
+    def _inside(self, addmms: dict[int, int]) -> list[Collection[int]]:
+        realized = self._realized()
+        inside: list[Collection[int]] = [(i,) for i in range(len(self.nodes))]
+        for i in reversed(range(len(self.nodes))):
+            if i in addmms:
+                inside[i] = (addmms[i],)
+            elif not realized[i]:
+                inside[i] = set().union(*(inside[r] for r in self._readers[i]))
+        return inside
 
-    def _count(self, graph: fx.Graph) -> None:
-        read_by: dict[fx.Node, set[int]] = {}  # the storages that each kernel has read
-        for node in self.traffic:
-            kernel = self._kernel(node)
-            self.traffic[node].first = kernel not in read_by
-            read = read_by.setdefault(kernel, set())
-            for key, nbytes in self.inputs(node).items():
-                self._count_input(node, key, nbytes, read)
-        for key in self.inputs(graph.output_node()):
-            self._write(self._owner[key], key)
+    def _realized(self) -> list[bool]:
+        """Which nodes Inductor writes to memory, by its own rules: what a library call or the caller reads, and what
+        several readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in
+        its configuration, torch 2.13). It counts operations, of which a node has about two."""
+        realized, reads, sizes = [True] * len(self.nodes), [set[int]() for _ in self.nodes], [0] * len(self.nodes)
+        heavy = [False] * len(self.nodes)
+        for i, node in enumerate(self.nodes):
+            if not self.computes[i] or not is_inlined(node) or i in self.calls:
+                continue
+            tensor = tensor_of(node)
+            on_cpu = tensor is not None and tensor.device.type == "cpu"
+            sizes[i], heavy[i] = 1, on_cpu and operator_of(node) in HEAVY
+            for source in self._sources[i]:
+                if realized[source]:
+                    reads[i].add(source)
+                else:
+                    reads[i] |= reads[source]
+                    sizes[i] += sizes[source]
+                    heavy[i] |= heavy[source]
+            asked = any(r in self.calls or self.nodes[r].op == "output" for r in self._readers[i])
+            costly = len(reads[i]) > config.realize_reads_threshold or sizes[i] > (25 if on_cpu else 15) or heavy[i]
+            realized[i] = asked or len(reads[i]) > (12 if on_cpu else 8) or (len(self._readers[i]) > 1 and costly)
+        return realized
 
-    def _count_input(self, node: fx.Node, key: int, nbytes: float, read: set[int]) -> None:
-        """What reading the storage adds to the traffic. `read`: storages that the node's kernel has read before."""
-        owner, traffic = self._owner[key], self.traffic[node]
-        if owner in self._parent and self._kernel(owner) is self._kernel(node):
-            if _is_reduction(node):  # it goes over its input once more
-                traffic.read += nbytes
-            return
-        if not owner.all_input_nodes and owner.op == "call_function":
-            return  # a constant is computed within the kernel
-        self._write(owner, key)
-        if key not in read or _is_reduction(node):
-            traffic.read += _read(node, nbytes, self.outputs(node))
-        read.add(key)
+    def _reads(self, i: int) -> dict[int, int]:
+        """What the node itself reads from memory: storages, with the bytes that it reads of each."""
+        node, found = self.nodes[i], dict[int, int]()
+        for source in node.all_input_nodes:
+            for key, (_, seen) in self._sizes[self.index[source]].items():
+                if key in self.maker:
+                    found[key] = max(found.get(key, 0), seen)
+        if operator_of(node) in _LOOKUPS:
+            most = max(seen for _, seen in self._sizes[i].values())
+            return {key: min(nbytes, most) for key, nbytes in found.items()}
+        return found
 
-    def _write(self, node: fx.Node, key: int) -> None:
-        """Count that the kernel of `node` writes the storage; only once."""
-        if node in self.traffic and key not in self._written:
-            self._written.add(key)
-            self.traffic[node].written += self._storages[node][key]
+    def _loops(self, makers: list[int]) -> dict[int, Loop]:
+        loops = {i: Loop(i, writes=self.storages[i]) for i in makers}
+        shapes = {i: _shape(self.nodes[i]) for i in makers if i not in self.calls}
+        for i in (i for i, computed in enumerate(self.computes) if computed):
+            rows = _rows(self.nodes[i])
+            for k in self.inside[i]:
+                if k in loops:
+                    loops[k].reads |= {key: nbytes for key, nbytes in self.reads[i].items() if self.maker[key] != k}
+                if k in shapes and rows is not None and rows.elements == shapes[k].elements:
+                    shapes[k] = replace(shapes[k], outer=min(shapes[k].outer, rows.outer))
+        for k, loop in loops.items():
+            loop.space = shapes.get(k)
+            loop.behind = {self.maker[key] for key in loop.reads} & loops.keys()
+        return loops
 
 
 def both_kernels(partition: Partition) -> tuple[Kernels, Kernels]:
@@ -115,49 +147,16 @@ def both_kernels(partition: Partition) -> tuple[Kernels, Kernels]:
     return Kernels(partition.forward.graph), Kernels(partition.backward.graph)
 
 
-def has_flops(node: fx.Node) -> bool:
-    """Whether the node is a matrix product, convolution or attention: a library call that is priced by its flops.
-
-    Calls of other operators (`operators.is_extern` has them all) are priced by memory traffic, as fused kernels are.
-    """
-    known = isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
-    return known or is_attention(node)
-
-
-def is_attention(node: fx.Node) -> bool:
-    """Whether the node is one of the fused attention operators, whatever the device."""
-    return _is_attention(node.target)
-
-
-@functools.cache  # a graph has few operators and many nodes
-def _is_attention(target: object) -> bool:
-    return any(name in str(target) for name in _ATTENTION)
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    if has_flops(node) or getattr(node.target, "overloadpacket", None) in _LOOKUPS:
-        return False
-    return elements(node) < _REDUCTION * max((elements(n) for n in node.all_input_nodes), default=0.0)
-
-
-def _read(node: fx.Node, nbytes: float, outputs: dict[int, float]) -> float:
-    lookup = getattr(node.target, "overloadpacket", None) in _LOOKUPS
-    return min(nbytes, max(outputs.values(), default=0.0)) if lookup else nbytes
-
-
-def elements(node: fx.Node) -> float:
-    """Elements of the largest output."""
-    return max((hint(t.numel()) for t in tensors_of(node)), default=0.0)
-
-
-def _storages(node: fx.Node) -> dict[int, float]:
-    """Bytes that a reader of the node reads, by storage. An expanded tensor counts as no more than its storage."""
-    found: dict[int, float] = {}
+def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
+    """Storages of the node's outputs, with their bytes, and those that a reader reads: of an expanded tensor no more
+    than there are."""
+    found: dict[int, tuple[int, int]] = {}
     for tensor in tensors_of(node):
         key = storage_key(tensor)
         if key is not None:
-            nbytes = min(hint(tensor.numel()) * tensor.itemsize, hint(tensor.untyped_storage().nbytes()))
-            found[key] = max(found.get(key, 0.0), nbytes)
+            whole = int(hint(tensor.untyped_storage().nbytes()))
+            seen = min(int(hint(tensor.numel())) * tensor.itemsize, whole)
+            found[key] = (whole, max(seen, found[key][1] if key in found else 0))
     return found
 
 
@@ -167,3 +166,31 @@ def hint(value: object) -> float:
         known = value.node.hint  # None where the size depends on data
         return float(known) if known is not None else 0.0
     return float(value)  # type: ignore[arg-type]
+
+
+def _shape(node: fx.Node) -> Space:
+    """What a loop that yields the node goes over: what it makes, or what it sums up or scatters."""
+    of = (node, *node.all_input_nodes) if operator_of(node) in LOOPS else (node,)
+    elements, on_cpu = max(count(t) for n in of for t in tensors_of(n)), tensors_of(node)[0].device.type == "cpu"
+    reduces = operator_of(node) in REDUCTIONS
+    return Space(elements, max(map(count, tensors_of(node))) if reduces else elements, reduces, on_cpu)
+
+
+def _rows(node: fx.Node) -> Space | None:
+    """What the node makes of a loop on the CPU: nested loops, where an input is not read in the order of the result."""
+    out = tensor_of(node)
+    if out is None or out.device.type != "cpu" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return None
+    outer, sizes = count(out), [hint(size) for size in out.shape]
+    for tensor in (t for n in node.all_input_nodes for t in tensors_of(n)):
+        steps = [hint(step) * (hint(size) != 1) for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+        steps = [0.0] * (len(sizes) - len(steps)) + steps
+        dims = [(size, step) for size, step in zip(sizes, steps, strict=False) if size != 1]
+        breaks = (i for i in range(1, len(dims)) if dims[i - 1][1] != dims[i][0] * dims[i][1])
+        outer = min(outer, int(math.prod(size for size, _ in dims[: next(breaks, None)])))
+    return Space(count(out), outer, False, True)
+
+
+def count(tensor: torch.Tensor) -> int:
+    """Elements of a tensor."""
+    return int(hint(tensor.numel()))

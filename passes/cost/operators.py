@@ -1,43 +1,67 @@
 """What Inductor does with an operator: compute it inside its readers, make it a loop of its own, or call a library.
 
-add, gelu, cat     inside whatever reads them, unless that would be too much to do twice
-sum, amax          a loop of its own, which others may join
-mm, attention      a call, which reads and writes buffers; mm takes the addition behind it along
+add, gelu, cat       inside whatever reads them, unless that would be too much to do twice
+sum, amax, random    a loop of its own, which others may join
+mm, attention        a call, which reads and writes buffers; mm takes the addition behind it along
 """
 
 from __future__ import annotations
 
-import torch
-from torch import fx
+import functools
+import operator
 
-from ssd_fx.passes.cost.kernels import has_flops
-from ssd_fx.passes.partition import tensor_of
+import torch
+import torch._inductor.inductor_prims  # defines prims.inductor_random
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from ssd_fx.passes.partition import tensor_of, tensors_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 # What Inductor computes inside whatever kernel reads it, besides what is tagged pointwise.
 _INLINED = frozenset(
     {
         aten.full, aten.scalar_tensor, aten.arange, aten.embedding, aten.index, aten.gather, aten.constant_pad_nd,
         aten.slice_scatter, aten.select_scatter, aten.clone, aten._to_copy, aten.copy, aten.cat, aten.where, prims.iota,
         prims.convert_element_type, aten.full_like, aten.zeros_like, aten.ones_like, aten.fill,
+        prims.inductor_lookup_seed,
     }
 )  # fmt: skip
-_REDUCTIONS = frozenset(
+REDUCTIONS = frozenset(
     {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
 )
+LOOPS = REDUCTIONS | {prims.inductor_random, aten._unsafe_masked_index_put_accumulate}
 
-# Inductor's rules of what is written to memory instead of computed again (`should_realize_on_reuse`, and thresholds in
-# its configuration, torch 2.13). It counts operations, of which a node has about two.
-HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})  # on the CPU
-REUSED_READS = 4
+# What Inductor on the CPU writes to memory rather than compute it twice (`should_realize_on_reuse`, torch 2.13).
+HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})
+
+
+def operator_of(node: fx.Node) -> object:
+    """The operator without its overload; None for what is none of PyTorch's."""
+    return getattr(node.target, "overloadpacket", None)
+
+
+def has_flops(node: fx.Node) -> bool:
+    """Whether the node is a matrix product, convolution or attention: a library call that is priced by its flops.
+
+    Calls of other operators (`is_extern` has them all) are priced by memory traffic, as loops are.
+    """
+    return operator_of(node) in flop_registry or is_attention(node.target)
+
+
+@functools.cache  # a graph has few operators and many nodes
+def is_attention(target: object) -> bool:
+    """Whether the operator is one of the fused attention operators, whatever the device."""
+    return any(name in str(target) for name in _ATTENTION)
 
 
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor can compute the node inside a kernel that reads it."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _INLINED
+    return torch.Tag.pointwise in node.target.tags or operator_of(node) in _INLINED
 
 
 def is_extern(node: fx.Node) -> bool:
@@ -45,8 +69,8 @@ def is_extern(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
-        return not _is_getitem(node) and tensor_of(node) is not None
-    return has_flops(node) or not (is_inlined(node) or node.target.overloadpacket in _REDUCTIONS)
+        return node.target is not operator.getitem and bool(tensors_of(node))
+    return has_flops(node) or not (is_inlined(node) or operator_of(node) in LOOPS)
 
 
 def addmm(node: fx.Node) -> fx.Node | None:
@@ -57,11 +81,3 @@ def addmm(node: fx.Node) -> fx.Node | None:
     shapes = [t.shape for n in user.all_input_nodes if (t := tensor_of(n)) is not None]
     same = user.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]
     return user if same else None
-
-
-def reduces_in_a_loop(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in _REDUCTIONS
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"

@@ -13,13 +13,14 @@ import math
 from typing import Any
 
 import torch
-import torch._inductor.inductor_prims  # defines prims.inductor_random
 from torch import fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ssd_fx.passes.cost.kernels import Kernels, Traffic, both_kernels, elements, has_flops, hint, is_attention
+from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count, hint
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.operators import has_flops, is_attention, operator_of
+from ssd_fx.passes.cost.traffic import Traffic, traffic
 from ssd_fx.passes.partition import Partition, tensors_of
 from ssd_fx.passes.plan import Plan, Timeline
 
@@ -29,7 +30,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _CAUSAL_BLOCK = {"cpu": 512}
 _CAUSAL_BLOCK_GPU = 128
 # In error functions of equal time, for vectors of float32 in cache (AVX-512: 0.71, 0.36 and 0.22 ns an element).
-_SPECIAL = {
+_SPECIAL: dict[object, float] = {
     aten.erf: 1.0,
     aten.erfc: 1.0,
     aten.gelu: 1.0,
@@ -54,28 +55,25 @@ _RANDOM = (prims.inductor_random, aten.native_dropout, aten.rand, aten.randn, at
 
 def time(partition: Partition, plan: Plan, *, machine: Machine) -> Plan:
     """Fill `plan.timeline`."""
-    forward, backward = partition.forward.graph, partition.backward.graph
+    forward, backward = partition.once(both_kernels)
     begin = next(i for i, n in enumerate(backward.nodes) if n.op != "placeholder")
-    fwd_kernels, bwd_kernels = partition.once(both_kernels)
-    starts = _starts(forward, fwd_kernels, machine), _starts(backward, bwd_kernels, machine)
-    return plan.with_(timeline=Timeline(*starts, begin))
+    return plan.with_(timeline=Timeline(_starts(forward, machine), _starts(backward, machine), begin))
 
 
-def _starts(graph: fx.Graph, kernels: Kernels, machine: Machine) -> tuple[float, ...]:
-    starts = [0.0]
-    for node in graph.nodes:
-        traffic = kernels.traffic.get(node)
-        starts.append(starts[-1] + (1e3 * seconds(node, traffic, machine) if traffic else 0.0))
+def _starts(kernels: Kernels, machine: Machine) -> tuple[float, ...]:
+    starts, found = [0.0], traffic(kernels)
+    for node in kernels.nodes:
+        starts.append(starts[-1] + (1e3 * seconds(node, found[node], machine) if node in found else 0.0))
     return tuple(starts)
 
 
-def seconds(node: fx.Node, traffic: Traffic, machine: Machine) -> float:
-    """Predicted seconds of one node that computes."""
-    fixed = machine.kernel_s if traffic.first else 0.0
-    moved = (traffic.read + traffic.written) / machine.memory_bw
+def seconds(node: fx.Node, adds: Traffic, machine: Machine) -> float:
+    """Predicted seconds of one node that computes, in all kernels that compute it."""
+    fixed = adds.first * machine.kernel_s
+    moved = (adds.read + adds.written) / machine.memory_bw
     if has_flops(node):
         return fixed + max(_flops(node) / _rate(node, machine), moved) + _bias_s(node, machine)
-    return fixed + moved + _special_s(node, machine)
+    return fixed + moved + adds.times * _special_s(node, machine)
 
 
 def _flops(node: fx.Node) -> float:
@@ -112,7 +110,7 @@ def _is_backward(node: fx.Node) -> bool:
 
 def _rate(node: fx.Node, machine: Machine) -> float:
     dtype = next((t.dtype for t in tensors_of(node) if t.dtype.is_floating_point), torch.float32)
-    if is_attention(node):
+    if is_attention(node.target):
         return machine.fused_attention_flops(dtype, backward=_is_backward(node))
     return machine.product_flops(dtype)
 
@@ -122,11 +120,9 @@ def _bias_s(node: fx.Node, machine: Machine) -> float:
     outputs = tensors_of(node)
     if node.target is not aten.addmm.default or outputs[0].device.type != "cpu":
         return 0.0
-    return elements(node) * outputs[0].itemsize / machine.memory_bw
+    return count(outputs[0]) * outputs[0].itemsize / machine.memory_bw
 
 
 def _special_s(node: fx.Node, machine: Machine) -> float:
-    operator: Any = getattr(node.target, "overloadpacket", None)
-    if operator in _RANDOM:
-        return elements(node) * machine.random_s
-    return elements(node) * machine.erf_s * _SPECIAL.get(operator, 0.0)
+    each = machine.random_s if operator_of(node) in _RANDOM else machine.erf_s * _SPECIAL.get(operator_of(node), 0.0)
+    return max(map(count, tensors_of(node)), default=0) * each

@@ -24,10 +24,12 @@ from ssd_fx.passes.lowering.order import PinOrder, is_ours
 
 @dataclass
 class Lowered:
-    """One graph behind the scheduler. `nodes`: in the order in which they run."""
+    """One graph behind the scheduler. `nodes`: in the order in which they run; `moved_bytes`: what its kernels read and
+    write."""
 
     nodes: list[BaseSchedulerNode]
     code: str
+    moved_bytes: int
 
     @property
     def kernels(self) -> list[BaseSchedulerNode]:
@@ -75,7 +77,8 @@ def _captured(patches: Mapping[str, Any]) -> Iterator[list[Lowered]]:
     found: list[Lowered] = []
 
     def capture(graph: GraphLowering, code: Any) -> ModuleType:
-        found.append(Lowered(list(graph.scheduler.nodes), code.value))
+        nodes = list(graph.scheduler.nodes)
+        found.append(Lowered(nodes, code.value, sum(n.get_read_write_buffers_sizes() for n in nodes)))
         module = ModuleType("not_compiled")
         module.__file__ = __file__
         module.call = _refuse  # type: ignore[attr-defined]

@@ -11,8 +11,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.passes.cost import roofline
-from ssd_fx.passes.cost.kernels import Kernels, Traffic
+from ssd_fx.passes.cost.kernels import Kernels
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.traffic import Traffic, traffic
 
 aten = torch.ops.aten
 # 1 byte is 1 ns, 1 flop is 1 ps.
@@ -28,19 +29,19 @@ def graph_of(function: Callable[..., object], *shapes: tuple[int, ...], dtype: t
     return graph
 
 
-def traffic(graph: fx.Graph) -> dict[str, tuple[float, float, bool]]:
-    return {n.name: (t.read, t.written, t.first) for n, t in Kernels(graph).traffic.items()}
+def moved(graph: fx.Graph) -> dict[str, tuple[int, int, int]]:
+    return {n.name: (t.read, t.written, t.first) for n, t in traffic(Kernels(graph)).items()}
 
 
 def times_ns(graph: fx.Graph, machine: Machine = MACHINE) -> dict[str, float]:
-    found = Kernels(graph).traffic
+    found = traffic(Kernels(graph))
     return {n.name: round(1e9 * roofline.seconds(n, t, machine), 3) for n, t in found.items()}
 
 
 def test_a_chain_is_one_kernel_that_reads_its_inputs_and_writes_its_end() -> None:
     """sin -> mul with y -> cos: x and y are read once, the two intermediates are never in memory."""
     graph = graph_of(lambda x, y: (x.sin() * y * x).cos(), (256,), (256,))
-    assert traffic(graph) == {
+    assert moved(graph) == {
         "sin": (KIB, 0, True),
         "mul": (KIB, 0, False),
         "mul_1": (0, 0, False),
@@ -51,7 +52,7 @@ def test_a_chain_is_one_kernel_that_reads_its_inputs_and_writes_its_end() -> Non
 def test_an_extern_cuts_the_chain() -> None:
     """relu -> mm -> relu_1, which reads relu once more: two kernels beside the mm."""
     graph = graph_of(lambda x: (x.relu() @ x).relu() + x.relu(), (16, 16))
-    found = traffic(graph)
+    found = moved(graph)
     assert found["relu"] == (KIB, KIB, True)
     assert found["mm"] == (2 * KIB, KIB, True)
     assert found["relu_1"] == (KIB, 0, True)
@@ -59,32 +60,38 @@ def test_an_extern_cuts_the_chain() -> None:
 
 def test_what_is_saved_is_written_though_its_kernel_goes_on() -> None:
     graph = graph_of(lambda x: ((y := x.sin()), y.cos()), (256,))
-    assert traffic(graph) == {"sin": (KIB, KIB, True), "cos": (0, KIB, False)}
+    assert moved(graph) == {"sin": (KIB, KIB, True), "cos": (0, KIB, False)}
 
 
 def test_views_and_constants_cost_nothing() -> None:
     graph = graph_of(lambda x: x.view(4, 64).t() * torch.full((64, 4), 2.0), (256,))
-    assert traffic(graph)["mul"] == (KIB, KIB, False)
-    assert "view" not in traffic(graph)
-    assert traffic(graph)["full"][:2] == (0, 0)
+    assert moved(graph)["mul"] == (KIB, KIB, True)
+    assert "view" not in moved(graph)
+    assert moved(graph)["full"] == (0, 0, False)
 
 
 def test_a_broadcast_input_is_read_as_large_as_it_is() -> None:
     graph = graph_of(lambda x, b: x * b.expand(256, 4), (256, 4), (1, 4))
-    assert traffic(graph)["mul"] == (4 * KIB + 16, 4 * KIB, True)
+    assert moved(graph)["mul"] == (4 * KIB + 16, 4 * KIB, True)
 
 
-def test_a_reduction_goes_over_its_input_once_more() -> None:
-    """sin -> sum: the tensor of 1 KiB is not in memory, but each of its rows is read twice."""
+def test_a_sum_reads_what_its_loop_computes_from_registers() -> None:
     graph = graph_of(lambda x: x.sin().sum(), (256,))
-    assert traffic(graph) == {"sin": (KIB, 0, True), "sum_1": (KIB, 4, False)}
+    assert moved(graph) == {"sin": (KIB, 0, True), "sum_1": (0, 4, False)}
+
+
+def test_what_two_kernels_compute_is_read_and_priced_twice() -> None:
+    """mm -> neg -> sin -> mm; neg -> mul -> sum: neg is cheap, so each loop computes it, from the mm in memory."""
+    graph = graph_of(lambda x: ((y := -(x @ x)).sin() @ x, (y * y).sum()), (16, 16))
+    found = {n.name: t for n, t in traffic(Kernels(graph)).items()}
+    assert (found["neg"].read, found["neg"].times) == (2 * KIB, 2)
 
 
 def test_an_embedding_reads_the_rows_that_it_takes() -> None:
     def look_up(weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.embedding(torch.arange(2), weight)
 
-    assert traffic(graph_of(look_up, (256, 4)))["embedding"][:2] == (32, 32)
+    assert moved(graph_of(look_up, (256, 4)))["embedding"][:2] == (32, 32)
 
 
 def test_a_product_takes_the_longer_of_its_flops_and_its_bytes() -> None:

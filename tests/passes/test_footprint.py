@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.passes.cost.footprint import buffers
-from ssd_fx.passes.cost.fusion import Kernel, places
+from ssd_fx.passes.cost.fusion import Loop, Space, fuse
+from ssd_fx.passes.cost.kernels import Kernels
 from ssd_fx.passes.partition import storage_of
 from tests.passes.lowered import lower_alone
 
@@ -30,43 +31,50 @@ def test_views_that_meet_again_are_followed_once() -> None:
     with mode:
         graph = make_fx(function, tracing_mode="real")(x).graph
     nodes = list(graph.nodes)
-    found = buffers(graph)
+    found = buffers(Kernels(graph))
     names = {storage_of(n): n.name for n in reversed(nodes) if n.op != "output"}
     lives = {names[key]: (nodes[i].name, nodes[found.last[key]].name) for key, i in found.first.items()}
     assert lives == {"x_1": ("x_1", "sin"), "sin": ("sin", "mm"), "mm": ("mm", "mm")}
 
 
-def kernel(at: int, reads: dict[int, int], writes: dict[int, int], behind: set[int], space: object = "rows") -> Kernel:
-    return Kernel(at, space, reads, writes, behind)
+def places(loops: dict[int, Loop]) -> dict[int, int]:
+    return fuse(loops).places()
+
+
+ALIKE = Space(64, 64, reduces=False, on_cpu=True)
+
+
+def loop(at: int, reads: dict[int, int], writes: dict[int, int], behind: set[int], space: Space | None = ALIKE) -> Loop:
+    return Loop(at, space, reads, writes, behind)
 
 
 def test_loops_that_read_the_same_run_together_as_early_as_one_is_needed() -> None:
     """10 and 30 read storage 1; the library call at 20 reads what 10 writes, so both run before it."""
-    kernels = {
-        10: kernel(10, {1: 64}, {2: 64}, set()),
-        20: kernel(20, {2: 64}, {3: 64}, {10}, space=None),
-        30: kernel(30, {1: 64}, {4: 64}, set()),
+    loops = {
+        10: loop(10, {1: 64}, {2: 64}, set()),
+        20: loop(20, {2: 64}, {3: 64}, {10}, space=None),
+        30: loop(30, {1: 64}, {4: 64}, set()),
     }
-    assert places(kernels) == {10: 20, 20: 20, 30: 20}
+    assert places(loops) == {10: 20, 20: 20, 30: 20}
 
 
 def test_loops_with_something_between_them_stay_apart() -> None:
     """30 reads what the call makes of the result of 10: one kernel could not run before and behind it."""
-    kernels = {
-        10: kernel(10, {1: 64}, {2: 64}, set()),
-        20: kernel(20, {2: 64}, {3: 64}, {10}, space=None),
-        30: kernel(30, {1: 64, 3: 64}, {4: 64}, {20}),
+    loops = {
+        10: loop(10, {1: 64}, {2: 64}, set()),
+        20: loop(20, {2: 64}, {3: 64}, {10}, space=None),
+        30: loop(30, {1: 64, 3: 64}, {4: 64}, {20}),
     }
-    assert places(kernels) == {10: 10, 20: 20, 30: 30}
+    assert places(loops) == {10: 10, 20: 20, 30: 30}
 
 
 def test_loops_that_share_next_to_nothing_stay_apart() -> None:
     """Inductor asks for 10 bytes, unless the one reads the other: then it saves a kernel."""
     for shared, fused in ((0, False), (9, False), (10, True)):
-        kernels = {10: kernel(10, {1: shared}, {2: 64}, set()), 30: kernel(30, {1: shared}, {4: 64}, set())}
-        assert (places(kernels) == {10: 30, 30: 30}) == fused
-    kernels = {10: kernel(10, {1: 4}, {2: 4}, set()), 30: kernel(30, {2: 4}, {4: 4}, {10})}
-    assert places(kernels) == {10: 30, 30: 30}
+        loops = {10: loop(10, {1: shared}, {2: 64}, set()), 30: loop(30, {1: shared}, {4: 64}, set())}
+        assert (places(loops) == {10: 30, 30: 30}) == fused
+    loops = {10: loop(10, {1: 4}, {2: 4}, set()), 30: loop(30, {2: 4}, {4: 4}, {10})}
+    assert places(loops) == {10: 30, 30: 30}
 
 
 def chain(x: torch.Tensor, w: torch.Tensor, calls: int) -> object:
@@ -90,21 +98,21 @@ def test_loops_too_far_apart_are_not_fused(calls: int, fused: bool) -> None:
 @pytest.mark.parametrize(("loops", "kernels"), [(64, 1), (65, 2)])
 def test_a_kernel_has_so_many_loops(loops: int, kernels: int) -> None:
     """All read storage 0, and storage 1 of the call in the middle nobody: only their number keeps them apart."""
-    found = places({k: kernel(k, {0: 64, k: 8}, {100 + k: 64}, set()) for k in range(1, loops + 1)})
+    found = places({k: loop(k, {0: 64, k: 8}, {100 + k: 64}, set()) for k in range(1, loops + 1)})
     assert len(set(found.values())) == kernels
 
 
 def test_a_way_may_go_back_from_the_last_loop_of_a_kernel_to_its_first() -> None:
     """10 and 100 are fused first; so 5 -> 80 -> 90 -> 100 comes before 50, which reads 10, and 5 cannot join 50."""
-    kernels = {
-        5: kernel(5, {8: 64}, {2: 64}, set()),
-        10: kernel(10, {7: 64, 9: 64}, {3: 64}, set()),
-        50: kernel(50, {3: 64, 8: 64}, {4: 64}, {10}, space="rows"),
-        80: kernel(80, {2: 64}, {5: 64}, {5}, space=None),
-        90: kernel(90, {5: 64}, {6: 64}, {80}, space=None),
-        100: kernel(100, {6: 64, 7: 64, 9: 64}, {11: 64}, {90}),
+    loops = {
+        5: loop(5, {8: 64}, {2: 64}, set()),
+        10: loop(10, {7: 64, 9: 64}, {3: 64}, set()),
+        50: loop(50, {3: 64, 8: 64}, {4: 64}, {10}),
+        80: loop(80, {2: 64}, {5: 64}, {5}, space=None),
+        90: loop(90, {5: 64}, {6: 64}, {80}, space=None),
+        100: loop(100, {6: 64, 7: 64, 9: 64}, {11: 64}, {90}),
     }
-    found = places(kernels)
+    found = places(loops)
     assert found[5] < found[80] < found[90] <= found[100]
 
 
@@ -113,26 +121,29 @@ def test_a_sum_over_a_number_has_no_dimensions() -> None:
 
 
 def test_loops_over_other_elements_stay_apart() -> None:
-    kernels = {10: kernel(10, {1: 64}, {2: 64}, set()), 30: kernel(30, {1: 64}, {4: 64}, set(), space="columns")}
-    assert places(kernels) == {10: 10, 30: 30}
+    loops = {
+        10: loop(10, {1: 64}, {2: 64}, set()),
+        30: loop(30, {1: 64}, {4: 64}, set(), space=Space(32, 32, reduces=False, on_cpu=True)),
+    }
+    assert places(loops) == {10: 10, 30: 30}
 
 
 def test_three_loops_become_one_only_as_far_as_nothing_comes_between() -> None:
     """10 and 12 are fused first (most bytes); 30 reads what a call makes of 12, so it cannot join 10 either."""
-    kernels = {
-        10: kernel(10, {1: 64, 9: 64}, {2: 64}, set()),
-        12: kernel(12, {1: 64, 9: 64}, {3: 64}, set()),
-        20: kernel(20, {3: 64}, {5: 64}, {12}, space=None),
-        30: kernel(30, {1: 64, 5: 64}, {6: 64}, {20}),
+    loops = {
+        10: loop(10, {1: 64, 9: 64}, {2: 64}, set()),
+        12: loop(12, {1: 64, 9: 64}, {3: 64}, set()),
+        20: loop(20, {3: 64}, {5: 64}, {12}, space=None),
+        30: loop(30, {1: 64, 5: 64}, {6: 64}, {20}),
     }
-    assert places(kernels) == {10: 12, 12: 12, 20: 20, 30: 30}
+    assert places(loops) == {10: 12, 12: 12, 20: 20, 30: 30}
 
 
 def alive(function: Callable[..., object], *args: torch.Tensor) -> dict[str, tuple[str, str]]:
     """The predicted buffers of a graph: name -> the nodes at which they are written and read last."""
     graph = make_fx(function, tracing_mode="fake")(*args).graph
     nodes = list(graph.nodes)
-    found = buffers(graph)
+    found = buffers(Kernels(graph))
     names = {storage_of(n): n.name for n in reversed(nodes) if n.op == "call_function"}
     return {
         names[key]: (nodes[first].name, nodes[found.last[key]].name)
@@ -181,7 +192,7 @@ def test_a_release_is_behind_every_reader_of_the_graph() -> None:
 
     graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 8)).graph
     nodes = list(graph.nodes)
-    found = buffers(graph)
+    found = buffers(Kernels(graph))
     key = storage_of(next(n for n in nodes if n.name == "mm"))
     assert key is not None
     assert (nodes[found.last[key]].name, nodes[found.read_last[key]].name) == ("mm_1", "cos")
@@ -200,7 +211,7 @@ def first_reader(function: Callable[..., object]) -> str:
     nodes = list(graph.nodes)
     key = storage_of(nodes[0])
     assert key is not None
-    return str(nodes[buffers(graph).read_first[key]].name)
+    return str(nodes[buffers(Kernels(graph)).read_first[key]].name)
 
 
 def test_a_tensor_is_read_where_its_reader_is_fused_into() -> None:

@@ -77,7 +77,7 @@ def test_expanded_stores_the_row() -> None:
     check(
         toys.expanded,
         """\
-mm       256 B  offload  store>mm release>bmm load<view wait<cos             [mm]
+mm       256 B  offload  store>mm release>bmm load<bmm_2 wait<cos            [mm]
 sigmoid   32 B  offload  store>sigmoid release>bmm load<expand_2 wait<bmm_1  [sigmoid]
 sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2    [sin]""",
     )
@@ -273,11 +273,11 @@ def test_a_slice_that_is_reduced_keeps_its_strides() -> None:
     check(
         toys.slice_that_is_reduced,
         """\
-cat        2048 B  offload  store>cat release>t_1 load<mm_2 wait<mm_2                                             [t_1]
-mm         2048 B  offload  store>mm release>t_1 load<native_layer_norm_backward wait<native_layer_norm_backward  [slice_1]
-getitem_1    32 B  offload  store>getitem_1 release>t_1 load<expand wait<native_layer_norm_backward               [getitem_1]
-getitem_2    32 B  offload  store>getitem_2 release>t_1 load<expand wait<native_layer_norm_backward               [getitem_2]
-cos         256 B  offload  store>cos release>t_1 load<expand wait<mul                                            [cos]""",
+cat        2048 B  offload  store>cat release>t_1 load<expand wait<mm_2                              [t_1]
+mm         2048 B  offload  store>mm release>t_1 load<expand wait<native_layer_norm_backward         [slice_1]
+getitem_1    32 B  offload  store>getitem_1 release>t_1 load<expand wait<native_layer_norm_backward  [getitem_1]
+getitem_2    32 B  offload  store>getitem_2 release>t_1 load<expand wait<native_layer_norm_backward  [getitem_2]
+cos         256 B  offload  store>cos release>t_1 load<expand wait<mul                               [cos]""",
     )
 
 
@@ -305,17 +305,17 @@ def test_copies_that_are_all_saved() -> None:
     check(
         toys.saved_copies,
         """\
-sigmoid  256 of 768 B  offload  store>sigmoid release>sum_2 load<expand wait<mul_1  [sigmoid, t_6, t_4]
-mm_1            256 B  offload  store>mm_1 release>t_10 load<mm_4 wait<cos          [mm_1]
-sin             256 B  offload  store>sin release>t_10 load<expand wait<mm_4        [t_2]
-mm_2            256 B  offload  store>mm_2 release>t_10 load<expand wait<mm_5       [t_3]""",
+sigmoid  256 of 768 B  offload  store>sigmoid release>add load<expand wait<mul_1  [sigmoid, t_6, t_4]
+mm_1            256 B  offload  store>mm_1 release>mul load<expand wait<cos       [mm_1]
+sin             256 B  offload  store>sin release>t_10 load<expand wait<mm_4      [t_2]
+mm_2            256 B  offload  store>mm_2 release>t_10 load<expand wait<mm_5     [t_3]""",
     )
 
 
 def test_what_was_filled_with_a_copy() -> None:
     check(
         toys.filled,
-        """sigmoid  256 of 1024 B  offload  store>sigmoid release>sum_4 load<expand wait<mul_1  [sigmoid, t_7, t_4, t_2]""",
+        """sigmoid  256 of 1024 B  offload  store>sigmoid release>add_2 load<expand wait<mul_1  [sigmoid, t_7, t_4, t_2]""",
     )
 
 
@@ -323,10 +323,10 @@ def test_what_was_filled_with_something_else_is_stored() -> None:
     check(
         toys.widened,
         """\
-sigmoid   256 B  offload  store>sigmoid release>sum_3 load<_to_copy_1 wait<mul_1  [sigmoid]
+sigmoid   256 B  offload  store>sigmoid release>add_1 load<_to_copy_1 wait<mul_1  [sigmoid]
 copy      256 B  offload  store>copy release>_to_copy load<_to_copy_3 wait<mm_5   [t_4]
 copy_1    512 B  offload  store>_to_copy release>t_6 load<_to_copy_1 wait<mm_3    [t_1]
-_to_copy  512 B  offload  store>_to_copy release>mm_2 load<_to_copy_1 wait<mm_4   [t_2]""",
+_to_copy  512 B  offload  store>_to_copy release>mul load<_to_copy_1 wait<mm_4    [t_2]""",
     )
 
 
@@ -368,7 +368,7 @@ def test_a_budget_keeps_what_idles_least() -> None:
         toys.multi_output,
         """\
 mm         256 B  offload  store>mm release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
-getitem_1   32 B  offload  store>getitem_1 release>t_6 load<t_2 wait<native_layer_norm_backward                  [getitem_1]
+getitem_1   32 B  offload  store>getitem_1 release>t_6 load<scatter wait<native_layer_norm_backward              [getitem_1]
 getitem_2   32 B  keep     within the budget                                                                     [getitem_2]
 getitem_3  128 B  keep     within the budget                                                                     [getitem_3]
 getitem_4  256 B  keep     within the budget                                                                     [getitem_4]
@@ -396,9 +396,9 @@ def test_a_load_is_due_where_its_reader_is_fused_into() -> None:
         fused_reader,
         """\
 mm       256 B  offload  store>mm release>mm_4 load<sin_1 wait<mm_9                              [mm]
-mm_1     256 B  offload  store>mm_1 release>add load<sigmoid_backward wait<mm_6                  [mm_1]
+mm_1     256 B  offload  store>tanh release>t_11 load<sigmoid_backward wait<mm_6                 [mm_1]
 mm_2     256 B  offload  store>mm_2 release>sigmoid load<sin_1 wait<sin_1                        [mm_2]
-cos      256 B  offload  store>cos release>t_11 load<sigmoid_backward wait<mm_7                  [t_3]
+cos      256 B  offload  store>cos release>t_11 load<mm_5 wait<mm_7                              [t_3]
 tanh     256 B  offload  store>tanh release>t_11 load<sigmoid_backward wait<mm_5                 [tanh]
 sigmoid  256 B  offload  store>sigmoid release>t_11 load<sigmoid_backward wait<sigmoid_backward  [detach_2]""",
     )
