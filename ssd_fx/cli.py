@@ -3,6 +3,7 @@
 ssd-fx check /mnt/nvme     whether the directory is fit for activations, and how fast the runtime writes and reads
 ssd-fx calibrate /mnt/nvme measure the rates that plans are made for, and keep them in the cache directory
 ssd-fx info                versions, the device, whether GPUDirect Storage is real, and the default options
+ssd-fx fit script.py       what a step of a training script needs, under several budgets, without training
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 import torch
 
 import ssd_fx
+from ssd_fx import fit
 from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import described
@@ -37,8 +39,8 @@ _ALL_TO_THE_DRIVE = {"budget": 0, "host_budget": 0, "compression": "", "adapt": 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status.
 
-    0: fine. 1: the directory is unfit, or the cores are busy. 2: a wrong word on the command line or in the
-    environment. 141, a shell's status for SIGPIPE: the reader of the output has gone.
+    0: fine. 1: the directory is unfit, the cores are busy, or a script does not fit. 2: a wrong word on the command
+    line or in the environment. 141, a shell's status for SIGPIPE: the reader of the output has gone.
     """
     try:
         status = _run(argv)
@@ -57,7 +59,9 @@ def _run(argv: Sequence[str] | None) -> int:
     measure = commands.add_parser("calibrate", help="measure the machine and a directory for the planner")
     measure.add_argument("directory")
     commands.add_parser("info", help="versions, device, GPUDirect Storage, default options")
-    flags = parser.parse_args(argv)
+    fit.add_parser(commands)
+    own, arguments = fit.split(sys.argv[1:] if argv is None else argv)
+    flags = parser.parse_args(own)
     try:
         Config.make()
     except ValueError as error:
@@ -65,6 +69,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     if flags.command == "info":
         return _info()
+    if flags.command == "fit":
+        return fit.fit(flags, arguments)
     return _check(flags.directory) if flags.command == "check" else _calibrate(flags.directory)
 
 
