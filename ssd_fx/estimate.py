@@ -8,6 +8,7 @@ is compiled, and nothing runs.
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from ssd_fx.sizes import parse_budget, parse_positive
 
 Budget = int | float | str
 BUDGETS: tuple[Budget, ...] = (0, 0.25, 0.5, 0.75, 1.0)
+_SILENT = "ignore_logger_methods"  # of Dynamo: what is not called, and breaks no graph; an alias from torch 2.13 on
 
 
 def estimate(
@@ -174,8 +176,10 @@ def _looked_at(
     backend = partial(compile_graph, survey=partial(_survey, budgets), mode=mode)
     args, kwargs = call
     torch._dynamo.reset()  # Dynamo compiles a function eight times at most
+    compiled = torch.compile(model, backend=backend, options=options, dynamic=dynamic, fullgraph=True)
     try:
-        torch.compile(model, backend=backend, options=options, dynamic=dynamic, fullgraph=True)(*args, **kwargs)
+        with torch._dynamo.config.patch({_SILENT: getattr(torch._dynamo.config, _SILENT) | _logging()}):
+            compiled(*args, **kwargs)
     except _Surveyed as surveyed:
         return surveyed.found
     except Unsupported as error:
@@ -185,6 +189,11 @@ def _looked_at(
     finally:
         torch._dynamo.reset()
     raise ValueError(f"torch.compile finds no tensors to compile in {_name(model)}; right would be a model that trains")
+
+
+def _logging() -> set[Callable[..., Any]]:
+    """What only tells people something. Libraries add methods to loggers, so they are looked up late."""
+    return {print, *(each for each in vars(logging.Logger).values() if callable(each))}
 
 
 def _broken(model: Callable[..., Any], error: Unsupported) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.passes import toys
 from tests.passes.recomputing import SLOW
 
 TOY = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0, "recompute": False}
+log = logging.getLogger(__name__)
 HUGE = Shape(layers=4, width=8192, heads=64, seq=2048, dropout=0.1)
 
 
@@ -172,6 +174,17 @@ def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def checkpointed(x: torch.Tensor, w: torch.Tensor) -> Any:
     return checkpoint(ssd_fx.estimate, toys.relu_chain, (x, w), options=TOY, use_reentrant=False)
+
+
+def test_what_a_model_logs_breaks_no_graph() -> None:
+    """Hugging Face models warn of their loss; Dynamo breaks there, unless it is told to leave loggers out."""
+
+    def told(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        log.warning("a warning")
+        print("and a line")
+        return toys.relu_chain(x, w)
+
+    assert estimated(told, toys.inputs(), [0]) == estimated(toys.relu_chain, toys.inputs(), [0])
 
 
 @torch.compiler.nested_compile_region
