@@ -39,6 +39,7 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Plan, PlanPass
 from ssd_fx.passes.planner.select import Budget, select
+from ssd_fx.passes.proposals import Candidate
 from ssd_fx.passes.rewrite.insert import insert, refuse_stand_ins
 from ssd_fx.passes.verify.graphs import verify_graphs
 from ssd_fx.passes.verify.interface import Before
@@ -133,12 +134,19 @@ def decide(
     `budget`: None for that of the options. `priced`: groups may be recomputed, which needs another partition. `quick`:
     with a short search. `analysed`: an earlier, unpriced plan of the partition, whose analyses are used.
     """
-    device = _device(partition)
-    machine = options.machine or Machine.default(device, torch.get_num_threads())
-    plan = analysed.undecided() if analysed else Plan(graph=fingerprint(partition))
+    plan = analysed.undecided() if analysed else analyse(partition, options)
     budget = options.budget if budget is None else budget
-    passes = () if analysed else analyses(options, machine)
-    passes += decisions(options, machine, budget, priced=priced, host_tier=device.type != "cpu", quick=quick)
+    host_tier, machine = _device(partition).type != "cpu", _machine(partition, options)
+    passes = decisions(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
+    return _run(passes, partition, plan)
+
+
+def analyse(partition: Partition, options: PlanOptions) -> Plan:
+    """What the analyses find in `partition`, with nothing decided; no budget changes it."""
+    return _run(analyses(options, _machine(partition, options)), partition, Plan(graph=fingerprint(partition)))
+
+
+def _run(passes: Sequence[PlanPass], partition: Partition, plan: Plan) -> Plan:
     for pass_ in passes:
         plan = pass_(partition, plan)
         verify_plan(partition, plan)
@@ -146,15 +154,25 @@ def decide(
 
 
 def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
-    """The partition that is predicted to be fastest within the budget, and its plan.
+    """The partition that is predicted to be fastest within the budget, and its plan."""
+    return decide_cut(joint, cut(joint, options), options)
+
+
+def cut(joint: Joint, options: PlanOptions) -> Candidate:
+    """PyTorch's own partition, with what the analyses find in it: where the plan for any budget begins."""
+    own = joint.partition(again=_may_cut_again(joint, options))
+    return Candidate(own, analyse(own, options))
+
+
+def decide_cut(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Partition, Plan]:
+    """`decide_joint`, of a graph that is cut already. `own` does not change, so it serves one budget after the other.
 
     Plans of the short search compare the partitions. The fastest one gets a plan of the full search.
     """
-    if not options.recompute or _is_partitioned_once() or joint.has_own_budget:
-        partition = joint.partition()
-        return partition, decide(partition, options)
+    if not _may_cut_again(joint, options):
+        return own.partition, decide(own.partition, options, analysed=own.plan)
 
-    best = proposals.fastest(joint, partial(decide, options=options, quick=True))
+    best = proposals.fastest(joint, own, partial(decide, options=options, quick=True))
     return best.partition, decide(best.partition, options, budget=best.forecast.limits, analysed=best.plan)
 
 
@@ -173,6 +191,10 @@ def finish(partition: Partition) -> None:
         each(partition)
 
 
+def _may_cut_again(joint: Joint, options: PlanOptions) -> bool:
+    return options.recompute and not _is_partitioned_once() and not joint.has_own_budget
+
+
 def _is_partitioned_once() -> bool:
     """Whether a setting of PyTorch forbids several partitions of one graph.
 
@@ -183,6 +205,10 @@ def _is_partitioned_once() -> bool:
     agree = getattr(functorch_config, "_sync_decision_cross_ranks", False)
     quantizes = "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
     return functorch_config.activation_memory_budget != 1 or bool(agree) or quantizes
+
+
+def _machine(partition: Partition, options: PlanOptions) -> Machine:
+    return options.machine or Machine.default(_device(partition), torch.get_num_threads())
 
 
 def _device(partition: Partition) -> torch.device:

@@ -144,6 +144,7 @@ class Forecast:
 
     `seconds`: of the step, of them `compute_s` without transfers and recomputing. `peak_node`: the index of the node at
     the peak; nodes of the backward follow those of the forward. `kept`: what is kept although it could be offloaded.
+    `written`: bytes to the drives, those included whose write the backward may cut short.
     `limits`: what the budget allows. `floor`: the peak with infinitely fast I/O. `everything`: the peak with everything
     kept. `resident`: bytes that may stay resident in the same memory beyond the peak. `shared`: a budget in bytes for
     the latest tensors of all graphs, which stay resident.
@@ -156,6 +157,7 @@ class Forecast:
     peak: int
     peak_node: int
     kept: int
+    written: int
     limits: Limits
     floor: int
     everything: int

@@ -47,14 +47,15 @@ class Candidate:
         return self.plan.forecast
 
 
-def fastest(joint: Joint, decide: Decide) -> Candidate:
+def fastest(joint: Joint, own: Candidate, decide: Decide) -> Candidate:
     """PyTorch's partition, or one that recomputes more and is predicted to be faster; with its plan.
+
+    `own`: PyTorch's partition, with a plan whose analyses are used. It does not change, so it serves any budget.
 
     Raises:
         BudgetError: PyTorch's partition cannot meet the budget.
     """
-    partition = joint.partition(again=True)
-    first = Candidate(partition, decide(partition))
+    first = Candidate(own.partition, decide(own.partition, analysed=own.plan))
     if not _could_gain(first):
         return first
     limits = first.forecast.limits

@@ -6,8 +6,10 @@ from ssd_fx import versions  # noqa: F401
 # isort: split
 from ssd_fx.backend import backend, check_options
 from ssd_fx.config import Config
+from ssd_fx.estimate import estimate
 from ssd_fx.explain import explain
 from ssd_fx.marks import keep, offload
+from ssd_fx.report.budgets import Estimate, Prediction
 from ssd_fx.report.dump import Explanation
 from ssd_fx.runtime.chrome import export as export_trace
 from ssd_fx.runtime.graphs import close
@@ -15,12 +17,15 @@ from ssd_fx.runtime.stats import GraphStats, Stats, reset_stats, stats
 
 __all__ = [
     "Config",
+    "Estimate",
     "Explanation",
     "GraphStats",
+    "Prediction",
     "Stats",
     "backend",
     "check_options",
     "close",
+    "estimate",
     "explain",
     "export_trace",
     "keep",

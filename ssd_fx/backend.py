@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.lowering import compiled_autograd
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Names, Partition
-from ssd_fx.passes.partitioner import Partitioner, hooks_are_compiled_in
+from ssd_fx.passes.partitioner import Partitioner, Survey, hooks_are_compiled_in
 from ssd_fx.passes.pipeline import inductor_passes
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.user_errors import user_errors
@@ -39,6 +39,10 @@ from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
 Report = Callable[[Explanation], None]
+NO_BACKWARD = (
+    "the model has no backward; right would be one whose parameters or inputs require a gradient, and whose outputs "
+    "depend on them, outside torch.no_grad()"
+)
 Compiled = Any  # a callable; Inductor types it as whatever any of its modes yields
 
 
@@ -67,17 +71,19 @@ def compile_graph(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     report: Report | None = None,
+    survey: Survey | None = None,
 ) -> Compiled:
     """Return what `backend` returns. `report` gets the dump of every graph, instead of the option `dump`.
 
-    `report` is pickled with the partitioner, so it must be a function of a module.
+    `survey` gets the first joint graph, and nothing is compiled; without a backward it is a ValueError. Both are
+    pickled with the partitioner, so each must be a function of a module.
     """
     with user_errors():
         config = _checked(options, mode)
         if config.cpu_allocator and _trains_on_cpu(inputs):
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
-        partitioner = Partitioner(plan, keeps_all=_keeps_all())
+        partitioner = Partitioner(plan, keeps_all=_keeps_all(), survey=survey)
         if config.dump and report is None:
             report = partial(_write, config.own_dump, config.share())
         if report is not None:
@@ -222,7 +228,7 @@ def _trains_on_cpu(inputs: Sequence[object]) -> bool:
 def _inductor(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None
 ) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     from ssd_fx.passes.lowering import inductor
     from ssd_fx.passes.lowering.settings import settings
@@ -230,8 +236,15 @@ def _inductor(
     inductor.register()
     if inductor_config.cpp_wrapper:
         partitioner = _for_cpp(partitioner)
-    passes = inductor_passes(partitioner, source_digest())
-    return compile_fx(gm, list(inputs), config_patches=settings(gm, inputs, mode) | passes)
+    patches = settings(gm, inputs, mode) | inductor_passes(partitioner, source_digest())
+    inner = compile_fx_inner if partitioner.survey is None else _no_backward
+    return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
+
+
+def _no_backward(*_: object, **__: object) -> NoReturn:
+    """Stands in for Inductor's compiler where a survey has not ended the compilation."""
+    with user_errors():
+        raise ValueError(NO_BACKWARD)
 
 
 def _for_cpp(partitioner: Partitioner) -> Partitioner:
@@ -254,6 +267,8 @@ def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: 
     from torch._dynamo.backends.debugging import boxed_nop
 
     def inference(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
+        if partitioner.survey is not None:
+            _no_backward()
         compiled_autograd.wait_in_place(gm.graph)
         gm.recompile()
         return boxed_nop(gm, list(inputs))

@@ -4,6 +4,7 @@ ssd-fx check /mnt/nvme     whether the directory is fit for activations, and how
 ssd-fx calibrate /mnt/nvme measure the rates that plans are made for, and keep them in the cache directory
 ssd-fx info                versions, the device, whether GPUDirect Storage is real, and the default options
 ssd-fx project --model megatron-18b   bytes, rates, life and cost of drives for a model, by formulas
+ssd-fx fit script.py       what a step of a training script needs, under several budgets, without training
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import NoReturn
 import torch
 
 import ssd_fx
+from ssd_fx import fit
 from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import described
@@ -40,8 +42,8 @@ _ALL_TO_THE_DRIVE = {"budget": 0, "host_budget": 0, "compression": "", "adapt": 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status.
 
-    0: fine. 1: the directory is unfit, or the cores are busy. 2: a wrong word on the command line or in the
-    environment. 141, a shell's status for SIGPIPE: the reader of the output has gone.
+    0: fine. 1: the directory is unfit, the cores are busy, or a script does not fit. 2: a wrong word on the command
+    line or in the environment. 141, a shell's status for SIGPIPE: the reader of the output has gone.
     """
     try:
         status = _run(argv)
@@ -67,7 +69,9 @@ def _run(argv: Sequence[str] | None) -> int:
     measure.add_argument("directory")
     commands.add_parser("info", help="versions, device, GPUDirect Storage, default options")
     projection.add(commands)
-    flags = parser.parse_args(argv)
+    fit.add_parser(commands)
+    own, arguments = fit.split(sys.argv[1:] if argv is None else argv)
+    flags = parser.parse_args(own)
     if flags.command == "project":
         return projection.run(flags)  # of no options of this environment
     try:
@@ -77,6 +81,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     if flags.command == "info":
         return _info()
+    if flags.command == "fit":
+        return fit.fit(flags, arguments)
     return _check(flags.directory) if flags.command == "check" else _calibrate(flags.directory)
 
 

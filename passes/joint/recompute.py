@@ -67,6 +67,11 @@ class Joint:
         metas = [n.meta for m in modules for n in m.graph.nodes]
         return any("memory_budget" in m or _REGION_BUDGET in (m.get("custom") or ()) for m in metas)
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether it is a region of another graph (`torch.compiler.nested_compile_region`), cut before that one."""
+        return not self._inputs
+
     def partition(self, *, again: bool = False) -> Partition:
         """The partition that PyTorch makes by itself. `again`: the graph may be cut once more later."""
         if again:  # only then: PyTorch later reads its notes from its own module, and not from this one

@@ -172,6 +172,7 @@ def _forecast(plan: Plan, modelled: Modelled, solution: Solution, at: Limits, re
         peak=outcome.peak,
         peak_node=before + modelled.begins[peak],
         kept=kept_bytes(step, solution.choices),
+        written=outcome.written,
         limits=at,
         floor=floor(step),
         everything=everything(step),

@@ -79,6 +79,7 @@ def predicted(plan: Plan) -> dict[str, float]:
         "limit_bytes": int(found.limits.memory),
         "floor_bytes": found.floor,
         "kept_peak_bytes": found.everything,
+        "written_bytes": found.written,
         **({"shared_budget_bytes": found.shared} if found.shared else {}),
         **_host(found),
     }

@@ -44,7 +44,9 @@ def exchanging(*names: str) -> Partition:
     for name in names:
         forward.create_node("call_function", torch.ops.ssd_fx_tests.exchange.default, (x, name), name=name)
     forward.output(())
-    return Partition(fx.GraphModule({}, forward), fx.GraphModule({}, fx.Graph()), 0)
+    backward = fx.Graph()
+    backward.output(())
+    return Partition(fx.GraphModule({}, forward), fx.GraphModule({}, backward), 0)
 
 
 def joint_of(first: Partition, again: Partition) -> mock.Mock:

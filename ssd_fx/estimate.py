@@ -1,0 +1,284 @@
+"""What a training step would need under each of several budgets, without running it.
+
+    model, inputs -> Dynamo -> joint graph -> cut and analysed once -> a plan for every budget -> the table
+
+Everything up to the plans is what `backend` does with the same options, on tensors without data. Then it ends: nothing
+is compiled, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch._dynamo.exc import Unsupported
+
+from ssd_fx import fake
+from ssd_fx.backend import check_options, compile_graph
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.cost.kernels import hint
+from ssd_fx.passes.joint.recompute import Joint
+from ssd_fx.passes.options import PlanOptions
+from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
+from ssd_fx.passes.plan import Plan
+from ssd_fx.report.budgets import Estimate, Prediction
+from ssd_fx.sizes import parse_budget, parse_positive
+
+Budget = int | float | str
+BUDGETS: tuple[Budget, ...] = (0, 0.25, 0.5, 0.75, 1.0)
+_SILENT = "ignore_logger_methods"  # of Dynamo: what is not called, and breaks no graph; an alias from torch 2.13 on
+
+
+def estimate(
+    model: Callable[..., Any],
+    inputs: object,
+    *,
+    budgets: Iterable[Budget] = BUDGETS,
+    options: Mapping[str, Any] | None = None,
+    memory: int | str | None = None,
+    drive_tbw: int | str | None = None,
+    batch: int | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    dynamic: bool | None = None,
+    mode: str | None = None,
+) -> Estimate:
+    """Return what a training step of `model` would need under each of the `budgets`. Nothing runs.
+
+        print(ssd_fx.estimate(model, (tokens, targets), memory="8GiB"))
+
+    `inputs`: a tensor, a sequence of positional arguments, or a mapping of keyword arguments. Model and inputs may be
+    real, FakeTensors or on the device "meta"; without data a model may be larger than the machine. `options`, `dynamic`
+    and `mode` are those of `torch.compile`. `memory`: marks the fastest budget whose tensors fit. `drive_tbw`: bytes
+    that the drive is rated for ("600TB"). `batch`: another batch size than that of the inputs, if they have it first.
+    `optimizers`: their state counts.
+
+    It calls `torch._dynamo.reset()`, so what the process compiled before is compiled again when it runs next.
+
+    Raises:
+        ValueError, OSError: what `check_options` raises, a budget or a size that is none, and a budget that is too
+            small for the model.
+        ValueError: the model does not compile as one graph with a backward.
+    """
+    asked = tuple(parsed_budget(budget) for budget in budgets)
+    if not asked:
+        raise ValueError("budgets is empty; right would be e.g. [0, 0.5]")
+    limit, rated = parsed_size("memory", memory), parsed_size("drive_tbw", drive_tbw)
+    check_options(options)
+    model, call = fake.off_meta(_uncompiled(model), called_with(inputs))
+    if batch is not None:
+        call = fake.with_batch(call, parsed_batch(batch))
+    found = _looked_at(model, call, asked, dict(options or {}), dynamic, mode)
+    state = sum(map(_state_bytes, optimizers))
+    rows = tuple(_prediction(b, p, found.input_bytes + state) for b, p in zip(asked, found.plans, strict=True))
+    name, saved = found.own.graph, found.own.saved_bytes
+    return Estimate(name, fake.batch_of(call), saved, found.input_bytes, state, rows, memory=limit, drive_tbw=rated)
+
+
+def parsed_budget(value: Budget) -> Budget:
+    """A budget as the options take it.
+
+    Raises:
+        ValueError: it is none, or a number of bytes as text, which may be meant as something else.
+    """
+    if isinstance(value, str) and re.fullmatch(r"\s*\d*[1-9]\d+\s*|\s*[2-9]\s*", value):
+        number = value.strip()
+        right = f"{number + 'MiB'!r}, a share such as 0.25 or '25%', or 'auto'"
+        raise ValueError(f"budget {value!r} has no unit; right would be a size such as {right}")
+    return parse_budget("budget", value)
+
+
+def parsed_size(name: str, value: int | str | None) -> int | None:
+    """The bytes of a size; None for None.
+
+    Raises:
+        ValueError: no size above 0, or a number as text without a unit.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and re.fullmatch(r"\s*[\d.]+\s*", value):
+        unit = "TB" if name == "drive_tbw" else "GiB"
+        raise ValueError(f"{name}={value!r} has no unit; right would be e.g. {value.strip() + unit!r}")
+    return parse_positive(name, value)
+
+
+def parsed_batch(value: int | str) -> int:
+    """A batch size.
+
+    Raises:
+        ValueError: no number above 0.
+    """
+    if not re.fullmatch(r"\s*0*[1-9]\d*\s*", str(value)):
+        raise ValueError(f"batch={value!r} is no batch size; right would be a number above 0, such as 8")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """`own`: what the analyses found in PyTorch's partition; `plans`: one for every budget."""
+
+    own: Plan
+    input_bytes: int
+    plans: tuple[Plan, ...]
+
+
+class _Surveyed(BaseException):
+    """Ends the compilation with what was found. Dynamo takes every `Exception` for a failure of the backend."""
+
+    def __init__(self, found: _Found) -> None:
+        super().__init__()
+        self.found = found
+
+
+def _survey(budgets: Sequence[Budget], joint: Joint, options: PlanOptions, keeps_all: bool) -> NoReturn:
+    """Plan the joint graph for every budget.
+
+    Raises:
+        _Surveyed: always, unless there is an error.
+        ValueError: the graph is one of several, or nothing of it may be offloaded.
+    """
+    if joint.is_nested:
+        raise ValueError(
+            "the model has regions that compile to graphs of their own (torch.compiler.nested_compile_region), and a "
+            "step of several graphs is not estimated; right would be the model without them"
+        )
+    if keeps_all:
+        raise ValueError(
+            "nothing is offloaded under torch.utils.checkpoint or saved_tensors_hooks around the compiled code, so all "
+            "budgets are alike; right would be the model without them"
+        )
+    own = pipeline.cut(joint, options)
+    plans = tuple(pipeline.decide_cut(joint, own, replace(options, budget=b))[1] for b in budgets)
+    raise _Surveyed(_Found(own.plan, _input_bytes(own.partition), plans))
+
+
+def _uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
+    """What the user wrote, of the result of `torch.compile`, or of what `Module.compile` hands to it."""
+    if getattr(model, "__func__", None) is torch.nn.Module._call_impl:
+        return model.__self__  # type: ignore[attr-defined, no-any-return]
+    return getattr(model, "_orig_mod", model)
+
+
+def _looked_at(
+    model: Callable[..., Any],
+    call: tuple[Any, Any],
+    budgets: tuple[Budget, ...],
+    options: dict[str, Any],
+    dynamic: bool | None,
+    mode: str | None,
+) -> _Found:
+    """Compile as far as the plans. A graph break is an error, because plans of parts are not the plan of a step."""
+    backend = partial(compile_graph, survey=partial(_survey, budgets), mode=mode)
+    args, kwargs = call
+    torch._dynamo.reset()  # Dynamo compiles a function eight times at most
+    compiled = torch.compile(model, backend=backend, options=options, dynamic=dynamic, fullgraph=True)
+    try:
+        with torch._dynamo.config.patch({_SILENT: getattr(torch._dynamo.config, _SILENT) | _logging()}):
+            compiled(*args, **kwargs)
+    except _Surveyed as surveyed:
+        return surveyed.found
+    except Unsupported as error:
+        raise ValueError(_broken(model, error)) from None
+    except ValueError as error:  # to which Dynamo may have added lines
+        raise ValueError(_first_line(error)) from None
+    finally:
+        torch._dynamo.reset()
+    raise ValueError(f"torch.compile finds no tensors to compile in {_name(model)}; right would be a model that trains")
+
+
+def _logging() -> set[Callable[..., Any]]:
+    """What only tells people something. Libraries add methods to loggers, so they are looked up late."""
+    return {print, *(each for each in vars(logging.Logger).values() if callable(each))}
+
+
+def _broken(model: Callable[..., Any], error: Unsupported) -> str:
+    """Why there is more than one graph, in one line."""
+    where = [f"{frame.filename}:{frame.lineno}" for frame in (error.real_stack or ())[-1:]]
+    at = f" ({where[0]})" if where else ""
+    return (
+        f"{_name(model)} does not compile as one graph, and a step of several graphs is not estimated: "
+        f"{_first_line(error)}{at}; right would be a model for torch.compile(fullgraph=True), or ssd_fx.explain, which "
+        "has the plan of every graph"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _name(model: Callable[..., Any]) -> str:
+    return getattr(model, "__qualname__", type(model).__name__)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's state; 0, with a warning, if it cannot tell them before its first step."""
+    try:
+        return fake.state_bytes(optimizer)
+    except Exception as error:  # anything: it is the optimizer's own code, on tensors without data
+        said = f"{type(error).__name__}: {_first_line(error)}"
+        text = f"the state of {type(optimizer).__name__} counts 0 bytes, for its step needs data ({said})"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call, where a sequence of inputs or a mapping would hold one kind only."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def called_with(inputs: object) -> tuple[Any, Any]:
+    """Positional and keyword arguments.
+
+    Raises:
+        ValueError: neither a tensor, a sequence, a mapping nor a `Call`.
+    """
+    match inputs:
+        case Call(args, kwargs):
+            return args, dict(kwargs)
+        case torch.Tensor():
+            return (inputs,), {}
+        case Mapping():
+            return (), dict(inputs)
+        case tuple() | list():
+            return tuple(inputs), {}
+    raise ValueError(
+        f"inputs={inputs!r} are no inputs; right would be a tensor, a tuple of the model's arguments, or a dictionary "
+        "of its keyword arguments"
+    )
+
+
+def _input_bytes(partition: Partition) -> int:
+    """Bytes of all storages that the forward gets: parameters, buffers and inputs."""
+    owners = nodes_by_storage(partition.forward.graph.find_nodes(op="placeholder")).values()
+    tensors = [tensor for nodes in owners if (tensor := tensor_of(nodes[0])) is not None]
+    return sum(int(hint(tensor.untyped_storage().nbytes())) for tensor in tensors)
+
+
+def _prediction(budget: Budget, plan: Plan, beside: int) -> Prediction:
+    """`beside`: bytes that are there before the step.
+
+    A budget in bytes is no part of the plan, which is one under a limit that is higher by so much. The runtime lets so
+    many bytes of what was stored last stay, unwritten.
+    """
+    found = plan.forecast
+    assert found is not None, "every plan has a forecast"
+    stays = found.shared + found.resident
+    peak = int(found.limits.memory) if found.shared else found.peak
+    peak = max(found.peak, min(peak + found.resident, found.everything))
+    return Prediction(
+        budget=budget,
+        peak_bytes=peak,
+        memory_bytes=peak + beside,
+        step_s=found.seconds,
+        compute_s=found.compute_s,
+        stall_s=found.write_stall_s + found.read_stall_s,
+        written_bytes=max(found.written - stays, 0),
+    )

@@ -1,0 +1,218 @@
+"""`ssd-fx fit script.py`: whether the model of a training script fits, and under which budget it trains fastest.
+
+The script runs as ever, but large tensors have no data (`fake.FakeLarge`), up to the first call of the model that it
+compiles with ssd_fx. There the model is estimated, and the script ends. What it prints goes to the standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ssd_fx.backend import backend
+from ssd_fx.estimate import BUDGETS, Call, estimate, parsed_batch, parsed_budget, parsed_size
+from ssd_fx.fake import FakeLarge
+from ssd_fx.report.budgets import Estimate
+
+USAGE = "ssd-fx fit script.py [--budget 0,0.5,2GiB] [--batch 8,16] [--memory 8GiB] [-- the script's own arguments]"
+_BACKENDS = (backend, "ssd_fx")  # the values of torch.compile's `backend` that mean ours
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to `commands`, argparse's sub-parsers."""
+    parser = commands.add_parser("fit", usage=USAGE, help="what a training script's step needs, for several budgets")
+    parser.add_argument("script", help="a Python script that compiles its model with ssd_fx.backend and trains it")
+    budgets = ",".join(map(str, BUDGETS))
+    parser.add_argument("--budget", default=budgets, help="shares, sizes, auto; default %(default)s")
+    parser.add_argument("--batch", help="other batch sizes than the script's")
+    parser.add_argument("--memory", help="mark the fastest budget whose tensors are within, such as 8GiB")
+    parser.add_argument("--drive-tbw", help="say how long a drive lasts that is rated for so many bytes, such as 600TB")
+    parser.add_argument("--json", action="store_true", help="print a list of estimates as JSON")
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of the command, and those behind `--`, which are the script's."""
+    words = list(argv)
+    at = words.index("--") if words[:1] == ["fit"] and "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def fit(flags: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run the command, and return its exit status.
+
+    0: fine. 1: the script or its model cannot be estimated, or no budget fits the memory. 2: a wrong flag.
+    """
+    try:
+        budgets = [parsed_budget(budget) for budget in flags.budget.split(",")]
+        batches = [parsed_batch(batch) for batch in flags.batch.split(",")] if flags.batch else [None]
+        parsed_size("memory", flags.memory)
+        parsed_size("drive_tbw", flags.drive_tbw)
+    except ValueError as error:
+        print(f"ssd-fx: {error}", file=sys.stderr)
+        return 2
+    asked = {"budgets": budgets, "memory": flags.memory, "drive_tbw": flags.drive_tbw}
+    try:
+        found = until_trained(flags.script, arguments, lambda step: [step.estimate(batch, asked) for batch in batches])
+    except (ValueError, OSError) as error:
+        print(f"ssd-fx: {error}", file=sys.stderr)
+        return 1
+    if flags.json:
+        print(json.dumps([each.details() for each in found], indent=1))
+    else:
+        print(*found, sep="\n\n")
+    return 0 if all(each.fastest for each in found) else 1
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """The first call of a compiled model: its arguments, those of `torch.compile`, and the optimizers made before."""
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    settings: dict[str, Any]
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    def estimate(self, batch: int | None, asked: dict[str, Any]) -> Estimate:
+        """`ssd_fx.estimate` of the step; `asked`: its arguments that are not the script's."""
+        own: dict[str, Any] = {name: self.settings.get(name) for name in ("options", "dynamic", "mode")}
+        inputs = Call(self.args, self.kwargs)
+        return estimate(self.model, inputs, batch=batch, optimizers=self.optimizers, **own, **asked)
+
+
+Answer = list[Estimate]
+Ask = Callable[[TrainingStep], Answer]
+
+
+class _Ended(BaseException):
+    """Ends a script with the answer, or why there is none; no `except Exception` of the script may catch it."""
+
+    def __init__(self, answer: Answer | Exception) -> None:
+        super().__init__()
+        self.answer = answer
+
+
+@dataclass
+class _Script:
+    """A running script: what it has compiled with ssd_fx, and its optimizers."""
+
+    ask: Ask
+    compile: Callable[..., Any] = torch.compile
+    compiled: list[Any] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def stand_in(self, model: Any = None, **settings: Any) -> Any:
+        """Stands in for `torch.compile`: what is compiled with ssd_fx ends the script when it is called to train."""
+        if settings.get("backend") not in _BACKENDS:
+            return self.compile(model, **settings)
+        if model is None:  # as a decorator
+            return functools.partial(self.stand_in, **settings)
+        self.compiled.append(model)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return model(*args, **kwargs)
+            self.end(TrainingStep(model, args, kwargs, settings, self.optimizers))
+
+        if not isinstance(model, nn.Module):
+            return functools.wraps(model)(called)
+        made = self.compile(model, backend="eager")  # with the attributes of a compiled module
+        made.forward = called
+        return made
+
+    def end(self, step: TrainingStep) -> None:
+        """Raises:
+        _Ended: always.
+        """
+        try:
+            with _disable_current_modes():
+                answer: Any = self._answer(step)
+        except Exception as error:
+            answer = error
+        raise _Ended(answer)
+
+    def _answer(self, step: TrainingStep) -> Answer:
+        if len(self.compiled) > 1:
+            raise ValueError(
+                f"the script compiles {len(self.compiled)} models or blocks with ssd_fx, and a step of several graphs "
+                "is not estimated; right would be one torch.compile of the whole model"
+            )
+        return self.ask(step)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """`torch.compile` is `stand_in`, and every new optimizer is noted."""
+        made = torch.optim.Optimizer.__init__
+
+        def noted(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            made(optimizer, *args, **kwargs)
+            self.optimizers.append(optimizer)
+
+        with (
+            mock.patch.object(torch, "compile", self.stand_in),
+            mock.patch.object(torch.optim.Optimizer, "__init__", noted),
+        ):
+            yield
+
+
+def until_trained(path: str, arguments: Sequence[str], ask: Ask) -> Answer:
+    """Run a script until it calls the model that it has compiled with ssd_fx; return what `ask` says of that call.
+
+    Raises:
+        ValueError: no script, it failed, or it has compiled nothing or several things; and what `ask` raises.
+        OSError: what `ask` raises.
+    """
+    if not os.path.isfile(path):
+        raise ValueError(f"{path!r} is no file; right would be a Python script that trains")
+    script = _Script(ask)
+    argv, folder = [path, *arguments], os.path.dirname(os.path.abspath(path))
+    try:
+        with (
+            mock.patch.object(sys, "argv", argv),
+            mock.patch.object(sys, "path", [folder, *sys.path[1:]]),
+            redirect_stdout(sys.stderr),
+            script.watched(),
+            FakeLarge(),
+        ):
+            runpy.run_path(path, run_name="__main__")
+    except _Ended as ended:
+        if not isinstance(ended.answer, Exception):
+            return ended.answer
+        if isinstance(ended.answer, (ValueError, OSError)):
+            raise ended.answer from None
+        raise ValueError(_failed(path, ended.answer)) from None
+    except (Exception, SystemExit) as error:
+        raise ValueError(_failed(path, error)) from None
+    if script.compiled:
+        raise ValueError(f"{path} never called its compiled model outside torch.no_grad(); right would be to train it")
+    raise ValueError(
+        f"{path} compiled no model with ssd_fx; right would be torch.compile(model, backend=ssd_fx.backend) in it"
+    )
+
+
+def _failed(path: str, error: BaseException) -> str:
+    """One line with the error, and the line of the script that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == os.path.abspath(path)]
+    where = f"{path}:{own[-1]}" if own else path
+    if isinstance(error, SystemExit):
+        return f"{where} ended before it trained, with status {error.code!r}; its arguments go behind `--`"
+    said = next(iter(str(error).splitlines()), "")
+    return (
+        f"{where} failed before it trained: {type(error).__name__}: {said}; right would be a script that gets to its "
+        "first step without the values of large tensors, which have none here"
+    )

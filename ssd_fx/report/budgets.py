@@ -1,0 +1,145 @@
+"""What a training step needs under each of several budgets, as values and as the table that people decide by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ssd_fx.sizes import format_bytes
+
+_DAY_S = 86400
+_YEAR_S = 365.25 * _DAY_S
+_COARSE = 0.01  # by a smaller share predicted times cannot be told apart
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What is predicted of a step under one budget.
+
+    budget: as in the options: a share (float), bytes (int) or "auto".
+    peak_bytes: live tensors above the level before the step: activations, transients and gradients.
+    memory_bytes: all tensors at that peak: those, the inputs of the graph with its parameters, the optimizer's state.
+    step_s: forward and backward, of which compute_s are without transfers and recomputing, and stall_s are waited.
+    written_bytes: to the drives, per step, before compression.
+    """
+
+    budget: int | float | str
+    peak_bytes: int
+    memory_bytes: int
+    step_s: float
+    compute_s: float
+    stall_s: float
+    written_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The budget as people write it."""
+        if isinstance(self.budget, float):
+            return str(round(self.budget, 3))
+        return format_bytes(self.budget) if isinstance(self.budget, int) and self.budget else str(self.budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is predicted of a training step under several budgets; printed, it is a table.
+
+    graph: the name that the compiled graph would have.
+    batch: the first size of the first input; None if there is none.
+    saved_bytes: what the forward saves, of PyTorch's own partition.
+    input_bytes: parameters, buffers and inputs of the graph.
+    state_bytes: of the optimizer.
+    predictions: one for each budget.
+    memory: the bytes that all tensors together may have, if asked for.
+    drive_tbw: the bytes that the drive is rated for, if asked for.
+    """
+
+    graph: str
+    batch: int | None
+    saved_bytes: int
+    input_bytes: int
+    state_bytes: int
+    predictions: tuple[Prediction, ...]
+    memory: int | None = None
+    drive_tbw: int | None = None
+
+    def fits(self, row: Prediction) -> bool:
+        """Whether all tensors fit in `memory`; without one everything does."""
+        return self.memory is None or row.memory_bytes <= self.memory
+
+    @property
+    def fastest(self) -> Prediction | None:
+        """Of the budgets that fit the fastest one; of those within 1% of it that which writes least."""
+        fitting = list(filter(self.fits, self.predictions))
+        least_s = min((row.step_s for row in fitting), default=0.0)
+        equal = [row for row in fitting if row.step_s <= (1 + _COARSE) * least_s]
+        return min(equal, key=lambda row: (row.written_bytes, row.step_s), default=None)
+
+    def life_s(self, row: Prediction) -> float | None:
+        """Seconds of training without a pause until the drive has written what it is rated for.
+
+        None if no drive was named, or nothing is written.
+        """
+        if self.drive_tbw is None or not row.written_bytes:
+            return None
+        return self.drive_tbw / row.written_bytes * row.step_s
+
+    def details(self) -> dict[str, Any]:
+        """The table as a dictionary of plain values, for JSON."""
+        rows = [asdict(o) | {"fits": self.fits(o), "drive_life_s": self.life_s(o)} for o in self.predictions]
+        fastest = None if self.memory is None or self.fastest is None else self.fastest.budget
+        return asdict(self) | {"predictions": rows, "fastest": fastest}
+
+    def __str__(self) -> str:
+        batch = "" if self.batch is None else f"batch {self.batch}, "
+        head = (
+            f"graph {self.graph}: {batch}{format_bytes(self.saved_bytes)} saved; "
+            f"parameters, buffers and inputs {format_bytes(self.input_bytes)}, "
+            f"optimizer state {format_bytes(self.state_bytes)}"
+        )
+        return "\n".join([head, *_aligned([_HEAD, *map(self._cells, self.predictions)]), *self._verdict()])
+
+    def _cells(self, row: Prediction) -> tuple[str, ...]:
+        life = self.life_s(row)
+        fits = "" if self.memory is None else "fits" if self.fits(row) else "too large"
+        if fits and row == self.fastest:
+            fits = "fastest that fits"
+        return (
+            row.name,
+            format_bytes(row.peak_bytes),
+            format_bytes(row.memory_bytes),
+            format_seconds(row.step_s),
+            format_seconds(row.stall_s),
+            format_bytes(row.written_bytes),
+            "" if self.drive_tbw is None else "unused" if life is None else _life(life),
+            fits,
+        )
+
+    def _verdict(self) -> list[str]:
+        if self.memory is None or self.fastest is not None:
+            return []
+        least = min(o.memory_bytes for o in self.predictions)
+        return [f"none fits {format_bytes(self.memory)}: the least is {format_bytes(least)}"]
+
+
+_HEAD = ("budget", "peak", "all tensors", "step", "waits", "written", "drive life", "")
+_WORDS = (0, len(_HEAD) - 1)  # the columns that are no figures
+
+
+def format_seconds(seconds: float) -> str:
+    """`4.9 s`, `120 ms`, `0 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _life(seconds: float) -> str:
+    return f"{seconds / _YEAR_S:.1f} years" if seconds >= _YEAR_S else f"{seconds / _DAY_S:.3g} days"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows with aligned columns, figures to the right. A column that has nothing but its head is left out."""
+    padded = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        if any(column[1:]):
+            padded.append([cell.ljust(width) if i in _WORDS else cell.rjust(width) for cell in column])
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]

@@ -1,0 +1,238 @@
+"""`ssd_fx.estimate`: what a step would need under several budgets, with nothing compiled and nothing run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import ssd_fx
+from examples.train_gpt import GPT, Shape
+from ssd_fx.report.budgets import Estimate, Prediction
+from tests.models import SMALL, batch
+from tests.passes import toys
+from tests.passes.recomputing import SLOW
+
+TOY = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0, "recompute": False}
+log = logging.getLogger(__name__)
+HUGE = Shape(layers=4, width=8192, heads=64, seq=2048, dropout=0.1)
+
+
+def estimated(model: Any, inputs: object, budgets: list[Any], **changes: Any) -> Estimate:
+    return ssd_fx.estimate(model, inputs, budgets=budgets, options=TOY | changes)
+
+
+@pytest.mark.parametrize(
+    ("inner", "budgets"),
+    [("aot_eager", [0.5, 0, "auto", 1.0, 0]), ("inductor", [0.5, 0])],
+    ids=["aot_eager", "inductor"],
+)
+def test_it_is_the_plan_that_compiling_makes_for_each_budget(inner: str, budgets: list[Any]) -> None:
+    """One traced graph serves all budgets, and to look at one of them changes no other."""
+    options = TOY | {"inner": inner, "recompute": True, "machine": SLOW}
+    one_layer = replace(SMALL, layers=1)
+    found, again = ssd_fx.estimate(GPT(one_layer), batch(), budgets=budgets, options=options), list[bool]()
+    for budget, row in zip(budgets, found.predictions, strict=True):
+        (graph,) = ssd_fx.explain(GPT(one_layer), options=options | {"budget": budget})(*batch())
+        again.append(bool(graph.plan["recomputed"]))
+        assert graph.graph == found.graph or again[-1], "only another partition has another name"
+        plan = graph.plan["predicted"]
+        assert (row.step_s, row.compute_s) == (plan["step_s"], plan["compute_s"])
+        assert row.stall_s == plan["write_stall_s"] + plan["read_stall_s"]
+        assert (row.peak_bytes, row.written_bytes) == (plan["peak_bytes"], plan["written_bytes"])
+    assert any(again)
+    assert len({row.step_s for row in found.predictions}) > 1, "the budgets differ"
+
+
+def test_a_budget_in_bytes_is_what_stays_beside_the_plan() -> None:
+    """The runtime keeps what was stored last, so as many bytes are not written."""
+    none, some, more, all_ = estimated(GPT(SMALL), batch(), [0, "1MiB", "1GiB", 1.0]).predictions
+    assert some.written_bytes == none.written_bytes - 2**20
+    assert none.peak_bytes < some.peak_bytes <= none.peak_bytes + 2**20
+    assert (more.written_bytes, more.peak_bytes) == (0, all_.peak_bytes)
+
+
+def test_a_model_without_data_is_estimated_like_one_with() -> None:
+    real = estimated(GPT(SMALL), batch(), [0, 0.5])
+    with FakeTensorMode():
+        fake = GPT(SMALL)
+    with torch.device("meta"):
+        meta = GPT(SMALL)
+    assert estimated(fake, batch(), [0, 0.5]) == real
+    assert estimated(meta, batch(), [0, 0.5]) == real
+    assert estimated(meta, tuple(x.to("meta") for x in batch()), [0, 0.5]) == real
+    assert all(p.is_meta for p in meta.parameters())
+
+
+def test_no_memory_is_taken() -> None:
+    """13 GB of parameters and 100 GB of activations; the process grows by what the graphs take."""
+
+    def peak_bytes() -> int:
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+
+    with torch.device("meta"):
+        model = GPT(HUGE)
+    estimated(GPT(SMALL), batch(), [0])  # what compiling anything takes
+    before = peak_bytes()
+    found = estimated(model, batch(HUGE, size=32), [0, 1.0])
+    assert found.input_bytes > 12e9
+    assert found.saved_bytes > 90e9
+    assert peak_bytes() - before < 200 << 20
+
+
+def test_nothing_runs() -> None:
+    model = GPT(SMALL)
+    model.register_forward_hook(lambda *_: pytest.fail("it ran") if not torch.compiler.is_compiling() else None)
+    before, state = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
+    estimated(model, batch(), [0], inner="inductor")
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+    assert ssd_fx.stats().stores == 0
+
+
+def test_another_batch_size() -> None:
+    four, eight = batch(), batch(size=8)
+    asked = ssd_fx.estimate(GPT(SMALL), four, batch=8, budgets=[0], options=TOY)
+    assert asked == estimated(GPT(SMALL), eight, [0])
+    assert (asked.batch, estimated(GPT(SMALL), four, [0]).batch) == (8, 4)
+
+
+def test_keyword_arguments_and_what_is_compiled_already() -> None:
+    inputs, targets = batch()
+    compiled = torch.compile(GPT(SMALL), backend=ssd_fx.backend, options=TOY)
+    found = estimated(compiled, {"inputs": inputs, "targets": targets}, [0])
+    assert found == estimated(GPT(SMALL), (inputs, targets), [0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "times"),
+    [(torch.optim.AdamW, {}, 2), (torch.optim.SGD, {"momentum": 0.9}, 1), (torch.optim.SGD, {}, 0)],
+    ids=["AdamW", "SGD with momentum", "SGD"],
+)
+def test_the_state_of_the_optimizer_counts(kind: Any, settings: dict[str, float], times: int) -> None:
+    """Before its first step too, and without a step of the one that is given."""
+    x = torch.randn(4, 1024)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+    parameters = sum(p.nbytes for p in model.parameters())
+    optimizer = kind(model.parameters(), lr=1e-3, **settings)
+    found = ssd_fx.estimate(model, x, budgets=[0], options=TOY, optimizers=[optimizer])
+    assert found.state_bytes == pytest.approx(times * parameters, abs=64)
+    assert not optimizer.state
+    row = found.predictions[0]
+    assert row.memory_bytes == row.peak_bytes + found.state_bytes + parameters + x.nbytes
+
+
+def test_an_optimizer_that_needs_data_counts_nothing_aloud() -> None:
+    model = nn.Linear(8, 8)
+    with pytest.warns(RuntimeWarning, match=r"the state of LBFGS counts 0 bytes, for its step needs data \(TypeError"):
+        ssd_fx.estimate(
+            model, torch.randn(2, 8), budgets=[0], options=TOY, optimizers=[torch.optim.LBFGS(model.parameters())]
+        )
+
+
+def table(memory: int | None) -> Estimate:
+    """12 B beside the step; keeping everything is a millionth of a second faster, and writes nothing."""
+    rows = (
+        Prediction(0, 100, 112, 2.0, 1.0, 0.9, 50),
+        Prediction(0.5, 200, 212, 1.000001, 1.0, 0.0, 25),
+        Prediction(1.0, 300, 312, 1.0, 1.0, 0.0, 0),
+    )
+    return Estimate("ab12", 4, 300, 8, 4, rows, memory=memory, drive_tbw=50 * 86400 if memory else None)
+
+
+def test_the_table() -> None:
+    expected = """\
+graph ab12: batch 4, 300 B saved; parameters, buffers and inputs 8 B, optimizer state 4 B
+budget   peak  all tensors  step   waits  written  drive life
+0       100 B        112 B   2 s  900 ms     50 B      2 days  fits
+0.5     200 B        212 B   1 s    0 ms     25 B      2 days  fastest that fits
+1.0     300 B        312 B   1 s    0 ms      0 B      unused  too large"""
+    assert str(table(212)) == expected
+
+
+def test_the_fastest_is_marked_where_memory_is_asked_for() -> None:
+    assert [found.fastest and found.fastest.budget for found in map(table, (111, 112, 212, 312))] == [None, 0, 0.5, 1.0]
+    assert str(table(111)).endswith("\nnone fits 111 B: the least is 112 B")
+    assert "fits" not in str(table(None))
+    assert "drive life" not in str(table(None))
+
+
+def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = (x @ w).relu() @ w
+    torch._dynamo.graph_break()
+    return (y @ w).sigmoid()
+
+
+def checkpointed(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return checkpoint(ssd_fx.estimate, toys.relu_chain, (x, w), options=TOY, use_reentrant=False)
+
+
+def test_what_a_model_logs_breaks_no_graph() -> None:
+    """Hugging Face models warn of their loss; Dynamo breaks there, unless it is told to leave loggers out."""
+
+    def told(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        log.warning("a warning")
+        print("and a line")
+        return toys.relu_chain(x, w)
+
+    assert estimated(told, toys.inputs(), [0]) == estimated(toys.relu_chain, toys.inputs(), [0])
+
+
+@torch.compiler.nested_compile_region
+def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sin().cos()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda x, w: (x @ w).detach(), "the model has no backward; right would be one whose parameters or inputs"),
+        (broken, r"broken does not compile as one graph, .*graph_break.*test_estimate.py:\d+\); right would be"),
+        (lambda x, w: region(region(x, w), w), "the model has regions that compile to graphs of their own"),
+        (lambda x, w: 1, "finds no tensors to compile in .*lambda.*; right would be a model that trains"),
+    ],
+    ids=["no backward", "graph break", "nested region", "no graph"],
+)
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_model_that_cannot_be_estimated(model: Any, said: str, inner: str) -> None:
+    with pytest.raises(ValueError, match=said) as raised:
+        estimated(model, toys.inputs(), [0], inner=inner)
+    assert "\n" not in str(raised.value)
+
+
+def test_in_a_checkpoint_all_budgets_are_alike() -> None:
+    with (
+        pytest.warns(RuntimeWarning, match="ssd_fx keeps all"),
+        pytest.raises(ValueError, match=r"nothing is offloaded under torch\.utils\.checkpoint"),
+    ):
+        checkpointed(*toys.inputs())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"budgets": ["512"]}, "budget '512' has no unit; right would be a size such as '512MiB', a share such as"),
+        ({"budgets": ["lots"]}, "option budget='lots' is not a budget; right would be"),
+        ({"budgets": []}, r"budgets is empty; right would be e\.g\. \[0, 0\.5\]"),
+        ({"memory": "8"}, r"memory='8' has no unit; right would be e\.g\. '8GiB'"),
+        ({"drive_tbw": "600"}, r"drive_tbw='600' has no unit; right would be e\.g\. '600TB'"),
+        ({"batch": 0}, "batch=0 is no batch size; right would be a number above 0"),
+        ({"inputs": 3}, "inputs=3 are no inputs; right would be a tensor, a tuple"),
+        ({"inputs": (), "batch": 2}, "batch=2: the model gets no tensor with a batch"),
+        ({"options": {"bugdet": 0}}, "no option 'bugdet'; did you mean 'budget'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_is_asked_wrongly(wrong: dict[str, Any], said: str) -> None:
+    asked: dict[str, Any] = {"inputs": toys.inputs(), "options": TOY} | wrong
+    with pytest.raises(ValueError, match=said):
+        ssd_fx.estimate(toys.relu_chain, **asked)

@@ -1,0 +1,175 @@
+"""`ssd-fx fit script.py`: a script runs up to the first step of the model that it compiles, and ends there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssd_fx import cli
+from ssd_fx.fake import LARGE_BYTES, FakeLarge
+
+TRAIN = """
+import sys, torch, ssd_fx
+from torch import nn
+
+width, rows = int(sys.argv[1]), int(sys.argv[2])
+data = torch.arange(64).remainder(10)
+assert data.max().item() == 9, "small tensors have data"
+model = nn.Sequential(nn.Embedding(10, width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+options = {"engine": "memory", "machine": "default", "min_bytes": 0}
+compiled = torch.compile(model, backend=ssd_fx.backend, options=options)
+with torch.no_grad():
+    assert compiled(data[:1]).shape == (1, 10)
+print("starts to train")
+try:
+    loss = compiled(data[:rows]).square().mean()
+    open("trained", "w").close()
+except Exception:
+    pass
+finally:
+    open("ended", "w").close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def fit(*words: str) -> int:
+    return cli.main(["fit", "train.py", *words])
+
+
+def test_a_script_and_its_arguments(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """It ends at its first step, as by an exception that it cannot take for an error. What it prints is no result."""
+    before = (torch.compile, torch.optim.Optimizer.__init__, list(sys.argv), list(sys.path))
+    assert fit("--budget", "0,0.5,64KiB", "--memory", "1MiB", "--json", "--", "64", "8") == 0
+    out, err = capsys.readouterr()
+    assert "starts to train" in err
+    assert (folder / "ended").exists()
+    assert not (folder / "trained").exists()
+    assert (torch.compile, torch.optim.Optimizer.__init__, list(sys.argv), list(sys.path)) == before
+    (found,) = json.loads(out)
+    parameters = 4 * (10 * 64 + 64 * 64 + 64 + 10 * 64 + 10)
+    assert found["batch"] == 8
+    assert found["input_bytes"] == parameters + 64 * 8, "the batch is a view"
+    assert found["state_bytes"] == pytest.approx(2 * parameters, abs=64)
+    assert [row["budget"] for row in found["predictions"]] == [0, 0.5, 65536]
+    assert found["fastest"] in [0, 0.5, 65536]
+
+
+def test_the_table_of_several_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit("--budget", "0", "--batch", "8, 16", "--drive-tbw", "600TB", "--", "64", "4") == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("graph")]
+    assert [head.split(";")[0].split(": ")[1].split(",")[0] for head in heads] == ["batch 8", "batch 16"]
+
+
+def test_a_model_larger_than_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two layers of 40 GB each. Nothing fits the memory, which is a result and a status."""
+    assert fit("--budget", "0,1.0", "--memory", "8GiB", "--", "100000", "8") == 1
+    out = capsys.readouterr().out
+    assert out.count("too large") == 2
+    assert "none fits 8 GiB: the least is " in out
+
+
+def test_a_block_that_is_compiled_in_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`model.compile` and decorators come to torch.compile too."""
+    text = TRAIN.replace("compiled = torch.compile(model, ", "compiled = model; model.compile(")
+    (folder / "train.py").write_text(text)
+    assert fit("--budget", "0", "--", "64", "8") == 0
+    decorated = "@torch.compile(backend='ssd_fx', options=options)\ndef compiled(x):\n    return model(x)\n"
+    line = "compiled = torch.compile(model, backend=ssd_fx.backend, options=options)\n"
+    (folder / "train.py").write_text(TRAIN.replace(line, decorated))
+    assert fit("--budget", "0", "--", "64", "8") == 0
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("0 "))
+    assert first == second
+
+
+COMPILE = "import torch, ssd_fx\nf = torch.compile(lambda x: x.sin(), backend=ssd_fx.backend)\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "",
+            "train.py compiled no model with ssd_fx; right would be torch.compile(model, backend=ssd_fx.backend) in it",
+        ),
+        ("import torch\ntorch.compile(lambda x: x)(torch.ones(2))", "train.py compiled no model with ssd_fx; right"),
+        (COMPILE, "train.py never called its compiled model outside torch.no_grad(); right would be to train it"),
+        (
+            "\n1 / 0",
+            "train.py:2 failed before it trained: ZeroDivisionError: division by zero; right would be a script",
+        ),
+        ("def f(", "train.py failed before it trained: SyntaxError: "),
+        ("import sys\nsys.exit(3)", "train.py:2 ended before it trained, with status 3; its arguments go behind `--`"),
+        (COMPILE + COMPILE + "f(torch.ones(2))", "the script compiles 2 models or blocks with ssd_fx, and a step of"),
+        (COMPILE + "f(torch.ones(2))", "the model has no backward; right would be"),
+        (
+            "import torch\ntorch.ones(1000, 1000).sum().item()",
+            "train.py:2 failed before it trained: DataDependentOutput",
+        ),
+        (
+            COMPILE.replace("ssd_fx.backend", "ssd_fx.backend, options={'bugdet': 1}") + "f(torch.ones(2))",
+            "ssd_fx has no option 'bugdet'; did you mean 'budget'",
+        ),
+    ],
+)
+def test_a_script_that_cannot_be_estimated(
+    script: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(script)
+    assert fit() == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"ssd-fx: {said}")
+    assert err.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--budget", "512"], "budget '512' has no unit; right would be a size such as '512MiB'"),
+        (["--budget", "1"], "option budget='1' is one byte; right would be 1.0 to keep everything"),
+        (["--budget", "0,"], "option budget='' is not a budget; right would be"),
+        (["--batch", "x"], "batch='x' is no batch size; right would be a number above 0"),
+        (["--memory", "8"], "memory='8' has no unit; right would be e.g. '8GiB'"),
+        (["--drive-tbw", "lots"], "option drive_tbw='lots' is not a size"),
+    ],
+)
+def test_a_wrong_flag(words: list[str], said: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert fit(*words, "--", "64", "8") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"ssd-fx: {said}")
+    assert err.count("\n") == 1
+    assert not (folder / "ended").exists(), "the script did not start"
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fit", "missing.py"]) == 1
+    assert capsys.readouterr().err == "ssd-fx: 'missing.py' is no file; right would be a Python script that trains\n"
+
+
+def test_large_tensors_have_no_data_and_small_ones_do() -> None:
+    def is_fake(x: torch.Tensor) -> Any:
+        return type(x).__name__ == "FakeTensor"
+
+    elements = LARGE_BYTES // 4
+    read = torch.ones(2 * elements)
+    with FakeLarge():
+        large, small = torch.rand(elements), torch.rand(elements - 1)
+        assert [is_fake(large), is_fake(small), is_fake(large[:1] + small[:1])] == [True, False, True]
+        assert (read * 2).sum().item() == 4 * elements, "what was there before has data"
+        assert torch.tensor([3]).tolist() == [3]
+        assert is_fake(torch.nn.Linear(1024, 1024).double().weight)
+    assert not is_fake(torch.rand(elements))
