@@ -67,6 +67,8 @@ def _run(argv: Sequence[str] | None) -> int:
     check.add_argument("directory")
     measure = commands.add_parser("calibrate", help="measure the machine and a directory for the planner")
     measure.add_argument("directory")
+    measure.add_argument("--wait", action="store_true", help="first wait until other processes leave the cores idle")
+    measure.add_argument("--force", action="store_true", help="keep what is measured though others use the cores")
     commands.add_parser("info", help="versions, device, GPUDirect Storage, default options")
     projection.add(commands)
     fit.add_parser(commands)
@@ -83,7 +85,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return _info()
     if flags.command == "fit":
         return fit.fit(flags, arguments)
-    return _check(flags.directory) if flags.command == "check" else _calibrate(flags.directory)
+    if flags.command == "check":
+        return _check(flags.directory)
+    return _calibrate(flags.directory, wait=flags.wait, force=flags.force)
 
 
 def _info() -> int:
@@ -110,18 +114,22 @@ def _is_fit(directory: str) -> bool:
     return True
 
 
-def _calibrate(directory: str) -> int:
+def _calibrate(directory: str, *, wait: bool, force: bool) -> int:
     if not _is_fit(directory):
         return 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    started = time.perf_counter()
     config = parse(Config.make({"dirs": [directory]}).runtime_json())
-    machine = calibrate.calibrated(config, device, again=True)
+    if wait:
+        print("waiting until other processes leave the cores idle", flush=True)
+        calibrate.wait_until_idle()
+    started = time.perf_counter()
+    machine = calibrate.calibrated(config, device, again=True, though_busy=force)
     print(*described(machine.rates()), sep="\n")
     took = f"measured in {time.perf_counter() - started:.1f} s"
     missed = calibrate.unmeasured(config, device)
     if missed:
         print(f"{took}; {' and '.join(missed)} above are typical rates, and {calibrate.cache_path()} has what it had")
+        print("--wait measures when the cores are idle, --force keeps the rates of busy ones")
         return 1
     print(f"{took}; kept in {calibrate.cache_path()}")
     return 0

@@ -181,6 +181,26 @@ def test_what_others_use_of_the_cores(
     assert calibrate.unmeasured(config_for(tmp_path), CPU) == ([] if kept else ["compute"])
 
 
+def test_rates_of_busy_cores_by_force(calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls.rates["flops"] = 1e9
+    used_s = iter((0.0, 0.6 * len(os.sched_getaffinity(0))))
+    monkeypatch.setattr(calibrate, "_others_s", lambda: next(used_s))
+    assert calibrate.calibrated(config_for(tmp_path), CPU, again=True, though_busy=True).flops == 1e9
+    (rates_kept,) = calibrate.cached()["compute"].values()
+    assert rates_kept["flops"] == 1e9
+
+
+def test_waiting_for_idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three idle seconds in a row, of one core's use: 1, 0, 1, 0, 0, 0."""
+    cores = len(os.sched_getaffinity(0))
+    used_s = iter(cores * x for x in (0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2))
+    slept: list[float] = []
+    monkeypatch.setattr(calibrate, "_others_s", lambda: next(used_s))
+    monkeypatch.setattr(calibrate.time, "sleep", slept.append)
+    calibrate.wait_until_idle()
+    assert slept == [1.0] * 6
+
+
 def test_a_neighbour_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as neighbour:
         time.sleep(0.3)
@@ -363,7 +383,7 @@ def test_a_device_without_a_number_is_the_caller_s(
     seen = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(calibrate, "_compute", lambda device: seen.append(device) or COMPUTE)
+    monkeypatch.setattr(calibrate, "_compute", lambda device, _: seen.append(device) or COMPUTE)
     monkeypatch.setattr(calibrate, "_disk", lambda config, device: seen.append(device) or asdict(DISK))
     monkeypatch.setattr(calibrate.streams, "of", lambda device: None)
     calibrate.calibrated(config_for(tmp_path), torch.device("cuda"))

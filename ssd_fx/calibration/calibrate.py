@@ -58,18 +58,20 @@ _lock = threading.Lock()
 _known: Cached = {section: {} for section in _SECTIONS}  # read or measured by this process
 
 
-def calibrated(config: RuntimeConfig, device: torch.device, *, again: bool = False) -> Machine:
+def calibrated(
+    config: RuntimeConfig, device: torch.device, *, again: bool = False, though_busy: bool = False
+) -> Machine:
     """The machine that computes on `device` with the drives of `config`: from the cache, else measured in seconds.
 
-    `again` measures in any case. A full drive, cores that others use or a device without free memory cannot be
-    measured. Then typical rates hold in this process, nothing is kept, and a RuntimeWarning says so.
+    `again` measures in any case. A full drive, cores that others use (unless `though_busy`) or a device without free
+    memory cannot be measured. Then typical rates hold in this process, nothing is kept, and a RuntimeWarning says so.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())  # of this thread; another thread measures
     keys = _keys(config, device)
     with _lock:
         if again or any(key not in _known[section] for section, key in keys.items()):
-            _learn(config, device, again)
+            _learn(config, device, again, though_busy)
         machine = Machine.default(device, torch.get_num_threads())
         for section, key in keys.items():
             machine = machine.with_rates(_known[section][key])
@@ -81,9 +83,9 @@ def _keys(config: RuntimeConfig, device: torch.device) -> dict[str, str]:
     return {"compute": compute_key(device), "disk": disk_key(config, device)}
 
 
-def _learn(config: RuntimeConfig, device: torch.device, again: bool) -> None:
+def _learn(config: RuntimeConfig, device: torch.device, again: bool, though_busy: bool) -> None:
     """Fill `_known` from the cache, and measure what it lacks; with `again` measure everything."""
-    measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
+    measure = {"compute": lambda: _compute(device, though_busy), "disk": lambda: _disk(config, device)}
     with _exclusive() as kept:
         for section, key in _keys(config, device).items():
             found = None if again else kept[section].get(key)
@@ -167,18 +169,28 @@ def disk_key(config: RuntimeConfig, device: torch.device) -> str:
     return json.dumps(json.loads(compute_key(device)) | what, sort_keys=True)
 
 
-def _compute(device: torch.device) -> Rates:
+def _compute(device: torch.device, though_busy: bool) -> Rates:
     started = time.perf_counter()
     others_s = _others_s()
     found = rates.Compute(device).rates() | host_copies(device)
     cores_s = max(time.perf_counter() - started, 1.0) * len(os.sched_getaffinity(0))  # the kernel counts in 10 ms
     others = (_others_s() - others_s) / cores_s
-    if others >= _OTHERS:
+    if others >= _OTHERS and not though_busy:
         raise _Unmeasured(f"how fast this machine computes (other processes use {others:.0%} of its cores)")
     if float(str(found["kernel_s"])) >= _BUSY_S:
         took = f"the smallest kernel took {found['kernel_s']:.3g} s, as with more threads than cores that run them"
         raise _Unmeasured(f"how fast this machine computes ({took})")
     return found
+
+
+def wait_until_idle(quiet: int = 3) -> None:
+    """Return when other processes have used little of the cores for `quiet` seconds in a row."""
+    cores = len(os.sched_getaffinity(0))
+    in_a_row = 0
+    while in_a_row < quiet:
+        before = _others_s()
+        time.sleep(1.0)
+        in_a_row = in_a_row + 1 if _others_s() - before < _OTHERS * cores else 0
 
 
 def _others_s() -> float:
