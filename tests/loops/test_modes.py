@@ -188,7 +188,7 @@ def test_a_mode_reaches_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     seen: list[dict[str, Any]] = []
 
-    def compiler(gm: torch.fx.GraphModule, inputs: Any, config_patches: dict[str, Any]) -> Any:
+    def compiler(gm: torch.fx.GraphModule, inputs: Any, config_patches: dict[str, Any], **_: object) -> Any:
         seen.append(config_patches)
         return gm
 
