@@ -4,7 +4,8 @@
 
 The drive is that of DIR, held to `--rate`, each way on its own. From step `--slow-from` to `--fast-from` it has a
 quarter of that. The budget is "auto", with a `slowdown` that lets everything go to the drive. So what rests in memory
-is what the runtime decides while it runs.
+is what the runtime decides while it runs. The plot has the share of a step that waits, what may rest of the bytes
+offloaded, and the peak of live tensors to the highest one.
 """
 
 from __future__ import annotations
@@ -170,9 +171,9 @@ def picture(seen: list[Seen], flags: argparse.Namespace) -> str:
     highest = max(one.peak_bytes for one in seen)
     return svg.plot(
         {
-            "waiting, % of time": line(lambda one: one.waited),
-            "may rest, % of bytes": line(lambda one: one.rests),
-            "peak, % of highest": line(lambda one: 100 * one.peak_bytes / highest),
+            "waiting, %": line(lambda one: one.waited),
+            "may rest, %": line(lambda one: one.rests),
+            "peak, %": line(lambda one: 100 * one.peak_bytes / highest),
         },
         title=f"A drive of {flags.rate:g} GB/s, a quarter of it from step {flags.slow_from} to {flags.fast_from}",
         x="step",
