@@ -48,10 +48,24 @@ static int take(Queue *q, Task *task) {
     return 1;
 }
 
+static int inside(Range *ranges, uint64_t at, size_t bytes) {
+    for (int i = 0; i < SLOTS; i++) {
+        uint64_t start = (uint64_t)(uintptr_t)ranges[i].at;
+        if (start && at >= start && at + bytes <= start + ranges[i].bytes) return 1;
+    }
+    return 0;
+}
+
+/* Whether the memory of a copy is still there: what a test left behind must not be written to. */
+static int known(const char *at, size_t bytes) {
+    uint64_t address = (uint64_t)(uintptr_t)at;
+    return inside(memory, address, bytes) || inside(pinned, address, bytes);
+}
+
 static void compute_until(size_t position) {
     Task t;
     while (finished < position && take(&compute, &t)) {
-        memcpy(t.target, t.source, t.bytes);
+        if (known(t.target, t.bytes)) memcpy(t.target, t.source, t.bytes);
         free((void *)t.source);
         finished++;
     }
@@ -61,17 +75,9 @@ static void run(Stream *s) {
     Task t;
     while (take(&s->queue, &t)) {
         if (t.wait) { compute_until(t.position); continue; }
-        memcpy(t.target, t.source, t.bytes);
+        if (known(t.target, t.bytes) && known(t.source, t.bytes)) memcpy(t.target, t.source, t.bytes);
         counts[3]--;
     }
-}
-
-static int inside(Range *ranges, uint64_t at, size_t bytes) {
-    for (int i = 0; i < SLOTS; i++) {
-        uint64_t start = (uint64_t)(uintptr_t)ranges[i].at;
-        if (start && at >= start && at + bytes <= start + ranges[i].bytes) return 1;
-    }
-    return 0;
 }
 
 static Range *slot(Range *ranges, char *at) {
@@ -182,8 +188,8 @@ int fake_host_free(void *at) {
 
 void fake_reset(int mode) {
     pthread_mutex_lock(&lock);
+    memset(memory, 0, sizeof memory); /* first: nothing is written to memory of an earlier test */
     compute_until(given);
-    memset(memory, 0, sizeof memory);
     memset(countdown, 0, sizeof countdown);
     eager = mode;
     pthread_mutex_unlock(&lock);
@@ -210,6 +216,13 @@ void fake_launch(void *target, const void *source, size_t bytes) {
 void fake_finish(void) {
     pthread_mutex_lock(&lock);
     compute_until(given);
+    pthread_mutex_unlock(&lock);
+}
+
+void fake_undeclare(void *at) {
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < SLOTS; i++)
+        if (memory[i].at == at) memset(&memory[i], 0, sizeof(Range));
     pthread_mutex_unlock(&lock);
 }
 

@@ -37,6 +37,7 @@ def library():
     found.fake_event.restype = pointer
     found.fake_count.restype = ctypes.c_long
     found.fake_declare.argtypes = (pointer, size)
+    found.fake_undeclare.argtypes = (pointer,)
     found.fake_launch.argtypes = (pointer, pointer, size)
     found.fake_forget.argtypes = found.fake_event_destroy.argtypes = (pointer,)
     return found
@@ -101,6 +102,9 @@ class DeviceMemory:
         ctypes.memset(self.raw, 0xEE, len(self.raw))
         self.memory = Memory(ctypes.addressof(self.raw) + self.GUARD + 1, nbytes, torch.device("cuda", index))
         library().fake_declare(self.memory.ptr, nbytes)
+
+    def __del__(self):
+        library().fake_undeclare(self.memory.ptr)  # before the memory is somebody else's
 
     def write_late(self, data):
         """A kernel of the compute stream will write `data`; until then other bytes are there."""

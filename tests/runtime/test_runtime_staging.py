@@ -263,7 +263,8 @@ def test_errors_of_the_file_leave_no_copy_under_way(make_engine, cuda, scratch, 
     engine = make_engine(cuda)
     extent = write(engine, NOISE[: 6 * MIB])
     os.ftruncate(extent.file.fd, extent.offset + 3 * MIB)
-    failing(engine.read(extent, DeviceMemory(6 * MIB).memory), "hit the end of the file")
+    target = DeviceMemory(6 * MIB)
+    failing(engine.read(extent, target.memory), "hit the end of the file")
     assert cuda.unfinished == 0
     read_only = os.open(f"/proc/self/fd/{extent.file.fd}", os.O_RDONLY)
     os.dup2(read_only, extent.file.fd)
