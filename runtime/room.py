@@ -100,7 +100,9 @@ class Room:
             wanted = self._enough
             self._patience = min(2 * self._patience, LONGEST)
         else:
-            wanted = self.nbytes + min(math.ceil(min(share, before) * self._stored), self._free_bytes() // 2)
+            late = math.ceil(min(share, before, 1.0) * self._stored)
+            wanted = min(self.nbytes + late, self.least + self._stored, self.least + self._free_bytes() // 2)
+            wanted = max(wanted, self.nbytes)
         self._part = FIRST
         self._enough = min(wanted, self._most)
         self._change(self._enough, f"the last two steps waited {min(share, before):.0%} of their time")

@@ -205,7 +205,8 @@ class Store:
         self.engine.close()
 
     def _free_bytes(self) -> int:
-        return tensors.free_bytes(self._device)
+        """The memory that more tensors may rest in; none on a GPU, where steps need what looks free between them."""
+        return tensors.free_bytes() if self._device.type == "cpu" else 0
 
     def _spare(self) -> int:
         """The bytes that may be read ahead, because tensors that were resident have left them."""

@@ -148,7 +148,7 @@ class Writer:
             counters(entry.graph).held_bytes += entry.nbytes
             return
         entry.early = entry.binding or self._outstanding.add(entry) > self._room.nbytes
-        if self._room.nbytes and self._host_codec and not entry.early:
+        if self._room.least and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         nbytes = entry.moved_bytes
         self._resident[entry] = None

@@ -87,9 +87,9 @@ class StripedTransfer:
             return
         self._errors.update((index, _copy(error)) for index, error in failed.items())
 
-        def rank(index: int) -> tuple[bool, float]:
-            cancelled = failed[index].errno == errno.ECANCELED  # last: it does not say why the transfer failed
-            return cancelled, self._transfers[index].span()[1]
+        def rank(index: int) -> tuple[bool, bool, float]:
+            code = failed[index].errno  # a cancelled part comes last: it does not say why the transfer failed
+            return code in NOT_OF_THE_DRIVE, code == errno.ECANCELED, self._transfers[index].span()[1]
 
         raise failed[min(failed, key=rank)]
 

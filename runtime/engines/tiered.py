@@ -8,7 +8,7 @@ On the CPU a tensor is in host memory already; there `runtime/writer.py` leaves 
 
 from collections.abc import Callable
 
-from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, outcome
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, outcome
 
 Locate = Callable[[Extent], Memory]
 
@@ -159,7 +159,8 @@ class TieredEngine:
         drive = self._forget_move(extent)
         if error:
             self._drive.free(drive)
-            self._drive.failed(drive, error)
+            if error.errno not in NOT_OF_THE_DRIVE:
+                self._drive.failed(drive, error)
             return
         extent.drive = drive
         extent.directory = drive.directory

@@ -25,11 +25,8 @@ def empty(layout: TensorMeta, device: torch.device) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def free_bytes(device: torch.device) -> int:
-    """The memory of a device that nobody uses; 0 if that cannot be told."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+def free_bytes() -> int:
+    """The host memory that nobody uses; 0 if that cannot be told."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

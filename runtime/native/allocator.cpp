@@ -39,7 +39,7 @@ namespace {
 constexpr size_t CHUNK = size_t{2} << 20;   /* a huge page on most machines; the unit of giving back */
 constexpr size_t GROWTH = size_t{32} << 20; /* bytes made accessible at a time */
 constexpr uint32_t PATIENCE = 2;
-constexpr int64_t PERIOD_S = 5; /* without steps */
+constexpr int64_t PERIOD_S = 5, LONGEST_S = 60; /* without steps */
 const size_t PAGE = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 
 size_t round_up(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
@@ -134,7 +134,7 @@ class Range {
 
     /* Ends the period if no step has ended for `PERIOD_S` and two steps' time: in inference, say. */
     void tick() {
-        if (now() - period_began_ >= std::max(PERIOD_S, 2 * step_s_)) end_period(PATIENCE);
+        if (now() - period_began_ >= std::clamp(2 * step_s_, PERIOD_S, LONGEST_S)) end_period(PATIENCE);
     }
 
     /* Gives back the free chunks that no block used in the last `patience` periods. The next period begins. */
