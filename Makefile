@@ -5,8 +5,16 @@ VENV ?= .venv
 PIP_FLAGS ?=
 # Of torch, for "make matrix".
 VERSIONS ?= 2.11.0 2.13.0 2.15.0
+# For "make docs".
+SITE ?= build/site
 # Extra flags for pytest, e.g. PYTEST_FLAGS="-x -k store".
 PYTEST_FLAGS ?=
+# Processes of "make test". Each takes a GiB and more of memory.
+WORKERS ?= 2
+
+# For "make paper": after so many minutes no other case begins; extra flags for benchmarks/paper, e.g. "--only peaks".
+MINUTES ?= 120
+PAPER_FLAGS ?=
 
 # For "make gpu": the drive, where the results go, extra flags for benchmarks/gpu_parts.py (--dry-run shows what it runs).
 GPU_DIR ?= demo-out/gpu
@@ -18,21 +26,24 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow nightly zoo loops peers matrix compatibility pages lint format check gpu bench bigger-than-memory clean
+.PHONY: help setup demo test test-slow nightly zoo loops peers planted matrix compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
 	@echo "make test      tests without the slow ones;  make test-slow: those (an hour)"
-	@echo "make nightly   test-slow, zoo, loops, peers and matrix, one after the other (half a day)"
+	@echo "make nightly   test-slow, zoo, loops, peers, planted and matrix, one after the other (half a day)"
 	@echo "make zoo       other people's models (an hour);  make loops: training loops, trainers, several processes (half;"
 	@echo "               with EVERY_SOURCE=1 each loop under five of the places that a loaded value may come from)"
 	@echo "make matrix    the tests under torch $(VERSIONS), an environment for each (VERSIONS=...)"
 	@echo "make bigger-than-memory  train what saves three times the memory that the process may have (ten minutes)"
+	@echo "make planted   plant 60 faults in copies of the checkout, one by one: the tests must find each (an hour)"
 	@echo "make peers     PyTorch's own test suites, stock and ours: TESTS=DIR, a checkout of pytorch (an hour)"
 	@echo "make compatibility  docs/compatibility.md, of what zoo, loops, peers and matrix found"
-	@echo "make pages     docs/options.md and the excerpts of docs/how-it-works.md, of what the code says"
+	@echo "make pages     docs/options.md, and what programs print in the other pages"
+	@echo "make docs      the pages as a site, in $(SITE)/index.html"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
 	@echo "make gpu       on a GPU: tests, rates, bandwidth, steps (25 minutes); gpu-PART: one of its parts, GPU_FLAGS=--dry-run"
+	@echo "make paper     the reference paper's experiments, and docs/benchmarks.md (MINUTES=120; QUICK=1: tiny, ten minutes)"
 	@echo "make bench     the demo at its full size;  make clean"
 
 setup: $(STAMP)
@@ -54,7 +65,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/gpt_step.py --dir demo-out --json demo-out/bench.json
 
 test: $(STAMP)
-	$(PY) -m pytest $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 # Of what the suites below found, in git: no page needs all of them run at once.
 RESULTS := docs/results
@@ -71,13 +82,28 @@ loops: $(STAMP)
 # The pages that the code makes; tests compare them.
 pages: $(STAMP)
 	$(PY) -m ssd_fx.report.options > docs/options.md
-	$(PY) examples/how_it_works.py --write
+	$(PY) examples/excerpts.py --write
+
+# A link that leads nowhere, or a page in no part of the navigation, fails. Needs no network but for the packages.
+docs: $(STAMP)
+	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	$(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . $(SITE)
+	@echo $(SITE)/index.html
 
 compatibility: $(STAMP)
 	$(PY) -m tests.compatibility $(RESULTS) --tidy > docs/compatibility.md
 
 matrix:
 	$(PYTHON) -m tests.matrix $(VERSIONS) --results $(RESULTS)/matrix.jsonl --pip "$(PIP_FLAGS)" --pytest "$(PYTEST_FLAGS)"
+
+# Where the results of "make paper QUICK=1" go; without QUICK they go to docs/, and docs/benchmarks.md is made of them.
+paper: $(STAMP)
+	@mkdir -p demo-out/paper
+	$(PY) benchmarks/paper --dir demo-out $(if $(QUICK),--quick --json-dir demo-out/paper,--minutes $(MINUTES)) $(PAPER_FLAGS)
+
+planted: $(STAMP)
+	$(PY) -m tests.planted --results $(RESULTS)/planted.jsonl
+	$(PY) -m tests.planted --table $(RESULTS)/planted.jsonl > $(RESULTS)/planted.md
 
 bigger-than-memory: $(STAMP)
 	@mkdir -p demo-out
@@ -93,9 +119,10 @@ peers: $(STAMP)
 
 # All that CI has no time for, one suite after the other. A suite that fails does not stop those after it.
 nightly:
-	$(MAKE) --keep-going test-slow zoo loops peers matrix VERSIONS="$(firstword $(filter 2.13%,$(VERSIONS)) $(VERSIONS))"
+	$(MAKE) --keep-going test-slow zoo loops peers planted matrix VERSIONS="$(firstword $(filter 2.13%,$(VERSIONS)) $(VERSIONS))"
 
 test-slow: $(STAMP)
+	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,docs]'
 	$(PY) -m pytest -m slow --ignore tests/loops --ignore tests/trainers --ignore tests/distributed --ignore tests/zoo \
 		$(PYTEST_FLAGS)
 

@@ -1,4 +1,4 @@
-"""The native pool; everything else is in pyproject.toml.
+"""The native pool and the long description; everything else is in pyproject.toml.
 
 A plain shared object without Python.h, loaded with ctypes. Optional: without a compiler the install goes on, and the
 pool is built at its first use. The hash over the sources is that of `runtime/native/loader.py`, which checks it: a
@@ -6,6 +6,7 @@ library that was built from other sources is not used.
 """
 
 import hashlib
+import re
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -13,7 +14,13 @@ from setuptools import Extension, setup
 FILES = sorted(path for path in Path("runtime", "native").iterdir() if path.suffix in (".c", ".h"))
 HASH = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]
 
+LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#]+)[^)]*\)")
+README = Path("README.md").read_text(encoding="utf-8")
+
 setup(
+    # A package index shows this text alone, so links to files beside it would lead nowhere: they become names.
+    long_description=LINK.sub(lambda link: link[2] if link[1] == link[2] else f"{link[1]} (`{link[2]}`)", README),
+    long_description_content_type="text/markdown",
     ext_modules=[
         Extension(
             "ssd_fx.runtime.native._iopool",
@@ -24,5 +31,5 @@ setup(
             extra_link_args=["-pthread"],
             optional=True,
         )
-    ]
+    ],
 )

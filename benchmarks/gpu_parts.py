@@ -81,6 +81,12 @@ PARTS = (
         environment={"GPU_ENGINES": "memory,posix"},
     ),
     Part(
+        "accelerator",
+        "the tests of streams that run on fake devices elsewhere, and training steps in eager mode",
+        180,
+        ("{python} -m pytest -q tests/runtime/test_runtime_streams.py tests/accelerator",),
+    ),
+    Part(
         "sanitizer",
         "one round trip of posix under compute-sanitizer",
         180,
@@ -98,6 +104,12 @@ PARTS = (
         290,
         (TESTS + " tests/gpu/test_gpu_training.py",),
         environment={"GPU_ENGINES": "memory,posix"},
+    ),
+    Part(
+        "ranks",
+        "DistributedDataParallel on two processes of one GPU: gradients bitwise those of engine memory",
+        290,
+        (TESTS + " tests/gpu/test_gpu_ranks.py",),
     ),
     Part(
         "calibrate",

@@ -11,6 +11,8 @@ from typing import Any
 class Moved:
     """Figures of `ssd_fx.stats()` under the names that they have there; zero for a step without ssd_fx."""
 
+    stores: int = 0
+    loads: int = 0
     stall_s: float = 0.0
     saved_bytes: int = 0
     offloaded_bytes: int = 0

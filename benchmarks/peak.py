@@ -4,6 +4,8 @@ subprocess.Popen(command, env=os.environ | peak.environment())   # in the parent
 with Peak() as p:                                                # in the child
     step()
 p.peak_bytes, p.end_bytes                                        # above the level at entry
+
+`on(device)` is the same for a GPU, of PyTorch's allocator there.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 from types import TracebackType
+
+import torch
 
 SOURCE = Path(__file__).with_name("memtrack.c")
 
@@ -78,3 +82,33 @@ class Peak:
         self.end_bytes = self._tracker.memtrack_live() - self.start_bytes
         if self._tracker.memtrack_untracked():
             raise RuntimeError("memtrack's table overflowed: the figures are too low; enlarge SLOTS in memtrack.c")
+
+
+class DevicePeak:
+    """The same of PyTorch's allocator for a device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.get_device_module(device)
+        self.start_bytes = self.peak_bytes = self.end_bytes = 0
+
+    def __enter__(self) -> DevicePeak:
+        self._device.reset_peak_memory_stats()
+        self.start_bytes = self._device.memory_allocated()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.peak_bytes = self._device.max_memory_allocated() - self.start_bytes
+        self.end_bytes = self._device.memory_allocated() - self.start_bytes
+
+
+def on(device: str) -> Peak | DevicePeak:
+    """What tracks the memory of `device`, such as "cpu" or "cuda"."""
+    return Peak() if device == "cpu" else DevicePeak(device)
+
+
+def wait(device: str) -> None:
+    """Return when the device is done."""
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -24,86 +23,16 @@ import svg  # a neighbour of this file
 from training import Model, Task, train  # a neighbour of this file
 
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
+from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.store import _stores
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the drive is that of the tests
+
+from tests.runtime.engines import Clock, HeldEngine, Lane
+
 MIB = 1 << 20
-
-
-class Lane:
-    """One transfer after the other, at `rate` bytes per second."""
-
-    rate = 1e9
-
-    def __init__(self) -> None:
-        self._free_at = 0.0
-
-    def ends(self, nbytes: int) -> float:
-        """When a transfer ends that is queued now."""
-        self._free_at = max(self._free_at, time.perf_counter()) + nbytes / Lane.rate
-        return self._free_at
-
-
-class Held:
-    """A transfer that ends no sooner than its lane says."""
-
-    def __init__(self, inner: Completion, ends: Callable[[], float]) -> None:
-        self._inner, self._queue, self._ends = inner, ends, 0.0
-
-    def start(self) -> None:
-        self._ends = self._queue()
-        self._inner.start()
-
-    def done(self) -> bool:
-        return time.perf_counter() >= self._ends and self._inner.done()
-
-    def wait(self) -> None:
-        time.sleep(max(0.0, self._ends - time.perf_counter()))
-        self._inner.wait()
-
-    def cancel(self) -> bool:
-        return self._inner.cancel()
-
-    def span(self) -> tuple[float, float]:
-        return self._inner.span()
-
-
-class HeldDrive:
-    """Direct file I/O, no faster than `Lane.rate`."""
-
-    name = "held"
-
-    def __init__(self, inner: Engine) -> None:
-        self._inner, self._writes, self._reads = inner, Lane(), Lane()
-        self.devices = inner.devices
-
-    @property
-    def disk_bytes(self) -> int:
-        return self._inner.disk_bytes
-
-    def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        return self._inner.alloc(nbytes, tier)
-
-    def free(self, extent: Extent) -> None:
-        self._inner.free(extent)
-
-    def write(self, extent: Extent, memory: Memory) -> Completion:
-        return Held(self._inner.write(extent, memory), lambda: self._writes.ends(memory.nbytes))
-
-    def read(self, extent: Extent, memory: Memory) -> Completion:
-        return Held(self._inner.read(extent, memory), lambda: self._reads.ends(memory.nbytes))
-
-    def failed(self, extent: Extent, error: OSError) -> None:
-        self._inner.failed(extent, error)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def make(config: RuntimeConfig) -> Engine:
-    return HeldDrive(PosixEngine(config.dirs[0], checksums=config.checksums))
 
 
 @dataclass(frozen=True)
@@ -127,16 +56,25 @@ class Seen:
 
 
 def steps(flags: argparse.Namespace) -> Iterator[Seen]:
-    ENGINES[HeldDrive.name] = make
-    options = {"engine": HeldDrive.name, "dirs": [flags.dir], "budget": "auto", "slowdown": 10.0, "min_bytes": 65536}
+    writes, reads = Lane(Clock()), Lane(Clock())
+
+    def make(config: RuntimeConfig) -> Engine:
+        return HeldEngine(PosixEngine(config.dirs[0], checksums=config.checksums), writes, reads)
+
+    def hold(rate: float) -> None:
+        writes.s_per_byte = reads.s_per_byte = 1 / (rate * 1e9)
+
+    hold(flags.rate)
+    ENGINES["held"] = make
+    options = {"engine": "held", "dirs": [flags.dir], "budget": "auto", "slowdown": 10.0, "min_bytes": 65536}
     rates = {"write_bw": flags.rate * 1e9, "read_bw": flags.rate * 1e9}
     task = Task(Model.of(flags), "ssd_fx", options=options | {"machine": rates})
     for number, step in enumerate(islice(train(task), flags.steps)):
         (store,) = _stores.values()
         waited = step.write_stall_s + step.read_stall_s
-        yield Seen(number, step.graph_s, waited, step.offloaded_bytes, store.room.nbytes, step.peak_bytes)
+        yield Seen(number, step.graph_s, waited, step.offloaded_bytes, store.residency.nbytes, step.peak_bytes)
         slow = flags.slow_from <= number + 1 < flags.fast_from
-        Lane.rate = flags.rate * 1e9 / (4 if slow else 1)
+        hold(flags.rate / (4 if slow else 1))
 
 
 def main() -> None:
@@ -153,7 +91,6 @@ def main() -> None:
     flags = parser.parse_args()
     if not peak.is_preloaded():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | peak.environment())
-    Lane.rate = flags.rate * 1e9
     print(f"{'step':>5}{'s':>8}{'waited':>9}{'may rest, MiB':>15}{'of MiB':>9}{'peak, MiB':>11}")
     seen = []
     for one in steps(flags):

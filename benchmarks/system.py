@@ -52,12 +52,20 @@ def resident_peak_bytes() -> int:
     return _status("VmHWM")
 
 
+def data_bytes(process: int) -> int:
+    """The private writable memory that a process has asked for, which RLIMIT_DATA limits; 0 when it has ended."""
+    try:
+        return _status("VmData", process)
+    except (OSError, IndexError):
+        return 0
+
+
 def reset_resident_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # proc(5)
 
 
-def _status(field: str) -> int:
-    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) << 10
+def _status(field: str, process: int | str = "self") -> int:
+    return int(Path(f"/proc/{process}/status").read_text().split(f"{field}:")[1].split()[0]) << 10
 
 
 def file_system(directory: str) -> str:

@@ -1,11 +1,12 @@
-"""Steps of a small GPT, trained in one of several ways; run as a script, it makes one for every line on stdin.
+"""Steps of a model, trained in one of several ways; run as a script, it makes one for every line on stdin.
 
 How it is measured:
 - The step time is forward, backward and optimizer. The peak is that of forward and backward, in live CPU tensor bytes
-  above the level before the step (memtrack.c: exact, all threads). The weights, AdamW's state and the gradients that
-  the warm-up left (`zero_grad(set_to_none=False)`) lie below that level; the gradients that a backward makes, before
-  they are added to those, lie above it.
+  above the level before the step (memtrack.c: exact, all threads). The weights, the optimizer's state and the gradients
+  that the warm-up left (`zero_grad(set_to_none=False)`) lie below that level; the gradients that a backward makes,
+  before they are added to those, lie above it.
 - Tensors of ssd_fx's allocator are mmap'ed and not seen by that count. The allocator reports them itself.
+- On a GPU the peak is that of PyTorch's allocator there, and times are taken when the GPU is done.
 - CPU time is that of the process, all its threads; the I/O threads' part of it is given too, from /proc/self/task.
 """
 
@@ -14,30 +15,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # the model is the example's
+import families  # neighbours of this file
+import peak
+import torch
+from families import Family
+from families import train_gpt as train_gpt
+from moved import Moved
+from system import io_cpu_s, reset_resident_peak, resident_bytes, resident_peak_bytes
+from ways import Way, compiled
 
-import peak  # noqa: E402 - a neighbour of this file
-import torch  # noqa: E402 - with the lines around it
-import train_gpt as train_gpt  # noqa: E402 - found through the path above; the benchmarks take it from here
-from moved import Moved  # noqa: E402 - a neighbour of this file
-from system import io_cpu_s, reset_resident_peak, resident_bytes, resident_peak_bytes  # noqa: E402 - a neighbour of this file
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-Way = Literal["inductor", "recompute", "checkpoint", "ssd_fx"]
+Optimizer = Literal["adamw", "sgd"]
 
 
 @dataclass(frozen=True)
 class Model:
-    """The example's GPT and its data."""
+    """A model of a family, and its data."""
 
     layers: int
     width: int
@@ -48,14 +47,17 @@ class Model:
     amp: bool
     seed: int
     lr: float
+    family: Family = "gpt"
+    vocabulary: int = train_gpt.VOCABULARY
 
     @staticmethod
     def of(flags: argparse.Namespace) -> Model:
-        return Model(**{each.name: getattr(flags, each.name) for each in fields(Model)})
+        return Model(**{each.name: getattr(flags, each.name) for each in fields(Model) if hasattr(flags, each.name)})
 
     def __str__(self) -> str:
+        kind = "" if self.family == "gpt" else f"{self.family}, "
         return (
-            f"{self.layers} layers, width {self.width}, {self.heads} heads, dropout {self.dropout}, "
+            f"{kind}{self.layers} layers, width {self.width}, {self.heads} heads, dropout {self.dropout}, "
             f"batch {self.batch} x {self.seq} bytes, {'bfloat16 autocast' if self.amp else 'float32'}"
         )
 
@@ -64,9 +66,9 @@ class Model:
 class Task:
     """What a worker trains, and how.
 
-    `way`: "inductor"; "recompute": Inductor with torch's own solver under `budget`, a share from 0 to 1;
-    "checkpoint": Inductor, every block under torch.utils.checkpoint; "ssd_fx" with `options`. `preload`: a library with
-    another malloc.
+    `way`, `budget`, `options`: as in ways.py. `preload`: a library with another malloc. `micro`: batches of the model
+    in a step, whose gradients add up. `without`: a part of ssd_fx that is switched off (paper/switches.py).
+    `directory`: where hooks write. `limit_bytes`: what the process may have of private memory (0: anything).
     """
 
     model: Model
@@ -74,6 +76,12 @@ class Task:
     budget: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     preload: str = ""
+    optimizer: Optimizer = "adamw"
+    micro: int = 1
+    without: str = ""
+    directory: str = ""
+    device: str = "cpu"
+    limit_bytes: int = 0
 
     @staticmethod
     def read(text: str) -> Task:
@@ -103,55 +111,36 @@ class Step(Moved):
     resident_before_bytes: int = 0
 
 
-class Checkpointed(nn.Module):
-    """A block whose inner activations are computed again in the backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
-        return out
-
-
-def compiled(model: train_gpt.GPT, task: Task) -> Any:
-    """The model, to be compiled at its first call in the task's way."""
-    if task.way == "ssd_fx":
-        import ssd_fx
-
-        return torch.compile(model, backend=ssd_fx.backend, options=dict(task.options))
-    if task.way == "recompute":
-        torch._functorch.config.activation_memory_budget = task.budget
-    if task.way == "checkpoint":
-        model.blocks = nn.ModuleList(Checkpointed(block) for block in model.blocks)
-    return torch.compile(model, backend="inductor")
-
-
 def train(task: Task) -> Iterator[Step]:
     """Endless steps of `task`."""
     about = task.model
     torch.manual_seed(about.seed)
-    model = train_gpt.GPT(train_gpt.Shape(about.layers, about.width, about.heads, about.seq, about.dropout))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=about.lr)
-    forward = compiled(model, task)
-    tracker = peak.Peak()
-    if task.way == "ssd_fx":
+    shape = train_gpt.Shape(about.layers, about.width, about.heads, about.seq, about.dropout)
+    model = families.make(about.family, shape, about.vocabulary).to(task.device)
+    optimizer = _optimizer(task, model)
+    forward, around = compiled(model, task.way, task.budget, task.options, task.directory)
+    data = families.batches(about.family, about.batch, about.seq, about.seed)
+    tracker = peak.on(task.device)
+    if task.way == "ssd_fx" and isinstance(tracker, peak.Peak):
         from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 
         CPU_ALLOCATOR.observe(tracker.address)
     before = resident_bytes()
-    for inputs, targets in train_gpt.batches(about.batch, about.seq, about.seed):
+    while True:
         optimizer.zero_grad(set_to_none=False)
         _reset(task)
         reset_resident_peak()
+        batches = [tuple(each.to(task.device) for each in next(data)) for _ in range(task.micro)]
         start, cpu, io_cpu = time.perf_counter(), time.process_time(), io_cpu_s()
         with tracker as memory:
-            with torch.autocast("cpu", torch.bfloat16, enabled=about.amp):
-                loss = forward(inputs, targets)
-            loss.backward()
+            for inputs, targets in batches:
+                with torch.autocast(task.device, torch.bfloat16, enabled=about.amp), around():
+                    loss = forward(inputs, targets)
+                (loss / task.micro).backward()
+            peak.wait(task.device)
         graph_s = time.perf_counter() - start
         optimizer.step()
+        peak.wait(task.device)
         figures: dict[str, Any] = {"time_s": time.perf_counter() - start, "graph_s": graph_s}
         io_end = io_cpu_s()
         figures |= {"cpu_s": time.process_time() - cpu}
@@ -160,6 +149,11 @@ def train(task: Task) -> Iterator[Step]:
         figures |= {"resident_peak_bytes": resident_peak_bytes(), "resident_before_bytes": before}
         del loss
         yield Step(**figures, **_offloading(task, start))
+
+
+def _optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if task.optimizer == "adamw" else torch.optim.SGD
+    return kind(model.parameters(), lr=task.model.lr)
 
 
 def _reset(task: Task) -> None:
@@ -184,6 +178,12 @@ def _offloading(task: Task, since: float) -> dict[str, Any]:
 def work(task: Task) -> None:
     """Answer every line on stdin with a step, as one line of JSON on stdout."""
     os.environ.pop("LD_PRELOAD", None)  # compilers that are started from here need no tracker
+    if task.limit_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (task.limit_bytes, task.limit_bytes))
+    if task.without:
+        from paper import switches  # compiles what no cache may keep
+
+        switches.off(task.without)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what others print must not mix with the answers
     steps = train(task)

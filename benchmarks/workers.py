@@ -33,6 +33,17 @@ from training import Step, Task
 PAUSE_S = 0.05  # between turns: OpenMP's threads spin for some milliseconds after their last parallel region
 
 
+class Ended(SystemExit):
+    """A worker has ended, which ends the benchmark unless it knows what to make of it."""
+
+
+def _settings(task: Task) -> dict[str, str]:
+    """Of PyTorch: compilers that a limited process starts would have limits of their own, and no cache may keep what is
+    compiled with a part switched off."""
+    settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if task.limit_bytes else {}
+    return settings | ({"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"} if task.without else {})
+
+
 class Worker:
     """A process that makes one step whenever it is asked to."""
 
@@ -40,7 +51,7 @@ class Worker:
         self.name = name
         self._process = subprocess.Popen(
             [sys.executable, training.__file__, json.dumps(asdict(task))],
-            env=os.environ | peak.environment(task.preload),
+            env=os.environ | peak.environment(task.preload) | _settings(task),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -55,8 +66,13 @@ class Worker:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise SystemExit(f"the {self.name} worker ended with {self._process.wait()}; its message is above")
+            raise Ended(f"the {self.name} worker ended with {self._process.wait()}; its message is above")
         return Step(**json.loads(answer))
+
+    @property
+    def process(self) -> int:
+        """Its id."""
+        return self._process.pid
 
     def stop(self) -> None:
         for pipe in self._pipes():
@@ -91,9 +107,14 @@ class Workers:
 
     def compile(self) -> dict[str, float]:
         """Start all, each when the one before has made its first step; seconds of the first steps."""
-        return {name: self._start(name, task) for name, task in self.tasks.items()}
+        return {name: self.start(name, task) for name, task in self.tasks.items()}
 
-    def _start(self, name: str, task: Task) -> float:
+    def start(self, name: str, task: Task) -> float:
+        """Start one; seconds of its first step.
+
+        Raises:
+            Ended: it failed.
+        """
         self.workers[name] = Worker(name, task)
         first_s = self.workers[name].step().time_s
         print(f"{name}: first step (compiles) {first_s:.1f} s", file=sys.stderr, flush=True)
@@ -103,10 +124,10 @@ class Workers:
         """`count` rounds of one step of every worker."""
         for number in range(count):
             steps = {}
-            for name in order(list(self.tasks), number):
+            for name in order(list(self.workers), number):
                 time.sleep(PAUSE_S)
                 steps[name] = self.workers[name].step()
-            yield {name: steps[name] for name in self.tasks}
+            yield {name: steps[name] for name in self.workers}
 
 
 def order(names: Sequence[str], number: int) -> list[str]:

@@ -1,21 +1,16 @@
 """The excerpts of docs/how-it-works.md: what becomes of a toy model, and of one tensor in it.
 
-python examples/how_it_works.py            # prints the page with excerpts made now
-python examples/how_it_works.py --write    # and puts it in place
-
-An excerpt stands in the page behind its name, `<!-- plan -->`. Everything else of the page is written by hand.
+python examples/how_it_works.py    # prints them; excerpts.py puts them into the page
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import tempfile
 import textwrap
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ssd_fx
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-it-works.md"
 # Rates at which the toy computes about as long as it writes. Only the plan believes in them.
 RATES = {"flops": 1e9, "memory_bw": 1e9, "write_bw": 1e8, "read_bw": 1e8}
 OPTIONS: dict[str, Any] = {"machine": RATES, "min_bytes": "256KiB", "recompute": False, "engine": "memory"}
@@ -48,7 +42,7 @@ class Toy(nn.Module):
 
 def excerpts() -> dict[str, str]:
     """Every excerpt by its name, but for those of Inductor."""
-    (graph,) = ssd_fx.explain(Toy(), options=OPTIONS | {"inner": "aot_eager"})(torch.zeros(128, 256))
+    (graph,) = ssd_fx.explain(Toy(), options=OPTIONS | {"inner": "aot_eager"})(torch.zeros(128, 256)).dumps
     return {
         "toy": textwrap.dedent(inspect.getsource(Toy.forward)).strip(),
         "joint": _lines(_joint_graph(), r"\b(tanh|detach|detach_3)\b(?!\.)"),
@@ -71,18 +65,6 @@ def inductor_excerpts() -> dict[str, str]:
         "inductor_forward": _lines(_call(forward), r"\b(buf4|buf5|buf6)\b"),
         "inductor_backward": _lines(_call(backward), r"\b(ssd_fx_handle_1|buf7|buf8)\b"),
     }
-
-
-def filled(page: str, found: dict[str, str]) -> str:
-    """The page with these excerpts; the others stay as they are.
-
-    Raises:
-        ValueError: an excerpt has no place in the page, or several.
-    """
-    for name, text in found.items():
-        before, fence, after = re.split(rf"(<!-- {name} -->\n```\w*\n)", page)
-        page = f"{before}{fence}{text}\n```{after.partition('```')[2]}"
-    return page
 
 
 def _joint_graph() -> str:
@@ -112,7 +94,7 @@ def _call(code: str) -> str:
 def _lines(code: str, wanted: str) -> str:
     """The lines of `code` that match `wanted`, shortened: no types, comments, `torch.` or JSON of options."""
     dropped = r'\s*#.*|: "[^"]*"|;  .* = None$|torch\.(ops\.)?'
-    lines = (re.sub(r"'\{.*\}'", "config", re.sub(dropped, "", line)).strip() for line in code.splitlines())
+    lines = (re.sub(r"'\{.*\}'|\bCONFIG\b", "config", re.sub(dropped, "", line)).strip() for line in code.splitlines())
     return "\n".join(line for line in lines if re.search(wanted, line))
 
 
@@ -147,16 +129,5 @@ def _run(case: str, **options: Any) -> str:
     return f"{case + ':':51} memory free {free!s:5}  " + "  ".join(f"{k} {v:3}" for k, v in moved.items())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the excerpts into docs/how-it-works.md")
-    flags = parser.parse_args()
-    found = excerpts() | inductor_excerpts()
-    if flags.write:
-        PAGE.write_text(filled(PAGE.read_text(), found))
-    else:
-        print(*(f"-- {name}\n{text}\n" for name, text in found.items()), sep="\n")
-
-
 if __name__ == "__main__":
-    main()
+    print(*(f"-- {name}\n{text}\n" for name, text in (excerpts() | inductor_excerpts()).items()), sep="\n")

@@ -22,6 +22,7 @@ class PlanOptions:
     * `roots`: the expressions for the outermost modules, after which module names begin (`joint/modules.py`).
     * `annotations`: a digest of the graph's annotations, which caches ignore otherwise.
     * `host_budget`: bytes of host memory. It is a separate tier only if the device has other memory.
+    * `rates`: where the rates of `machine` come from, in words for reports.
     """
 
     version: str
@@ -37,3 +38,4 @@ class PlanOptions:
     annotations: str = ""
     host_budget: int = 0
     slowdown: float = 0.0
+    rates: str = "typical"

@@ -9,22 +9,45 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._logging._internal import trace_log
 
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Names, Partition, node_names
 from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.stages import Stages
 from ssd_fx.passes.user_errors import user_errors
 
-Report = Callable[[Partition, Plan, Names], None]
-"""Gets every rewritten partition, its plan, and the names of the nodes before the rewrite (`node_names`)."""
+GRAPH_NAME = "ssd_fx_graph"
+"""In the `meta` of both rewritten modules: the graph's name in reports. Inductor's compiler gets these modules."""
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What there is to tell of a rewritten partition.
+
+    `names`: of the nodes before the rewrite (`node_names`). `about`: what `About` has returned.
+    """
+
+    partition: Partition
+    plan: Plan
+    names: Names
+    stages: Stages
+    about: str
+
+
+Report = Callable[[Rewritten], None]
+
+About = Callable[[Partition, Plan, PlanOptions], str]
+"""Returns what the graph carries about its plan, for reports (`runtime/plans.py`)."""
 
 Survey = Callable[[Joint, PlanOptions, bool], NoReturn]
 """Gets a joint graph that nobody will run, and whether nothing of it may be offloaded. It ends the compilation."""
@@ -35,19 +58,25 @@ class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph and offloads its saved tensors.
 
     `keeps_all`: nothing is offloaded, and PyTorch's own partition is used. `survey`: the graph is only looked at.
-    `report` and `survey` are pickled, so each is a function of a module, or a partial of one.
+    `log`: like `report`, but what a compile cache returns is not told, and `is_traced` says whether it wants the code.
+    `during`: a context that the planning runs in. `about`: None for a graph that tells nobody.
+    `report`, `log`, `during`, `survey` and `about` are pickled, so each is a function of a module, or a partial of one.
     """
 
     options: PlanOptions
     keeps_all: bool = False
     report: Report | None = None
+    log: Report | None = None
+    during: Callable[[], AbstractContextManager[None]] = nullcontext
     survey: Survey | None = None
+    about: About | None = None
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
-        joint = pipeline.joint_of(gm, joint_inputs, kwargs)
+        stages = Stages(on=self.report is not None or (self.log is not None and is_traced()))
+        joint = pipeline.joint_of(gm, joint_inputs, kwargs, stages)
         keeps_all = self.keeps_all or hooks_are_compiled_in()
         if self.survey is not None:
             with user_errors():
@@ -56,14 +85,22 @@ class Partitioner(CustomPartitionerFn):
             partition = joint.partition()
             pipeline.finish(partition)
             return partition.forward, partition.backward
-        with user_errors():
+        with user_errors(), self.during():
             partition, plan = pipeline.decide_joint(joint, self.options)
         names = node_names(partition)
-        pipeline.rewrite(partition, plan, self.options)
-        pipeline.finish(partition)
-        if self.report is not None:
-            self.report(partition, plan, names)
+        about = self.about(partition, plan, self.options) if self.about is not None else ""
+        stages.after("partition", forward=partition.forward, backward=partition.backward)
+        pipeline.rewrite(partition, plan, self.options, stages, about)
+        pipeline.finish(partition, stages)
+        for module in (partition.forward, partition.backward):
+            module.meta[GRAPH_NAME] = plan.graph
+        for told in filter(None, (self.report, self.log)):
+            told(Rewritten(partition, plan, names, stages, about))
         return partition.forward, partition.backward
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what only tells: its lines of the model must not be in the keys of compile caches."""
+        return self.__dict__ | {"log": None, "about": None}
 
     def uuid(self) -> str:
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
@@ -73,6 +110,11 @@ class Partitioner(CustomPartitionerFn):
         if self.survey is not None:
             parts.append(uuid.uuid4().hex)  # with any cached result there would be none
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def is_traced() -> bool:
+    """Whether PyTorch writes a structured trace, as for `tlparse` (`TORCH_TRACE`)."""
+    return bool(trace_log.handlers)  # one that finds no directory has removed itself when Dynamo began
 
 
 def hooks_are_compiled_in() -> bool:

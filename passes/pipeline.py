@@ -40,10 +40,14 @@ from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Plan, PlanPass
 from ssd_fx.passes.planner.select import Budget, select
 from ssd_fx.passes.proposals import Candidate
-from ssd_fx.passes.rewrite.insert import insert, refuse_stand_ins
+from ssd_fx.passes.rewrite.insert import insert
+from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
+from ssd_fx.passes.stages import Stages
 from ssd_fx.passes.verify.graphs import verify_graphs
 from ssd_fx.passes.verify.interface import Before
 from ssd_fx.passes.verify.plan import verify_plan
+
+_UNSEEN = Stages(on=False)
 
 JOINT: tuple[Callable[[fx.Graph], None], ...] = (
     lift,  # first: marks are nodes that would hide patterns. Under Inductor it ran before (inductor_passes)
@@ -113,10 +117,14 @@ def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str,
     }
 
 
-def joint_of(gm: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any]) -> Joint:
+def joint_of(
+    gm: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any], stages: Stages = _UNSEEN
+) -> Joint:
     """The joint graph, ready to be cut; `inputs`, `arguments` are those of PyTorch's min-cut."""
+    stages.after("joint", joint=gm)
     for each in JOINT:
         each(gm.graph)
+        stages.after(each.__name__, joint=gm)
     return Joint(gm, inputs, arguments, CUT)
 
 
@@ -176,19 +184,21 @@ def decide_cut(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Part
     return best.partition, decide(best.partition, options, budget=best.forecast.limits, analysed=best.plan)
 
 
-def rewrite(partition: Partition, plan: Plan, options: PlanOptions) -> None:
-    """Put the nodes of the plan into both graphs."""
+def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:
+    """Put the nodes of the plan into both graphs. `about`: what the forward carries for reports."""
     warn(plan, options)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
     if plan.groups:
-        insert(partition, plan, config=options.runtime_config)
+        insert(partition, plan, config=options.runtime_config, about=about)
+        stages.after("insert", forward=partition.forward, backward=partition.backward)
         verify_graphs(partition, plan, before)
 
 
-def finish(partition: Partition) -> None:
+def finish(partition: Partition, stages: Stages = _UNSEEN) -> None:
     """The last passes, on both graphs."""
     for each in LAST:
         each(partition)
+        stages.after(each.__name__, forward=partition.forward, backward=partition.backward)
 
 
 def _may_cut_again(joint: Joint, options: PlanOptions) -> bool:

@@ -166,12 +166,68 @@ class Forecast:
     resident: int
     shared: int
 
+    @property
+    def transfer_s(self) -> float:
+        """What the step takes beyond computing and waiting: starting transfers, and computing slower beside them."""
+        return max(0.0, self.seconds - self.compute_s - self.write_stall_s - self.read_stall_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """PyTorch's own partition with everything kept, which is the step without ssd_fx.
+
+    `saved_bytes`: as in `Plan`. `floor`, `peak`: bytes above the level before the step. `starts`: seconds at which
+    the operators of forward and backward start, and the end. `memory`: bytes alive during each. `forward`: how many of
+    them are the forward's.
+    """
+
+    saved_bytes: int
+    floor: int
+    peak: int
+    starts: tuple[float, ...]
+    memory: tuple[int, ...]
+    forward: int
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """The predicted times of one group, in seconds from the start of the step; None for what does not happen.
+
+    `write`, `read`: from and to. `released`: the forward reads it no more. `gone`, `back`: its memory is free from and
+    to. `used`, `last_used`: by the backward. `write_wait_s`, `read_wait_s`: what the step waits behind `released` and
+    before `used`.
+    """
+
+    produced: float
+    released: float
+    used: float
+    last_used: float
+    write: tuple[float, float] | None = None
+    read: tuple[float, float] | None = None
+    gone: tuple[float, float] | None = None
+    write_wait_s: float = 0.0
+    read_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The predicted step over time: as `Stock` has it, with the transfers of the plan.
+
+    `lives`: by slot, of the groups that have a lifetime.
+    """
+
+    starts: tuple[float, ...]
+    memory: tuple[int, ...]
+    forward: int
+    lives: MappingProxyType[int, Life]
+
 
 @dataclass(frozen=True)
 class Plan:
     """Everything that was decided for one partitioned graph. Each pass fills its fields; mappings are by slot.
 
-    `graph`: the graph's name. `recomputed`: what this partition was made to compute again, in the order of production.
+    `graph`: the graph's name. `stock`: stays that of PyTorch's own partition in a partition that recomputes.
+    `recomputed`: what this partition was made to compute again, in the order of production.
     """
 
     graph: str
@@ -184,6 +240,8 @@ class Plan:
     points: MappingProxyType[int, Points] = field(default_factory=lambda: MappingProxyType({}))
     prices: MappingProxyType[int, Price] = field(default_factory=lambda: MappingProxyType({}))
     forecast: Forecast | None = None
+    course: Course | None = None
+    stock: Stock | None = None
     recomputed: tuple[Recomputed, ...] = ()
 
     @property
@@ -224,7 +282,7 @@ class Plan:
 
     def undecided(self) -> Plan:
         """What the analyses found, with nothing decided."""
-        return self.with_(decisions={}, points={}, prices={}, forecast=None)
+        return self.with_(decisions={}, points={}, prices={}, forecast=None, course=None)
 
     def with_(self, **changes: object) -> Plan:
         """A copy with some fields replaced; dictionaries become read-only."""

@@ -77,7 +77,7 @@ def fastest(joint: Joint, own: Candidate, decide: Decide) -> Candidate:
                 return first
             tight = Limits(tight.memory - missing, tight.kept)
             continue
-        again = Candidate(partition_again, plan.with_(recomputed=recomputed(proposal)))
+        again = Candidate(partition_again, plan.with_(recomputed=recomputed(proposal), stock=first.plan.stock))
         return again if again.forecast.seconds < (1 - GAIN) * first.forecast.seconds else first
     return first
 

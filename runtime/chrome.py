@@ -10,23 +10,29 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ssd_fx.runtime import trace
+from ssd_fx.runtime import plans, stats, trace
 from ssd_fx.runtime.device import device_trace
 
+OURS = "ssd_fx"  # the key of what `ssd-fx report` needs besides the events
 _FIRST_ROW = 1 << 30  # torch.profiler's row numbers are thread ids, which stay below this
 _TRANSFERS = ("write", "read")
 
 
 def export(path: str | os.PathLike[str], profile: str | os.PathLike[str] | None = None) -> int:
-    """The number of recorded events, which are written to `path`.
+    """Write the recorded events to `path` as JSON for ui.perfetto.dev, and return how many there are.
 
-    `profile`: a file that `torch.profiler.profile.export_chrome_trace` wrote for the same process. Its events are
-    written beside ours.
+    Args:
+        path: the file to write.
+        profile: a file that `torch.profiler.profile.export_chrome_trace` wrote for the same process. Its events are
+            written beside ours.
 
-    Raises: OSError if a file cannot be read or written; ValueError if `profile` is no trace of torch.profiler.
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: `profile` is no trace of torch.profiler.
     """
     merged: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
     base_ns = 0
@@ -36,6 +42,8 @@ def export(path: str | os.PathLike[str], profile: str | os.PathLike[str] | None 
     rows = [("ops", event) for event in trace.events()]
     rows += [(f"ops on {event.where}", event) for event in device_trace.events()]
     merged["traceEvents"] += _chrome(rows, base_ns)
+    slots = {name: {slot: asdict(each) for slot, each in own.items()} for name, own in stats.slots().items()}
+    merged[OURS] = {"plans": plans.packed(), "stats": asdict(stats.stats()), "slots": slots}
     Path(path).write_text(json.dumps(merged))
     return len(rows)
 
@@ -63,16 +71,20 @@ def _chrome(events: list[tuple[str, trace.Event]], base_ns: int) -> list[dict[st
     free_at: dict[str, float] = {}
     made = []
     for ops, event in sorted(events, key=lambda each: each[1].started):
-        kind, graph, slot, seq, started, ended, nbytes, where, engine = event
+        kind, graph, slot, seq, started, ended, nbytes, where, engine, live, waited, step = event
         row = _free_row(kind, started, free_at) if kind in _TRANSFERS else ops
         free_at[row] = ended
         rows.setdefault(row, _FIRST_ROW + len(rows))
-        name = f"{kind} slot {slot}" if slot >= 0 else kind
+        name = f"{kind} {plans.where(graph, slot) or f'slot {slot}'}" if slot >= 0 else kind
         args = {"graph": graph, "slot": slot, "seq": seq, "bytes": nbytes, "where": where, "engine": engine}
+        args |= {"live": live, "waited": waited, "step": step}
         span = {"ts": (started * 1e9 + ahead_ns) / 1e3, "dur": (ended - started) * 1e6}
         made.append(
             {"ph": "X", "cat": "ssd_fx", "name": name, "pid": os.getpid(), "tid": rows[row], **span, "args": args}
         )
+        if live:
+            memory = {"name": "large CPU tensors", "args": {"bytes": live}}
+            made.append({"ph": "C", "cat": "ssd_fx", "pid": os.getpid(), "ts": span["ts"] + span["dur"], **memory})
     return [*(_row_name(row, number) for row, number in rows.items()), *made]
 
 

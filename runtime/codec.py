@@ -37,7 +37,10 @@ class Encoded:
 
 
 def encode(codec: str, x: Tensor) -> tuple[Tensor, Encoded] | None:
-    """The payload (uint8, 1-d, on x's device) of a dense tensor, or None if `codec` does not encode it."""
+    """The payload (uint8, 1-d, on x's device) of a dense tensor, or None if `codec` does not encode it.
+
+    All codecs pack bools and narrow integers in the same lossless way. They differ in what they do to floats.
+    """
     flat = flatten(x)
     if x.dtype is torch.bool:
         return pack_bits(flat), Encoded(-(-flat.numel() // 8), False, _decode_bits)

@@ -27,6 +27,7 @@ class RuntimeConfig:
     `compression`: pairs of a tier ("host", "ssd") and a codec.
     `resident`: the most that stays where it is, unwritten, over all graphs.
     `resident_at_most`: the same while the graph waits for the drive, if that is more.
+    `ranks`: the processes that share the memory of this node.
     `adapt`: stop writing tensors that somebody else holds anyway, and read earlier what the graph waited for.
     """
 
@@ -41,14 +42,16 @@ class RuntimeConfig:
     compression: tuple[tuple[str, str], ...] = ()
     resident: int = 0
     resident_at_most: int = 0
+    ranks: int = 1
     adapt: bool = True
 
     def __post_init__(self) -> None:
         relative = [path for path in self.dirs if not os.path.isabs(path)]
         if relative:
             raise ValueError(f"dirs must be absolute, because a process may change its directory: {relative}")
-        if self.inflight <= 0:
-            raise ValueError(f"inflight must be > 0, not {self.inflight}")
+        for name in ("inflight", "ranks"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, not {getattr(self, name)}")
         for name in ("prefetch", "disk_limit", "host_budget", "resident", "resident_at_most"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, not {getattr(self, name)}")

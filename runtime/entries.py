@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime import errors
+from ssd_fx.runtime import errors, plans
 from ssd_fx.runtime.codec import Encoded
 from ssd_fx.runtime.deaths import Guard
 from ssd_fx.runtime.engines.base import Completion, Extent
@@ -78,9 +78,11 @@ class Entry:
     version: int = 0
     storage: StorageWeakRef | None = None  # of the stored tensor, until we have looked whether writing it freed memory
     extent: Extent | None = None
+    on_drive: bool = False  # the write goes to a drive
     write: Completion | None = None
     early: bool = False  # it is written as soon as possible, and not only when the budget is full
     strict: bool = False  # there is no memory to read it before the plan says
+    asked: bool = False  # a backward has loaded it
     lost: bool = False  # its store ended, and the bytes were on the drive only
     run: "Run | None" = None
     ahead: Load | None = None  # its prefetch
@@ -101,8 +103,9 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The slot, graph and bytes, for messages."""
-        return f"slot {self.slot} of graph {self.graph!r} ({self.nbytes} B)"
+        """The slot, graph and bytes, and its place in the model if that is known, for messages."""
+        where = plans.where(self.graph, self.slot)
+        return f"slot {self.slot} of graph {self.graph!r} ({', '.join(filter(None, (where, f'{self.nbytes} B')))})"
 
 
 _entries: dict[int, Entry] = {}

@@ -1,4 +1,7 @@
-"""What the runtime says when a stored tensor cannot be had: one function for each error that an operator raises."""
+"""What the runtime says when a stored tensor cannot be had: one function for each error that an operator raises.
+
+And the text of an error of the system, for people.
+"""
 
 from __future__ import annotations
 
@@ -99,3 +102,10 @@ def no_entry(handle: Tensor, *, inherited: bool, closed: bool) -> RuntimeError:
             "with torch._dynamo.mark_dynamic"
         )
     return RuntimeError(f"an ssd_fx handle of shape {list(handle.shape)} and {handle.dtype} {message}")
+
+
+def without_number(error: Exception) -> str:
+    """What `error` says, without the number that Python puts in front: `/mnt/nvme: no permission to ...`."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

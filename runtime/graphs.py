@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ssd_fx.runtime import plans
 from ssd_fx.runtime.config import RuntimeConfig, parse
 from ssd_fx.runtime.deaths import Guard
 from ssd_fx.runtime.store import close_stores, end_unused
@@ -57,6 +58,7 @@ def _check(graph: _Graph) -> None:
     living.discard(graph.number)
     if not living:
         _living.pop(graph.config, None)
+        plans.forget(graph.config)
         end_unused(graph.config, functools.partial(_GUARD.soon, _Graph(graph.config, _NO_GRAPH)))
 
 

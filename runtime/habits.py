@@ -1,8 +1,11 @@
-"""What was learnt about each slot, so that the next step does better without compiling again.
+"""What was learned about each slot, so that the next step does better without compiling again.
+
+How many bytes of all slots may be resident is learned in `residency.py`.
 
 * A tensor that somebody else still holds when it is read back was written in vain. After two such steps in a row its
   slot is no longer written.
 * A slot that the graph waited for twice in a row is read one load earlier.
+* A graph whose backward does not come writes in vain. After some such forwards in a row the log says so.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from ssd_fx.runtime import plans
+
 _log = logging.getLogger("ssd_fx")
 
 WASTES = 2  # steps in a row
 STALLS = 2  # waits in a row
 PLAIN = 64  # stores until a codec that could not make a tensor smaller is tried again
+UNREAD = 4  # forwards in a row without a backward: more than a look at one batch
 STALL_S = 1e-3  # a shorter wait is the price of a system call, not of a late read
 
 
@@ -43,10 +49,35 @@ class Habits:
     adapt: bool = True
     late: dict[tuple[str, int], None] = field(default_factory=dict)  # (graph, slot) to read before the plan says
     _slots: dict[tuple[str, int], Habit] = field(default_factory=dict)
+    _unread: dict[str, tuple[int, int]] = field(default_factory=dict)  # by graph: one slot, and its deaths in a row
+    _told: set[str] = field(default_factory=set)  # graphs without a backward that the log has named
 
     def of(self, graph: str, slot: int) -> Habit:
         """The habit of a slot, made at its first use."""
         return self._slots.setdefault((graph, slot), Habit())
+
+    def asked(self, graph: str) -> None:
+        """Records that a backward of `graph` loads."""
+        self._unread.pop(graph, None)
+
+    def died_unread(self, graph: str, slot: int) -> None:
+        """Records that a tensor died that was written, or being written, and that no backward loaded.
+
+        Each forward stores a slot once, so the deaths of one slot count the forwards.
+        """
+        counted, deaths = self._unread.get(graph, (slot, 0))
+        if slot != counted:
+            return
+        self._unread[graph] = slot, deaths + 1
+        if deaths + 1 >= UNREAD and graph not in self._told:
+            self._told.add(graph)
+            _log.warning(
+                "graph %r has run %d forwards in a row whose backward never came: what they stored was written and "
+                "never read; evaluate under torch.no_grad(), which stores nothing, and leave out "
+                "torch.utils.checkpoint around what ssd_fx compiles",
+                graph,
+                UNREAD,
+            )
 
     def freed(self, graph: str, slot: int, nbytes: int, freed: bool) -> None:
         """Records, when a written tensor is loaded or dies, whether its memory had been freed meanwhile."""
@@ -55,11 +86,11 @@ class Habits:
         if self.adapt and habit.wasted == WASTES:
             habit.keep = True
             _log.info(
-                "slot %d of graph %r (%d B) is no longer written: somebody else (a variable of the model or of its "
+                "slot %d of graph %r (%s) is no longer written: somebody else (a variable of the model or of its "
                 "caller) holds that tensor until the backward, so that writing it freed no memory",
                 slot,
                 graph,
-                nbytes,
+                ", ".join(filter(None, (plans.where(graph, slot), f"{nbytes} B"))),
             )
 
     def kept(self, graph: str, slot: int, alone: bool) -> None:

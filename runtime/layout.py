@@ -1,6 +1,7 @@
 """Layouts of stored and of loaded tensors. The bytes on disk are those of the dense storage, in memory order."""
 
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -48,25 +49,26 @@ def dense_form(x: Tensor) -> TensorMeta:
     return TensorMeta((last + 1,), (1,), x.dtype)
 
 
-def returned(seen: TensorMeta, asked: TensorMeta, relies_on: str, where: str) -> TensorMeta:
+def returned(seen: TensorMeta, asked: TensorMeta, relies_on: str, where: Callable[[], str]) -> TensorMeta:
     """The layout that a load returns where the forward had `seen` and the graph asks for `asked`.
 
     The two differ where an operator returns something else than its FakeTensor promised.
 
-    Raises: RuntimeError, naming `where`, if the reader cannot use what was stored; ValueError for another `relies_on`.
+    Raises: RuntimeError if the reader cannot use what was stored; ValueError for another `relies_on`. `where` says of
+    which tensor.
     """
     if relies_on not in RELIES_ON:
-        raise ValueError(f"{where}: a load says that it relies on {relies_on!r}; right would be one of {RELIES_ON}")
+        raise ValueError(f"{where()}: a load says that it relies on {relies_on!r}; right would be one of {RELIES_ON}")
     if asked == seen:
         return seen
     if asked.dtype != seen.dtype and relies_on in ("dtype", "address"):
         raise RuntimeError(
-            f"{where}: the forward stored a tensor of {seen.dtype}, and the backward was compiled for {asked.dtype}. "
+            f"{where()}: the forward stored a tensor of {seen.dtype}, and the backward was compiled for {asked.dtype}. "
             "An operator returns another dtype than its fake (meta) implementation says: correct that"
         )
     if asked.size != seen.size:
         raise RuntimeError(
-            f"{where}: a load asks for size {asked.size}, and what was stored has size {seen.size}: the backward and "
+            f"{where()}: a load asks for size {asked.size}, and what was stored has size {seen.size}: the backward and "
             "the forward that stored it are not of the same graph"
         )
     steps = [(a, b) for n, a, b in zip(seen.size, seen.stride, asked.stride, strict=True) if n != 1]

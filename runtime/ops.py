@@ -8,7 +8,8 @@
     load              starts to read the tensor back; its bytes are undefined until `wait_load_` returned
     wait_load_        waits until the bytes are there
 
-`config`: the JSON of a `RuntimeConfig`. `graph`: a name for reports. `slot`: the number of the alias group.
+`config`: the JSON of a `RuntimeConfig`. `graph`: a name for reports. `about`: its plan, packed (`plans.py`).
+`slot`: the number of the alias group.
 `seq`: the planned position of the node among our nodes in its graph.
 `tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.
 `relies_on`: one of `layout.RELIES_ON`. The contract is in docs/design.md.
@@ -23,20 +24,20 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from ssd_fx.runtime import errors, trace
+from ssd_fx.runtime import errors, plans, trace
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.device.streams import check_not_captured
 from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
 from ssd_fx.runtime.layout import TensorMeta
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
-from ssd_fx.runtime.stats import counters
+from ssd_fx.runtime.stats import counters, step, turn
 from ssd_fx.runtime.store import get_store
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
 
 _SCHEMAS = (
-    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes) -> ()",
+    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes, str about='') -> ()",
     "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False,"
     " SymInt[]? size=None, ScalarType? dtype=None) -> Tensor",
     "stand_in(SymInt[] size, ScalarType dtype, Device device) -> Tensor",
@@ -48,14 +49,18 @@ _SCHEMAS = (
 )
 
 
-def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
+def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, about: str = "") -> None:
     started = time.perf_counter()
     with device_trace.node("begin", graph, -1, -1, None):
         if offloaded_bytes:
             CPU_ALLOCATOR.forward()
             get_store(config).begin(graph)  # raises for unusable directories before anything is computed
         counters(graph).begin(saved_bytes, offloaded_bytes)
-    trace.record(trace.Event("begin", graph, -1, -1, started, time.perf_counter(), offloaded_bytes, "none", ""))
+        number = step()
+        if about:
+            plans.note(graph, config, about)
+    live, now = CPU_ALLOCATOR.live_bytes, time.perf_counter()
+    trace.record(trace.Event("begin", graph, -1, -1, started, now, offloaded_bytes, "none", "", live, step=number))
 
 
 def _store(
@@ -81,6 +86,7 @@ def _stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _refuse_stand_ins(saved: Sequence[Tensor]) -> None:
+    turn()
     for x in saved:
         if is_stand_in(x):
             raise errors.handle_of_another_graph(x)
@@ -118,7 +124,9 @@ def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
         entry.store.wait_load_(entry, x, seq)
 
 
-def _fake_begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int) -> None:
+def _fake_begin(
+    token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, about: str = ""
+) -> None:
     return
 
 

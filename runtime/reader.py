@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ssd_fx.runtime import errors, trace
+from ssd_fx.runtime.device.streams import Queued
 from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.layout import TensorMeta, alias, is_alone, returned
@@ -40,7 +41,7 @@ class Reader:
         Raises: RuntimeError if the tensor was changed in place, was donated before, is lost, or cannot be had in that
         layout.
         """
-        layout = returned(entry.seen, asked, relies_on, entry.name)
+        layout = returned(entry.seen, asked, relies_on, lambda: entry.name)
         if entry.counter is not None and entry.counter._version != entry.version:
             raise errors.changed_in_place(entry, entry.counter._version)
         match entry.state:
@@ -97,8 +98,12 @@ class Reader:
     def complete(self, entry: Entry, load: Load) -> OSError | None:
         """The last error of a load's read, None if its bytes are there. Waits, and reads again after an error.
 
+        A copy that cannot fail is waited for by the device, in the order of its stream, and not by the host.
         Takes the lock itself.
         """
+        if isinstance(load.read, Queued) and load.read.follow():
+            self._account(entry, load)
+            return None
         error = outcome(load.read) if load.read else None
         for _ in range(ATTEMPTS - 1):
             if error is None:
@@ -116,9 +121,12 @@ class Reader:
             span = load.read.span()
             trace.transfer("read", entry.graph, entry.slot, load.seq, span, entry.moved_bytes, how, self._engine.name)
         if error is None and load.read:
-            counters(entry.graph).read_bytes += entry.moved_bytes
-            _place(entry, load)
+            self._account(entry, load)
         return error
+
+    def _account(self, entry: Entry, load: Load) -> None:
+        counters(entry.graph).read_bytes += entry.moved_bytes
+        _place(entry, load)
 
     def _forward(self, entry: Entry, layout: TensorMeta, seq: int, consume: bool, relies_on: str) -> Load:
         """The load from memory: the stored tensor is donated if the backward may consume it and nobody else has it.

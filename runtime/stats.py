@@ -1,31 +1,49 @@
 """Counts of what the runtime did since the last reset: for each graph, and summed for the process."""
 
+import contextlib
 import dataclasses
 import time
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ssd_fx.runtime.engines import registry
+from ssd_fx.runtime.pace import Pace
+
+DAY_S = 86400
+
+
+def rated_days(tbw: float, bytes_s: float) -> float:
+    """Days of writing `bytes_s` until new drives have written what they are rated for, `tbw` times 10^12 bytes."""
+    return tbw * 1e12 / (bytes_s * DAY_S)
 
 
 @dataclass(slots=True, kw_only=True)
 class GraphStats:
-    """Bytes, seconds and counts, summed over the steps of one graph.
+    """Bytes, seconds and counts, summed over the runs of one graph.
 
-    `saved_bytes`, `offloaded_bytes`: of the plan, counted at the start of each forward.
-    `written_bytes`, `read_bytes`: transfers that succeeded.
-    `forwarded_bytes`: loads served from memory.
-    `freed_bytes`: stored tensors whose memory was really freed, seen when they are loaded or their handle dies.
-    `kept_bytes`: tensors that stay in memory because storing them failed.
-    `cancelled_bytes`: writes ended early because they were no longer needed.
-    `wasted_bytes`: written although somebody else held the tensor until it was loaded or its handle died.
-    `held_bytes`: not written, because somebody else is known to hold the slot's tensors or the tensor is a leaf.
-    `prefetched_bytes`: reads that began before the graph asked.
-    `encoded_from_bytes`, `encoded_to_bytes`: before and after compression.
-    `encoding_error`: the largest relative error (root mean square) of a lossy codec, measured at the first tensor of
-    each slot.
-    `stall_s`: seconds that ops waited for I/O.
-    `in_planned_order`: the share of nodes that came with a greater seq than the node before them in their run.
+    Attributes:
+        steps: forwards of the graph. A graph for a block may run several times in a training step.
+        stores: tensors that were to be stored.
+        loads: tensors that the backward asked for.
+        saved_bytes: of the plan, counted at the start of each forward.
+        offloaded_bytes: of these, what the plan offloads.
+        written_bytes: writes that succeeded, to drives and to host memory.
+        drive_bytes: of these, to drives at once.
+        read_bytes: reads that succeeded.
+        forwarded_bytes: loads served from memory.
+        freed_bytes: stored tensors whose memory was really freed, seen when they are loaded or their handle dies.
+        kept_bytes: tensors that stay in memory because storing them failed.
+        cancelled_bytes: writes ended early because they were no longer needed.
+        wasted_bytes: written although somebody else held the tensor until it was loaded or its handle died.
+        held_bytes: not written, because somebody else is known to hold the slot's tensors or the tensor is a leaf.
+        prefetched_bytes: reads that began before the graph asked.
+        encoded_from_bytes: before compression.
+        encoded_to_bytes: after compression.
+        encoding_error: the largest relative error (root mean square) of a lossy codec, measured at the first tensor of
+            each slot.
+        stall_s: seconds that operators waited for I/O.
+        in_planned_order: the share of nodes that came with a greater seq than the node before them in their run.
     """
 
     steps: int = 0
@@ -34,6 +52,7 @@ class GraphStats:
     saved_bytes: int = 0
     offloaded_bytes: int = 0
     written_bytes: int = 0
+    drive_bytes: int = 0
     read_bytes: int = 0
     forwarded_bytes: int = 0
     freed_bytes: int = 0
@@ -51,30 +70,45 @@ class GraphStats:
 
 @dataclass(slots=True, kw_only=True)
 class Stats(GraphStats):
-    """The sums over all graphs, and the state of the process. `steps` is that of the graph with the most.
+    """The sums over all graphs, as in `GraphStats`, and the state of the process. Printed, it is a table.
 
-    `disk_bytes`: the size of the files.
-    `written_bytes_s`: the present speed, over up to `PACE_STEPS` steps; 0 before the third step.
-    `drive_tbw`: rated endurance of the drives in 10^12 bytes, this rank's share of the option; 0 if it is not known.
-    `compiled_graphs`: how often the backend was called; a reset does not change it.
-    `graphs`: each graph that ran, by its name.
+    Attributes:
+        steps: training steps. One begins with the first forward after a backward, whatever number of graphs it runs.
+        disk_bytes: the size of the files.
+        moved_bytes: written to drives later, when host memory was full.
+        drive_bytes_s: what drives get in a second at the present speed, over up to 16 steps; 0 before the third step.
+        step_s: seconds of a step, over the same steps, with all that the loop does besides.
+        drive_tbw: rated endurance of the drives in 10^12 bytes, this rank's share of the option; 0 if it is not known.
+        compiled_graphs: how often the backend was called; a reset does not change it.
+        graphs: each graph that ran, by its name.
     """
 
     disk_bytes: int = 0
-    written_bytes_s: float = 0.0
+    moved_bytes: int = 0
+    drive_bytes_s: float = 0.0
+    step_s: float = 0.0
     drive_tbw: float = 0.0
     compiled_graphs: int = 0
     graphs: dict[str, GraphStats] = field(default_factory=dict)
 
     @property
-    def written_tb_per_day(self) -> float:
+    def drive_tb_per_day(self) -> float:
         """10^12 bytes a day at the present speed, day and night."""
-        return self.written_bytes_s * 86400 / 1e12
+        return self.drive_bytes_s * DAY_S / 1e12
 
     @property
     def drive_life_days(self) -> float:
         """Days until the rated endurance of new drives is written at the present speed; 0 if that is not known."""
-        return self.drive_tbw / self.written_tb_per_day if self.written_bytes_s else 0.0
+        return rated_days(self.drive_tbw, self.drive_bytes_s) if self.drive_bytes_s else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """All figures of the process as numbers, for loggers: flat, and with the same keys at any time.
+
+        Totals since the last reset are totals here too. Bytes per step are these over `steps`.
+        """
+        names = [f.name for f in dataclasses.fields(self) if f.type in (int, float)]
+        derived = {"drive_tb_per_day": self.drive_tb_per_day, "drive_life_days": self.drive_life_days}
+        return {name: getattr(self, name) for name in names} | {"running_graphs": len(self.graphs)} | derived
 
     def __str__(self) -> str:
         """A table of the bytes per step, or the likely reason if nothing ran.
@@ -83,26 +117,29 @@ class Stats(GraphStats):
         """
         foot = f"on disk at the moment: {_mib(self.disk_bytes).strip()}"
         if not self.graphs:
-            return f"{self._nothing_ran()}\n{foot}"
+            return f"{self.nothing_ran()}\n{foot}"
         steps = max(self.steps, 1)
         head = f"{self.steps} steps, {len(self.graphs)} graphs, {1e3 * self.stall_s / steps:.1f} ms of stall per step"
         rows = []
         for name, meaning in _MEANING.items():
             nbytes = getattr(self, f"{name}_bytes") / steps
+            if name == "drive" and self.drive_bytes == self.written_bytes:
+                continue  # it says nothing new
             if nbytes or name in _ALWAYS:
                 rows.append(f"{name:14}{_mib(nbytes)}   {meaning}")
         return "\n".join([f"{head}; bytes per step:", *rows, foot, *self._wear()])
 
     def _wear(self) -> list[str]:
-        """A line about the life of the drives, once the speed is known and something is on disk."""
-        if not self.written_bytes_s or not self.disk_bytes:
+        """A line about the life of the drives, once the speed is known and drives are written to."""
+        if not self.drive_bytes_s:
             return []
         life = "the option drive_tbw says how long drives last"
         if self.drive_tbw:
             life = f"new drives rated for {self.drive_tbw:g} TB last {self.drive_life_days:.3g} days"
-        return [f"at this speed {self.written_tb_per_day:.3g} TB are written in a day; {life}"]
+        return [f"at this speed {self.drive_tb_per_day:.3g} TB are written in a day; {life}"]
 
-    def _nothing_ran(self) -> str:
+    def nothing_ran(self) -> str:
+        """The likely reason why no graph ran."""
         if self.compiled_graphs:
             return (
                 f"nothing ran since the start or the last reset_stats(): of the {self.compiled_graphs} graphs that "
@@ -120,6 +157,7 @@ _MEANING = {
     "saved": "by the forward for the backward",
     "offloaded": "of these, planned for the drive or host memory",
     "written": "to the drive or host memory",
+    "drive": "of these, to the drive at once",
     "read": "back from there",
     "forwarded": "not read: still in memory when the backward asked",
     "freed": "stored, and no longer in memory when the backward asked",
@@ -139,9 +177,21 @@ def _mib(nbytes: float) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
+class SlotStats:
+    """Bytes of one alias group, as in `GraphStats`. `why`: the last reason for `kept` or `held`, if there is one."""
+
+    freed: int = 0
+    wasted: int = 0
+    held: int = 0
+    kept: int = 0
+    why: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
 class Counters(GraphStats):
     """The counts of one graph while it runs, and the order of its nodes."""
 
+    slots: dict[int, SlotStats] = field(default_factory=dict)
     nodes: int = 0
     ordered: int = 0  # of these, in planned order
     forward_seq: int = -1  # of the last node
@@ -162,6 +212,13 @@ class Counters(GraphStats):
         self.backward_seq = seq
         _pace.turn()
 
+    def count(self, what: Literal["freed", "wasted", "held", "kept"], slot: int, nbytes: int, why: str = "") -> None:
+        """Counts what became of a tensor's memory, for the graph and for the tensor's slot."""
+        setattr(self, f"{what}_bytes", getattr(self, f"{what}_bytes") + nbytes)
+        found = self.slots.setdefault(slot, SlotStats())
+        setattr(found, what, getattr(found, what) + nbytes)
+        found.why = why or found.why
+
     def _count(self, in_order: bool) -> None:
         self.nodes += 1
         if in_order:
@@ -170,51 +227,20 @@ class Counters(GraphStats):
 
     def begin(self, saved_bytes: int, offloaded_bytes: int) -> None:
         """Counts a forward that starts."""
-        _pace.begin(time.perf_counter())
+        _pace.begin(time.perf_counter(), _on_drives)
         self.steps += 1
         self.saved_bytes += saved_bytes
         self.offloaded_bytes += offloaded_bytes
         self.forward_seq = -1
 
 
-PACE_STEPS = 16
-
-
-class _Pace:
-    """Bytes written by the process, against the clock, at the starts of steps.
-
-    A step starts with the first forward behind a backward: a step of many graphs, or of one graph many times, is one.
-    The first start is left out, because its step compiles.
-    """
-
-    def __init__(self) -> None:
-        self.starts: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS + 1)
-        self._turned = False
-
-    def turn(self) -> None:
-        """A node of a backward ran."""
-        self._turned = True
-
-    def begin(self, now_s: float) -> None:
-        """A forward starts."""
-        if self._turned:
-            self._turned = False
-            self.starts.append((now_s, sum(c.written_bytes for c in dict(_graphs).values())))
-
-    def bytes_s(self) -> float:
-        """Over the steps between the starts; 0 for fewer than two."""
-        if len(self.starts) < 2:
-            return 0.0
-        (first_s, before), (last_s, after) = self.starts[0], self.starts[-1]
-        return (after - before) / (last_s - first_s)
-
-
 _SUMMED = [
     f.name for f in dataclasses.fields(GraphStats) if f.name not in ("steps", "encoding_error", "in_planned_order")
 ]
 _graphs: dict[str, Counters] = {}
-_pace = _Pace()
+_pace = Pace()
 _compiled = 0
+_moved_bytes = 0
 _drive_tbw = 0.0
 
 
@@ -224,10 +250,36 @@ def counters(graph: str) -> Counters:
     return found if found is not None else _graphs.setdefault(graph, Counters())
 
 
+def _on_drives() -> int:
+    """Bytes that drives got so far, of all graphs."""
+    return _moved_bytes + sum(c.drive_bytes for c in dict(_graphs).values())
+
+
+def slots() -> dict[str, dict[int, SlotStats]]:
+    """What became of the memory of every alias group that was stored, by graph and slot."""
+    return {name: dict(c.slots) for name, c in dict(_graphs).items()}
+
+
+def turn() -> None:
+    """Notes that a backward runs, where no node of ours but the first does."""
+    _pace.turn()
+
+
+def step() -> int:
+    """The number of the last forward's step, as in `Pace`."""
+    return _pace.step
+
+
 def compiled() -> None:
     """Counts a graph that the backend compiled."""
     global _compiled
     _compiled += 1
+
+
+def moved(nbytes: int) -> None:
+    """Counts bytes that moved on from host memory to a drive."""
+    global _moved_bytes
+    _moved_bytes += nbytes
 
 
 def rated(drive_tbw: float) -> None:
@@ -237,18 +289,23 @@ def rated(drive_tbw: float) -> None:
 
 
 def stats() -> Stats:
-    """A snapshot of all counts. Takes no lock, so a signal handler may call it."""
+    """Return a snapshot of all counts since the start or the last reset.
+
+    It takes no lock, so a signal handler may call it.
+    """
     graphs = dict(_graphs)
     sums = {name: sum(getattr(c, name) for c in graphs.values()) for name in _SUMMED}
     nodes = sum(c.nodes for c in graphs.values())
     ordered = sum(c.ordered for c in graphs.values())
     return Stats(
         **sums,
-        steps=max((c.steps for c in graphs.values()), default=0),
+        steps=_pace.steps,
         encoding_error=max((c.encoding_error for c in graphs.values()), default=0.0),
         in_planned_order=ordered / nodes if nodes else 1.0,
         disk_bytes=registry.disk_bytes(),
-        written_bytes_s=_pace.bytes_s(),
+        moved_bytes=_moved_bytes,
+        drive_bytes_s=_pace.bytes_s(),
+        step_s=_pace.step_s(),
         drive_tbw=_drive_tbw,
         compiled_graphs=_compiled,
         graphs={name: _snapshot(c) for name, c in graphs.items()},
@@ -256,10 +313,22 @@ def stats() -> Stats:
 
 
 def reset_stats() -> None:
-    """Sets all counts to zero."""
-    global _pace
+    """Set all counts to zero, but for `compiled_graphs`."""
+    global _moved_bytes, _pace
     _graphs.clear()
-    _pace = _Pace()
+    _moved_bytes = 0
+    _pace = Pace()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """What runs inside counts for nobody."""
+    global _graphs, _pace
+    before, _graphs, _pace = (_graphs, _pace), {}, Pace()
+    try:
+        yield
+    finally:
+        _graphs, _pace = before
 
 
 def _snapshot(c: Counters) -> GraphStats:

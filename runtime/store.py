@@ -9,20 +9,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime import entries, errors, trace
+from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.deaths import janitor, when_idle
 from ssd_fx.runtime.device import clock, device_trace
+from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_trained_leaf
 from ssd_fx.runtime.memory import tensors
+from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
-from ssd_fx.runtime.room import Room
+from ssd_fx.runtime.residency import Residency
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer
 
@@ -33,11 +35,12 @@ class Store:
     """Stores and loads the tensors of all graphs with one configuration, through one engine."""
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self.engine, room = registry.make_tiers(config)
-        self.room = Room(room, config.resident_at_most if config.adapt else 0, self._free_bytes)
+        self.engine, least = registry.make_tiers(config, stats.moved)
+        self.residency = Residency(least, config.resident_at_most if config.adapt else 0, self._available_bytes)
+        self._ranks = config.ranks
         self._device = torch.device("cpu")  # of the tensor that was stored last
         self.habits = Habits(config.adapt)
-        self.writer = Writer(self.engine, config, self.habits, self.room)
+        self.writer = Writer(self.engine, config, self.habits, self.residency)
         self.reader = Reader(self.engine, self.writer)
         self.prefetcher = Prefetcher(self.reader, self.habits, config.prefetch, self._spare)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
@@ -46,7 +49,7 @@ class Store:
         """A forward of `graph` begins."""
         GUARD.drain()
         with GUARD.lock:
-            self.room.forward()
+            self.residency.forward()
             self.prefetcher.begin(graph)
 
     def store(
@@ -78,10 +81,10 @@ class Store:
             c = counters(graph)
             c.stores += 1
             c.stall_s += stall
-            self.room.stored(nbytes)
-            self.room.waited(stall)
+            self.residency.stored(nbytes, self.writer.resident_bytes)
+            self.residency.waited(stall)
             c.forward(seq)
-            self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.value)
+            self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.value, stall)
 
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
         """The release: the graph reads `keepalive`, the stored tensor, no more.
@@ -99,19 +102,19 @@ class Store:
         with GUARD.lock:
             self.writer.reap()
             write = entry.write if block or not hand_over else None
+        arrival = Arrival(entry.device) if write else None
         error = outcome(write) if write else None
+        stall = arrival.waited_s() if arrival else 0.0
         with GUARD.lock:
             if write and entry.write is write:
                 self.writer.finish(entry, error)
             if not hand_over and not is_trained_leaf(keepalive):
                 _put_aside(entry)
             c = counters(entry.graph)
-            if write:
-                stall = now() - started
-                c.stall_s += stall
-                self.room.waited(stall)
+            c.stall_s += stall
+            self.residency.waited(stall)
             c.forward(seq)
-            self._record("release", entry, seq, started, entry.state.value)
+            self._record("release", entry, seq, started, entry.state.value, stall)
 
     def load(
         self,
@@ -136,10 +139,12 @@ class Store:
             self.writer.reap()
             where = entry.state
             entry.strict = strict
+            entry.asked = True
+            self.habits.asked(entry.graph)
             self._judge(entry)
             load = self.reader.begin(entry, asked, seq, consume=consume, relies_on=relies_on)
             self.reader.start(load)
-            self.room.loads()
+            self.residency.loads(self.writer.resident_bytes)
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
             c = counters(entry.graph)
@@ -151,26 +156,28 @@ class Store:
         return load.out
 
     def wait_load_(self, entry: Entry, x: Tensor, seq: int) -> None:
-        """Returns when the bytes of `x`, a result of `load`, are there.
+        """Returns when the bytes of `x`, a result of `load`, are there for all that the graph does next.
 
         Raises: OSError if they cannot be had; RuntimeError if no load of this entry returned `x`.
         """
         started = now()
         load = _find(entry, x) if entry.nbytes else None
+        arrival = Arrival(entry.device) if load and load.read else None
         error = self.reader.complete(entry, load) if load else None
+        stall = arrival.waited_s() if arrival else 0.0
         with GUARD.lock:
-            stall = now() - started
             if load:
                 self.reader.done(entry, load)
                 if load.read:
-                    self.room.waited(stall)
+                    self.residency.waited(stall)
                 if load.read and not entry.strict:
                     self.habits.waited(entry.graph, entry.slot, stall)
                 self.prefetcher.advance()
             c = counters(entry.graph)
             c.stall_s += stall
             c.backward(seq)
-            self._record("wait", entry, seq, started, "disk" if load and load.read else "memory")
+            place, waited = ("disk", stall) if load and load.read else ("memory", 0.0)
+            self._record("wait", entry, seq, started, place, waited)
         if error:
             raise errors.not_read(entry, ATTEMPTS, error) from error
 
@@ -179,6 +186,8 @@ class Store:
 
         Called under the lock, and once more if a signal ended the first call early.
         """
+        if entry.extent is not None and not entry.asked:
+            self.habits.died_unread(entry.graph, entry.slot)
         self.prefetcher.dead(entry)
         self.reader.forget(entry)
         self.writer.cancel(entry)
@@ -204,31 +213,27 @@ class Store:
         """Joins the threads and closes the files. Takes up to a second per GiB of files."""
         self.engine.close()
 
-    def _free_bytes(self) -> int:
-        """The memory that more tensors may rest in; none on a GPU, where steps need what looks free between them."""
-        return tensors.free_bytes() if self._device.type == "cpu" else 0
+    def _available_bytes(self) -> int:
+        """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
+        return available_bytes() // self._ranks if self._device.type == "cpu" else 0
 
     def _spare(self) -> int:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
-        return max(0, self.room.more - self.writer.resident_bytes)
+        return self.residency.spare(self.writer.resident_bytes)
 
     def _judge(self, entry: Entry) -> None:
         """Learns, once per entry, whether writing it freed memory, or would have freed memory if it was not written."""
         if entry.held is None and entry.extent and entry.storage:
             freed = entry.storage.expired()
             entry.storage = None
-            c = counters(entry.graph)
-            if freed:
-                c.freed_bytes += entry.nbytes
-            else:
-                c.wasted_bytes += entry.nbytes
+            counters(entry.graph).count("freed" if freed else "wasted", entry.slot, entry.nbytes)
             self.habits.freed(entry.graph, entry.slot, entry.nbytes, freed)
         elif entry.held is not None and self.habits.of(entry.graph, entry.slot).keep:
             self.habits.kept(entry.graph, entry.slot, is_alone(entry.held))
 
-    def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str) -> None:
-        engine = self.engine.name
-        trace.record(trace.Event(kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, engine))
+    def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str, waited: float = 0.0) -> None:
+        event = (kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, self.engine.name)
+        trace.record(trace.Event(*event, CPU_ALLOCATOR.live_bytes, waited))
 
 
 def _find(entry: Entry, x: Tensor) -> Load:

@@ -10,7 +10,9 @@ class Event(NamedTuple):
     `kind`: "begin", "store", "release", "load" or "wait" for an op, "write" or "read" for a transfer.
     `started`, `ended`: seconds of time.perf_counter. An op's are those of the host; `device_trace` has the device's.
     `where`: the place of the bytes ("memory", "disk", "none", "lost"), or how a transfer ended ("ok", "failed",
-    "cancelled"). `engine`: its name, empty for "begin".
+    "cancelled"). `engine`: its name, empty for "begin". `live`: bytes of the large CPU tensors alive then; 0 for a
+    transfer, and where they are not counted. `waited`: seconds at its end that an op waited for a transfer. `step`: of
+    a "begin", the number of its training step as `Pace` counts; 0 of a checkpoint's forward, which is in a backward.
     """
 
     kind: str
@@ -22,6 +24,9 @@ class Event(NamedTuple):
     nbytes: int
     where: str
     engine: str
+    live: int = 0
+    waited: float = 0.0
+    step: int = 0
 
 
 LENGTH = 65536

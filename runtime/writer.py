@@ -10,7 +10,6 @@ All methods but `accept` run under the lock of `entries`.
 from __future__ import annotations
 
 import errno
-import time
 import warnings
 from collections import OrderedDict
 
@@ -19,25 +18,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import PLAIN, Habits
 from ssd_fx.runtime.layout import alias, drop_storage, is_trained_leaf, versioned_alias
-from ssd_fx.runtime.room import Room
+from ssd_fx.runtime.residency import Residency
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` stops behind this many unfinished ones
-
-now = time.perf_counter
 
 
 class Writer:
     """Decides when a tensor is written, and holds it until its write is done."""
 
-    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits, room: Room) -> None:
+    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits, residency: Residency) -> None:
         self._engine = engine
         self._habits = habits
-        self._room = room
+        self._residency = residency
         self._cap = config.inflight
         self._codec = config.codec("ssd")
         self._host_codec = config.codec("host")
@@ -54,9 +52,8 @@ class Writer:
 
         Takes the tensor over, and starts every write that is due.
         """
-        started = now()
         accepted = False
-        stalled = False
+        arrival: Arrival | None = None
         while True:
             with GUARD.lock:
                 self.reap()
@@ -65,11 +62,12 @@ class Writer:
                     accepted = True
                 self._start_due()
                 if not self._due():
-                    return now() - started if stalled else 0.0
+                    break
                 oldest = next(iter(self._writing)).write
-            stalled = True
+            arrival = arrival or Arrival(x.device)
             if oldest:
                 outcome(oldest)  # an error is left to `reap`
+        return arrival.waited_s() if arrival else 0.0
 
     def reap(self) -> None:
         """Drops our references to the tensors that have been written."""
@@ -91,9 +89,11 @@ class Writer:
         self._forget_write(entry, "failed" if error else "ok")
         if error is None:
             c.written_bytes += entry.moved_bytes
+            if entry.on_drive:
+                c.drive_bytes += entry.moved_bytes
             drop(entry)
             return
-        c.kept_bytes += entry.nbytes
+        c.count("kept", entry.slot, entry.nbytes, str(error))
         extent = self._free_extent(entry)
         if error.errno not in NOT_OF_THE_DRIVE:
             self._engine.failed(extent, error)
@@ -145,10 +145,11 @@ class Writer:
         entry.storage = StorageWeakRef(x.untyped_storage())
         if is_trained_leaf(x) or self._habits.of(entry.graph, entry.slot).keep:
             entry.storage = None
-            counters(entry.graph).held_bytes += entry.nbytes
+            why = "a leaf that requires a gradient" if is_trained_leaf(x) else ""
+            counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
             return
-        entry.early = entry.binding or self._outstanding.add(entry) > self._room.nbytes
-        if self._room.least and self._host_codec and not entry.early:
+        entry.early = entry.binding or self._outstanding.add(entry) > self._residency.nbytes
+        if self._residency.least and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         nbytes = entry.moved_bytes
         self._resident[entry] = None
@@ -159,7 +160,7 @@ class Writer:
     def _due(self) -> Entry | None:
         """The resident entry that should be written next, or None."""
         oldest = None if self._ended else next(iter(self._resident), None)
-        return oldest if oldest and (oldest.early or self.resident_bytes > self._room.nbytes) else None
+        return oldest if oldest and (oldest.early or self.resident_bytes > self._residency.nbytes) else None
 
     def _start_due(self) -> None:
         while entry := self._due():
@@ -178,8 +179,8 @@ class Writer:
         assert held is not None, "a resident entry holds its tensor"
         try:
             extent = self._engine.alloc(nbytes, entry.tier)
-        except OSError:  # the engine warned; the tensor stays in memory
-            counters(entry.graph).kept_bytes += entry.nbytes
+        except OSError as error:  # the engine warned; the tensor stays in memory
+            counters(entry.graph).count("kept", entry.slot, entry.nbytes, str(error))
             return
         # No call between these three lines: a signal handler that raises (Ctrl-C) would separate the extent, the
         # table and its sum.
@@ -187,6 +188,7 @@ class Writer:
         self._writing[entry] = None
         self.writing_bytes += nbytes
         try:
+            entry.on_drive = extent.on_drive  # now: it may move on from host memory before the write's end is seen
             entry.write = self._engine.write(extent, Memory.of(held))
             entry.write.start()
         except OSError as error:

@@ -7,10 +7,11 @@ from ssd_fx import versions  # noqa: F401
 from ssd_fx.backend import backend, check_options
 from ssd_fx.config import Config
 from ssd_fx.estimate import estimate
-from ssd_fx.explain import explain
+from ssd_fx.explain import explain, report
 from ssd_fx.marks import keep, offload
 from ssd_fx.report.budgets import Estimate, Prediction
 from ssd_fx.report.dump import Explanation
+from ssd_fx.report.model import GraphReport, GroupRow, Report
 from ssd_fx.runtime.chrome import export as export_trace
 from ssd_fx.runtime.graphs import close
 from ssd_fx.runtime.stats import GraphStats, Stats, reset_stats, stats
@@ -19,8 +20,11 @@ __all__ = [
     "Config",
     "Estimate",
     "Explanation",
+    "GraphReport",
     "GraphStats",
+    "GroupRow",
     "Prediction",
+    "Report",
     "Stats",
     "backend",
     "check_options",
@@ -30,6 +34,7 @@ __all__ = [
     "export_trace",
     "keep",
     "offload",
+    "report",
     "reset_stats",
     "stats",
 ]

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,17 +17,17 @@ from torch import fx
 from torch._dynamo.eval_frame import innermost_fn
 from torch._inductor import config as inductor_config
 
-from ssd_fx import patterns
+from ssd_fx import patterns, progress
 from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.lowering import compiled_autograd
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.partition import Names, Partition
-from ssd_fx.passes.partitioner import Partitioner, Survey, hooks_are_compiled_in
+from ssd_fx.passes.partitioner import Partitioner, Rewritten, Survey, hooks_are_compiled_in
 from ssd_fx.passes.pipeline import inductor_passes
-from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.user_errors import user_errors
+from ssd_fx.report import artifacts, folder
+from ssd_fx.report.describe import about
 from ssd_fx.report.dump import Explanation, dump
 from ssd_fx.runtime import graphs, stats
 from ssd_fx.runtime.config import parse, quoted
@@ -38,7 +37,8 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
-Report = Callable[[Explanation], None]
+Report = Callable[[Explanation, str], None]
+"""Gets the dump of a graph, and what the graph carries about its plan (`report/describe.py`)."""
 NO_BACKWARD = (
     "the model has no backward; right would be one whose parameters or inputs require a gradient, and whose outputs "
     "depend on them, outside torch.no_grad()"
@@ -55,7 +55,15 @@ def backend(
 ) -> Compiled:
     """Return `gm` compiled as by Inductor, with the activations that it saves for the backward on disk.
 
-    `options` are those of `ssd_fx.Config`. `mode` is one of `torch.compile`'s and goes to Inductor.
+    `torch.compile` calls it, with the graph and the example inputs that Dynamo found::
+
+        model = torch.compile(model, backend=ssd_fx.backend, options={"dirs": ["/mnt/nvme"], "budget": "2GiB"})
+
+    Args:
+        gm: the graph of the forward.
+        inputs: its example inputs.
+        options: those of `ssd_fx.Config`.
+        mode: one of `torch.compile`'s, which goes to Inductor.
 
     Raises:
         ValueError: an unknown option, a bad value, or an engine that this machine lacks.
@@ -83,15 +91,23 @@ def compile_graph(
         if config.cpu_allocator and _trains_on_cpu(inputs):
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
-        partitioner = Partitioner(plan, keeps_all=_keeps_all(), survey=survey)
+        arguments = patterns.arguments(gm)
+        partitioner = Partitioner(
+            plan,
+            keeps_all=_keeps_all(),
+            log=partial(artifacts.tell, arguments),
+            during=progress.planning,
+            survey=survey,
+            about=partial(about, arguments, patterns.function()),
+        )
         if config.dump and report is None:
-            report = partial(_write, config.own_dump, config.share())
+            report = partial(folder.write, config.own_dump, config.share())
         if report is not None:
-            partitioner = replace(partitioner, report=partial(_reported, report, patterns.arguments(gm)))
+            partitioner = replace(partitioner, report=partial(_reported, report, arguments))
     if config.share():
         log.info("%s", config.share())
     eager = config.inner == "aot_eager"
-    compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode)
+    compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode, config)
     stats.compiled()
     stats.rated(config.own_drive_tbw)
     graphs.uses(innermost_fn(compiled), config.runtime_json())
@@ -159,15 +175,8 @@ def _make_dump(directory: str) -> None:
         pass
 
 
-def _reported(report: Report, arguments: Sequence[str], partition: Partition, plan: Plan, names: Names) -> None:
-    report(dump(partition, plan, names, arguments))
-
-
-def _write(directory: str, share: str, made: Explanation) -> None:
-    """Write the dump of a graph to `directory`. `share`, if any, begins the plan: this rank's share of the node."""
-    for name, text in made.files().items():
-        head = f"{share}\n" if share and name.endswith(".plan.txt") else ""
-        (Path(directory) / name).write_text(head + text)
+def _reported(report: Report, arguments: Sequence[str], made: Rewritten) -> None:
+    report(dump(made.partition, made.plan, made.names, arguments, made.stages.found), made.about)
 
 
 def plan_options(config: Config, device: torch.device) -> PlanOptions:
@@ -180,6 +189,7 @@ def plan_options(config: Config, device: torch.device) -> PlanOptions:
         min_bytes=config.min_bytes,
         prefetch=config.prefetch,
         machine=machine_of(config, device),
+        rates=_source_of_rates(config, device),
         runtime_config=config.runtime_json(),
         host_budget=config.own_host_budget,
         keep=config.keep,
@@ -213,6 +223,14 @@ def machine_of(config: Config, device: torch.device) -> Machine:
     return machine.shared(config.sharing())
 
 
+def _source_of_rates(config: Config, device: torch.device) -> str:
+    """Where the rates of `machine_of` come from, which was called before: a word or two before "rates"."""
+    if config.machine != "auto":
+        return "typical" if config.machine == "default" else "given"
+    missing = calibrate.unmeasured(parse(config.runtime_json()), device)
+    return f"typical {' and '.join(missing)}" if missing else "measured"
+
+
 def _device(inputs: Sequence[object]) -> torch.device:
     """The device that a graph with these inputs computes on: the first that is not the CPU, else the CPU."""
     devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
@@ -226,7 +244,7 @@ def _trains_on_cpu(inputs: Sequence[object]) -> bool:
 
 
 def _inductor(
-    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None, config: Config
 ) -> Compiled:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -238,6 +256,8 @@ def _inductor(
         partitioner = _for_cpp(partitioner)
     patches = settings(gm, inputs, mode) | inductor_passes(partitioner, source_digest())
     inner = compile_fx_inner if partitioner.survey is None else _no_backward
+    if config.dump:
+        inner = partial(folder.with_code, config.own_dump, inner)
     return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
 
 

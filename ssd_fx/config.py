@@ -23,7 +23,7 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive, parse_ranks
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS, RuntimeConfig
-from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive, parse_share
+from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive, parse_share, parse_tbw
 
 _PREFIX = "SSD_FX_"
 
@@ -40,17 +40,19 @@ class Config:
         directory.
     budget (a size, a share or `"auto"`): Saved tensors that may stay in memory. A size (`"2GiB"`) is one budget over
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
-        memory is an error that names the least possible size. 0 is never an error, and offloads everything that can be
-        offloaded. A share (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part.
-        `"auto"` is the least share whose step is predicted to be slower by `slowdown` at most. If the drive turns out
-        to be slower than predicted, more stays in memory from then on.
+        memory is an error that names the least possible size. A number below a MiB without a unit is an error, because
+        100 may mean MiB or percent. 0 is never an error, and offloads everything that can be offloaded. A share
+        (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part. `"auto"` is the
+        least share whose step is predicted to be slower by `slowdown` at most. If the drive turns out to be slower than
+        predicted, more stays in memory from then on.
     slowdown (a share): How much longer a step may be with `budget="auto"` than with everything kept: `0.05`, `"5%"`.
         That counts waiting, recomputing, and what our nodes and the transfers take from the cores.
     recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
     min_bytes (a size): Smaller tensors stay in memory, unless `ssd_fx.offload(x)` marks them.
     engine (a name): `"posix"` is direct file I/O. `"kvikio"` is GPUDirect Storage or an error; `"kvikio-forced"` also
         accepts its compatibility mode, which copies through host memory. `"memory"` copies to host memory, for
-        comparisons. `"auto"` takes GPUDirect Storage for tensors on a GPU where it works, else direct file I/O.
+        comparisons. `"auto"` takes GPUDirect Storage for tensors on a GPU where it works, else direct file I/O. On
+        accelerators that are not NVIDIA's, files are reached through pinned memory, which is slower.
     inner (a name): The compiler that gets the rewritten graphs: `"inductor"` or `"aot_eager"`.
     inflight (a size above 0): Bytes that may be waiting to be written. A store beyond it waits.
     prefetch (a size): Bytes that may be read before the graph asks for them.
@@ -62,7 +64,8 @@ class Config:
         limit but the free space.
     drive_tbw (a number of TB): What the drives of `dirs` are rated to be written in all, summed over them: 1200 for two
         drives of 600 TBW. Only `ssd_fx.stats()` uses it, to say how long new drives would last at the present speed.
-        It is not read from the drives, because SMART needs root and does not have the rating. Default: not known.
+        It is not read from the drives, because SMART needs root and does not have the rating; `ssd-fx doctor` says what
+        SMART has. Default: not known.
     host_budget (a size): Bytes of offloaded tensors that may be in host memory instead of on disk. On a GPU the plan
         chooses the tensors. On the CPU this is the same memory as that of `budget`. Tensors on their way from there to
         the drive take up to `inflight` bytes more.
@@ -204,7 +207,7 @@ class Config:
             "resident": self.budget if isinstance(self.budget, int) else 0,
         }
         if self.budget == "auto":
-            needed["resident_at_most"] = sys.maxsize
+            needed |= {"resident_at_most": sys.maxsize, "ranks": self.ranks.count}
         return json.dumps(needed, sort_keys=True, separators=(",", ":"))
 
 
@@ -300,17 +303,6 @@ def _parse_flag(name: str, value: object) -> bool:
     raise ValueError(f"option {name}={value!r} is neither true nor false")
 
 
-def _parse_tbw(name: str, value: object) -> float:
-    """A number of TB, 0 for not known."""
-    try:
-        tbw = -1.0 if isinstance(value, bool) else float(value)  # type: ignore[arg-type] # a TypeError is caught
-    except (TypeError, ValueError):
-        tbw = -1.0
-    if not 0 <= tbw < float("inf"):
-        raise ValueError(f"option {name}={value!r} is no number of TB; right would be e.g. 600, or 0 if not known")
-    return tbw
-
-
 def _parse_machine(name: str, value: object) -> str:
     """`"auto"`, `"default"`, or rates, which may be a mapping or JSON, as canonical JSON."""
     if value in ("auto", "default"):
@@ -353,7 +345,7 @@ _PARSERS: dict[str, Any] = {
     "allow_tmpfs": _parse_flag,
     "checksums": _parse_flag,
     "disk_limit": parse_bytes,
-    "drive_tbw": _parse_tbw,
+    "drive_tbw": parse_tbw,
     "host_budget": parse_bytes,
     "compression": _parse_compression,
     "adapt": _parse_flag,

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
 from torch._dynamo.exc import Unsupported
 
 from ssd_fx import fake
@@ -26,9 +27,10 @@ from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
+from ssd_fx.passes.partitioner import Survey
 from ssd_fx.passes.plan import Plan
 from ssd_fx.report.budgets import Estimate, Prediction
-from ssd_fx.sizes import parse_budget, parse_positive
+from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
 
 Budget = int | float | str
 BUDGETS: tuple[Budget, ...] = (0, 0.25, 0.5, 0.75, 1.0)
@@ -42,21 +44,25 @@ def estimate(
     budgets: Iterable[Budget] = BUDGETS,
     options: Mapping[str, Any] | None = None,
     memory: int | str | None = None,
-    drive_tbw: int | str | None = None,
+    drive_tbw: float = 0.0,
     batch: int | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     dynamic: bool | None = None,
     mode: str | None = None,
 ) -> Estimate:
-    """Return what a training step of `model` would need under each of the `budgets`. Nothing runs.
+    """Return what a training step of `model` would need under each of the `budgets`. Nothing runs::
 
         print(ssd_fx.estimate(model, (tokens, targets), memory="8GiB"))
 
-    `inputs`: a tensor, a sequence of positional arguments, or a mapping of keyword arguments. Model and inputs may be
-    real, FakeTensors or on the device "meta"; without data a model may be larger than the machine. `options`, `dynamic`
-    and `mode` are those of `torch.compile`. `memory`: marks the fastest budget whose tensors fit. `drive_tbw`: bytes
-    that the drive is rated for ("600TB"). `batch`: another batch size than that of the inputs, if they have it first.
-    `optimizers`: their state counts.
+    Args:
+        model: real, of FakeTensors or on the device "meta"; without data it may be larger than the machine.
+        inputs: a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+        budgets: as the option `budget`.
+        options: those of `ssd_fx.Config`; `dynamic` and `mode` are those of `torch.compile`.
+        memory: marks the fastest budget whose tensors fit in so many bytes ("8GiB").
+        drive_tbw: a number of TB that the drives are rated for, 0 if not known.
+        batch: another batch size than that of the inputs, if they have it first.
+        optimizers: their state counts.
 
     It calls `torch._dynamo.reset()`, so what the process compiled before is compiled again when it runs next.
 
@@ -65,32 +71,20 @@ def estimate(
             small for the model.
         ValueError: the model does not compile as one graph with a backward.
     """
-    asked = tuple(parsed_budget(budget) for budget in budgets)
+    asked = tuple(parse_budget("budget", budget) for budget in budgets)
     if not asked:
         raise ValueError("budgets is empty; right would be e.g. [0, 0.5]")
-    limit, rated = parsed_size("memory", memory), parsed_size("drive_tbw", drive_tbw)
+    limit, rated = parsed_size("memory", memory), parse_tbw("drive_tbw", drive_tbw)
     check_options(options)
-    model, call = fake.off_meta(_uncompiled(model), called_with(inputs))
+    model, call = fake.off_meta(uncompiled(model), called_with(inputs))
     if batch is not None:
         call = fake.with_batch(call, parsed_batch(batch))
     found = _looked_at(model, call, asked, dict(options or {}), dynamic, mode)
     state = sum(map(_state_bytes, optimizers))
     rows = tuple(_prediction(b, p, found.input_bytes + state) for b, p in zip(asked, found.plans, strict=True))
     name, saved = found.own.graph, found.own.saved_bytes
-    return Estimate(name, fake.batch_of(call), saved, found.input_bytes, state, rows, memory=limit, drive_tbw=rated)
-
-
-def parsed_budget(value: Budget) -> Budget:
-    """A budget as the options take it.
-
-    Raises:
-        ValueError: it is none, or a number of bytes as text, which may be meant as something else.
-    """
-    if isinstance(value, str) and re.fullmatch(r"\s*\d*[1-9]\d+\s*|\s*[2-9]\s*", value):
-        number = value.strip()
-        right = f"{number + 'MiB'!r}, a share such as 0.25 or '25%', or 'auto'"
-        raise ValueError(f"budget {value!r} has no unit; right would be a size such as {right}")
-    return parse_budget("budget", value)
+    of_step = (name, fake.batch_of(call), saved, found.input_bytes, state, rows)
+    return Estimate(*of_step, memory=limit, drive_tbw=rated, rates=found.rates)
 
 
 def parsed_size(name: str, value: int | str | None) -> int | None:
@@ -102,8 +96,7 @@ def parsed_size(name: str, value: int | str | None) -> int | None:
     if value is None:
         return None
     if isinstance(value, str) and re.fullmatch(r"\s*[\d.]+\s*", value):
-        unit = "TB" if name == "drive_tbw" else "GiB"
-        raise ValueError(f"{name}={value!r} has no unit; right would be e.g. {value.strip() + unit!r}")
+        raise ValueError(f"{name}={value!r} has no unit; right would be e.g. {value.strip() + 'GiB'!r}")
     return parse_positive(name, value)
 
 
@@ -120,17 +113,21 @@ def parsed_batch(value: int | str) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """`own`: what the analyses found in PyTorch's partition; `plans`: one for every budget."""
+    """`own`: what the analyses found in PyTorch's partition; `plans`: one for every budget.
+
+    `rates`: as in `Estimate`.
+    """
 
     own: Plan
     input_bytes: int
     plans: tuple[Plan, ...]
+    rates: str
 
 
-class _Surveyed(BaseException):
+class Surveyed(BaseException):
     """Ends the compilation with what was found. Dynamo takes every `Exception` for a failure of the backend."""
 
-    def __init__(self, found: _Found) -> None:
+    def __init__(self, found: object) -> None:
         super().__init__()
         self.found = found
 
@@ -139,7 +136,19 @@ def _survey(budgets: Sequence[Budget], joint: Joint, options: PlanOptions, keeps
     """Plan the joint graph for every budget.
 
     Raises:
-        _Surveyed: always, unless there is an error.
+        Surveyed: always, unless there is an error.
+        ValueError: the graph is one of several, or nothing of it may be offloaded.
+    """
+    check_surveyed(joint, keeps_all)
+    own = pipeline.cut(joint, options)
+    plans = tuple(pipeline.decide_cut(joint, own, replace(options, budget=b))[1] for b in budgets)
+    raise Surveyed(_Found(own.plan, _input_bytes(own.partition), plans, options.rates))
+
+
+def check_surveyed(joint: Joint, keeps_all: bool) -> None:
+    """Check that the plan of a graph is that of the step.
+
+    Raises:
         ValueError: the graph is one of several, or nothing of it may be offloaded.
     """
     if joint.is_nested:
@@ -152,12 +161,9 @@ def _survey(budgets: Sequence[Budget], joint: Joint, options: PlanOptions, keeps
             "nothing is offloaded under torch.utils.checkpoint or saved_tensors_hooks around the compiled code, so all "
             "budgets are alike; right would be the model without them"
         )
-    own = pipeline.cut(joint, options)
-    plans = tuple(pipeline.decide_cut(joint, own, replace(options, budget=b))[1] for b in budgets)
-    raise _Surveyed(_Found(own.plan, _input_bytes(own.partition), plans))
 
 
-def _uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
     """What the user wrote, of the result of `torch.compile`, or of what `Module.compile` hands to it."""
     if getattr(model, "__func__", None) is torch.nn.Module._call_impl:
         return model.__self__  # type: ignore[attr-defined, no-any-return]
@@ -173,15 +179,38 @@ def _looked_at(
     mode: str | None,
 ) -> _Found:
     """Compile as far as the plans. A graph break is an error, because plans of parts are not the plan of a step."""
-    backend = partial(compile_graph, survey=partial(_survey, budgets), mode=mode)
+    found = surveyed(model, call, lambda _: partial(_survey, budgets), options, dynamic, mode)
+    assert isinstance(found, _Found), "what _survey finds"
+    return found
+
+
+def surveyed(
+    model: Callable[..., Any],
+    call: tuple[Any, Any],
+    survey: Callable[[fx.GraphModule], Survey],
+    options: dict[str, Any],
+    dynamic: bool | None,
+    mode: str | None,
+) -> object:
+    """What the survey of a model's one graph finds: it ends with `Surveyed`. Nothing is compiled, and nothing runs.
+
+    `survey` returns it for the Dynamo graph.
+
+    Raises:
+        ValueError: the model does not compile as one graph with a backward; and what the survey raises.
+    """
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], **given: Any) -> Any:
+        return compile_graph(gm, inputs, survey=survey(gm), mode=mode, **given)
+
     args, kwargs = call
     torch._dynamo.reset()  # Dynamo compiles a function eight times at most
     compiled = torch.compile(model, backend=backend, options=options, dynamic=dynamic, fullgraph=True)
     try:
         with torch._dynamo.config.patch({_SILENT: getattr(torch._dynamo.config, _SILENT) | _logging()}):
             compiled(*args, **kwargs)
-    except _Surveyed as surveyed:
-        return surveyed.found
+    except Surveyed as ended:
+        return ended.found
     except Unsupported as error:
         raise ValueError(_broken(model, error)) from None
     except ValueError as error:  # to which Dynamo may have added lines

@@ -1,15 +1,21 @@
-"""Plans and rewritten graphs of a model, as values: to look at, and for tests of toy graphs."""
+"""The report before training and after steps; the first one with plans and rewritten graphs as values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from ssd_fx.backend import check_options, compile_graph
+from ssd_fx.report import measured
 from ssd_fx.report.dump import Explanation
+from ssd_fx.report.model import Report, made, step_of
+from ssd_fx.runtime import entries, plans, trace
+from ssd_fx.runtime import stats as counts
+from ssd_fx.runtime.stats import stats
 
 
 def explain(
@@ -18,13 +24,14 @@ def explain(
     options: Mapping[str, Any] | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
-) -> Callable[..., list[Explanation]]:
-    """Return a function that takes the inputs of `model` and returns an `Explanation` of each of its graphs.
+) -> Callable[..., Report]:
+    """Return a function that takes the inputs of `model` and returns a `Report` of what ssd_fx would do.
 
-    They come in the order in which they were compiled, equal ones once.
+        report = ssd_fx.explain(model, options={"budget": 0.5})(tokens, targets)
+        print(report)
+        report.save("report.html")
 
-        for graph in ssd_fx.explain(model, options={"budget": 0.5})(tokens, targets):
-            print(graph)
+    `report.dumps` has the plan and the code of each graph, in the order in which they were compiled, equal ones once.
 
     The function compiles the model and runs its forward once. That draws random numbers and changes buffers, as a
     forward does. It also calls `torch._dynamo.reset()`, so what the process compiled before is compiled again when it
@@ -39,15 +46,18 @@ def explain(
     """
     check_options(options)
 
-    def explained(*args: Any, **kwargs: Any) -> list[Explanation]:
+    def explained(*args: Any, **kwargs: Any) -> Report:
         torch._dynamo.reset()  # Dynamo compiles a function eight times at most
         backend = partial(compile_graph, report=_take)
         compiled = torch.compile(
             model, backend=backend, options=dict(options or {}), dynamic=dynamic, fullgraph=fullgraph
         )
         _taken.clear()
+        began = time.perf_counter()
         try:
-            compiled(*args, **kwargs)
+            with counts.apart():
+                compiled(*args, **kwargs)
+                entries.living()  # deals with the deaths of what the forward has stored
             found = list(_taken.values())
         finally:
             _taken.clear()
@@ -57,14 +67,42 @@ def explain(
                 f"no graph of {model!r} was compiled for a backward; right would be a model that torch.compile does "
                 "not skip, whose parameters or inputs require a gradient, outside torch.no_grad()"
             )
-        return found
+        order = [e.graph for e in trace.events() if e.kind == "begin" and e.started >= began]
+        return made([plans.unpack(about) for _, about in found], order, dumps=[dump for dump, _ in found])
 
     return explained
 
 
-_taken: dict[str, Explanation] = {}
+def report() -> Report:
+    """Return a `Report` of the steps since the start or the last `reset_stats()`: predicted, and measured beside it.
+
+    What is predicted belongs to the compiled graphs, so ask while the compiled model lives.
+
+    Raises:
+        ValueError: no step ran, or its graphs are gone; the message says what would be right.
+    """
+    found = stats()
+    if not found.graphs:
+        raise ValueError(found.nothing_ran())
+    packed = plans.packed()
+    described = [plans.unpack(packed[graph]) for graph in found.graphs if graph in packed]
+    if not described:
+        raise ValueError(
+            "the compiled graphs are gone, and their plans with them; right would be ssd_fx.report() while the "
+            "compiled model lives, before torch._dynamo.reset()"
+        )
+    step = measured.last_step(_of(found.graphs, trace.events()))
+    return made(step_of(described, step), step.order if step else (), stats=found, slots=counts.slots(), step=step)
+
+
+def _of(graphs: Iterable[str], events: Iterable[trace.Event]) -> list[trace.Event]:
+    known = set(graphs)
+    return [event for event in events if event.graph in known]
+
+
+_taken: dict[str, tuple[Explanation, str]] = {}
 """By graph, in the order in which they were compiled. Global, because `_take` is pickled and may own no state."""
 
 
-def _take(made: Explanation) -> None:
-    _taken.setdefault(made.graph, made)
+def _take(dump: Explanation, about: str) -> None:
+    _taken.setdefault(dump.graph, (dump, about))

@@ -24,49 +24,69 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ssd_fx.backend import backend
-from ssd_fx.estimate import BUDGETS, Call, estimate, parsed_batch, parsed_budget, parsed_size
+from ssd_fx.estimate import BUDGETS, Call, estimate, parsed_batch, parsed_size
 from ssd_fx.fake import FakeLarge
 from ssd_fx.report.budgets import Estimate
+from ssd_fx.sizes import parse_budget, parse_tbw
 
 USAGE = "ssd-fx fit script.py [--budget 0,0.5,2GiB] [--batch 8,16] [--memory 8GiB] [-- the script's own arguments]"
+_EXAMPLES = """examples:
+  ssd-fx fit train.py --memory 8GiB
+  ssd-fx fit train.py --budget 0,0.5,2GiB --batch 8,16 -- --epochs 1
+
+exit status: 0 fine; 1 nothing fits, or the script cannot be estimated; 2 wrong words.
+"""
 _BACKENDS = (backend, "ssd_fx")  # the values of torch.compile's `backend` that mean ours
 
 
-def add_parser(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Add the command to `commands`, argparse's sub-parsers."""
-    parser = commands.add_parser("fit", usage=USAGE, help="what a training script's step needs, for several budgets")
+    parser = commands.add_parser(
+        "fit",
+        usage=USAGE,
+        help="what a training script's step needs, for several budgets",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("script", help="a Python script that compiles its model with ssd_fx.backend and trains it")
     budgets = ",".join(map(str, BUDGETS))
     parser.add_argument("--budget", default=budgets, help="shares, sizes, auto; default %(default)s")
     parser.add_argument("--batch", help="other batch sizes than the script's")
     parser.add_argument("--memory", help="mark the fastest budget whose tensors are within, such as 8GiB")
-    parser.add_argument("--drive-tbw", help="say how long a drive lasts that is rated for so many bytes, such as 600TB")
+    parser.add_argument(
+        "--drive-tbw", default="0", help="how long drives last that are rated for so many TB, such as 600"
+    )
     parser.add_argument("--json", action="store_true", help="print a list of estimates as JSON")
+    parser.set_defaults(run=run)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words of the command, and those behind `--`, which are the script's."""
     words = list(argv)
-    at = words.index("--") if words[:1] == ["fit"] and "--" in words else len(words)
+    at = words.index("--") if words[:1] in (["fit"], ["explain"]) and "--" in words else len(words)
     return words[:at], words[at + 1 :]
 
 
-def fit(flags: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the command, and return its exit status.
+def run(flags: argparse.Namespace) -> int:
+    """Run the command, and return its exit status. `flags.behind`: the words behind `--`, which are the script's.
 
     0: fine. 1: the script or its model cannot be estimated, or no budget fits the memory. 2: a wrong flag.
     """
     try:
-        budgets = [parsed_budget(budget) for budget in flags.budget.split(",")]
+        budgets = flags.budget.split(",")
+        for budget in budgets:
+            parse_budget("budget", budget)
         batches = [parsed_batch(batch) for batch in flags.batch.split(",")] if flags.batch else [None]
         parsed_size("memory", flags.memory)
-        parsed_size("drive_tbw", flags.drive_tbw)
+        rated = parse_tbw("drive_tbw", flags.drive_tbw)
     except ValueError as error:
         print(f"ssd-fx: {error}", file=sys.stderr)
         return 2
-    asked = {"budgets": budgets, "memory": flags.memory, "drive_tbw": flags.drive_tbw}
+    asked = {"budgets": budgets, "memory": flags.memory, "drive_tbw": rated}
     try:
-        found = until_trained(flags.script, arguments, lambda step: [step.estimate(batch, asked) for batch in batches])
+        found = until_trained(
+            flags.script, flags.behind, lambda step: [step.estimate(batch, asked) for batch in batches]
+        )
     except (ValueError, OSError) as error:
         print(f"ssd-fx: {error}", file=sys.stderr)
         return 1
@@ -94,7 +114,7 @@ class TrainingStep:
         return estimate(self.model, inputs, batch=batch, optimizers=self.optimizers, **own, **asked)
 
 
-Answer = list[Estimate]
+Answer = Any
 Ask = Callable[[TrainingStep], Answer]
 
 

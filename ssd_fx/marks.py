@@ -31,9 +31,11 @@ def offload(x: torch.Tensor, *, tier: Literal["host", "ssd"] | None = None) -> t
     The mark is on the memory of `x`, as in `keep`. If that cannot be offloaded, a `RuntimeWarning` gives the reason. It
     is a `ValueError` to mark the same memory both ways, raised when the graph is compiled.
 
-    tier: `"ssd"` is the drive. `"host"` is host memory, ahead of everything that is not marked so, as far as
-        `host_budget` has room (by default it has none). None: wherever it is predicted to be better. On the CPU, whose
-        memory is the host's, the tier has no effect.
+    Args:
+        x: the tensor, in code that ssd_fx compiles.
+        tier: `"ssd"` is the drive. `"host"` is host memory, ahead of everything that is not marked so, as far as
+            `host_budget` has room (by default it has none). None: wherever it is predicted to be better. On the CPU,
+            whose memory is the host's, the tier has no effect.
 
     Raises:
         ValueError: `x` is not a tensor, or `tier` is unknown.

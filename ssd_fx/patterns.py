@@ -19,6 +19,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import fx, nn
 from torch._dynamo import OptimizedModule
 
 from ssd_fx.passes.joint.marks import ANNOTATION
-from ssd_fx.passes.joint.modules import enclosing, matches, paths
+from ssd_fx.passes.joint.modules import dotted, enclosing, matches, paths
 
 # Patterns that named a module while a model was in reach. A later graph of the same code may reach that model, and not
 # the model that has the named module.
@@ -89,9 +90,17 @@ def arguments(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(names)
 
 
+def function() -> str:
+    """The function that Dynamo compiles now, and its line: `Block.forward gpt.py:12`; empty outside of Dynamo."""
+    code = _compiled_frame().f_code
+    if code is None:
+        return ""
+    name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+    return f"{name.rpartition('<locals>.')[2]} {Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
 def _called(source: str) -> str:
-    local = re.sub(r"[LG]\['([^']*)'\]", r"\1", source, count=1)
-    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", local)
+    return dotted(re.sub(r"[LG]\['([^']*)'\]", r"\1", source, count=1))
 
 
 def annotation_digest(graph_module: fx.GraphModule, *, names: bool) -> str:

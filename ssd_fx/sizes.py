@@ -6,7 +6,9 @@ import math
 import re
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # 1.5G is 1.5 GiB, as for dd, systemd and docker
+_UNITS |= _BINARY | {f"{letter}ib": size for letter, size in _BINARY.items()}
+_ASKS_BELOW = 2**20  # a bare number so small is hardly meant as bytes
 
 
 def format_bytes(nbytes: float) -> str:
@@ -17,8 +19,35 @@ def format_bytes(nbytes: float) -> str:
     return f"{int(nbytes)} B"
 
 
+def format_seconds(seconds: float) -> str:
+    """`4.9 s`, `120 ms`, `0 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def format_days(days: float) -> str:
+    """`2.7 years`, `40.7 days`, `3.1 hours`."""
+    if days >= 365:
+        return f"{days / 365:.3g} years"
+    return f"{days:.3g} days" if days >= 1 else f"{days * 24:.3g} hours"
+
+
+def parse_tbw(name: str, value: object) -> float:
+    """The rated endurance of drives as a number of TB, 10^12 bytes; 0 if it is not known.
+
+    Raises:
+        ValueError: no number of TB.
+    """
+    try:
+        tbw = -1.0 if isinstance(value, bool) else float(value)  # type: ignore[arg-type] # a TypeError is caught
+    except (TypeError, ValueError, OverflowError):
+        tbw = -1.0
+    if not 0 <= tbw < math.inf:
+        raise ValueError(f"option {name}={value!r} is no number of TB; right would be e.g. 600, or 0 if not known")
+    return tbw
+
+
 def parse_bytes(name: str, value: object) -> int:
-    """The bytes of a size such as `"2GiB"`, `"512MB"` or `4096`.
+    """The bytes of a size such as `"2GiB"`, `"1.5G"` (GiB as well), `"512MB"` or `4096`.
 
     Raises:
         ValueError: not a size.
@@ -67,7 +96,7 @@ def parse_budget(name: str, value: object) -> int | float | str:
     """A share (`0.25`, `"25%"`) as a float, a size as bytes (int), or "auto".
 
     Raises:
-        ValueError: none of these.
+        ValueError: none of these, or a small number without a unit, which may be meant as MiB or percent.
     """
     right = (
         f"option {name}={value!r} is not a budget; "
@@ -91,6 +120,9 @@ def parse_budget(name: str, value: object) -> int | float | str:
         nbytes = parse_bytes(name, value)
     except ValueError:
         raise ValueError(right) from None
-    if nbytes == 1:
-        raise ValueError(f"option {name}={value!r} is one byte; right would be 1.0 to keep everything, or a size")
+    bare = str(value).strip()
+    if 0 < nbytes < _ASKS_BELOW and bare.isdecimal():
+        shares = "1.0 to keep everything" if nbytes == 1 else f"'{bare}%'" if nbytes <= 100 else "a share such as '25%'"
+        sizes = f"'{bare}MiB', '{bare}GiB', or '{bare}B' if bytes are meant"
+        raise ValueError(f"option {name}={value!r} has no unit: of what? Right would be {sizes}, or {shares}")
     return nbytes

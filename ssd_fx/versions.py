@@ -9,6 +9,7 @@ import warnings
 import torch
 
 FIRST, LAST = (2, 11), (2, 15)  # as in pyproject.toml
+TESTED = (2, 13)  # regularly
 ANYWAY = "SSD_FX_ANY_TORCH"
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,35 @@ from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.store import close_stores
 from tests import sources
+from tests.alone import turn
+from tests.inductor import kernels_on_demand, start_at_once
 
 # Tests of the I/O want their tensors on disk. Those of recomputing turn it on.
 os.environ.setdefault("SSD_FX_RECOMPUTE", "0")
 os.environ["SSD_FX_MACHINE"] = "default"  # plans do not depend on the machine, and nothing is measured
+start_at_once()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Before any fixture of the test is made, and until the last has ended."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    shared = Path(item.config.workerinput["shared"])
+    with turn(shared, alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection looks at it again, which takes most of the time of one."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist: tells a worker where the turns of all are taken."""
+    node.workerinput["shared"] = str(node.config._tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +55,12 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     close_stores()
     entries.forget()  # of handles that a failed test has left in a traceback
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiler() -> Iterator[None]:
+    with kernels_on_demand():
+        yield
 
 
 @pytest.fixture(params=sources.ALL, ids=lambda source: source.name)

@@ -45,7 +45,7 @@ def test_budget_in_bytes_that_cannot_be_met(inner: str) -> None:
     def function(t: torch.Tensor) -> torch.Tensor:
         return ssd_fx.keep(t @ t).sin().sum()
 
-    said = {"budget": 4095, "inner": inner, "engine": "memory", "min_bytes": 0}
+    said = {"budget": "4095B", "inner": inner, "engine": "memory", "min_bytes": 0}
     expected = (
         r"^a budget of 4095 B cannot be met; the least that can is 4096 B, because these must stay in memory in graph "
         r"[0-9a-f]{8}: 'mm' \(4096 B, marked by ssd_fx\.keep\); right would be a larger budget, fewer marks or a "
@@ -55,7 +55,7 @@ def test_budget_in_bytes_that_cannot_be_met(inner: str) -> None:
     with pytest.raises(ValueError, match=expected):
         torch.compile(function, backend=ssd_fx.backend, options=said)(x)
     torch._dynamo.reset()
-    torch.compile(function, backend=ssd_fx.backend, options=said | {"budget": 4096})(x).backward()
+    torch.compile(function, backend=ssd_fx.backend, options=said | {"budget": "4096B"})(x).backward()
 
 
 def test_missing_directory(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_hidden_state_that_is_changed_in_place(tmp_path: object, backend: str)
 @pytest.mark.parametrize("bytes_", [0, 4 * HIDDEN, 10 * HIDDEN])
 def test_one_budget_over_all_graphs(tmp_path: object, bytes_: int) -> None:
     """The graphs share it: once a step has been seen, the oldest tensors leave at once and the latest stay."""
-    model = blocks(tmp_path, budget=bytes_, prefetch=0)
+    model = blocks(tmp_path, budget=f"{bytes_}B", prefetch=0)
     step(model)
     ssd_fx.reset_stats()
     step(model)

@@ -20,7 +20,8 @@ def test_defaults_are_documented_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
-        *[("2GiB", 2 << 30), ("512MB", 512_000_000), (4096, 4096), ("0", 0), (2, 2)],
+        *[("2GiB", 2 << 30), ("512MB", 512_000_000), ("4096B", 4096), ("0", 0), (0, 0), (1 << 20, 1 << 20)],
+        *[("1.5G", 3 << 29), ("2g", 2 << 30), ("512M", 512 << 20), ("64k", 65536), ("1T", 1 << 40)],
         *[(0.25, 0.25), ("0.25", 0.25), ("25%", 0.25), (1.0, 1.0), ("100%", 1.0)],
     ],
 )
@@ -125,9 +126,18 @@ def test_an_unknown_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch)
         Config.make()
 
 
-def test_one_byte_is_hardly_meant() -> None:
-    with pytest.raises(ValueError, match=r"budget=1 is one byte; right would be 1\.0 to keep everything"):
-        Config.make({"budget": 1})
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        (100, "'100MiB', '100GiB', or '100B' if bytes are meant, or '100%'"),
+        ("512", "'512MiB', '512GiB', or '512B' if bytes are meant, or a share such as '25%'"),
+        (1, r"'1MiB', '1GiB', or '1B' if bytes are meant, or 1\.0 to keep everything"),
+    ],
+)
+def test_a_small_budget_without_a_unit(said: object, right: str) -> None:
+    """100 may be meant as MiB, as GiB or as percent."""
+    with pytest.raises(ValueError, match=rf"budget={said!r} has no unit: of what\? Right would be {right}$"):
+        Config.make({"budget": said})
 
 
 def test_nothing_in_flight() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from dataclasses import fields
@@ -20,6 +21,16 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 
+def loaded(path: Path) -> ModuleType:
+    """The module in a file that belongs to no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_page_of_options_is_up_to_date() -> None:
     """If not: python -m ssd_fx.report.options > docs/options.md."""
     assert (ROOT / "docs" / "options.md").read_text() == options.page()
@@ -31,27 +42,52 @@ def test_the_page_has_every_option_in_its_order() -> None:
 
 
 @pytest.fixture
-def how_it_works() -> ModuleType:
+def excerpts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if not torch.__version__.startswith("2.13."):
         pytest.skip("the excerpts are of torch 2.13, and another one names nodes otherwise")
-    spec = importlib.util.spec_from_file_location("how_it_works", ROOT / "examples" / "how_it_works.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("excerpts")
 
 
-def test_the_excerpts_are_up_to_date(how_it_works: ModuleType) -> None:
-    """If not: python examples/how_it_works.py --write."""
-    page = how_it_works.PAGE.read_text()
-    assert how_it_works.filled(page, how_it_works.excerpts()) == page
+PAGES_WITH_EXCERPTS = ["budget.md", "how-it-works.md", "tutorial.md"]
+
+
+def test_the_pages_with_excerpts_are_known(excerpts: ModuleType) -> None:
+    assert [path.name for path in excerpts.PAGES if excerpts.blocks(path.read_text())] == PAGES_WITH_EXCERPTS
+
+
+@pytest.mark.parametrize("name", PAGES_WITH_EXCERPTS)
+def test_the_quick_excerpts_are_up_to_date(excerpts: ModuleType, name: str) -> None:
+    """If not: make pages."""
+    page = (ROOT / "docs" / name).read_text()
+    assert excerpts.filled(page, excerpts.QUICK) == page
 
 
 @pytest.mark.slow
-def test_the_excerpts_of_inductor_are_up_to_date(how_it_works: ModuleType) -> None:
-    page = how_it_works.PAGE.read_text()
-    assert how_it_works.filled(page, how_it_works.inductor_excerpts()) == page
+@pytest.mark.parametrize("name", PAGES_WITH_EXCERPTS)
+def test_all_excerpts_are_up_to_date(excerpts: ModuleType, name: str) -> None:
+    """What scripts and commands print, and Inductor's code. If not: make pages."""
+    page = (ROOT / "docs" / name).read_text()
+    assert excerpts.filled(page) == page
+
+
+def test_an_excerpt_that_differs_is_made_again(excerpts: ModuleType) -> None:
+    block = "<!-- code: examples/tutorial.py stats -->\n```python\n{}\n```\n"
+    assert excerpts.filled(block.format("old")) == block.format("print(ssd_fx.stats())")
+
+
+def test_an_excerpt_that_no_program_makes_is_an_error(excerpts: ModuleType) -> None:
+    with pytest.raises(KeyError, match="nowhere"):
+        excerpts.filled("<!-- code: examples/tutorial.py nowhere -->\n```\nold\n```\n")
+    with pytest.raises(ValueError, match="ls is no command of ours; right would be one that begins with ssd-fx"):
+        excerpts.filled("<!-- command: ls -->\n```\nold\n```\n")
+
+
+def test_what_varies_is_no_difference(excerpts: ModuleType) -> None:
+    old = "5 steps, 11.5 ms of stall\nwritten     27.00 MiB   to the drive\ncancelled   1.00 MiB\non disk: 1"
+    new = "5 steps, 0.3 ms of stall\nwritten     26.00 MiB   to the drive\non disk: 1"
+    assert excerpts.masked(old) == excerpts.masked(new)
+    assert excerpts.masked(old) != excerpts.masked(new.replace("5 steps", "6 steps"))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -40,7 +40,7 @@ def test_the_life_is_said_from_the_third_step_on(tmp_path: Path, capsys: pytest.
         r"at this speed \S+ TB are written in a day; new drives rated for 600 TB last \S+ days", lines[2]
     )
     found = ssd_fx.stats()
-    assert found.drive_life_days == pytest.approx(600e12 / found.written_bytes_s / 86400)
+    assert found.drive_life_days == pytest.approx(600e12 / found.drive_bytes_s / 86400)
 
 
 def test_without_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,3 +51,6 @@ def test_without_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_host_memory_does_not_wear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(3, tmp_path, engine="memory", drive_tbw=600)
     assert "in a day" not in capsys.readouterr().out
+    found = ssd_fx.stats()
+    assert (found.written_bytes + found.cancelled_bytes, found.drive_bytes) == (found.offloaded_bytes, 0)
+    assert found.drive_life_days == 0

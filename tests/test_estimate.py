@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
 from examples.train_gpt import GPT, Shape
+from ssd_fx.calibration import calibrate
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.report.budgets import Estimate, Prediction
 from tests.models import SMALL, batch
 from tests.passes import toys
@@ -40,7 +42,7 @@ def test_it_is_the_plan_that_compiling_makes_for_each_budget(inner: str, budgets
     one_layer = replace(SMALL, layers=1)
     found, again = ssd_fx.estimate(GPT(one_layer), batch(), budgets=budgets, options=options), list[bool]()
     for budget, row in zip(budgets, found.predictions, strict=True):
-        (graph,) = ssd_fx.explain(GPT(one_layer), options=options | {"budget": budget})(*batch())
+        (graph,) = ssd_fx.explain(GPT(one_layer), options=options | {"budget": budget})(*batch()).dumps
         again.append(bool(graph.plan["recomputed"]))
         assert graph.graph == found.graph or again[-1], "only another partition has another name"
         plan = graph.plan["predicted"]
@@ -146,17 +148,37 @@ def table(memory: int | None) -> Estimate:
         Prediction(0.5, 200, 212, 1.000001, 1.0, 0.0, 25),
         Prediction(1.0, 300, 312, 1.0, 1.0, 0.0, 0),
     )
-    return Estimate("ab12", 4, 300, 8, 4, rows, memory=memory, drive_tbw=50 * 86400 if memory else None)
+    return Estimate("ab12", 4, 300, 8, 4, rows, memory=memory, drive_tbw=50 * 86400 / 1e12 if memory else 0.0)
 
 
 def test_the_table() -> None:
     expected = """\
 graph ab12: batch 4, 300 B saved; parameters, buffers and inputs 8 B, optimizer state 4 B
+times by typical rates
 budget   peak  all tensors  step   waits  written  drive life
 0       100 B        112 B   2 s  900 ms     50 B      2 days  fits
 0.5     200 B        212 B   1 s    0 ms     25 B      2 days  fastest that fits
 1.0     300 B        312 B   1 s    0 ms      0 B      unused  too large"""
     assert str(table(212)) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "unmeasured", "source"),
+    [
+        ("auto", [], "measured"),
+        ("auto", ["disk"], "typical disk"),
+        ("auto", ["compute", "disk"], "typical compute and disk"),
+        ("default", [], "typical"),
+        ({"write_bw": 1e9}, [], "given"),
+    ],
+)
+def test_it_says_whose_rates_its_times_are(
+    machine: Any, unmeasured: list[str], source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "calibrated", lambda config, device: Machine.default(device, 2))
+    monkeypatch.setattr(calibrate, "unmeasured", lambda config, device: unmeasured)
+    found = ssd_fx.estimate(nn.Linear(8, 8), torch.randn(2, 8), budgets=[0], options=TOY | {"machine": machine})
+    assert f"\ntimes by {source} rates\n" in str(found)
 
 
 def test_the_fastest_is_marked_where_memory_is_asked_for() -> None:
@@ -220,11 +242,11 @@ def test_in_a_checkpoint_all_budgets_are_alike() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"budgets": ["512"]}, "budget '512' has no unit; right would be a size such as '512MiB', a share such as"),
+        ({"budgets": ["512"]}, "budget='512' has no unit: of what. Right would be '512MiB'"),
         ({"budgets": ["lots"]}, "option budget='lots' is not a budget; right would be"),
         ({"budgets": []}, r"budgets is empty; right would be e\.g\. \[0, 0\.5\]"),
         ({"memory": "8"}, r"memory='8' has no unit; right would be e\.g\. '8GiB'"),
-        ({"drive_tbw": "600"}, r"drive_tbw='600' has no unit; right would be e\.g\. '600TB'"),
+        ({"drive_tbw": "600TB"}, r"drive_tbw='600TB' is no number of TB; right would be e\.g\. 600"),
         ({"batch": 0}, "batch=0 is no batch size; right would be a number above 0"),
         ({"inputs": 3}, "inputs=3 are no inputs; right would be a tensor, a tuple"),
         ({"inputs": (), "batch": 2}, "batch=2: the model gets no tensor with a batch"),

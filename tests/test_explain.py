@@ -16,7 +16,7 @@ TOY = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_byte
 
 
 def test_a_toy() -> None:
-    (found,) = ssd_fx.explain(toys.relu_chain, options=TOY)(*toys.inputs())
+    (found,) = ssd_fx.explain(toys.relu_chain, options=TOY)(*toys.inputs()).dumps
     assert str(found).startswith(f"graph {found.graph}: 3 alias groups, 768 B saved, 3 groups and 768 B offloaded")
     inputs, (relu,) = found.plan["groups"][:2], found.plan["groups"][2:]
     assert [group["source"] for group in inputs] == ["argument x", "argument w"]
@@ -31,7 +31,7 @@ def test_a_budget_in_bytes_says_what_stays_at_run_time(recompute: bool) -> None:
     told += "this plan counts on none of it"
     for budget, shared in (("512B", 512), (0.5, None), (0, None)):
         options = TOY | {"budget": budget, "recompute": recompute}
-        (found,) = ssd_fx.explain(toys.relu_chain, options=options)(*toys.inputs())
+        (found,) = ssd_fx.explain(toys.relu_chain, options=options)(*toys.inputs()).dumps
         assert (told in found.table) == (shared is not None)
         assert found.plan["predicted"].get("shared_budget_bytes") == shared
 
@@ -42,7 +42,7 @@ def test_the_graphs_around_a_break_come_in_their_order() -> None:
         torch._dynamo.graph_break()
         return (y @ w).sigmoid()
 
-    first, second = ssd_fx.explain(broken, options=TOY)(*toys.inputs())
+    first, second = ssd_fx.explain(broken, options=TOY)(*toys.inputs()).dumps
     assert "relu" in first.table
     assert "sigmoid" not in first.table
     assert first.graph != second.graph
@@ -60,7 +60,7 @@ def test_what_the_inputs_are_called() -> None:
             return (batch["tokens"] * batch["mask"] * self.scale).sum()
 
     x, w = toys.inputs()
-    (found,) = ssd_fx.explain(Scaled(), options=TOY)({"tokens": x, "mask": w})
+    (found,) = ssd_fx.explain(Scaled(), options=TOY)({"tokens": x, "mask": w}).dumps
     sources = [group["source"] for group in found.plan["groups"]]
     assert {"argument batch['tokens']", "argument batch['mask']"} <= set(sources)
 
@@ -75,7 +75,7 @@ def test_a_model_with_inductor_and_keyword_arguments() -> None:
             return self.down(self.act(self.up(x))) * scale
 
     said = TOY | {"inner": "inductor", "keep": ["act"]}
-    (found,) = ssd_fx.explain(Model(), options=said, fullgraph=True)(torch.randn(8, 8), scale=2.0)
+    (found,) = ssd_fx.explain(Model(), options=said, fullgraph=True)(torch.randn(8, 8), scale=2.0).dumps
     assert "keep=['act']" in found.table
 
 
@@ -83,7 +83,7 @@ def test_as_often_as_one_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Dynamo gives a function up that it compiled eight times; this one still compiles, and no directory is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for _ in range(10):
-        assert len(ssd_fx.explain(toys.relu_chain, options=TOY)(*toys.inputs())) == 1
+        assert len(ssd_fx.explain(toys.relu_chain, options=TOY)(*toys.inputs()).dumps) == 1
     assert list(tmp_path.glob("ssd_fx-explain-*")) == []
     ssd_fx.reset_stats()
     torch.compile(toys.relu_chain, backend=ssd_fx.backend, options=TOY)(*toys.inputs()).sum().backward()

@@ -67,7 +67,7 @@ def test_a_script_and_its_arguments(capsys: pytest.CaptureFixture[str], folder: 
 
 
 def test_the_table_of_several_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fit("--budget", "0", "--batch", "8, 16", "--drive-tbw", "600TB", "--", "64", "4") == 0
+    assert fit("--budget", "0", "--batch", "8, 16", "--drive-tbw", "600", "--", "64", "4") == 0
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("graph")]
     assert [head.split(";")[0].split(": ")[1].split(",")[0] for head in heads] == ["batch 8", "batch 16"]
 
@@ -138,12 +138,12 @@ def test_a_script_that_cannot_be_estimated(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--budget", "512"], "budget '512' has no unit; right would be a size such as '512MiB'"),
-        (["--budget", "1"], "option budget='1' is one byte; right would be 1.0 to keep everything"),
+        (["--budget", "512"], "option budget='512' has no unit: of what? Right would be '512MiB'"),
+        (["--budget", "1"], "option budget='1' has no unit: of what? Right would be '1MiB'"),
         (["--budget", "0,"], "option budget='' is not a budget; right would be"),
         (["--batch", "x"], "batch='x' is no batch size; right would be a number above 0"),
         (["--memory", "8"], "memory='8' has no unit; right would be e.g. '8GiB'"),
-        (["--drive-tbw", "lots"], "option drive_tbw='lots' is not a size"),
+        (["--drive-tbw", "lots"], "option drive_tbw='lots' is no number of TB; right would be e.g. 600"),
     ],
 )
 def test_a_wrong_flag(words: list[str], said: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -12,20 +12,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import fresh
+
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 
 
+def places(tmp_path: Path) -> list[str]:
+    return ["--dir", str(tmp_path / "spill"), "--results", str(tmp_path / "results")]
+
+
 def run(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    places = ["--dir", str(tmp_path / "spill"), "--results", str(tmp_path / "results")]
     environment = {**os.environ, "SSD_FX_MACHINE": "default"}  # to measure it takes as long as the trial
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *places, *flags], env=environment, capture_output=True, text=True
+        [sys.executable, str(SCRIPT), *places(tmp_path), *flags], env=environment, capture_output=True, text=True
     )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    path = str(SCRIPT.parent)
+    script = f"import runpy, sys; sys.path.insert(0, {path!r}); runpy.run_path({str(SCRIPT)!r}, None, '__main__')"
+    done = fresh.run(script, *places(tmp_path))
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.splitlines() == [

@@ -29,6 +29,7 @@ import ssd_fx
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.entries import living
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from tests import fresh
 from tests.faults.toys import (
     Counting,
     Toy,
@@ -41,8 +42,6 @@ from tests.faults.toys import (
 )
 from tests.runtime.engines import Failure, registered
 from tests.unlike import since
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 class Trainee:
@@ -91,21 +90,16 @@ where = Path(sys.argv[1])
 def start(code: str, directory: Path) -> subprocess.Popen[str]:
     """A fresh interpreter that runs `code` after the preamble."""
     command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), str(directory)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(fresh.ROOT), *filter(None, sys.path)])}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=fresh.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def run(code: str, directory: Path, timeout_s: float = 120) -> tuple[str, str, int]:
-    """(stdout, stderr, status) of such an interpreter; a hang is a failure."""
-    process = start(code, directory)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"hung: {process.communicate()}")
-    return out, err, process.returncode
+def run(code: str, directory: Path) -> tuple[str, str, int]:
+    """(stdout, stderr, status) of such an interpreter."""
+    done = fresh.run(PREAMBLE + textwrap.dedent(code), directory)
+    return done.stdout, done.stderr, done.returncode
 
 
 # ---- the disk fails

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,13 +70,15 @@ def test_an_install_has_every_module_and_trains(tmp_path: Path, kind: str) -> No
     """Neither has anything named `passes` or `runtime` at the top; what is installed is what runs."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     source = tmp_path / "checkout"  # setuptools builds in the tree, and takes what an earlier build has left there
-    kept_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "tests", "docs", "demo-out")
+    kept_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "demo-out")
     shutil.copytree(ROOT, source, symlinks=True, ignore=kept_out)
     if kind == "sdist":
         make = "import setuptools.build_meta as b, sys; print(b.build_sdist(sys.argv[1]))"
         subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=source, check=True, capture_output=True)
         (archive,) = tmp_path.glob("*.tar.gz")
         with tarfile.open(archive) as opened:
+            files = {name.partition("/")[2] for name in opened.getnames()}
+            assert files >= {"docs/options.md", "examples/train_gpt.py", "tests/passes/toys.py", "CHANGELOG.md"}
             opened.extractall(tmp_path / "unpacked")
         (source,) = (tmp_path / "unpacked").iterdir()
     wheels, site = tmp_path / "wheels", tmp_path / "site"
@@ -83,6 +86,10 @@ def test_an_install_has_every_module_and_trains(tmp_path: Path, kind: str) -> No
     subprocess.run(build, check=True)
     (wheel,) = wheels.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
+    (metadata,) = (name for name in names if name.endswith("METADATA"))
+    described = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "(`docs/using.md`)" in described
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", described) == [], "links that lead nowhere on an index"
     assert {name for name in names if name.endswith(".py")} == modules()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"ssd_fx"}
     assert any("_iopool" in name for name in names)

@@ -67,7 +67,7 @@ def test_a_rank_has_its_share_of_the_node(monkeypatch: pytest.MonkeyPatch, tmp_p
     dirs = [str(tmp_path / name) for name in "ab"]
     for path in dirs:
         Path(path).mkdir()
-    said = {"dirs": dirs, "host_budget": 1001, "disk_limit": 700, "budget": 400}
+    said = {"dirs": dirs, "host_budget": 1001, "disk_limit": 700, "budget": "400B"}
     config = Config.make(said | {"machine": {"write_bw": 8e9, "read_bw": 6e9, "flops": 1e12}})
     sent = json.loads(config.runtime_json())
     assert (sent["dirs"], sent["host_budget"], sent["disk_limit"]) == ([dirs[rank]], 500, 700)

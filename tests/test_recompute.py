@@ -170,6 +170,22 @@ def test_what_the_caller_may_change_is_not_computed_from(changed: str) -> None:
     torch.testing.assert_close(ours, gradient("eager"))
 
 
+def test_an_input_that_is_not_saved_has_no_price() -> None:
+    """`tanh` is saved, and could be computed from `x`: that is the caller's, and may have other values by then."""
+
+    def loss_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ((x + w).tanh() @ w).sigmoid().sum()
+
+    def priced(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> set[str]:
+        partition = pipeline.joint_of(gm, inputs, kwargs).partition()
+        assert [n.name for n in partition.activation_inputs] == ["primals_1"]
+        plan = pipeline.decide(partition, toys.options(), priced=True)
+        return {group.base for group in plan.groups if group.slot in plan.prices}
+
+    x, w = toys.inputs()
+    assert toys.with_joint(loss_of, (x.detach(), torch.nn.Parameter(w.detach())), priced) == {"sigmoid"}
+
+
 @pytest.mark.parametrize("several", ["split", "unbind"])
 def test_heads_of_one_product_are_computed_again(several: str, tmp_path: Path) -> None:
     """As timm's attention has them: views that one operator returns all at once."""

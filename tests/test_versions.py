@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ssd_fx import versions
+from tests import fresh
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 PRETEND = "import torch; torch.__version__ = '2.10.1+cpu'; import ssd_fx"
@@ -34,7 +33,7 @@ def test_who_wants_to_try_one_is_warned(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_import_of_the_package_refuses() -> None:
-    found = subprocess.run([sys.executable, "-c", PRETEND], capture_output=True, text=True, timeout=120)
+    found = fresh.run(PRETEND)
     assert found.returncode == 1
     assert found.stderr.splitlines()[-1].startswith("ImportError: ssd_fx knows torch 2.11 to 2.15, and this is")
 

@@ -56,14 +56,12 @@ for line in sys.argv[1:]:
         sys.exit()
     assert os.waitpid(child, 0)[1] == 0
 """
-# An empty cache otherwise begins with half a minute of trying what the compiler can do, and workers that import torch.
-QUICKER = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def in_processes_of_their_own(cache: Path, *options: dict[str, object]) -> list[dict[str, Any]]:
     """What training says with each of the options, one process after the other."""
     root = Path(__file__).resolve().parents[1]
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(root)} | QUICKER
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", SCRIPT, *map(json.dumps, options)]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

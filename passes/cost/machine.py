@@ -73,9 +73,13 @@ class Machine:
 
     @cached_property
     def _host(self) -> Machine:
-        """Copy engines move the bytes, so that no core computes less for them."""
-        there, back, latency_s = self.to_host_bw, self.from_host_bw, self.host_latency_s
-        return replace(self, write_bw=there, read_bw=back, latency_s=latency_s, drag_s_per_byte=0.0)
+        """Copy engines move the bytes, so that no core computes less for them.
+
+        The drives' bytes cross the same bus. Copies have what those leave of it, and half of it at least.
+        """
+        there = max(self.to_host_bw - self.write_bw, self.to_host_bw / 2)
+        back = max(self.from_host_bw - self.read_bw, self.from_host_bw / 2)
+        return replace(self, write_bw=there, read_bw=back, latency_s=self.host_latency_s, drag_s_per_byte=0.0)
 
     def rates(self) -> dict[str, object]:
         """What `with_rates` takes, as JSON has it."""
@@ -98,20 +102,42 @@ class Machine:
         return self.with_rates({name: _rounded(value, digits) for name, value in self.rates().items()})
 
 
+_WORDS = {  # for people, in the order of printing: what a rate is of, its unit, and how many of that unit a SI unit has
+    "flops_by_dtype": ("matrix products", "GFLOP/s", 1e-9),
+    "flops": ("other matrix products", "GFLOP/s", 1e-9),
+    "attention_flops": ("attention", "GFLOP/s", 1e-9),
+    "attention_backward_flops": ("attention, backward", "GFLOP/s", 1e-9),
+    "memory_bw": ("memory", "MB/s", 1e-6),
+    "kernel_s": ("smallest kernel", "us", 1e6),
+    "node_s": ("node of ssd_fx, each", "us", 1e6),
+    "erf_s": ("error function, each", "ns", 1e9),
+    "random_s": ("random number, each", "ns", 1e9),
+    "write_bw": ("drives, write", "MB/s", 1e-6),
+    "read_bw": ("drives, read", "MB/s", 1e-6),
+    "latency_s": ("drives, latency", "us", 1e6),
+    "drag_s_per_byte": ("compute lost to transfers", "ms per GB", 1e12),
+    "to_host_bw": ("copies to host memory", "MB/s", 1e-6),
+    "from_host_bw": ("copies from host memory", "MB/s", 1e-6),
+    "host_latency_s": ("copies, latency", "us", 1e6),
+}
+
+
 def described(rates: Mapping[str, object]) -> list[str]:
-    """A line for each of `rates`, as `Machine.rates` has them, with its unit."""
-    flat: dict[str, object] = {}
-    for name, value in rates.items():
-        flat |= {f"{name} {dtype}": rate for dtype, rate in value.items()} if isinstance(value, dict) else {name: value}
-    return [f"{name:36} {float(str(value)):<8.3g} {_unit(name)}" for name, value in flat.items()]
+    """A line for people for each of `rates`, as `Machine.rates` has them: `drives, write    1,500 MB/s`."""
+    lines = []
+    for name, (words, unit, scale) in _WORDS.items():
+        value = rates.get(name)
+        if isinstance(value, Mapping):
+            text = ", ".join(f"{dtype} {_digits(float(rate) * scale)}" for dtype, rate in sorted(value.items()))
+        else:
+            text = "" if value is None else _digits(float(str(value)) * scale)
+        if text:
+            lines.append(f"{words:26} {text} {unit}")
+    return lines
 
 
-def _unit(name: str) -> str:
-    if name.endswith("_bw"):
-        return "bytes/s"
-    if name.endswith("_s_per_byte"):
-        return "s/byte"
-    return "s" if name.endswith("_s") else "flops/s"
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

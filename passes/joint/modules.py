@@ -7,6 +7,9 @@ in the compiled frame:
 
 A module's name begins after its *root*, the expression for the outermost module. The root is `L['self']` if the model
 itself was compiled, and `L['self'].model` in a method of a trainer.
+
+Once a method has set an attribute of an object, Dynamo looks for the others in its `__dict__`:
+`L['self'].__dict__['_modules']['blocks'].0.attn` is the same module.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision's
-_ACCESSOR = re.compile(r"[A-Z]\['[^']*'\]\.?")  # L['self'], G['model']
+_ACCESSOR = re.compile(r"[A-Z]\['[^']*'\]")  # L['self'], G['model']
+_REGISTRY = r"_(?:modules|parameters|buffers)"
+_REGISTERED = re.compile(rf"\.(?:__dict__\['{_REGISTRY}'\]|{_REGISTRY}|__dict__)\['([^']*)'\]")
+_KEY = re.compile(r"\['([^']*)'\]")
 
 
 def paths(node: fx.Node) -> tuple[str, ...]:
@@ -33,12 +39,20 @@ def paths(node: fx.Node) -> tuple[str, ...]:
     return tuple(path for path, _ in (stack or {}).values())
 
 
+def dotted(path: str) -> str:
+    """An expression with attributes for what Dynamo finds in `__dict__`, `_modules`, `_parameters` and `_buffers`."""
+    return _REGISTERED.sub(r".\1", path)
+
+
 def name_of(path: str, roots: Sequence[str] = ()) -> str:
     """The name of a module: the part of `path` after the longest matching root, or else after the first accessor."""
-    for root in sorted(roots, key=len, reverse=True):
+    path = dotted(path)
+    inner = _ACCESSOR.sub("", path, count=1)
+    for root in sorted(map(dotted, roots), key=len, reverse=True):
         if path == root or path.startswith((f"{root}.", f"{root}[")):
-            return path[len(root) :].lstrip(".")
-    return _ACCESSOR.sub("", path, count=1)
+            inner = path[len(root) :]
+            break
+    return _KEY.sub(r".\1", inner).lstrip(".")
 
 
 def source_line(node: fx.Node) -> str:

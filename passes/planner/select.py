@@ -16,6 +16,7 @@ from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.marks import forced, prefers_offload
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Decision, Forecast, Keep, Limits, Offload, Plan, Points, Recompute
+from ssd_fx.passes.planner.course import course, stock
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
 from ssd_fx.passes.planner.place import everything, floor
 from ssd_fx.passes.planner.solution import Solution, kept_bytes
@@ -70,6 +71,8 @@ def select(
         decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups},
         points={slot: _points(plan, modelled, slot, transfer) for slot, transfer in transfers.items()},
         forecast=_forecast(plan, modelled, solution, at, resident, shared),
+        course=course(plan, modelled, solution, machine),
+        stock=plan.stock if plan.recomputed else stock(plan, modelled),
     )
 
 

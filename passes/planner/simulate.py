@@ -42,6 +42,7 @@ class Outcome:
     host: tuple[int, ...] = ()
     waits: Mapping[int, float] = field(repr=False, default_factory=dict)
     forwarded: Set[int] = frozenset()  # still in memory when their loads come, so nothing is read
+    read_ends: Mapping[int, float] = field(repr=False, default_factory=dict)
     idle_lane: bool = False  # an item is forwarded that could have been written while its lane was idle
 
     @property
@@ -176,6 +177,7 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
         host,
         waited,
         forwarded,
+        {i: end for i, end in read_end.items() if i not in forwarded},
         idle_lane,
     )
 

@@ -4,8 +4,9 @@ Three rules keep a transfer from reading or writing the wrong bytes:
 
 * It waits for an event of the compute stream. There a kernel may still be computing the stored tensor, or reading the
   memory that a load was given.
-* Its owner keeps the memory until the *host* has seen an event fire that was recorded after the transfer. So no
-  allocator has to know of side streams (`record_stream`), and memory is freed in the order of the compute stream.
+* Its owner keeps the memory until the *host* has seen an event fire that was recorded after the transfer, or until the
+  compute stream waits for that event (`Queued.follow`). So no allocator has to know of side streams
+  (`record_stream`), and memory is freed in the order of the compute stream.
 * The result of a transfer is asked for only after that event. Earlier it would block the host, or be wrong.
 
 A fourth rule is for GPUs other than the first. A new thread is on device 0. A call there about an event or a stream of
@@ -46,7 +47,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work of a device. `cuda_stream`: its raw handle."""
+    """A queue of work of a device. `cuda_stream`: on CUDA, its raw handle."""
 
     @property
     def cuda_stream(self) -> int: ...
@@ -89,45 +90,31 @@ class Streams(Protocol):
         """Queues `target.copy_(source)` on `stream`."""
 
 
-class Exposed:
-    """Memory of a device as bytes, through `__cuda_array_interface__` (version 3). It keeps nothing alive."""
-
-    __slots__ = ("__cuda_array_interface__", "__weakref__")
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",  # bytes, because bfloat16 and float8 have no name here
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
-class CudaStreams:
-    """The streams of torch.cuda. Its calls switch to their stream's device, except an event's `query` and
-    `synchronize`."""
+class AcceleratorStreams:
+    """The streams of torch.accelerator: of Intel's GPUs (XPU), and of devices that other packages add (PrivateUse1)."""
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
-        within: AbstractContextManager[None] = torch.cuda.device(device)
+        within: AbstractContextManager[None] = torch.accelerator.device_index(device.index)
         return within
 
     def current(self, device: torch.device) -> Stream:
-        return torch.cuda.current_stream(device)
+        found: Stream = torch.accelerator.current_stream(device)  # type: ignore[assignment] # without `cuda_stream`
+        return found
 
     def side(self, device: torch.device) -> Stream:
-        return torch.cuda.Stream(device)
+        made: Stream = torch.Stream(device)  # type: ignore[assignment]
+        return made
 
     def record(self, stream: Any) -> Event:
-        made = torch.cuda.Event(enable_timing=True, blocking=True)  # blocking: `synchronize` does not spin
-        event: Event = stream.record_event(made)
+        event: Event = stream.record_event(torch.Event(stream.device, enable_timing=True))
         return event
 
     def idle(self, device: torch.device) -> Event:
-        return self.record(torch.cuda.Stream(device, priority=-1))  # from another pool of streams than `side`
+        return self.record(torch.Stream(device, priority=-1))  # from another pool of streams than `side`
 
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        asked = getattr(torch.accelerator.current_stream(), "is_capturing", None)  # older streams cannot be captured
+        return asked is not None and bool(asked())
 
     def empty(self, size: Ints, stride: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -136,20 +123,57 @@ class CudaStreams:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
-        return torch.as_tensor(Exposed(address, nbytes), device=device)
+        storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
     def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(stream):
+        with stream:
             target.copy_(source, non_blocking=True)
 
 
+class CudaStreams(AcceleratorStreams):
+    """The streams of torch.cuda, which is ROCm's name too. They have handles for cuFile, and may be captured.
+
+    Its events wait without spinning (`blocking`); torch.Event has no such flag.
+    """
+
+    def current(self, device: torch.device) -> Stream:
+        return torch.cuda.current_stream(device)
+
+    def side(self, device: torch.device) -> Stream:
+        return torch.cuda.Stream(device)
+
+    def record(self, stream: Any) -> Event:
+        made = torch.cuda.Event(enable_timing=True, blocking=True)
+        event: Event = stream.record_event(made)
+        return event
+
+    def idle(self, device: torch.device) -> Event:
+        return self.record(torch.cuda.Stream(device, priority=-1))
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
 BACKENDS: dict[str, Streams] = {"cuda": CudaStreams()}
-"""By the type of device. A device of another type (the CPU) has finished its work when a call returns."""
+"""By the type of device."""
+
+_ACCELERATOR = AcceleratorStreams()
+_UNSUPPORTED = ("mps",)  # its torch.Stream is a placeholder
+
+
+def accelerator() -> str | None:
+    """The type of device beside the CPU that this process computes on, if its streams are known here."""
+    found = torch.accelerator.current_accelerator()
+    return None if found is None or found.type in _UNSUPPORTED else found.type
 
 
 def of(device: torch.device) -> Streams | None:
-    """The streams of a device, or None if it has none."""
-    return BACKENDS.get(device.type)
+    """The streams of a device, or None if it has none: the CPU has finished its work when a call returns."""
+    found = BACKENDS.get(device.type)
+    if found is None and device.type != "cpu" and device.type == accelerator():
+        return _ACCELERATOR
+    return found
 
 
 def check_not_captured(device: torch.device) -> None:
@@ -170,10 +194,9 @@ def check_not_captured(device: torch.device) -> None:
 
 
 class SideStreams:
-    """Two streams for every device, so that no load waits for stores. `prepare` is called with each new stream."""
+    """Two streams for every device, so that no load waits for stores."""
 
-    def __init__(self, prepare: Callable[[Stream], None] = lambda _: None) -> None:
-        self._prepare = prepare
+    def __init__(self) -> None:
         self._made: dict[tuple[torch.device, bool], Stream] = {}
 
     def get(self, device: torch.device, write: bool) -> Stream:
@@ -184,7 +207,6 @@ class SideStreams:
             assert queued, "only asked for devices with streams"
             with queued.on(device):
                 stream = queued.side(device)
-                self._prepare(stream)
             self._made[device, write] = stream
         return stream
 
@@ -193,15 +215,18 @@ class Queued:
     """The completion of one transfer on the stream `side`.
 
     It starts after all work that the current stream has when `start` is called. It cannot be taken back: `cancel` waits
-    for its end. `wait` raises an error of the start too.
+    for its end. `wait` raises an error of the start too. `may_fail`: whether its outcome is known at its end only.
     """
 
-    __slots__ = ("_anchor", "_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_over", "_side")
+    __slots__ = (
+        "_anchor", "_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_may_fail", "_over", "_side"
+    )  # fmt: skip
 
-    def __init__(self, device: torch.device, side: Stream, enqueue: Enqueue) -> None:
+    def __init__(self, device: torch.device, side: Stream, enqueue: Enqueue, *, may_fail: bool = True) -> None:
+        self._may_fail = may_fail
         self._device = device
         self._side = side
-        self._enqueue = enqueue
+        self._enqueue: Enqueue | None = enqueue
         self._begun: Event | None = None
         self._ended: Event | None = None
         self._check: Check | None = None
@@ -220,8 +245,10 @@ class Queued:
         self._anchor = anchor(streams, self._device)
         self._side.wait_event(streams.record(streams.current(self._device)))
         self._begun = streams.record(self._side)
+        enqueue, self._enqueue = self._enqueue, None  # it may refer to this object
+        assert enqueue, "started once"
         try:
-            self._check = self._enqueue(self._side)
+            self._check = enqueue(self._side)
             self._error = None
         except OSError as error:
             self._error = error
@@ -238,6 +265,19 @@ class Queued:
         self._see_end()
         if self._error:
             raise self._error
+
+    def follow(self) -> bool:
+        """Whether the device's current stream waits for the end from here on, so that the host need not.
+
+        False if the host has to see the outcome. Memory must be kept as for a transfer that is under way.
+        """
+        if self._may_fail or self._error or self._ended is None:
+            return False
+        streams = of(self._device)
+        assert streams, "only made for devices with streams"
+        with streams.on(self._device):
+            streams.current(self._device).wait_event(self._ended)
+        return True
 
     def cancel(self) -> bool:
         self._see_end()

@@ -38,6 +38,8 @@ class Memory(NamedTuple):
 class Extent:
     """Room for one stored tensor of `nbytes`. `directory` and `offset` are for messages only."""
 
+    on_drive = True  # a write to it wears a drive
+
     __slots__ = ("directory", "nbytes", "offset")
 
     def __init__(self, nbytes: int, directory: str, offset: int = 0) -> None:

@@ -1,8 +1,8 @@
 """cuFile, NVIDIA's library for GPUDirect Storage: the package that calls it, and what it can do on this machine.
 
 * kvikio queues transfers only if cuFile finds a configuration file when it is loaded; else every call blocks. So we
-  write one, unless the user names one (`CUFILE_ENV_PATH_JSON`). It also keeps the log out of the working directory.
-  Source: kvikio's compat_mode_manager.hpp.
+  write one, unless the user names one (`CUFILE_ENV_PATH_JSON`) or the administrator has one (/etc/cufile.json). It also
+  keeps the log out of the working directory. Source: kvikio's compat_mode_manager.hpp.
 * Where GPU and drive cannot exchange data directly, kvikio and cuFile copy through host memory, in order with the
   default stream. That overlaps with nothing, and engine "posix" is faster, so we turn it off in both. We ask both what
   the machine can do, and then test each directory with a round trip (`gds.make`).
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Memory
 
 FIXED_OFFSETS_AND_SIZE = 1 | 2 | 4  # flags of cuFileStreamRegister: no argument of a transfer changes after its call
 _CONFIG = "CUFILE_ENV_PATH_JSON"
+SYSTEM = Path("/etc/cufile.json")  # the administrator's
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,21 @@ class Status:
     version: str
     real: bool
     reason: str
+
+
+class Exposed:
+    """Memory of a device as bytes, through `__cuda_array_interface__` (version 3). It keeps nothing alive."""
+
+    __slots__ = ("__cuda_array_interface__", "__weakref__")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",  # bytes, because bfloat16 and float8 have no name here
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 class DriverFile:
@@ -60,7 +75,7 @@ class DriverFile:
         self._file.close()
 
     def _queue(self, transfer: Callable[..., Any], memory: Memory, offset: int, stream: int) -> Callable[[], int]:
-        exposed = streams.Exposed(memory.ptr, memory.nbytes)
+        exposed = Exposed(memory.ptr, memory.nbytes)
         future = transfer(exposed, stream, memory.nbytes, offset, 0)
 
         # The future synchronizes its stream when it is asked or dropped. `keep` keeps the memory's description alive.
@@ -108,12 +123,14 @@ class Driver:
 
 
 def configure(forced: bool = False) -> None:
-    """Writes a configuration file for cuFile, unless the user names one. cuFile reads it once, when it is loaded.
+    """Writes a configuration file for cuFile, unless the user names one or the system has one (`SYSTEM`).
+
+    cuFile reads it once, when it is loaded.
 
     It allows PCI peers to exchange data, which needs no nvidia-fs (CUDA 12.8, kernel 6.2, the open driver). It allows
     copies through host memory only if `forced`.
     """
-    if os.environ.get(_CONFIG):
+    if os.environ.get(_CONFIG) or SYSTEM.exists():
         return
     directory = tempfile.mkdtemp(prefix="ssd_fx-cufile-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)

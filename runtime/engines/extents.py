@@ -6,6 +6,7 @@ coalesce, and serve any graph. The space goes back when the store is closed or t
 """
 
 import errno
+import logging
 import math
 import os
 import tempfile
@@ -14,9 +15,11 @@ import time
 import warnings
 from collections.abc import Callable
 
-from ssd_fx.runtime.engines.free_extents import Allocator
 from ssd_fx.runtime.memory.buffers import PAGE
+from ssd_fx.runtime.memory.free_extents import FreeExtents
 from ssd_fx.runtime.native.loader import dio_alignment
+
+_log = logging.getLogger("ssd_fx")
 
 STEP = 32 << 20  # a file grows by at least that much, and by at most LARGEST_STEP
 LARGEST_STEP = 1 << 30
@@ -73,14 +76,14 @@ class SlabFile:
         self._granularity = max(PAGE, self.align)
         self._step = step
         self._limit = limit
-        self._allocator = Allocator()
+        self._free = FreeExtents()
         self._lock = threading.Lock()
         self._warned = False
 
     @property
     def nbytes(self) -> int:
         """The size of the file, 0 once it is closed."""
-        return 0 if self.fd < 0 else self._allocator.end
+        return 0 if self.fd < 0 else self._free.end
 
     def padded(self, nbytes: int) -> int:
         """The bytes of a transfer of `nbytes`."""
@@ -112,17 +115,17 @@ class SlabFile:
         with self._lock:
             if self.fd < 0:
                 raise OSError(errno.EBADF, "the file is closed", self.directory)
-            offset = self._allocator.allocate(size)
+            offset = self._free.allocate(size)
             if offset is None:
-                self._grow(size - self._allocator.tail_bytes())
-                offset = self._allocator.allocate(size)
+                self._grow(size - self._free.tail_bytes())
+                offset = self._free.allocate(size)
             assert offset is not None, "the file has grown by what was missing"
         return offset, size
 
     def free(self, offset: int, size: int) -> None:
         """Takes back an extent whose I/O has ended."""
         with self._lock:
-            self._allocator.free(offset, size)
+            self._free.free(offset, size)
 
     def close(self) -> None:
         """Closes the descriptor, which frees the file's space. May be called again."""
@@ -158,6 +161,8 @@ class SlabFile:
         if missing > available:  # no pause here either
             message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
             raise OSError(errno.ENOSPC, message, self.directory)
+        if not self.nbytes:
+            _log.info("activations go to a new file in %s; the first writes to it are slower", self.directory)
         allowed = min(available, self._limit - self.nbytes) if self._limit else available
         step = max(self._step, min(self.nbytes // SHARE, LARGEST_STEP))
         try:
@@ -165,12 +170,10 @@ class SlabFile:
         except OSError:
             self.no_growth.begin()
             raise
-        self._allocator.grow(added)
+        self._free.grow(added)
 
     def _available(self) -> int:
-        """The bytes we may take: the free ones, less 5% of the file system or 1 GiB, whichever is smaller."""
-        status = os.fstatvfs(self.fd)
-        return status.f_bavail * status.f_frsize - min(status.f_blocks * status.f_frsize // 20, RESERVE)
+        return beyond_the_reserve(os.fstatvfs(self.fd))
 
     def _extend(self, wanted: int, missing: int) -> int:
         """The bytes preallocated: `wanted`, or `missing` if `wanted` cannot be had.
@@ -179,15 +182,20 @@ class SlabFile:
         """
         for nbytes in (wanted, missing):
             try:
-                os.posix_fallocate(self.fd, self._allocator.end, nbytes)
+                os.posix_fallocate(self.fd, self._free.end, nbytes)
                 return nbytes
             except OSError as error:
                 reason = error
             if reason.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # no fallocate: a sparse file serves
-                os.ftruncate(self.fd, self._allocator.end + nbytes)
+                os.ftruncate(self.fd, self._free.end + nbytes)
                 return nbytes
-        message = f"growing the file by {missing} B to {self._allocator.end + missing} B: {reason.strerror}"
+        message = f"growing the file by {missing} B to {self._free.end + missing} B: {reason.strerror}"
         raise OSError(reason.errno, message, self.directory)
+
+
+def beyond_the_reserve(status: os.statvfs_result) -> int:
+    """The bytes we may take: the free ones, less 5% of the file system or 1 GiB, whichever is smaller."""
+    return status.f_bavail * status.f_frsize - min(status.f_blocks * status.f_frsize // 20, RESERVE)
 
 
 def _open_direct_if_possible(directory: str, opened: Callable[[str], None] | None) -> tuple[int, bool]:

@@ -1,6 +1,9 @@
 """GPUDirect Storage: transfers between GPU memory and files that do not pass through the host.
 
-* Transfers are queued on side streams; `streams` has the rules.
+* Transfers are queued on side streams; `streams` has the rules. Each transfer under way has a stream of its own,
+  because kvikio waits for the whole stream when it is asked for a result.
+* kvikio's calls without a stream (`pread`, `pwrite`) are no way out: each waits for the default stream first, on which
+  PyTorch computes. Source: kvikio's file_handle.cpp, `sync_default_stream`.
 * **Blocks are not verified**: the data never passes the host, where the checksums of engine "posix" are computed.
 * Tensor memory is not registered with cuFile. A registration is by address, and in a caching allocator the address
   outlives the tensor. cuFile moves unregistered memory through a buffer on the GPU.
@@ -13,6 +16,7 @@ import errno
 import functools
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from ssd_fx.runtime.engines.registry import make_engine
 from ssd_fx.runtime.engines.striped import one_for_each
 
 _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
+_LANES = 16  # streams for each device; PyTorch makes 32 and hands them out in turns
 
 
 class GdsExtent(Extent):
@@ -77,8 +82,10 @@ class GdsEngine:
         self.name = driver.name
         self._config = dataclasses.replace(config, engine="posix", dirs=(directory,))
         self._host: Engine | None = None
-        self._under_way: dict[streams.Queued, None] = {}  # a future that is dropped before its end blocks the host
-        self._sides = streams.SideStreams(lambda stream: driver.register(stream.cuda_stream))
+        # By transfer, its stream. A future that is dropped before its end blocks the host, so they are kept here.
+        self._under_way: dict[streams.Queued, streams.Stream] = {}
+        self._lanes: dict[torch.device, deque[streams.Stream]] = {}
+        self._driver = driver
         self._file = _GdsFile(driver, str(Path(directory)), config.disk_limit, forced)
         _open_engines.append(self)
 
@@ -140,11 +147,28 @@ class GdsEngine:
 
         def enqueue(side: streams.Stream) -> streams.Check:
             moved = _checked(what, extent, lambda: queue(memory, extent.offset, side.cuda_stream))
-            self._under_way[transfer] = None
+            self._under_way[transfer] = side
             return functools.partial(self._end, transfer, what, extent, moved)
 
-        transfer = streams.Queued(memory.device, self._sides.get(memory.device, what == "write"), enqueue)
+        transfer = streams.Queued(memory.device, self._lane(memory.device), enqueue)
         return transfer
+
+    def _lane(self, device: torch.device) -> streams.Stream:
+        """A stream with nothing under way; of `_LANES` streams that are all in use, the one used longest ago."""
+        lanes, busy = self._lanes.setdefault(device, deque()), list(self._under_way.values())
+        idle = next((lane for lane in lanes if lane not in busy), None)
+        if idle is None and len(lanes) == _LANES:
+            idle = lanes[0]
+        if idle is None:
+            queued = streams.of(device)
+            assert queued, "only asked for devices with streams"
+            with queued.on(device):
+                idle = queued.side(device)
+                self._driver.register(idle.cuda_stream)
+        else:
+            lanes.remove(idle)
+        lanes.append(idle)
+        return idle
 
     def _end(self, transfer: streams.Queued, what: str, extent: GdsExtent, moved: Callable[[], int]) -> None:
         """Returns if all bytes were moved. Raises: OSError if not."""

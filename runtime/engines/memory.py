@@ -5,34 +5,37 @@ import torch
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Completion, Copy, Extent, Memory, not_readable
 from ssd_fx.runtime.memory.buffers import Buffer
+from ssd_fx.runtime.memory.pinned import Piece, Pinned
 
 
 class _HostExtent(Extent):
     """`buffer` holds a CPU tensor's bytes, `pinned` those of a device with streams. `reader`: the tensor's device."""
+
+    on_drive = False
 
     __slots__ = ("buffer", "pinned", "reader")
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, "memory")
         self.buffer: Buffer | None = None
-        self.pinned: torch.Tensor | None = None
+        self.pinned: Piece | None = None
         self.reader = torch.device("cpu")
 
 
 class MemoryEngine:
-    """Extents are host memory and transfers are copies: the reference that others are compared with.
-
-    Torch rounds pinned memory up to a power of two, so what is stored from a GPU may take twice its size here.
-    """
+    """Extents are host memory and transfers are copies: the reference that others are compared with."""
 
     name = "memory"
-    devices = frozenset({"cpu", "cuda"})
     disk_bytes = 0
 
     def __init__(self) -> None:
+        self.devices = frozenset({"cpu", "cuda", streams.accelerator() or "cuda"})
         self._sides = streams.SideStreams()
+        self._pinned: dict[torch.device, Pinned] = {}
+        self._reads: dict[streams.Queued, Piece] = {}  # those under way, with the memory that they read
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
+        self._reap()
         return _HostExtent(nbytes)  # `write` allocates the memory, because it knows the device
 
     def free(self, extent: Extent) -> None:
@@ -44,15 +47,16 @@ class MemoryEngine:
         extent.reader = memory.reader
         queued = streams.of(memory.reader)
         if queued:
-            extent.pinned = queued.pinned(memory.nbytes)
+            extent.pinned = self._take(queued, memory)
             if memory.home:
-                return Copy(extent.pinned.data_ptr(), memory.ptr, memory.nbytes, extent.pinned)
+                return Copy(extent.pinned.tensor.data_ptr(), memory.ptr, memory.nbytes, extent.pinned)
             return self._copy(queued, memory, extent.pinned, write=True)
         extent.buffer = Buffer(memory.nbytes)
         return Copy(extent.buffer.address, memory.ptr, memory.nbytes, extent.buffer)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
+        self._reap()
         queued = streams.of(memory.device)
         if queued and extent.pinned is not None:
             return self._copy(queued, memory, extent.pinned, write=False)
@@ -64,21 +68,40 @@ class MemoryEngine:
         """The host memory of an extent, which must have been written."""
         assert isinstance(extent, _HostExtent)
         if extent.pinned is not None:
-            return Memory(extent.pinned.data_ptr(), extent.nbytes, torch.device("cpu"), extent.reader)
+            return Memory(extent.pinned.tensor.data_ptr(), extent.nbytes, torch.device("cpu"), extent.reader)
         assert extent.buffer, "it was written"
         return Memory(extent.buffer.address, extent.nbytes, torch.device("cpu"))
 
-    def _copy(self, queued: streams.Streams, memory: Memory, pinned: torch.Tensor, write: bool) -> Completion:
+    def _take(self, queued: streams.Streams, memory: Memory) -> Piece:
+        device = memory.reader
+        with queued.on(device):
+            return self._pinned.setdefault(device, Pinned(queued, device)).take(memory.nbytes)
+
+    def _copy(self, queued: streams.Streams, memory: Memory, pinned: Piece, write: bool) -> Completion:
         def enqueue(side: streams.Stream) -> streams.Check:
             ours = queued.view(memory.ptr, memory.nbytes, memory.device)
-            target, source = (pinned, ours) if write else (ours, pinned)
+            theirs = pinned.tensor[: memory.nbytes]
+            target, source = (theirs, ours) if write else (ours, theirs)
             queued.copy(side, target, source)
+            if not write:
+                self._reads[copy] = pinned
             return lambda: None
 
-        return streams.Queued(memory.device, self._sides.get(memory.device, write), enqueue)
+        copy = streams.Queued(memory.device, self._sides.get(memory.device, write), enqueue, may_fail=False)
+        return copy
+
+    def _reap(self) -> None:
+        """Lets go of what was read. A device may read long after the host has freed the extent (`Queued.follow`)."""
+        for read in list(self._reads):
+            if not read.done():
+                return
+            del self._reads[read]
 
     def failed(self, extent: Extent, error: OSError) -> None:
         raise AssertionError(f"a copy in memory cannot fail: {error}")
 
     def close(self) -> None:
-        return
+        for read in self._reads:
+            read.wait()
+        self._reads.clear()
+        self._pinned.clear()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Transfer:
     there. `record`: called at the start, returns the event that the transfer of a device's memory waits for.
     """
 
-    __slots__ = ("_bounce", "_extent", "_record", "_request", "_target", "_what")
+    __slots__ = ("_bounce", "_copying", "_extent", "_record", "_request", "_target", "_what")
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class Transfer:
         self._request = request
         self._bounce = bounce
         self._target = target
+        self._copying = threading.Lock()  # `cancel` returns when `wait`, in another thread, has left the target alone
         self._record = record
 
     def start(self) -> None:
@@ -84,19 +86,20 @@ class Transfer:
     def wait(self) -> None:
         while (state := self._request.wait(POLL_MS)) == loader.PENDING:
             continue
-        bounce = self._bounce  # another thread may wait too
-        if state == loader.OK and self._target:
-            if bounce is None:  # `cancel` dropped it
-                raise self._error(loader.CANCELLED)
-            ctypes.memmove(self._target, bounce.address, self._extent.nbytes)
-            self._target = 0
-        self._bounce = None
+        with self._copying:
+            bounce, self._bounce = self._bounce, None
+            if state == loader.OK and self._target:
+                if bounce is None:  # `cancel` dropped it
+                    raise self._error(loader.CANCELLED)
+                ctypes.memmove(self._target, bounce.address, self._extent.nbytes)
+                self._target = 0
         if state != loader.OK:
             raise self._error(state)
 
     def cancel(self) -> bool:
         state = self._request.cancel()
-        self._bounce = None
+        with self._copying:
+            self._bounce = None
         return state != loader.OK
 
     def span(self) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Engine
 
 
@@ -29,7 +30,15 @@ def _posix(config: RuntimeConfig) -> Engine:
             directory, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums
         )
 
-    return one_for_each(config.dirs, made)
+    return _reaching(one_for_each(config.dirs, made))
+
+
+def _reaching(files: Engine) -> Engine:
+    """`files`, with a way to the memory of this process's device if they have none."""
+    from ssd_fx.runtime.engines import staged
+
+    device = staged.needed()
+    return staged.StagedEngine(files, device) if device else files
 
 
 _GDS = {"kvikio": False, "kvikio-forced": True}
@@ -75,22 +84,25 @@ ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
 _made: list[weakref.ref[Engine]] = []
 
 
-def make_tiers(config: RuntimeConfig) -> tuple[Engine, int]:
+def make_tiers(config: RuntimeConfig, moved: Callable[[int], None]) -> tuple[Engine, int]:
     """The engine of `config`, and the bytes that may be resident before they go to it.
 
-    On a GPU `host_budget` is the room of a tier to which tensors are copied. On the CPU tensors are in host memory
-    already, so `host_budget` adds to the bytes that may be resident.
+    `moved` is called with the bytes that have moved from the tier in host memory to the drive.
+
+    On a device with memory of its own `host_budget` is the room of a tier to which tensors are copied. On the CPU
+    tensors are in host memory already, so `host_budget` adds to the bytes that may be resident.
 
     Raises: what `make_engine` raises.
     """
     engine = make_engine(config)
-    if not (config.host_budget and torch.cuda.is_available() and "cuda" in engine.devices):
+    has_memory = torch.accelerator.is_available() and streams.accelerator() in engine.devices
+    if not (config.host_budget and has_memory):
         return engine, config.resident + config.host_budget
     from ssd_fx.runtime.engines.memory import MemoryEngine
     from ssd_fx.runtime.engines.tiered import TieredEngine
 
     host = MemoryEngine()
-    return TieredEngine(host, engine, host.located, config.host_budget, config.inflight), config.resident
+    return TieredEngine(host, engine, host.located, config.host_budget, config.inflight, moved), config.resident
 
 
 def make_engine(config: RuntimeConfig) -> Engine:

@@ -31,16 +31,29 @@ class TieredExtent(Extent):
         self.written: Completion | None = None  # the write that filled `host`
         self.moving: Completion | None = None
 
+    @property
+    def on_drive(self) -> bool:  # type: ignore[override]
+        return self.host is None
+
 
 class TieredEngine:
     """Keeps up to `room` bytes in `host` and the rest in `drive`. `locate` returns the memory of an extent of `host`.
 
     The plan says which tensors stay in `host`; where it names no tier, the latest stay.
     A tensor that moves on takes host memory until it is written, so host memory holds up to `room + in_flight` bytes.
-    If more than `in_flight` bytes would be moving, new tensors go to the drive at once.
+    If more than `in_flight` bytes would be moving, new tensors go to the drive at once. `moved` is called with the
+    bytes of each tensor that has moved on.
     """
 
-    def __init__(self, host: Engine, drive: Engine, locate: Locate, room: int, in_flight: int) -> None:
+    def __init__(
+        self,
+        host: Engine,
+        drive: Engine,
+        locate: Locate,
+        room: int,
+        in_flight: int,
+        moved: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         self.name = f"{host.name}+{drive.name}"
         self.devices = host.devices & drive.devices
         self._host = host
@@ -48,6 +61,7 @@ class TieredEngine:
         self._locate = locate
         self._room = room
         self._cap = in_flight
+        self._moved = moved
         self._in_host: dict[TieredExtent, None] = {}  # those that may move on, oldest first
         self._moving: dict[TieredExtent, None] = {}  # oldest first
         self.host_bytes = 0  # those moving included
@@ -162,10 +176,11 @@ class TieredEngine:
             if error.errno not in NOT_OF_THE_DRIVE:
                 self._drive.failed(drive, error)
             return
-        extent.drive = drive
+        extent.drive = drive  # no call since `_forget_move`: a Ctrl-C between would lose the room on the drive
         extent.directory = drive.directory
         extent.offset = drive.offset
         self._free_host(extent)
+        self._moved(extent.nbytes)
 
     def _forget_move(self, extent: TieredExtent) -> Extent:
         del self._moving[extent]

@@ -1,7 +1,8 @@
 """Lets PyTorch take the memory of large CPU tensors from `native/allocator.cpp`, from the first compilation on.
 
 The source is compiled once for each version of torch, against the headers in its wheel, into the user's cache.
-`install` puts it in place. `forward` and `backward` tell it where a step ends.
+`install` puts it in place. `forward` and `backward` tell it where a step ends. `native/allocator.cpp` says when idle
+memory goes back (`IDLE_PERIODS`, `PERIOD_S`), and `deaths.py` how often an idle process looks (`IDLE_S`).
 
 A process that brings its own malloc (a preloaded jemalloc, mimalloc or sanitizer) is left alone.
 """

@@ -7,7 +7,6 @@ here keeps an address longer than the tensor lives.
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,15 +22,6 @@ def empty(layout: TensorMeta, device: torch.device) -> Tensor:
     if queued:
         return queued.empty(size, stride, dtype, device)
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-def free_bytes() -> int:
-    """The host memory that nobody uses; 0 if that cannot be told."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:

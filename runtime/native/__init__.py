@@ -1,1 +1,1 @@
-"""The pool of I/O threads, in C and in Python, and what loads it."""
+"""The pool of I/O threads (C), the allocator of large CPU tensors (C++), and what builds and loads them."""

@@ -8,7 +8,7 @@
  * merged. Blocks are page-aligned, so direct I/O needs no copy. They lie in huge pages where the kernel has them.
  *
  * Memory that was touched stays for the next request, because a first touch costs more than a fill. It goes back to the
- * kernel once it is idle: no block used it in the last `PATIENCE` periods. A period is a training step
+ * kernel once it is idle: no block used it in the last `IDLE_PERIODS` periods. A period is a training step
  * (`allocator_end_of_step`) or, where no step ends for long, some seconds (`Range::tick`).
  *
  * Small tensors, and all when the range is full, come from the allocator that was there before. Blocks may outlive the
@@ -38,7 +38,7 @@ namespace {
 
 constexpr size_t CHUNK = size_t{2} << 20;   /* a huge page on most machines; the unit of giving back */
 constexpr size_t GROWTH = size_t{32} << 20; /* bytes made accessible at a time */
-constexpr uint32_t PATIENCE = 2;
+constexpr uint32_t IDLE_PERIODS = 2;
 constexpr int64_t PERIOD_S = 5, LONGEST_S = 60; /* without steps */
 const size_t PAGE = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 
@@ -127,14 +127,14 @@ class Range {
         int64_t time = now();
         step_s_ = time - step_began_;
         step_began_ = time;
-        end_period(PATIENCE);
+        end_period(IDLE_PERIODS);
     }
 
     /* The next two are called with the lock held. */
 
     /* Ends the period if no step has ended for `PERIOD_S` and two steps' time: in inference, say. */
     void tick() {
-        if (now() - period_began_ >= std::clamp(2 * step_s_, PERIOD_S, LONGEST_S)) end_period(PATIENCE);
+        if (now() - period_began_ >= std::clamp(2 * step_s_, PERIOD_S, LONGEST_S)) end_period(IDLE_PERIODS);
     }
 
     /* Gives back the free chunks that no block used in the last `patience` periods. The next period begins. */
@@ -303,10 +303,15 @@ extern "C" {
 int allocator_install(size_t least, size_t nbytes) {
     c10::Allocator *found = c10::GetCPUAllocator();
     if (other) return found->raw_deleter() == &release;
-    if (!found->raw_deleter() || !range.reserve(nbytes)) return 0;
+    RangeAllocator *ours = nullptr;
+    try {
+        if (!found->raw_deleter() || !range.reserve(nbytes)) return 0;
+        ours = new RangeAllocator(least);
+    } catch (const std::bad_alloc &) { /* no exception may reach Python's C code */
+        return 0;
+    }
     other = found;
     pthread_atfork(before_fork, in_parent, in_child);
-    auto *ours = new RangeAllocator(least);
     std::atomic_thread_fence(std::memory_order_release); /* other threads read torch's pointer without a lock */
     c10::SetCPUAllocator(ours);
     return c10::GetCPUAllocator() == ours; /* another one may have a higher priority */

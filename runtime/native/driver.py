@@ -15,7 +15,7 @@ FUNCTIONS = (  # in the order of struct Cuda in native/pool.h
     "cuCtxSetCurrent",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
-    "cuStreamWaitEvent",
+    "cuEventSynchronize",
     "cuStreamSynchronize",
     "cuMemcpyAsync",
     "cuMemHostAlloc",
@@ -94,7 +94,7 @@ class CudaDriver:
         return self._contexts[index]
 
     def record(self, index: int) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         event.record(torch.cuda.current_stream(index))
         return event
 
@@ -114,10 +114,9 @@ def _address(function: object) -> int:
 
 
 def _unusable(reason: str) -> RuntimeError:
-    rocm = f"; torch is built for ROCm {torch.version.hip}, whose memory they do not reach" if torch.version.hip else ""
     return RuntimeError(
         f"the I/O threads of engine 'posix' copy what is on a GPU with NVIDIA's driver, which cannot be used here: "
-        f"{reason}{rocm}. engine='memory' does without, and keeps in host memory what leaves the GPU"
+        f"{reason}. engine='memory' does without, and keeps in host memory what leaves the GPU"
     )
 
 

@@ -22,14 +22,14 @@ typedef struct Cuda {
     int (*set_context)(void *context);
     int (*stream_create)(void **stream, unsigned flags);
     int (*stream_destroy)(void *stream);
-    int (*stream_wait_event)(void *stream, void *event, unsigned flags);
+    int (*event_synchronize)(void *event);
     int (*stream_synchronize)(void *stream);
     int (*copy)(uint64_t target, uint64_t source, size_t bytes, void *stream);
     int (*host_alloc)(void **memory, size_t bytes, unsigned flags);
     int (*host_free)(void *memory);
 } Cuda;
 
-enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, STREAM_WAIT_EVENT, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE };
+enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, EVENT_SYNCHRONIZE, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE };
 
 typedef struct Device {
     Cuda cuda;

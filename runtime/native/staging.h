@@ -1,10 +1,11 @@
 /* Transfers of memory on a CUDA device. They go through two pinned halves of each worker, so that one half is copied
  * while the other is written or read. Include after transfer.h.
  *
- * Every worker has a stream for its copies, which does not synchronise with the default stream. It waits for the
- * request's event first, and so for the work that the compute stream had when the request was started: the kernel that
- * writes the tensor, or, before a read, the kernels that still use the memory. The worker waits for every copy. So the
- * memory of a final request is no longer in use, and no allocator has to know of the worker's stream.
+ * Every worker has a stream for its copies, which does not synchronise with the default stream. Before its first copy it
+ * waits for the request's event, and so for the work that the compute stream had when the request was started: the
+ * kernel that writes the tensor, or, before a read, the kernels that still use the memory. It waits on the host, asleep,
+ * because to wait for the copy's stream instead would keep a core busy until the kernels are done. The worker waits for
+ * every copy. So the memory of a final request is no longer in use, and no allocator has to know of the worker's stream.
  */
 
 /* 1 if `result` is success; else 0, with the failure filled in. */
@@ -62,11 +63,18 @@ static int synchronize(const Request *r, size_t from, void *stream, Failure *fai
     return succeeded(result, STREAM_SYNCHRONIZE, r->offset + (int64_t)from, failure);
 }
 
+/* Returns when the device's memory may be copied. */
+static int ready(const Request *r, Failure *failure) {
+    int result = r->device->cuda.event_synchronize(r->event);
+    return succeeded(result, EVENT_SYNCHRONIZE, r->offset, failure);
+}
+
 #define LENGTH(at) (end - (at) < HALF ? end - (at) : HALF)
 
 /* Writes bytes `from` to `end`: while one half is written, the next is copied. */
 static int write_staged(Worker *w, const Request *r, size_t from, size_t end, void *stream, Failure *failure) {
     int turn = 0;
+    if (!ready(r, failure)) return 0;
     if (!start_copy(r, w->half[0], from, LENGTH(from), stream, failure)) return 0;
     for (size_t at = from; at < end; at += HALF, turn ^= 1) {
         size_t next = at + HALF;
@@ -83,6 +91,7 @@ static int read_staged(Worker *w, const Request *r, size_t from, size_t end, voi
     for (size_t at = from; at < end; at += HALF, turn ^= 1) {
         if (!transfer(r, w->half[turn], at, LENGTH(at), failure)) return 0;
         if (at > from && !synchronize(r, at, stream, failure)) return 0; /* the next round reads into the other half */
+        if (at == from && !ready(r, failure)) return 0;
         if (!start_copy(r, w->half[turn], at, LENGTH(at), stream, failure)) return 0;
     }
     return synchronize(r, from, stream, failure);
@@ -92,8 +101,6 @@ static int read_staged(Worker *w, const Request *r, size_t from, size_t end, voi
 static int transfer_staged(Worker *w, const Request *r, size_t from, size_t bytes, Failure *failure) {
     void *stream = lane(w, r, failure);
     if (!stream) return 0;
-    int result = r->device->cuda.stream_wait_event(stream, r->event, 0);
-    if (!succeeded(result, STREAM_WAIT_EVENT, r->offset, failure)) return 0;
     int ok = (r->operation == WRITE ? write_staged : read_staged)(w, r, from, from + bytes, stream, failure);
     if (!ok) r->device->cuda.stream_synchronize(stream); /* a copy may be running; the first failure is reported */
     return ok;

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import torch
 
+from ssd_fx import progress
 from ssd_fx.calibration import rates
 from ssd_fx.calibration.host_copies import host_copies
 from ssd_fx.calibration.timing import NoClock
@@ -43,15 +44,18 @@ _WHAT = {"compute": "how fast {device} computes", "disk": "how fast tensors of {
 T = TypeVar("T")
 Rates = dict[str, object]
 Cached = dict[str, dict[str, Rates]]  # section -> key -> rates
-_WITHOUT = (
-    "results are the same, but a step may wait for the drive, or recompute, where another plan would not. "
-    "`ssd-fx calibrate DIRECTORY` measures when the machine is idle; options={'machine': 'default'} takes the typical "
-    "rates without asking"
-)
 
 
 class _Unmeasured(Exception):
     """A measurement that is not one of this machine; the text names what was measured, and why it is wrong."""
+
+
+class NotMeasured(RuntimeWarning):
+    """Plans are made for typical rates, for a `reason`."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 _lock = threading.Lock()
@@ -90,7 +94,8 @@ def _learn(config: RuntimeConfig, device: torch.device, again: bool, though_busy
         for section, key in _keys(config, device).items():
             found = None if again else kept[section].get(key)
             if found is None:
-                found = _measured(section, measure[section], device)
+                with progress.told(f"measuring {_WHAT[section].format(device=device)}, once", progress.MEASURING_S):
+                    found = _measured(section, measure[section], device)
             _known[section][key] = found
             if found:
                 kept[section][key] = found
@@ -109,8 +114,9 @@ def _measured(section: str, measure: Callable[[], Rates], device: torch.device) 
             raise
         first = (str(error) or type(error).__name__).splitlines()[0]
         reason = f"{_WHAT[section].format(device=device)} (there is no memory for it: {first})"
-    text = f"ssd_fx could not measure {reason}, and plans with typical rates: {_WITHOUT}"
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
+    text = f"ssd_fx could not measure {reason}, and plans with typical rates. "
+    text += "`ssd-fx calibrate DIR --wait` measures when the machine is idle."
+    warnings.warn(NotMeasured(text, reason), stacklevel=4)
     return {}
 
 
@@ -178,7 +184,7 @@ def _compute(device: torch.device, though_busy: bool) -> Rates:
     if others >= _OTHERS and not though_busy:
         raise _Unmeasured(f"how fast this machine computes (other processes use {others:.0%} of its cores)")
     if float(str(found["kernel_s"])) >= _BUSY_S:
-        took = f"the smallest kernel took {found['kernel_s']:.3g} s, as with more threads than cores that run them"
+        took = f"the smallest kernel took {found['kernel_s']:.3g} s, as with more threads than cores"
         raise _Unmeasured(f"how fast this machine computes ({took})")
     return found
 

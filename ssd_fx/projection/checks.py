@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-MOST = 10**9  # of anything that is counted; far beyond, products are no floats any more
+MOST = 10**9  # of anything that is counted or measured; far beyond, products are no floats any more
+LEAST = 1e-9  # of anything that is measured; far below, quotients are none
 
 
 def whole(name: str, value: int, least: int = 1) -> None:
@@ -20,10 +20,20 @@ def whole(name: str, value: int, least: int = 1) -> None:
 
 def positive(name: str, value: float, unit: str) -> None:
     """Raises:
-    ValueError: `value` is not a finite number above 0.
+    ValueError: `value` is not between `LEAST` and `MOST`.
     """
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value:g} is not possible; right would be a number of {unit} above 0")
+    if not LEAST <= value <= MOST:
+        right = f"a number of {unit} above 0, from {LEAST:g} to {MOST:g}"
+        raise ValueError(f"{name}={value:g} is not possible; right would be {right}")
+
+
+def price(value: float) -> None:
+    """Raises:
+    ValueError: `value` is neither 0 nor a price up to `MOST`.
+    """
+    if not 0 <= value <= MOST:
+        right = f"US dollars up to {MOST:g}, or 0 if it is not known"
+        raise ValueError(f"price={value:g} is not a price; right would be {right}")
 
 
 def divides(name: str, divisor: int, of: str, number: int) -> None:

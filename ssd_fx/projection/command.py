@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from ssd_fx.projection import compiled, plot, text
@@ -52,6 +53,14 @@ _DRIVE = {
 }
 
 
+_EXAMPLES = """examples:
+  ssd-fx project --model megatron-18b
+  ssd-fx project --of plan/*.plan.json --step-ms 350 --drives 1 --tbw 600
+
+exit status: 0 fine; 2 wrong words or values.
+"""
+
+
 def _number(kind: type[int] | type[float]) -> Any:
     def parse(given: str) -> float:
         try:
@@ -66,7 +75,13 @@ def _number(kind: type[int] | type[float]) -> Any:
 def add(commands: Any) -> None:
     """Add the command to the subparsers of `ssd-fx`."""
     text_ = "project bytes, rates, life and cost of drives for a model, without running it"
-    parser = commands.add_parser("project", help=text_, description=f"{text_}; docs/projection.md has the formulas")
+    parser = commands.add_parser(
+        "project",
+        help=text_,
+        description=f"{text_}; docs/projection.md has the formulas",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _add_model(parser.add_argument_group("model"))
     _add_device(parser.add_argument_group("GPU and drives"))
     out = parser.add_argument_group("output")
@@ -74,13 +89,12 @@ def add(commands: Any) -> None:
     out.add_argument("--step-ms", type=_number(float), help="with --of: forward and backward, instead of as predicted")
     out.add_argument("--json", action="store_true", help="print JSON; rates are bytes a second")
     out.add_argument("--plot", metavar="FILE", help="draw it as well, e.g. projection.png (needs matplotlib)")
+    parser.set_defaults(run=run)
 
 
 def _add_model(group: Any) -> None:
     group.add_argument("--model", metavar="NAME", help=f"a preset: {', '.join(RUNS)}")
-    for name, meaning in (_MODEL | _PARALLELISM).items():
-        group.add_argument(_flag(name), dest=name, type=_number(int), metavar="N", help=meaning)
-    group.add_argument("--batch", type=_number(int), metavar="N", help="micro-batch, in sequences; default: 1")
+    _add_numbers(group, int, _MODEL | _PARALLELISM | {"batch": "micro-batch, in sequences; default: 1"})
     for name, meaning in _FLAGS.items():
         group.add_argument(_flag(name), dest=name, action=argparse.BooleanOptionalAction, help=meaning)
     group.add_argument("--dtype", metavar="NAME", help="of activations: fp16, bf16 or fp32")
@@ -90,11 +104,16 @@ def _add_model(group: Any) -> None:
 
 def _add_device(group: Any) -> None:
     group.add_argument("--machine", metavar="NAME", help=f"a preset: {', '.join(MACHINES)}")
-    for name, meaning in (_GPU | _DRIVE).items():
-        group.add_argument(_flag(name), dest=name, type=_number(float), metavar="X", help=meaning)
-    group.add_argument("--drives", type=_number(int), metavar="N", help="drives per GPU")
+    _add_numbers(group, float, _GPU | _DRIVE)
+    _add_numbers(group, int, {"drives": "drives per GPU"})
     group.add_argument("--drive", metavar="NAME", help=f"a preset: {', '.join(DRIVES)}")
     group.add_argument("--price", dest="price_usd", type=_number(float), metavar="X", help="US dollars for a drive")
+
+
+def _add_numbers(group: Any, kind: type[int] | type[float], meanings: Mapping[str, str]) -> None:
+    for name, meaning in meanings.items():
+        metavar = "N" if kind is int else "X"
+        group.add_argument(_flag(name), dest=name, type=_number(kind), metavar=metavar, help=meaning)
 
 
 def _flag(name: str) -> str:
@@ -139,7 +158,7 @@ def _of_model(flags: argparse.Namespace) -> str:
 
 
 def _json(values: dict[str, Any]) -> str:
-    return json.dumps(values, indent=1)
+    return json.dumps(values, indent=1, allow_nan=False)  # JSON has no word for infinity
 
 
 def _rates(traffic: Traffic) -> dict[str, Any]:

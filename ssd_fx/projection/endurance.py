@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from ssd_fx.projection.scenario import Drives
 from ssd_fx.projection.traffic import Traffic
+from ssd_fx.runtime.stats import DAY_S, rated_days
 
 PAPER_WAF = 2.5  # write amplification in the workload that TBW is rated for; large sequential writes have about 1
 PAPER_RETENTION = 86.0  # more cycles if data need to last for 1 day only, instead of 3 years
-DAY_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Endurance:
 def endurance(traffic: Traffic, drives: Drives) -> Endurance:
     """The life of `drives` that get `traffic` day and night, or the share of it that they keep up with."""
     bytes_per_day = traffic.bytes_per_day * traffic.share(drives)
-    days = drives.rated_bytes / bytes_per_day
+    days = rated_days(drives.rated_tb, bytes_per_day / DAY_S)
     return Endurance(
         bytes_per_day=bytes_per_day,
         rated_days=days,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ssd_fx.projection.checks import divides, one_of, positive, whole
+from ssd_fx.projection.checks import divides, one_of, positive, price, whole
 
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 ATTENTION = ("flash", "matrix")
@@ -90,40 +90,39 @@ class Parallelism:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """One GPU. peak_tflops: of dense products in 16 bits. price_usd: 0 if not known."""
+class _Part:
+    """A part that one buys. Of its fields all that are in `UNITS` are above 0. price_usd: 0 if not known."""
+
+    UNITS: ClassVar[dict[str, str]]
 
     name: str
-    peak_tflops: float
-    memory_gib: float
     price_usd: float = 0.0
 
     def __post_init__(self) -> None:
-        positive("peak_tflops", self.peak_tflops, "TFLOP/s")
-        positive("memory_gib", self.memory_gib, "GiB")
-        _price("gpu_price", self.price_usd)
+        for name, unit in self.UNITS.items():
+            positive(name, getattr(self, name), unit)
+        price(self.price_usd)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive:
+class Device(_Part):
+    """One GPU. peak_tflops: of dense products in 16 bits. price_usd: 0 if not known."""
+
+    UNITS: ClassVar = {"peak_tflops": "TFLOP/s", "memory_gib": "GiB"}
+
+    peak_tflops: float
+    memory_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive(_Part):
     """One drive. Rates in 10^9 bytes a second; tbw: rated endurance in 10^12 bytes; price_usd: 0 if not known."""
 
-    name: str
+    UNITS: ClassVar = {"write_gbps": "GB/s", "read_gbps": "GB/s", "tbw": "TB"}
+
     write_gbps: float
     read_gbps: float
     tbw: float
-    price_usd: float = 0.0
-
-    def __post_init__(self) -> None:
-        positive("write_gbps", self.write_gbps, "GB/s")
-        positive("read_gbps", self.read_gbps, "GB/s")
-        positive("tbw", self.tbw, "TB")
-        _price("price", self.price_usd)
-
-
-def _price(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value:g} is not a price; right would be US dollars, or 0 if it is not known")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +144,9 @@ class Drives:
         return self.count * self.drive.read_gbps * 1e9
 
     @property
-    def rated_bytes(self) -> float:
-        """What they may be written in all, as rated."""
-        return self.count * self.drive.tbw * 1e12
+    def rated_tb(self) -> float:
+        """What they may be written in all, as rated, in 10^12 bytes."""
+        return self.count * self.drive.tbw
 
     @property
     def price_usd(self) -> float:

@@ -8,7 +8,7 @@ from ssd_fx.projection.memory import LAYERS_IN_MEMORY
 from ssd_fx.projection.project import Projection
 from ssd_fx.projection.scenario import Drives, Scenario
 from ssd_fx.projection.traffic import Traffic
-from ssd_fx.sizes import format_bytes
+from ssd_fx.sizes import format_bytes, format_days, format_seconds
 
 Rows = list[tuple[str, str]]
 
@@ -25,12 +25,13 @@ def of_scenario(found: Projection) -> str:
 def of_compiled(found: Compiled, drives: Drives) -> str:
     """The text about a compiled model."""
     step = "predicted by the plan for the machine that made it" if found.step_is_predicted else "as given"
+    offloaded = f"{format_bytes(found.offloaded_bytes)} of {format_bytes(found.saved_bytes)} are offloaded"
     rows = [
         ("graphs", ", ".join(found.graphs)),
         ("drives", _drives(drives)),
-        ("activations", f"{format_bytes(found.offloaded_bytes)} of {format_bytes(found.saved_bytes)} are offloaded"),
+        ("activations", f"{offloaded}, {format_bytes(found.written_bytes)} of that to the drives"),
         ("layers", f"{found.layers}, of at most {format_bytes(found.layer_bytes)}"),
-        ("step", f"{_seconds(found.step_s)}, {step}; the forward is taken as a third of it"),
+        ("step", f"{format_seconds(found.step_s)}, {step}; the forward is taken as a third of it"),
     ]
     life = endurance(found.traffic, drives)
     price = [("cost", f"{_dollars(life.drives_usd)} of drives; {_wear(life)}")] if life.drives_usd else []
@@ -54,7 +55,7 @@ def _inputs(found: Projection) -> Rows:
 
 def _drives(drives: Drives) -> str:
     rates = f"{drives.write_bytes_s / 1e9:.3g} GB/s written, {drives.read_bytes_s / 1e9:.3g} read"
-    return f"{drives.count} x {drives.drive.name} per GPU: {rates}, {drives.rated_bytes / 1e12:.6g} TB rated"
+    return f"{drives.count} x {drives.drive.name} per GPU: {rates}, {drives.rated_tb:.6g} TB rated"
 
 
 def _activations(found: Projection) -> Rows:
@@ -68,7 +69,7 @@ def _activations(found: Projection) -> Rows:
 
 
 def _rates(traffic: Traffic, drives: Drives) -> Rows:
-    times = f"forward {_seconds(traffic.forward_s)}, forward and backward {_seconds(traffic.step_s)}"
+    times = f"forward {format_seconds(traffic.forward_s)}, forward and backward {format_seconds(traffic.step_s)}"
     half, forward = traffic.write_bytes_s / 1e9, traffic.forward_write_bytes_s / 1e9
     return [
         ("time", times),
@@ -103,12 +104,12 @@ def _optimizer(found: Projection) -> str:
 
 
 def _life(life: Endurance, drives: Drives, share: float) -> Rows:
-    factors = f"{_days(life.paper_waf_days)} with WAF {PAPER_WAF:g}, {_days(life.paper_days)} with retention"
+    waf, retention = format_days(life.paper_waf_days), format_days(life.paper_days)
     written = f"{life.bytes_per_day / 1e12:.4g} TB per GPU and day, if it trains day and night"
     return [
         ("written", f"{written}; {share:.2g} of the activations" if share < 1 else written),
-        ("drive life", f"{_days(life.rated_days)} by rated TBW ({drives.count} x {drives.drive.tbw:g} TB)"),
-        ("", f"{factors} {PAPER_RETENTION:g} too:"),
+        ("drive life", f"{format_days(life.rated_days)} by rated TBW ({drives.count} x {drives.drive.tbw:g} TB)"),
+        ("", f"{waf} with WAF {PAPER_WAF:g}, {retention} with retention {PAPER_RETENTION:g} too:"),
         ("", "these are the reference paper's assumptions, which no vendor guarantees"),
     ]
 
@@ -134,16 +135,6 @@ def _wear(life: Endurance) -> str:
 
 def _dollars(amount: float) -> str:
     return f"${amount:,.0f}" if amount >= 10 else f"${amount:.2f}"
-
-
-def _days(days: float) -> str:
-    if days >= 365:
-        return f"{days / 365:.3g} years"
-    return f"{days:.3g} days" if days >= 1 else f"{days * 24:.3g} hours"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _aligned(rows: Rows) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ssd_fx.projection.checks import positive
 from ssd_fx.projection.scenario import Drives
+from ssd_fx.runtime.stats import DAY_S
 
 Hides = Literal["forward", "half", "no"]
 
@@ -21,10 +21,6 @@ class Traffic:
     nbytes: float
     forward_s: float
     step_s: float
-
-    def __post_init__(self) -> None:
-        positive("activations", self.nbytes, "bytes")
-        positive("step_s", self.step_s, "seconds")
 
     @property
     def write_bytes_s(self) -> float:
@@ -43,7 +39,7 @@ class Traffic:
 
     @property
     def bytes_per_day(self) -> float:
-        return self.nbytes / self.step_s * 86400
+        return self.nbytes / self.step_s * DAY_S
 
     def hides(self, drives: Drives) -> Hides:
         """Where the writes hide: within the forward, within half the step, or not at all."""

@@ -1,1 +1,1 @@
-"""Texts for people: the dump of a plan, in which equal layers are folded, and the page of options."""
+"""What people read: the report of a step and its page, the dump of a plan, the table of budgets, the options."""

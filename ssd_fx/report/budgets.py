@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ssd_fx.sizes import format_bytes
+from ssd_fx.report.columns import aligned
+from ssd_fx.runtime.stats import DAY_S, rated_days
+from ssd_fx.sizes import format_bytes, format_days, format_seconds
 
-_DAY_S = 86400
-_YEAR_S = 365.25 * _DAY_S
 _COARSE = 0.01  # by a smaller share predicted times cannot be told apart
 
 
@@ -17,11 +16,15 @@ _COARSE = 0.01  # by a smaller share predicted times cannot be told apart
 class Prediction:
     """What is predicted of a step under one budget.
 
-    budget: as in the options: a share (float), bytes (int) or "auto".
-    peak_bytes: live tensors above the level before the step: activations, transients and gradients.
-    memory_bytes: all tensors at that peak: those, the inputs of the graph with its parameters, the optimizer's state.
-    step_s: forward and backward, of which compute_s are without transfers and recomputing, and stall_s are waited.
-    written_bytes: to the drives, per step, before compression.
+    Attributes:
+        budget: as in the options: a share (float), bytes (int) or "auto".
+        peak_bytes: live tensors above the level before the step: activations, transients and gradients.
+        memory_bytes: all tensors at that peak: those, the inputs of the graph with its parameters, the optimizer's
+            state.
+        step_s: seconds of forward and backward, without the optimizer.
+        compute_s: seconds of that without transfers and recomputing.
+        stall_s: seconds of that in which the step waits for the drive.
+        written_bytes: to the drives, per step, before compression.
     """
 
     budget: int | float | str
@@ -44,14 +47,16 @@ class Prediction:
 class Estimate:
     """What is predicted of a training step under several budgets; printed, it is a table.
 
-    graph: the name that the compiled graph would have.
-    batch: the first size of the first input; None if there is none.
-    saved_bytes: what the forward saves, of PyTorch's own partition.
-    input_bytes: parameters, buffers and inputs of the graph.
-    state_bytes: of the optimizer.
-    predictions: one for each budget.
-    memory: the bytes that all tensors together may have, if asked for.
-    drive_tbw: the bytes that the drive is rated for, if asked for.
+    Attributes:
+        graph: the name that the compiled graph would have.
+        batch: the first size of the first input; None if there is none.
+        saved_bytes: what the forward saves, of PyTorch's own partition.
+        input_bytes: parameters, buffers and inputs of the graph.
+        state_bytes: of the optimizer.
+        predictions: one for each budget.
+        memory: the bytes that all tensors together may have, if asked for.
+        drive_tbw: 10^12 bytes that the drives are rated for; 0 if not known.
+        rates: where the rates behind the times come from: "measured", "typical", "typical compute", "given".
     """
 
     graph: str
@@ -61,7 +66,8 @@ class Estimate:
     state_bytes: int
     predictions: tuple[Prediction, ...]
     memory: int | None = None
-    drive_tbw: int | None = None
+    drive_tbw: float = 0.0
+    rates: str = "typical"
 
     def fits(self, row: Prediction) -> bool:
         """Whether all tensors fit in `memory`; without one everything does."""
@@ -78,11 +84,11 @@ class Estimate:
     def life_s(self, row: Prediction) -> float | None:
         """Seconds of training without a pause until the drive has written what it is rated for.
 
-        None if no drive was named, or nothing is written.
+        None if the rating is not known, or nothing is written.
         """
-        if self.drive_tbw is None or not row.written_bytes:
+        if not self.drive_tbw or not row.written_bytes:
             return None
-        return self.drive_tbw / row.written_bytes * row.step_s
+        return DAY_S * rated_days(self.drive_tbw, row.written_bytes / row.step_s)
 
     def details(self) -> dict[str, Any]:
         """The table as a dictionary of plain values, for JSON."""
@@ -97,7 +103,10 @@ class Estimate:
             f"parameters, buffers and inputs {format_bytes(self.input_bytes)}, "
             f"optimizer state {format_bytes(self.state_bytes)}"
         )
-        return "\n".join([head, *_aligned([_HEAD, *map(self._cells, self.predictions)]), *self._verdict()])
+        rates = f"times by {self.rates} rates"
+        return "\n".join(
+            [head, rates, *aligned([_HEAD, *map(self._cells, self.predictions)], _FIGURES, heads=1), *self._verdict()]
+        )
 
     def _cells(self, row: Prediction) -> tuple[str, ...]:
         life = self.life_s(row)
@@ -111,7 +120,7 @@ class Estimate:
             format_seconds(row.step_s),
             format_seconds(row.stall_s),
             format_bytes(row.written_bytes),
-            "" if self.drive_tbw is None else "unused" if life is None else _life(life),
+            "" if not self.drive_tbw else "unused" if life is None else format_days(life / DAY_S),
             fits,
         )
 
@@ -123,23 +132,4 @@ class Estimate:
 
 
 _HEAD = ("budget", "peak", "all tensors", "step", "waits", "written", "drive life", "")
-_WORDS = (0, len(_HEAD) - 1)  # the columns that are no figures
-
-
-def format_seconds(seconds: float) -> str:
-    """`4.9 s`, `120 ms`, `0 ms`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _life(seconds: float) -> str:
-    return f"{seconds / _YEAR_S:.1f} years" if seconds >= _YEAR_S else f"{seconds / _DAY_S:.3g} days"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows with aligned columns, figures to the right. A column that has nothing but its head is left out."""
-    padded = []
-    for i, column in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, column))
-        if any(column[1:]):
-            padded.append([cell.ljust(width) if i in _WORDS else cell.rjust(width) for cell in column])
-    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+_FIGURES = range(1, len(_HEAD) - 1)

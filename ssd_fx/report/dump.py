@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.partition import Names, Partition
 from ssd_fx.passes.plan import Forecast, Keep, Plan, Recompute
+from ssd_fx.report.code import configuration, told_once
+from ssd_fx.report.columns import aligned
 from ssd_fx.report.rows import Row, fold
 from ssd_fx.sizes import format_bytes
 
 Sources = Mapping[str, str]  # the lines of the model by the names of the forward's nodes
 NO_SOURCES: Sources = {}
+_NO_STAGES: Mapping[str, str] = {}
 
 
 def source_lines(partition: Partition, arguments: Sequence[str] = ()) -> Sources:
@@ -44,25 +47,20 @@ def table(plan: Plan, names: Names, sources: Sources = NO_SOURCES) -> str:
     names: `node_names`, taken before insertion.
     """
     rows = [*fold(_row(plan, g, names, sources) for g in plan.groups), *fold(_recomputed(plan, sources))]
+    return "\n".join([head(plan), *aligned([row.cells for row in rows], {Row.SIZE}), *_predicted(plan)]) + "\n"
+
+
+def head(plan: Plan) -> str:
+    """The plan in a line."""
     share = 100 * plan.offloaded_bytes / plan.saved_bytes if plan.saved_bytes else 0.0
-    head = (
+    text = (
         f"graph {plan.graph}: {len(plan.groups)} alias groups, {format_bytes(plan.saved_bytes)} saved, "
         f"{len(plan.offloaded)} groups and {format_bytes(plan.offloaded_bytes)} offloaded ({share:.1f}%)"
     )
     if plan.recomputed:
         again = format_bytes(sum(r.nbytes for r in plan.recomputed))
-        head += f", {len(plan.recomputed)} tensors and {again} recomputed"
-    return "\n".join([head, *_aligned([row.cells for row in rows]), *_predicted(plan)]) + "\n"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """The rows with aligned columns, sizes to the right. A column that is empty in all rows is left out."""
-    padded = []
-    for i, column in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, column))
-        if width:
-            padded.append([cell.rjust(width) if i == Row.SIZE else cell.ljust(width) for cell in column])
-    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+        text += f", {len(plan.recomputed)} tensors and {again} recomputed"
+    return text
 
 
 def predicted(plan: Plan) -> dict[str, float]:
@@ -73,6 +71,7 @@ def predicted(plan: Plan) -> dict[str, float]:
     return {
         "step_s": found.seconds,
         "compute_s": found.compute_s,
+        "transfer_s": found.transfer_s,
         "write_stall_s": found.write_stall_s,
         "read_stall_s": found.read_stall_s,
         "peak_bytes": found.peak,
@@ -99,12 +98,22 @@ def _predicted(plan: Plan) -> list[str]:
     step, compute = figures["step_s"] * 1e3, figures["compute_s"] * 1e3
     writes, reads = figures["write_stall_s"] * 1e3, figures["read_stall_s"] * 1e3
     return [
-        f"predicted step {step:.3g} ms: compute {compute:.3g}, waiting for writes {writes:.3g}, for reads {reads:.3g}",
+        f"predicted step {step:.4g} ms: compute {compute:.4g}, starting transfers and computing beside them "
+        f"{figures['transfer_s'] * 1e3:.4g}, waiting for writes {writes:.4g}, for reads {reads:.4g}",
         f"predicted peak {sizes['peak_bytes']} of {sizes['limit_bytes']} allowed; "
         f"floor (infinitely fast I/O) {sizes['floor_bytes']}, everything kept {sizes['kept_peak_bytes']}",
+        *_before_recomputing(plan),
         *_shared(sizes),
         *_predicted_host(sizes),
     ]
+
+
+def _before_recomputing(plan: Plan) -> list[str]:
+    """The figures that the limit follows from, where those of this partition are others."""
+    if not plan.recomputed or plan.stock is None:
+        return []
+    least, most = format_bytes(plan.stock.floor), format_bytes(plan.stock.peak)
+    return [f"allowed is of PyTorch's own partition, which recomputes less: floor {least}, everything kept {most}"]
 
 
 def _shared(sizes: dict[str, str]) -> list[str]:
@@ -182,7 +191,8 @@ LEGEND = """
 # store>, release>: the forward node behind which the write starts, and behind which the forward reads it no more.
 # load<, wait<: the backward node before which the read starts, and before which it has ended.
 # floor: the peak if everything that can be offloaded were gone at once. allowed: the floor, and for a share its part of
-# the bytes between floor and everything kept, for a budget in bytes so many more. Predictions use the option machine.
+# the bytes between floor and everything kept, for a budget in bytes so many more, all before anything is recomputed.
+# Predictions use the option machine.
 """
 
 
@@ -190,10 +200,13 @@ LEGEND = """
 class Explanation:
     """One compiled graph, as the option `dump` writes it.
 
-    graph: its name in stats, logs and traces.
-    table: the plan, for people.
-    plan: the same in full, with the keys `saved_bytes`, `offloaded_bytes`, `predicted`, `groups` and `recomputed`.
-    forward, backward: the code of both graphs, with stores, releases, loads and waits.
+    Attributes:
+        graph: its name in stats, logs and traces.
+        table: the plan, for people.
+        plan: the same in full, with the keys `saved_bytes`, `offloaded_bytes`, `predicted`, `groups` and `recomputed`.
+        forward: the code of the forward, with stores and releases.
+        backward: the code of the backward, with loads and waits.
+        stages: the code of all graphs by the pass that has changed it, from the joint graph to what Inductor gets.
     """
 
     graph: str
@@ -201,6 +214,7 @@ class Explanation:
     plan: Mapping[str, Any]
     forward: str
     backward: str
+    stages: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.table
@@ -212,22 +226,31 @@ class Explanation:
             f"{self.graph}.plan.json": json.dumps(self.plan, indent=1) + "\n",
             f"{self.graph}.forward.py": self.forward,
             f"{self.graph}.backward.py": self.backward,
+            **{f"{self.graph}/{i:02}_{name}.txt": code for i, (name, code) in enumerate(self.stages.items())},
         }
 
 
-def dump(partition: Partition, plan: Plan, names: Names, arguments: Sequence[str] = ()) -> Explanation:
+def dump(
+    partition: Partition,
+    plan: Plan,
+    names: Names,
+    arguments: Sequence[str] = (),
+    stages: Mapping[str, str] = _NO_STAGES,
+) -> Explanation:
     """What there is to see of a rewritten graph.
 
     names: `node_names` before insertion.
     arguments: the names of the Dynamo graph's inputs, in order.
     """
+    config = configuration(partition.forward.graph)
     sources = source_lines(partition, arguments)
     return Explanation(
         plan.graph,
         table(plan, names, sources) + LEGEND,
         details(plan, names, sources),
-        partition.forward.print_readable(print_output=False),
+        told_once(partition.forward.print_readable(print_output=False), config),
         partition.backward.print_readable(print_output=False),
+        {name: told_once(code, config) for name, code in stages.items()},
     )
 
 
@@ -248,7 +271,13 @@ def details(plan: Plan, names: Names, sources: Sources) -> dict[str, Any]:
             "members": list(row.members),
         }
         groups.append(found | {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()})
-    again = [
+    totals = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
+    return totals | {"predicted": predicted(plan), "groups": groups, "recomputed": recomputed(plan, sources)}
+
+
+def recomputed(plan: Plan, sources: Sources) -> list[dict[str, Any]]:
+    """What the partition was made to compute again."""
+    return [
         {
             "name": r.base,
             "module": r.module,
@@ -258,5 +287,3 @@ def details(plan: Plan, names: Names, sources: Sources) -> dict[str, Any]:
         }
         for r in plan.recomputed
     ]
-    totals = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
-    return totals | {"predicted": predicted(plan), "groups": groups, "recomputed": again}

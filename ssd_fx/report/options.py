@@ -22,8 +22,9 @@ Or set them in the environment as `SSD_FX_<NAME>`. `options` wins over the envir
 is a `ValueError` that names the right ones. torch compiles the model, and so checks its options, when the model first
 runs; `ssd_fx.check_options({...})` checks them at once.
 
-A *size* is a number of bytes or text such as `"512MiB"` or `"2GB"`. A *share* is a float from 0 to 1, or text such as
-`"25%"`. A *flag* is a bool; in the environment `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`.
+A *size* is a number of bytes or text such as `"512MiB"`, `"1.5G"` (1.5 GiB) or `"2GB"` (2 * 10^9 bytes). A *share* is
+a float from 0 to 1, or text such as `"25%"`. A *flag* is a bool; in the environment `1`, `true`, `yes`, `on` or `0`,
+`false`, `no`, `off`.
 """
 _OPTION = re.compile(r"^(\w+) \((.+?)\): ", re.DOTALL | re.MULTILINE)
 

@@ -49,7 +49,7 @@ class Row:
         return self.name, self._modules(), self.source, self.size, self.decision, what, members
 
     def _modules(self) -> str:
-        before, number, behind = _parts(self.module)
+        before, number, behind = parts(self.module)
         if self.layers == 1 or number is None:
             return self.module
         numbers = f"{{{number}..{number + self.layers - 1}}}"
@@ -57,21 +57,25 @@ class Row:
 
     @property
     def layer(self) -> tuple[tuple[str, ...], int] | None:
-        """The layer: the names of its modules before the number, and the number; None without a number."""
-        before, number, _ = _parts(self.module)
-        return None if number is None else (before, number)
+        return layer_of(self.module)
 
     @property
     def alike(self) -> tuple[object, ...]:
         """What must be equal in two layers that are alike."""
-        return _parts(self.module)[2], self.source, self.size, self.decision, self.reason, len(self.members)
+        return parts(self.module)[2], self.source, self.size, self.decision, self.reason, len(self.members)
 
 
-def _parts(module: str) -> tuple[tuple[str, ...], int | None, tuple[str, ...]]:
+def layer_of(module: str) -> tuple[tuple[str, ...], int] | None:
+    """The layer of a module: the names before the first number, and the number; None without a number."""
+    before, number, _ = parts(module)
+    return None if number is None else (before, number)
+
+
+def parts(module: str) -> tuple[tuple[str, ...], int | None, tuple[str, ...]]:
     """`a.b.3.c` -> (a, b), 3, (c); without a number all names come before."""
-    parts = tuple(module.split("."))
-    at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return (parts, None, ()) if at is None else (parts[:at], int(parts[at]), parts[at + 1 :])
+    names = tuple(module.split("."))
+    at = next((i for i, name in enumerate(names) if name.isdecimal()), None)
+    return (names, None, ()) if at is None else (names[:at], int(names[at]), names[at + 1 :])
 
 
 def fold(rows: Iterable[Row]) -> list[Row]:

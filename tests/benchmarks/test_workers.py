@@ -13,7 +13,8 @@ import budget_curve
 import pytest
 import torch
 from torch import nn
-from training import Checkpointed, Model, Step, Task, train_gpt
+from training import Model, Step, Task, train_gpt
+from ways import Checkpointed
 from workers import order
 
 BENCHMARKS = Path(budget_curve.__file__).parent

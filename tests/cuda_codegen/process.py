@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,16 +57,24 @@ def library() -> Path:
     return path
 
 
-def generated(cases: Iterable[str], code: Path | None = None) -> list[Generated]:
-    """Every case under both backends, in a process of its own; the code goes to the directory `code`.
+def pretending(module: str, arguments: Iterable[str], environment: Mapping[str, str]) -> list[str]:
+    """The lines that the module prints as a program, in a process that may pretend a device.
 
     Raises: RuntimeError with what the process wrote, when it failed.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = os.environ | {"LD_PRELOAD": str(library()), "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    into = [] if code is None else ["--code", str(code)]
-    command = [sys.executable, "-m", "tests.cuda_codegen.generate", *into, *cases]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    own = {"LD_PRELOAD": str(library()), "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={**environment, **own}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return [Generated.read(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
+
+
+def generated(cases: Iterable[str], code: Path | None = None) -> list[Generated]:
+    """Every case under both backends, in a process of its own; the code goes to the directory `code`.
+
+    Raises: as `pretending`.
+    """
+    into = [] if code is None else ["--code", str(code)]
+    return [Generated.read(line) for line in pretending("tests.cuda_codegen.generate", [*into, *cases], os.environ)]

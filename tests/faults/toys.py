@@ -97,7 +97,7 @@ def complaint(error: OSError, directories: Collection[str]) -> str:
     text = str(error)
     wanted = {
         "a directory of ours as filename": error.filename in directories,
-        "the tensor": re.search(r"slot \d+ of graph '[^']+' \(\d+ B\)", text),
+        "the tensor": re.search(r"slot \d+ of graph '[^']+' \([^()]*\d+ B\)", text),
         "offset and bytes": re.search(r"read of \d+ B at offset \d+", text),
     }
     return ", ".join(what for what, found in wanted.items() if not found)

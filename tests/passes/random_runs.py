@@ -245,8 +245,8 @@ def recorded(plans: list[tuple[Partition, Plan]]) -> Iterator[None]:
     """Notes what the pipeline did."""
     rewrite = pipeline.rewrite
 
-    def noted(partition: Partition, plan: Plan, options: pipeline.PlanOptions) -> None:
-        rewrite(partition, plan, options)
+    def noted(partition: Partition, plan: Plan, *others: Any) -> None:
+        rewrite(partition, plan, *others)
         plans.append((partition, plan))
 
     with mock.patch.object(pipeline, "rewrite", noted):

@@ -53,7 +53,7 @@ def not_waited(x: Tensor, w: Tensor) -> Tensor:
 
 def rows(toy: toys.Toy) -> dict[str, str]:
     """The decision of every group, and its reason, by the name of its base."""
-    lines = toys.planned(toy, *toys.inputs()).table.splitlines()
+    lines = toys.planned(toy).table.splitlines()
     return {line.split()[0]: line for line in lines if " keep " in line or " offload " in line}
 
 
@@ -74,4 +74,4 @@ def test_a_collective_communicates_and_its_wait_does_not() -> None:
     assert not may_communicate(ops.wait_tensor.default)
     assert not may_communicate(torch.ops.aten.mm.default)
     assert not may_communicate(torch.ops.ssd_fx.store.default)
-    assert communication(toys.partitioned(waited, *toys.inputs())) == (["all_reduce"], [])
+    assert communication(toys.partitioned(waited)) == (["all_reduce"], [])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
 import ssd_fx
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.rewrite.insert import insert
+from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
 from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.store import close_stores
 from tests.passes import toys
@@ -105,6 +109,39 @@ add = add.Tensor(slice_1, slice_2)
 add_1 = add.Tensor(add, slice_3)
 output = output((add_1, mm_8))""",
     )
+
+
+def test_the_nodes_say_what_the_plan_says_of_waiting() -> None:
+    """The first group blocks, and the load of the second is strict."""
+    plan, partition = toys.planned(toys.views_only).plan, toys.partitioned(toys.views_only, *toys.inputs())
+    says = {0: {"block": True}, 1: {"strict": True}}
+    plan = plan.with_(points={slot: replace(points, **says.get(slot, {})) for slot, points in plan.points.items()})
+    insert(partition, plan, config=toys.CONFIG)
+    forward, backward = partition.forward.graph, partition.backward.graph
+    blocks = {n.args[0].name: n.args[4] for n in forward.nodes if n.target is torch.ops.ssd_fx.wait_store_.default}
+    strict = {n.args[0].name: n.args[6] for n in backward.nodes if n.target is torch.ops.ssd_fx.load.default}
+    handles = [f"ssd_fx_handle_{slot}" for slot in range(3)]
+    assert [blocks[handle] for handle in handles] == [True, False, False]
+    assert [strict[handle] for handle in handles] == [False, True, False]
+
+
+def test_a_backward_refuses_stand_ins_for_all_that_changes_from_step_to_step() -> None:
+    """For what it computed and for the caller's input, which are kept; not for the weight, which nobody stores."""
+
+    def squares(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).sin().sum() + (x * x).sum()
+
+    def refused(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> list[str]:
+        partition = pipeline.joint_of(gm, inputs, kwargs).partition()
+        refuse_stand_ins(partition)
+        nodes = partition.backward.graph.find_nodes(
+            op="call_function", target=torch.ops.ssd_fx.refuse_stand_ins.default
+        )
+        return [n.name for node in nodes for n in node.args[0]]
+
+    x, w = toys.inputs()
+    x = (x * 2).requires_grad_()  # no leaf
+    assert toys.with_joint(squares, (x, torch.nn.Parameter(w.detach())), refused) == ["primals_1", "mm"]
 
 
 class Late(NamedTuple):

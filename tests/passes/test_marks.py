@@ -96,7 +96,7 @@ sigmoid_1  256 B  keep     below min_bytes                                      
 
 
 def test_a_marked_graph_is_partitioned_as_an_unmarked_one() -> None:
-    plain, marked = (toys.partitioned(toy, *toys.inputs()) for toy in (chain, offloaded))
+    plain, marked = (toys.partitioned(toy) for toy in (chain, offloaded))
 
     def code(module: torch.fx.GraphModule) -> list[object]:
         index = {n: i for i, n in enumerate(module.graph.nodes)}  # names count what was traced, marks among it

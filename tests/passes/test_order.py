@@ -211,6 +211,15 @@ def test_the_kernels_of_a_gpt_are_those_of_plain_inductor() -> None:
 RATES = {"flops": 1e11, "memory_bw": 2e10, "write_bw": 1e9, "read_bw": 1e9}  # typical ones are of the thread count
 
 
+def test_a_kernel_that_may_go_takes_no_order_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor drops it later, with its links: what comes behind it is chained to what stays before it."""
+    monkeypatch.setattr(order, "_may_be_replaced", lambda node: str(node).startswith("nop"))
+    links = list(order._links(["a", "nop1", "nop2", "b", "c"]))  # type: ignore[list-item]
+    assert [before for before, after in links if str(after) == "nop2"] == ["a", "nop1"]
+    assert [before for before, after in links if str(after) == "b"] == ["a", "nop1", "nop2"]
+    assert [before for before, after in links if str(after) == "c"] == ["b"]
+
+
 def test_the_order_of_branches() -> None:
     forward, _ = lower(branches, *toys.inputs(), options={"machine": RATES})
     assert_expected_inline(

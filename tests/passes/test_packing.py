@@ -131,6 +131,12 @@ def test_a_function_fed_with_a_view_and_with_what_is_computed_of_it(view_first: 
     assert not may_restride(reads(function))
 
 
+@pytest.mark.parametrize(("columns", "may"), [(1, False), (2, True)])
+def test_a_product_with_a_vector_keeps_its_strides(columns: int, may: bool) -> None:
+    """BLAS adds up in another order for other strides if it multiplies a matrix by one column."""
+    assert may_restride(reads(lambda x: torch.mm(x, torch.ones(8, columns)))) is may
+
+
 def test_memory_order() -> None:
     assert memory_order(layout((2, 3, 4), (1, 8, 2))) == (1, 2, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,12 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tests.communicating  # noqa: F401  (defines the operator)
-from ssd_fx.passes import pipeline
+from ssd_fx.passes import pipeline, proposals
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Limits
+from ssd_fx.passes.plan import Limits, Plan
 from ssd_fx.passes.planner.solve import BudgetError
+from ssd_fx.passes.proposals import Candidate
 from tests.passes import toys
 
 
@@ -37,16 +40,29 @@ class Decisions:
         return SimpleNamespace(graph="g", forecast=forecast, recomputed_nodes=nodes, saved_nodes=frozenset())
 
 
-def exchanging(*names: str) -> Partition:
+def exchanging(*names: str, backward: Sequence[str] = ()) -> Partition:
     """Nothing but calls, of these names and in this order, that may be collectives."""
-    forward = fx.Graph()
-    x = forward.placeholder("x")
+    return Partition(_exchanges(names), _exchanges(backward), 0)
+
+
+def _exchanges(names: Sequence[str]) -> fx.GraphModule:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
     for name in names:
-        forward.create_node("call_function", torch.ops.ssd_fx_tests.exchange.default, (x, name), name=name)
-    forward.output(())
-    backward = fx.Graph()
-    backward.output(())
-    return Partition(fx.GraphModule({}, forward), fx.GraphModule({}, backward), 0)
+        graph.create_node("call_function", torch.ops.ssd_fx_tests.exchange.default, (x, name), name=name)
+    graph.output(())
+    return fx.GraphModule({}, graph)
+
+
+def saving(*inputs: str) -> Partition:
+    """Saves these of the inputs `x` and `y`, which are the caller's."""
+    graph = fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in ("x", "y")}
+    with FakeTensorMode():
+        for node in nodes.values():
+            node.meta["val"] = torch.empty(4)
+    graph.output(tuple(nodes[name] for name in inputs))
+    return Partition(fx.GraphModule({}, graph), _exchanges(()), 0, frozenset(nodes))
 
 
 def joint_of(first: Partition, again: Partition) -> mock.Mock:
@@ -80,11 +96,26 @@ def test_a_partition_that_pytorch_cannot_make_is_done_without_aloud() -> None:
     assert partition is joint.partition.return_value
 
 
-def test_a_partition_that_communicates_in_another_order_is_not_planned() -> None:
+@pytest.mark.parametrize(
+    "again",
+    [exchanging("b", "a", backward="cd"), exchanging("a", "b", backward="dc"), exchanging("a", "b", backward="acd")],
+    ids=["forward", "backward", "twice"],
+)
+def test_a_partition_that_communicates_in_another_order_is_not_planned(again: Partition) -> None:
     """Other ranks may not take it, and would wait for what this one does later."""
-    decisions, joint = Decisions(110), joint_of(exchanging("a", "b"), exchanging("b", "a"))
+    decisions, joint = Decisions(110), joint_of(exchanging("a", "b", backward="cd"), again)
     with mock.patch.object(pipeline, "decide", decisions):
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
     assert joint.partition_again.call_count == 1
     assert [limits.memory for limits in decisions.asked] == [100]
     assert partition is joint.partition.return_value
+
+
+@pytest.mark.parametrize(("inputs", "planned"), [("x", True), ("", True), ("y", False), ("xy", False)])
+def test_a_partition_that_reads_more_of_the_callers_is_not_planned(inputs: str, planned: bool) -> None:
+    """The caller may have written into it before the backward reads it. PyTorch's own partition reads `x`."""
+    first = Candidate(saving("x"), Plan("g"))
+    proposal = SimpleNamespace(graph="g", recomputed_nodes=frozenset(), saved_nodes=frozenset())
+    again = saving(*inputs)
+    found = proposals._cut_so(joint_of(first.partition, again), first, proposal)  # type: ignore[arg-type]
+    assert found is (again if planned else None)

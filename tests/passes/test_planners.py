@@ -76,6 +76,25 @@ def test_the_floor_can_be_met_where_writes_end_later_than_placed() -> None:
     assert found.outcome.peak == floor(step) == 256
 
 
+def test_a_load_begins_twice_the_time_of_its_read_before_its_use() -> None:
+    """100 bytes take a second to write, two to read, and are there half a second later; each operator takes one."""
+    step = Step((1.0,) * 10, (0,) * 10, 2, (Item(100, produced=0, last_use=0, first_use=9, last_bwd_use=9),))
+    machine = Machine(1.0, 1.0, write_bw=100.0, read_bw=50.0, latency_s=0.5)
+    transfers = place(step, [Choice.OFFLOAD], machine, limit=float("inf"))
+    assert transfers is not None
+    assert transfers[0].load_before == 4  # the last to begin by 9.0 - 2 * 2.0 - 0.5
+
+
+def test_a_load_has_the_window_as_soon_as_another_was_waited_for() -> None:
+    """Each read takes longer than all operators. The window has two: the third may begin where the first is used."""
+    items = tuple(Item(100, produced=0, last_use=0, first_use=first, last_bwd_use=first) for first in (6, 7, 9))
+    machine = Machine(1.0, 1.0, write_bw=100.0, read_bw=1.0, latency_s=0.0)
+    step = Step((1.0,) * 10, (0,) * 10, 2, items)
+    transfers = place(step, [Choice.OFFLOAD] * 3, machine, limit=float("inf"), prefetch=200)
+    assert transfers is not None
+    assert [transfers[i].load_before for i in range(3)] == [2, 2, 6]
+
+
 @settings(max_examples=15, deadline=None)
 @given(instances, st.integers(0, 3))
 def test_no_more_than_the_window_is_read_ahead(instance: Instance, items: int) -> None:

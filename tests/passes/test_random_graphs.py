@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -245,8 +246,8 @@ def test_a_planted_fault_is_found(fault: Callable[[Partition, Plan], None], name
     """The rewritten graphs are broken behind the verifier's back."""
     rewrite, found = pipeline.rewrite, pytest.raises((AssertionError, RuntimeError), match=FAULTS[fault])
 
-    def broken(partition: Partition, plan: Plan, options: pipeline.PlanOptions) -> None:
-        rewrite(partition, plan, options)
+    def broken(partition: Partition, plan: Plan, *others: Any) -> None:
+        rewrite(partition, plan, *others)
         fault(partition, plan)
         partition.recompile()
 

@@ -50,7 +50,7 @@ def test_the_error_survives_a_process() -> None:
 @pytest.mark.parametrize("budget", [0.0, 0.2, 0.5])
 def test_nodes_stand_where_memory_was_predicted(toy: toys.Toy, budget: float) -> None:
     """They release no later and load no earlier than in the simulated step whose peak the plan names."""
-    partition = toys.partitioned(toy, *toys.inputs())
+    partition = toys.partitioned(toy)
     plan = pipeline.decide(partition, toys.options(budget=budget))
     modelled = model(partition, plan, {g.slot: frozenset({Choice.KEEP, Choice.OFFLOAD}) for g in plan.groups})
     found, _ = solve_for(modelled.step, budget, toys.MACHINE, toys.options().prefetch)

@@ -28,8 +28,8 @@ from tests.passes import toys
 from tests.passes.instances import Instance, limits, random_instance
 from tests.passes.test_marks import under
 
-# One byte is one second on the drive, and a quarter of one to host memory.
-MACHINE = Machine(1.0, 1.0, 1.0, 1.0, latency_s=0.0, drag_s_per_byte=0.5, to_host_bw=4.0, from_host_bw=4.0)
+# One byte is one second on the drive, and a quarter of one to host memory by what the drive leaves of the bus.
+MACHINE = Machine(1.0, 1.0, 1.0, 1.0, latency_s=0.0, drag_s_per_byte=0.5, to_host_bw=5.0, from_host_bw=5.0)
 MACHINE = replace(MACHINE, host_latency_s=0.0)
 OFFLOAD = frozenset({Choice.OFFLOAD})
 
@@ -79,6 +79,14 @@ def test_the_lanes_do_not_wait_for_each_other() -> None:
     assert ends == [(15.0, 15.0 + 1.0), (7.0, 8.0), (3.0, 4.0)]
 
 
+@pytest.mark.parametrize(("bus", "drive", "left"), [(12.0, 5.0, 7.0), (12.0, 0.5, 11.5), (12.0, 8.0, 6.0)])
+def test_both_tiers_share_the_bus(bus: float, drive: float, left: float) -> None:
+    """Of a bus that is narrower than twice the drives, copies still have half."""
+    machine = Machine(1.0, 1.0, drive, drive, to_host_bw=bus, from_host_bw=bus)
+    assert (machine.lanes("host").write_bw, machine.lanes("host").read_bw) == (left, left)
+    assert machine.lanes("ssd").write_bw == drive
+
+
 PARTS = (0.0, 0.1, 0.3, 0.5, 1.0)
 # Of the seeds 0 to 59 at shares of 0 and 0.4 (120 rows, seven host budgets each) the search misses what it found with
 # less room in four: seeds 25 and 31 by under 1%, seed 35 at 0.4 by 29%. In none it is slower than without host memory.
@@ -88,7 +96,7 @@ SEEDS = [0, 1, 7, 16, 17, 18, 24, 26, 29]
 def solved(instance: Instance, share: float, part: float) -> tuple[Step, Machine, float, int]:
     """The instance with `part` of its bytes as host budget: the step, the machine, seconds and bytes written."""
     total, machine = sum(item.moved_nbytes for item in instance.step.items), instance.machine
-    machine = replace(machine, to_host_bw=4 * machine.write_bw, from_host_bw=4 * machine.read_bw)
+    machine = replace(machine, to_host_bw=5 * machine.write_bw, from_host_bw=5 * machine.read_bw)
     step, at = replace(instance.step, host_budget=int(part * total)), limits(instance.step, share)
     found = solve(step, machine, limit=at.memory, share_bytes=at.kept)
     assert found.outcome.host_peak <= step.host_budget
@@ -112,7 +120,7 @@ def test_without_a_stall_host_memory_spares_the_drive() -> None:
     step, _ = two_items()
     sizes = (8, 6, 5)
     items = tuple(Item(n, 0, 0, 5, 5, choices=OFFLOAD) for n in sizes)
-    fast = Machine(1.0, 1.0, 1e6, 1e6, latency_s=0.0, to_host_bw=1e6, from_host_bw=1e6)
+    fast = Machine(1.0, 1.0, 1e6, 1e6, latency_s=0.0, to_host_bw=2e6, from_host_bw=2e6)
     written = []
     for room in (0, 4, 5, 8, 11, 13, 19):
         at = replace(step, items=items, host_budget=room)

@@ -49,15 +49,25 @@ BAD_POINTS: list[tuple[dict[str, int], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), BAD_POINTS, ids=[m.split(";")[0] for _, m in BAD_POINTS])
 def test_points(changes: dict[str, int], message: str) -> None:
-    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    partition = toys.partitioned(toys.views_only)
     plan = toys.planned(toys.views_only).plan
     verify_plan(partition, plan)
     with pytest.raises(VerifyError, match=message):
         verify_plan(partition, move_points(plan, **changes))
 
 
+def test_a_wait_between_the_first_use_and_the_last() -> None:
+    """relu -> mm, threshold_backward: both read it in the backward."""
+    partition, plan = toys.partitioned(toys.relu_chain, *toys.inputs()), toys.planned(toys.relu_chain).plan
+    first, last = plan.lifetimes[0].first_bwd_use, plan.lifetimes[0].last_bwd_use
+    assert first < last
+    verify_plan(partition, move_points(plan, wait_before=first))
+    with pytest.raises(VerifyError, match="'relu' is used in the backward before its wait"):
+        verify_plan(partition, move_points(plan, wait_before=last))
+
+
 def test_release_before_the_last_use() -> None:
-    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    partition = toys.partitioned(toys.views_only)
     plan = toys.planned(toys.views_only).plan
     group = plan.offloaded[0]
     life = plan.lifetimes[group.slot]
@@ -68,14 +78,14 @@ def test_release_before_the_last_use() -> None:
 
 
 def test_a_tensor_in_two_groups() -> None:
-    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    partition = toys.partitioned(toys.views_only)
     plan = toys.planned(toys.views_only).plan
     with pytest.raises(VerifyError, match="a saved tensor is in two alias groups; see pass 'alias'"):
         verify_plan(partition, plan.with_(groups=(*plan.groups, plan.groups[0])))
 
 
 def test_a_member_outside_of_what_is_stored() -> None:
-    partition = toys.partitioned(toys.slice_of_big_base, *toys.inputs())
+    partition = toys.partitioned(toys.slice_of_big_base)
     plan = toys.planned(toys.slice_of_big_base).plan
     verify_plan(partition, plan)
     group = next(g for g in plan.groups if g.pack is not None)
@@ -86,7 +96,7 @@ def test_a_member_outside_of_what_is_stored() -> None:
 
 
 def test_what_is_stored_has_gaps() -> None:
-    partition = toys.partitioned(toys.relu_chain, *toys.inputs())
+    partition = toys.partitioned(toys.relu_chain)
     plan = toys.planned(toys.relu_chain).plan
     group = plan.groups[0]
     assert group.layout is not None
@@ -96,7 +106,7 @@ def test_what_is_stored_has_gaps() -> None:
 
 
 def test_nothing_is_known_of_what_is_stored() -> None:
-    partition = toys.partitioned(toys.relu_chain, *toys.inputs())
+    partition = toys.partitioned(toys.relu_chain)
     plan = toys.planned(toys.relu_chain).plan
     unknown = replace(plan.groups[0], layout=None)
     with pytest.raises(VerifyError, match="what is stored of 'relu' has gaps"):
@@ -104,7 +114,7 @@ def test_nothing_is_known_of_what_is_stored() -> None:
 
 
 def test_a_copy_of_what_is_not_stored() -> None:
-    partition = toys.partitioned(toys.equal_copy, *toys.inputs())
+    partition = toys.partitioned(toys.equal_copy)
     plan = toys.planned(toys.equal_copy).plan
     verify_plan(partition, plan)
     group, member = next((g, m) for g in plan.groups for m in g.members if m.copy is not None)
@@ -410,7 +420,7 @@ BAD_PLANS: list[tuple[Callable[[Plan], Plan], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), BAD_PLANS, ids=[m for _, m in BAD_PLANS])
 def test_plans(change: Callable[[Plan], Plan], message: str) -> None:
-    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    partition = toys.partitioned(toys.views_only)
     plan = toys.planned(toys.views_only).plan
     with pytest.raises(VerifyError, match=message):
         verify_plan(partition, change(plan))
@@ -429,7 +439,7 @@ BAD_LIMITS: list[tuple[dict[str, float], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), BAD_LIMITS, ids=["memory", "kept"])
 def test_memory(changes: dict[str, float], message: str) -> None:
-    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    partition = toys.partitioned(toys.views_only)
     plan = pipeline.decide(partition, toys.options(budget=0.2))
     verify_plan(partition, plan)
     with pytest.raises(VerifyError, match=message):
@@ -437,7 +447,7 @@ def test_memory(changes: dict[str, float], message: str) -> None:
 
 
 def test_one_byte_more_than_the_budget_allows() -> None:
-    partition = toys.partitioned(toys.views_only, *toys.inputs())
+    partition = toys.partitioned(toys.views_only)
     plan = pipeline.decide(partition, toys.options(budget=0))
     assert plan.forecast is not None
     peak = plan.forecast.peak

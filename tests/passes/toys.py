@@ -5,8 +5,10 @@ Every toy takes CPU tensors that require grad, and returns one tensor; `T` is th
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -326,8 +328,27 @@ def options(**changes: object) -> pipeline.PlanOptions:
 
 
 def partitioned(toy: Toy, *args: torch.Tensor) -> Partition:
-    """The forward and backward of `toy` as PyTorch's min-cut partitions them, untouched but for marks."""
+    """The forward and backward of `toy` as PyTorch's min-cut partitions them, untouched but for marks.
 
+    Without `args` of `inputs()`. Then a toy of `ALL` is compiled once in a process, and each call has its own copy.
+    """
+    if args or toy not in ALL:
+        return _compiled(toy, *(args or inputs()))
+    return _copy(_compiled_once(toy))
+
+
+@functools.cache
+def _compiled_once(toy: Toy) -> Partition:
+    return _compiled(toy, *inputs())
+
+
+def _copy(partition: Partition) -> Partition:
+    """Other graphs, nodes and `meta` of the same names, which share the fake tensors: their storages tell aliases."""
+    forward, backward = copy.deepcopy(partition.forward), copy.deepcopy(partition.backward)
+    return replace(partition, forward=forward, backward=backward)
+
+
+def _compiled(toy: Toy, *args: torch.Tensor) -> Partition:
     def cut(gm: torch.fx.GraphModule, joint_inputs: object, **kwargs: object) -> Partition:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         return Partition(forward, backward, int(kwargs["num_fwd_outputs"]))  # type: ignore[call-overload]
@@ -359,7 +380,7 @@ class _Captured(Exception):
 
 def planned(toy: Toy, *args: torch.Tensor, **changes: object) -> Planned:
     """`toy` through the whole pipeline."""
-    partition = partitioned(toy, *(args or inputs()))
+    partition = partitioned(toy, *args)
     names = node_names(partition)
     before = Before.of(partition)
     chosen = options(**changes)

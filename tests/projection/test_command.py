@@ -15,7 +15,7 @@ PLAN: dict[str, Any] = {
     "graph": "ab12",
     "saved_bytes": 1000,
     "offloaded_bytes": 900,
-    "predicted": {"step_s": 2.0},
+    "predicted": {"step_s": 2.0, "written_bytes": 900},
     "groups": [
         {"module": "blocks.0.mlp", "decision": "offload", "stored_nbytes": 300},
         {"module": "blocks.1.mlp", "decision": "offload ssd", "stored_nbytes": 500},
@@ -93,15 +93,67 @@ def test_a_compiled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
+    ("predicted", "written"),
+    [
+        ({"shared_budget_bytes": 300}, 1500),
+        ({"resident_bytes": 300, "shared_budget_bytes": 100}, 1400),
+        ({"written_bytes": 200, "host_budget_bytes": 700}, 400),
+    ],
+)
+def test_what_stays_in_memory_goes_to_no_drive(
+    predicted: dict[str, int], written: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two graphs under one budget, which is one for both."""
+    (tmp_path / "a.json").write_text(json.dumps(PLAN | {"predicted": PLAN["predicted"] | predicted}))
+    found = json.loads(printed(capsys, "--of", str(tmp_path / "a.json"), str(tmp_path / "a.json"), "--json"))
+    assert (found["compiled"]["offloaded_bytes"], found["compiled"]["written_bytes"]) == (1800, written)
+    assert found["needed"]["write_bytes_s"] == written / 2
+    assert found["endurance"]["bytes_per_day"] == written / 4 * 86400
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"saved_bytes": "many"}, "saved_bytes=many, and not a whole number of bytes"),
+        ({"offloaded_bytes": None}, "offloaded_bytes=None, and not a whole number of bytes"),
+        ({"offloaded_bytes": 10**400}, "offloaded_bytes=1000"),
+        ({"predicted": []}, "predicted=[], and not an object"),
+        ({"predicted": {"step_s": float("nan")}}, "step_s=nan, and not a number from 0 on"),
+        ({"predicted": {"step_s": True}}, "step_s=True, and not a number from 0 on"),
+        ({"predicted": {"step_s": 1, "written_bytes": float("inf")}}, "written_bytes=inf, and not a whole number"),
+        ({"groups": {"a": 1}}, "groups={'a': 1}, and not a list"),
+        ({"groups": [{"module": 3, "decision": "keep", "stored_nbytes": 1}]}, "module=3, and not a text"),
+        ({"groups": [{"module": "a.0", "decision": "keep"}]}, "it has no stored_nbytes"),
+        ({"groups": [{"module": "a.0", "decision": "offload", "stored_nbytes": -1}]}, "stored_nbytes=-1, and not"),
+    ],
+)
+def test_wrong_values_in_a_plan(
+    changed: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(PLAN | changed))
+    assert cli.main(["project", "--of", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"ssd-fx: --of {path} is no plan: {said}")
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--model megatron-1t --memory-gib 1e308", "memory_gib=1e+308 is not possible; right would be a number of GiB"),
+        ("--model megatron-1t --tbw 1e300 --json", "tbw=1e+300 is not possible; right would be a number of TB above 0"),
+        ("--model megatron-1t --tbw 1e-300", "tbw=1e-300 is not possible; right would be a number of TB above 0"),
+        ("--model megatron-1t --price 1e300", "price=1e+300 is not a price; right would be US dollars up to 1e+09"),
+        ("--of {tmp}/instant.json", "--of {tmp}/instant.json: step_s=1e-300 is not possible; right would be a number"),
+        ("--of {tmp}/resident.json", "--of {tmp}/resident.json writes nothing to drives: all stays in memory; right"),
         (
             "",
             "--layers, --width, --heads, --sequence missing; right would be a number for each, or --model with a",
         ),
         ("--model megatron-18b --width 1" + 400 * "0", "width=1"),
         ("--model megatron-18b --batch 9999999999", "batch=9999999999 is too large; right would be at most 1000000000"),
-        ("--of {tmp}/groupless.json", "--of {tmp}/groupless.json is no plan; right would be"),
+        ("--of {tmp}/groupless.json", "--of {tmp}/groupless.json is no plan: groups has 3, and not an object"),
         ("--model gpt5", "model='gpt5' is unknown; right would be one of ssdtrain-8192"),
         ("--machine x --model megatron-1t", "machine='x' is unknown; right would be one of a100-40g"),
         ("--drive x --model megatron-1t", "drive='x' is unknown; right would be one of samsung-980-pro-1tb"),
@@ -111,7 +163,7 @@ def test_a_compiled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("--model megatron-18b --tbw nan", "tbw=nan is not possible; right would be a number of TB above 0"),
         ("--model megatron-18b --step-ms 3", "--step-ms=3 is for --of; right would be --tflops for a model"),
         ("--of missing.json", "[Errno 2] No such file or directory: 'missing.json'"),
-        ("--of {tmp}/no.json", "--of {tmp}/no.json is no plan; right would be a *.plan.json that the option dump has"),
+        ("--of {tmp}/no.json", "--of {tmp}/no.json is no plan: it holds no object; right would be a *.plan.json that"),
         ("--of {tmp}/a.json --layers 3", "--layers=3 is of a model; right would be without --of"),
         ("--of {tmp}/a.json --step-ms -1", "step_ms=-1 is not possible"),
         ("--of {tmp}/timeless.json", "--of {tmp}/timeless.json predicts no time of a step; right would be to add"),
@@ -128,6 +180,8 @@ def test_bad_input(flags: str, message: str, tmp_path: Path, capsys: pytest.Capt
         "timeless": {"predicted": {}},
         "kept": {"offloaded_bytes": 0},
         "groupless": {"groups": [3]},
+        "instant": {"predicted": {"step_s": 1e-300}},
+        "resident": {"predicted": PLAN["predicted"] | {"shared_budget_bytes": 900}},
     }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(PLAN | changed))
     assert cli.main(["project", *flags.format(tmp=tmp_path).split()]) == 2

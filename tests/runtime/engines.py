@@ -1,4 +1,7 @@
-"""Engines that misbehave on purpose, each around a well-behaved one. Register them with `registered`."""
+"""Engines that misbehave on purpose, each around a well-behaved one. Register them with `registered`.
+
+benchmarks/slow_drive.py uses some of them too.
+"""
 
 import contextlib
 import errno
@@ -122,6 +125,66 @@ class DelayedEngine(Wrapped):
         for write in self._late:
             write.cancel()
         self.inner.close()
+
+
+class Clock:
+    """Real seconds. A test may have another clock, which goes on only where somebody waits."""
+
+    def __call__(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Lane:
+    """One transfer after the other, at `s_per_byte` of a clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.s_per_byte, self._free_at = clock, 0.0, 0.0
+
+    def ends(self, nbytes: int) -> float:
+        """When a transfer ends that is queued now."""
+        self._free_at = max(self._free_at, self.clock()) + nbytes * self.s_per_byte
+        return self._free_at
+
+
+class HeldTransfer:
+    """A transfer that ends no sooner than its lane says."""
+
+    def __init__(self, inner: Completion, lane: Lane, nbytes: int) -> None:
+        self._inner, self._lane, self._nbytes, self._ends = inner, lane, nbytes, 0.0
+
+    def start(self) -> None:
+        self._ends = self._lane.ends(self._nbytes)
+        self._inner.start()
+
+    def done(self) -> bool:
+        return self._lane.clock() >= self._ends and self._inner.done()
+
+    def wait(self) -> None:
+        self._lane.clock.sleep(max(0.0, self._ends - self._lane.clock()))
+        self._inner.wait()
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def span(self) -> tuple[float, float]:
+        return self._inner.span()
+
+
+class HeldEngine(Wrapped):
+    """A drive no faster than its lanes: `writes` and `reads`, which may be one."""
+
+    def __init__(self, inner: Engine, writes: Lane, reads: Lane) -> None:
+        super().__init__(inner)
+        self.writes, self.reads = writes, reads
+
+    def write(self, extent: Extent, memory: Memory) -> Completion:
+        return HeldTransfer(super().write(extent, memory), self.writes, memory.nbytes)
+
+    def read(self, extent: Extent, memory: Memory) -> Completion:
+        return HeldTransfer(super().read(extent, memory), self.reads, memory.nbytes)
 
 
 class Failure(Copy):

@@ -1,10 +1,10 @@
 /* A CUDA driver on the host that keeps every promise as late, or as early, as it may.
  *
- * Lazy: nothing given to a stream happens before the stream is synchronised. Eager: all of it happens at once. Either way an
- * event stands for a point in the work of the "compute stream", which happens only when a stream that waits for the
- * event gets there, or at fake_finish. So a copy whose stream did not wait sees memory that is not written yet, or is
- * overwritten afterwards; and a copy that nobody waits for has not happened. Device memory must be declared; a copy
- * beyond it, a function called without its context, or an event that is gone, is refused.
+ * Lazy: nothing given to a stream happens before the stream is synchronised. Eager: all of it happens at once. Either
+ * way an event stands for a point in the work of the "compute stream", which happens only when somebody waits for the
+ * event, or at fake_finish. So a copy ahead of that wait sees memory that is not written yet, or is overwritten
+ * afterwards; and a copy that nobody waits for has not happened. Device memory must be declared; a copy beyond it, a
+ * function called without its context, or an event that is gone, is refused.
  */
 #include <pthread.h>
 #include <stdint.h>
@@ -13,9 +13,9 @@
 
 enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
 enum { FUNCTIONS = 8, SLOTS = 1024 };
-enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, STREAM_WAIT_EVENT, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE };
+enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, EVENT_SYNCHRONIZE, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE };
 
-typedef struct Task { struct Task *next; int wait; char *target; const char *source; size_t bytes, position; } Task;
+typedef struct Task { struct Task *next; char *target; const char *source; size_t bytes; } Task;
 typedef struct Queue { Task *first, *last; } Queue;
 typedef struct Stream { Queue queue; void *context; } Stream;
 typedef struct Event { struct Event *next; size_t position; int alive; } Event;
@@ -74,7 +74,6 @@ static void compute_until(size_t position) {
 static void run(Stream *s) {
     Task t;
     while (take(&s->queue, &t)) {
-        if (t.wait) { compute_until(t.position); continue; }
         if (known(t.target, t.bytes) && known(t.source, t.bytes)) memcpy(t.target, t.source, t.bytes);
         counts[3]--;
     }
@@ -123,14 +122,12 @@ int fake_stream_destroy(void *stream) {
     LEAVE;
 }
 
-int fake_stream_wait_event(void *stream, void *event, unsigned flags) {
-    ENTER(STREAM_WAIT_EVENT);
-    Stream *s = stream;
+int fake_event_synchronize(void *event) {
+    ENTER(EVENT_SYNCHRONIZE);
     Event *e = event;
-    if (!result && (s->context != current || flags)) result = INVALID_CONTEXT;
+    if (!result && !current) result = INVALID_CONTEXT;
     if (!result && (!e || !e->alive)) result = INVALID_HANDLE;
-    if (!result) put(&s->queue, (Task){.wait = 1, .position = e->position});
-    if (!result && eager) run(s);
+    if (!result) compute_until(e->position);
     LEAVE;
 }
 

@@ -16,7 +16,7 @@ ADDRESSES = (  # in the order of FUNCTIONS
     "fake_set_context",
     "fake_stream_create",
     "fake_stream_destroy",
-    "fake_stream_wait_event",
+    "fake_event_synchronize",
     "fake_stream_synchronize",
     "fake_copy",
     "fake_host_alloc",

@@ -28,8 +28,11 @@ ORDERS = ("sides first", "compute first", "lazy", 1, 2, 3)
 
 
 class FakeEvent:
+    """`copies`: of its stream, those that were queued before it."""
+
     def __init__(self, stream: "FakeStream") -> None:
         self.stream, self.fired, self.ms = stream, False, 0.0
+        self.copies = list(stream.copies)
 
     def fire(self) -> None:
         self.fired, self.ms = True, self.stream.gpu.ms
@@ -55,24 +58,38 @@ class FakeEvent:
         return end.ms - self.ms
 
 
+class Copy:
+    """A queued copy. `followed`: the compute stream waits for it, so nothing behind uses its target too early."""
+
+    followed = False
+
+
 class FakeStream:
     def __init__(self, gpu: "FakeGpu", cuda_stream: int) -> None:
         self.gpu, self.cuda_stream = gpu, cuda_stream
+        self.copies: list[Copy] = []  # that have not run
         self.tasks: deque[FakeEvent | Callable[[], None]] = deque()
         self.queued = self.ran = 0  # kernels and copies
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.tasks.append(event)
-        self.gpu.progress()
+        with self.gpu.lock:
+            if self is self.gpu.compute:
+                for copy in event.copies:
+                    copy.followed = True
+            self.tasks.append(event)
+            self.gpu.progress()
 
     def run_first(self) -> None:
         """Runs one task, and before it what it waits for."""
-        first = self.tasks[0]
-        if isinstance(first, FakeEvent):
-            first.reach()
-        self.tasks.popleft()
-        if not isinstance(first, FakeEvent):
-            first()
+        with self.gpu.lock:
+            if not self.tasks:  # another thread has run it
+                return
+            first = self.tasks[0]
+            if isinstance(first, FakeEvent):
+                first.reach()
+            self.tasks.popleft()
+            if not isinstance(first, FakeEvent):
+                first()
 
     def runnable(self) -> bool:
         return bool(self.tasks) and (not isinstance(self.tasks[0], FakeEvent) or self.tasks[0].fired)
@@ -88,9 +105,15 @@ class Block:
 
 
 class FakeGpu:
-    """`Streams` for tests. `violations`: what accessed memory that it had no right to."""
+    """`Streams` for tests. `violations`: what accessed memory that it had no right to.
+
+    Memory comes in multiples of `granule` bytes, as objects of the class `block`.
+    """
+
+    block, granule = Block, 1
 
     def __init__(self, order: str | int = "lazy") -> None:
+        self.lock = threading.RLock()  # several threads may run what is queued
         self.order = order
         self.random = random.Random(order)
         self.compute = FakeStream(self, 1)
@@ -123,8 +146,9 @@ class FakeGpu:
 
     def record(self, stream: FakeStream) -> FakeEvent:
         event = FakeEvent(stream)
-        stream.tasks.append(event.fire)
-        self.progress()
+        with self.lock:
+            stream.tasks.append(event.fire)
+            self.progress()
         return event
 
     def capturing(self) -> bool:
@@ -152,10 +176,14 @@ class FakeGpu:
         to, size, stride, dtype = target.data_ptr(), target.size(), target.stride(), target.dtype
         at, other = source.data_ptr(), source.stride()
         nbytes = target.numel() * target.itemsize
+        copy = Copy()
+        stream.copies.append(copy)
 
         def run() -> None:
+            stream.copies.remove(copy)
             if stream is not self.compute:
-                self.check(to, nbytes, "the target of a copy")
+                if not copy.followed:
+                    self.check(to, nbytes, "the target of a copy")
                 self.check(at, nbytes, "the source of a copy")
             _as(to, nbytes, dtype, size, stride).copy_(_as(at, nbytes, dtype, size, other))
 
@@ -182,9 +210,10 @@ class FakeGpu:
             stream.ran += 1
             self.ms += ms
 
-        stream.queued += 1
-        stream.tasks.append(run)
-        self.progress()
+        with self.lock:
+            stream.queued += 1
+            stream.tasks.append(run)
+            self.progress()
 
     def tensor(self, values: Tensor) -> Tensor:
         """Memory that a kernel, which is queued only, will fill with `values`."""
@@ -230,9 +259,14 @@ class FakeGpu:
 
     def progress(self) -> None:
         """Runs what the order wants to run now."""
-        if self._running:
-            return
-        self._running = True
+        with self.lock:
+            if self._running:
+                return
+            self._running = True
+            self._run_some()
+            self._running = False
+
+    def _run_some(self) -> None:
         if isinstance(self.order, int):
             for _ in range(self.random.randrange(4)):
                 ready = [s for s in (self.compute, *self.sides) if s.runnable()]
@@ -241,15 +275,16 @@ class FakeGpu:
         eager = {"sides first": self.sides, "compute first": [self.compute]}.get(str(self.order), [])
         while any(s.runnable() for s in eager):
             next(s for s in eager if s.runnable()).run_first()
-        self._running = False
 
     def _tensor(self, nbytes: int) -> Tensor:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        free = self._free.setdefault(nbytes, [])
-        block = free.pop() if free else Block(nbytes)
-        block.live = True
-        self.blocks[block.address] = block
+        with self.lock:
+            size = -(-nbytes // self.granule) * self.granule
+            free = self._free.setdefault(size, [])
+            block = free.pop() if free else self.block(size)
+            block.live = True
+            self.blocks[block.address] = block
         cell = (ctypes.c_ubyte * nbytes).from_address(block.address)
         weakref.finalize(cell, self._give_back, block)
         return torch.frombuffer(cell, dtype=torch.uint8)

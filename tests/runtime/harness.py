@@ -1,6 +1,7 @@
 """The four ops with the arguments that a test does not care about filled in."""
 
 import ctypes
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -63,7 +64,8 @@ def start_load(handle: Tensor, like: Tensor, consume: bool = True, seq: int = 0,
     """`consume`: in a backward that does not keep its graph."""
 
     def call() -> Tensor:
-        y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, CPU, seq, False, relies_on)
+        device = lookup(handle).device
+        y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, device, seq, False, relies_on)
         return y
 
     return in_backward(call, retain_graph=not consume)
@@ -96,26 +98,33 @@ def watch(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())
 
 
+class CtrlC(KeyboardInterrupt):
+    """One that a test planted, unlike that of the person who runs the tests."""
+
+
 def interrupted(action: Callable[[], object], at: int) -> bool:
     """Runs `action` with a Ctrl-C at the `at`-th place of the runtime where Python may notice one.
 
     Those are entries into Python functions and returns from C functions; the ends of loops are left out. Returns
-    whether there was such a place.
+    whether there was such a place, and it must have come out. The garbage collector rests, lest one be thrown at it.
     """
-    places = 0
+    places, came = 0, False
 
     def look(frame: Any, event: str, _: object) -> None:
         nonlocal places
         if event in ("call", "c_return") and "/ssd_fx/runtime/" in frame.f_code.co_filename:
             places += 1
             if places == at:
-                raise KeyboardInterrupt
+                raise CtrlC
 
+    gc.disable()
     sys.setprofile(look)
     try:
         action()
-    except KeyboardInterrupt:
-        pass
+    except CtrlC:
+        came = True
     finally:
         sys.setprofile(None)
-    return places >= at
+        gc.enable()
+    assert came == (places >= at), f"the Ctrl-C at place {at} vanished"
+    return came

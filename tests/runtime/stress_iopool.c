@@ -9,7 +9,7 @@
 enum { PAIRS = 3, POOLS = 16, ROOM = 32 << 20 };
 
 extern int fake_set_context(void *), fake_stream_create(void **, unsigned), fake_stream_destroy(void *);
-extern int fake_stream_wait_event(void *, void *, unsigned), fake_stream_synchronize(void *);
+extern int fake_event_synchronize(void *), fake_stream_synchronize(void *);
 extern int fake_copy(uint64_t, uint64_t, size_t, void *), fake_host_alloc(void **, size_t, unsigned), fake_host_free(void *);
 extern void fake_declare(void *, size_t), fake_forget(void *), fake_launch(void *, const void *, size_t), fake_finish(void);
 extern void *fake_event(void);
@@ -119,7 +119,7 @@ int main(int count, char **arguments) {
     int milliseconds = atoi(arguments[2]), rounds = atoi(arguments[3]);
     int fd = open(arguments[1], O_TMPFILE | O_RDWR, 0600);
     long ok = 0, cancelled = 0, wrong = 0;
-    Device device = {{fake_set_context, fake_stream_create, fake_stream_destroy, fake_stream_wait_event,
+    Device device = {{fake_set_context, fake_stream_create, fake_stream_destroy, fake_event_synchronize,
                       fake_stream_synchronize, fake_copy, fake_host_alloc, fake_host_free}, (void *)0x1000, 0};
     if (fd < 0 || rounds > POOLS) return 2;
     for (int round = 0; round < rounds; round++) {

@@ -42,6 +42,8 @@ class StreamFuture:
         self._stub.gpu.check_thread("the result of a transfer was asked for")
         if not self.over:
             self._stub.gpu.violations.append("the result was asked for before the transfer was over")
+        while self._stream.tasks:
+            self._stream.run_first()
         if self.moved < 0:
             raise RuntimeError(f"cuFile error at: {self.moved}")
         return self.moved

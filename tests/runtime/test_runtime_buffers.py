@@ -3,7 +3,9 @@
 import ctypes
 import errno
 import gc
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -112,6 +114,35 @@ def test_a_read_that_was_cancelled_does_not_look_complete(tmp_path):
     read.cancel()
     with pytest.raises(OSError, match="was cancelled"):
         read.wait()
+    engine.close()
+
+
+def test_a_cancelled_read_leaves_the_tensor_alone(tmp_path, monkeypatch):
+    """Another thread may be copying the bytes to the tensor just then: `cancel` returns after it."""
+    engine = posix.PosixEngine(str(tmp_path), allow_tmpfs=True)
+    x, y = noise(70_000)[1:], torch.zeros(70_000, dtype=torch.uint8)[1:]
+    extent = engine.alloc(x.nbytes)
+    finish(engine.write(extent, Memory.of(x)))
+    read = engine.read(extent, Memory.of(y))
+    copying, cancelled = threading.Event(), threading.Event()
+    memmove = ctypes.memmove
+
+    def slow(target, source, nbytes):
+        if target == y.data_ptr():
+            copying.set()
+            cancelled.wait(0.3)  # a cancel that did not wait for the copy ends this at once
+            assert not cancelled.is_set()
+        memmove(target, source, nbytes)
+
+    monkeypatch.setattr(ctypes, "memmove", slow)
+    read.start()
+    with ThreadPoolExecutor(1) as other:
+        waited = other.submit(read.wait)
+        copying.wait()
+        assert not read.cancel(), "no bytes were left to read"
+        cancelled.set()
+        waited.result()
+    assert torch.equal(x, y)
     engine.close()
 
 

@@ -6,6 +6,7 @@ import torch
 from ssd_fx.runtime import codec, writer
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import stats
+from ssd_fx.runtime.store import get_store
 from tests.runtime.harness import config_json, load, raw, release, settle, store, watch
 
 N = 30_001  # no multiple of 8 or of a block
@@ -42,7 +43,8 @@ def test_a_mask_takes_an_eighth():
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "itemsize"), [(0, 255, 1), (-128, 127, 1), (-129, 0, 2), (0, 40_000, 4), (-(2**31), 2**31 - 1, 4)]
+    ("low", "high", "itemsize"),
+    [(0, 255, 1), (0, 256, 2), (-128, 127, 1), (-129, 0, 2), (0, 32_768, 4), (-(2**31), 2**31 - 1, 4)],
 )
 def test_integers_take_what_their_range_needs(low, high, itemsize):
     x = torch.randint(low, high, (N,))
@@ -173,6 +175,16 @@ def test_encoding_at_rest(tmp_path):
     assert [lookup(h).state for h in handles] == [State.ON_DISK, State.IN_MEMORY, State.IN_MEMORY]
     for h, x in zip(handles, xs, strict=True):
         assert torch.equal(load(h, x), x)
+
+
+def test_what_rests_beyond_the_plan_is_not_encoded(tmp_path):
+    """It rests because the drive is slow; a lossy codec of a host tier that the user did not size must not see it."""
+    config = config_json(tmp_path, compression={"host": "fp8"}, resident_at_most=1 << 40)
+    get_store(config).residency.nbytes = 1 << 40
+    x = torch.randn(N)
+    handle = store(x, config)
+    assert (lookup(handle).state, lookup(handle).encoded) == (State.IN_MEMORY, None)
+    assert raw(load(handle, x)) == raw(x)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])

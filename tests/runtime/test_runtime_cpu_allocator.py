@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR, LEAST, SOURCE
+from tests import fresh
 
 PAGE, CHUNK, MIB = 4096, 2 << 20, 1 << 20
-ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @pytest.fixture(autouse=True)
@@ -35,16 +35,19 @@ def installed() -> None:
 def run(script: str, *, before: str = "", installs: bool = True, **environment: str) -> str:
     """What a process prints that has the allocator; `before` runs ahead of its installation."""
     text = f"import torch\n{before}\nfrom ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR as A\n"
-    text += "A.install()\n" if installs else ""
-    done = subprocess.run(
-        [sys.executable, "-c", text + script],
-        env=os.environ | environment | {"PYTHONPATH": ROOT},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    text += ("A.install()\n" if installs else "") + script
+    done = (started if "LD_PRELOAD" in environment else fresh.run)(text, timeout_s=100, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def started(code: str, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    """An interpreter of its own, for what is decided at its start."""
+    path = {"PYTHONPATH": str(fresh.ROOT)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, env=os.environ | environment | path, capture_output=True, text=True, timeout=timeout_s
+    )
 
 
 def filled(nbytes: int, value: int) -> torch.Tensor:
@@ -119,6 +122,29 @@ def test_what_every_step_uses_stays() -> None:
         CPU_ALLOCATOR.backward()
         CPU_ALLOCATOR.forward()
         assert CPU_ALLOCATOR.touched_bytes == touched
+
+
+def test_what_was_freed_just_now_is_not_idle() -> None:
+    """However long ago it was taken: the next step may take it again."""
+    long_lived = filled(32 * MIB, 1)
+    touched = CPU_ALLOCATOR.touched_bytes
+    for step in range(5):
+        if step == 4:
+            del long_lived
+        CPU_ALLOCATOR.backward()
+        CPU_ALLOCATOR.forward()
+    assert CPU_ALLOCATOR.touched_bytes > touched - 30 * MIB
+
+
+def test_idle_memory_leaves_its_neighbours_in_peace() -> None:
+    """A tensor ends in the middle of a huge page, which it shares with one that is freed."""
+    for _ in range(3):  # whatever the range looks like before
+        stays, goes = filled(3 * MIB, 1), filled(9 * MIB, 2)
+        del goes
+        for _ in range(4):
+            CPU_ALLOCATOR.backward()
+            CPU_ALLOCATOR.forward()
+        assert is_filled(stays, 1)
 
 
 def test_forwards_without_a_backward_are_no_steps() -> None:

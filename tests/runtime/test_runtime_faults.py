@@ -3,10 +3,7 @@
 import errno
 import os
 import resource
-import subprocess
-import sys
 import tempfile
-import textwrap
 
 import pytest
 import torch
@@ -21,18 +18,11 @@ from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
+from tests import fresh
 from tests.runtime.engines import FailingEngine, registered
 from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait, watch
 
 N = 300_001
-
-
-def run_python(code, *arguments, **more):
-    """Runs `code` in a fresh interpreter; the completed process."""
-    path = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, **more)
 
 
 @pytest.fixture
@@ -206,7 +196,7 @@ def test_file_size_limit(tmp_path):
         assert stats().kept_bytes == 2 << 20 and stats().written_bytes == 2 << 20, stats()
         print("fine")
     """
-    done = run_python(code, tmp_path)
+    done = fresh.run(code, tmp_path)
     assert (done.stdout, done.returncode) == ("fine\n", 0), done.stderr
 
 

@@ -174,6 +174,7 @@ def test_no_directory(stub):
 def test_cufile_is_configured_before_it_is_loaded(stub, monkeypatch, tmp_path):
     """Without a configuration kvikio's calls block; with ours cuFile's log does not land in the working directory."""
     monkeypatch.delenv("CUFILE_ENV_PATH_JSON")
+    monkeypatch.setattr(cufile, "SYSTEM", tmp_path / "missing.json")
     monkeypatch.setattr(cufile.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     cufile.status(cufile.Driver())
     path = os.environ["CUFILE_ENV_PATH_JSON"]
@@ -188,14 +189,22 @@ def test_the_users_configuration_of_cufile_stays(stub):
     assert stub.configured == "/somewhere/cufile.json"
 
 
+def test_the_administrators_configuration_of_cufile_stays(stub, monkeypatch, tmp_path):
+    monkeypatch.delenv("CUFILE_ENV_PATH_JSON")
+    (tmp_path / "cufile.json").write_text("{}")
+    monkeypatch.setattr(cufile, "SYSTEM", tmp_path / "cufile.json")
+    cufile.status(cufile.Driver())
+    assert stub.configured == ""
+
+
 def test_info_tells(stub, capsys):
     stub.compat = True
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "kvikio   26.10.00: no GPUDirect Storage: kvikio is in compatibility mode" in out
+    assert "kvikio      26.10.00: no GPUDirect Storage: kvikio is in compatibility mode" in out
     stub.compat = False
     assert cli.main(["info"]) == 0
-    assert "kvikio   26.10.00: GPUDirect Storage is real; blocks are not verified" in capsys.readouterr().out
+    assert "kvikio      26.10.00: GPUDirect Storage is real; blocks are not verified" in capsys.readouterr().out
 
 
 # ---- transfers
@@ -207,7 +216,24 @@ def test_streams_are_registered_once(stub, gpu, config):
         settle(handle)
         load(handle, values)
     assert stub.registered == {s.cuda_stream: 7 for s in gpu.sides}
-    assert len(gpu.sides) == 2  # one for stores, one for loads
+    assert len(gpu.sides) == 1  # no two transfers were under way at a time
+
+
+def test_a_result_is_had_without_waiting_for_later_transfers(stub, gpu, config):
+    """To ask kvikio for a result is to wait for all that is on its stream."""
+    kept = [stored(gpu, config, i) for i in range(4)]
+    settle(kept[0][0])
+    assert [lookup(handle).write.done() for handle, _ in kept] == [True, False, False, False]
+    assert len(gpu.sides) == 4
+
+
+def test_there_are_so_many_streams_and_no_more(stub, gpu, config, monkeypatch):
+    monkeypatch.setattr(gds, "_LANES", 2)
+    kept = [stored(gpu, config, i) for i in range(5)]
+    assert len(gpu.sides) == 2
+    for handle, values in kept:
+        settle(handle)
+        assert gpu.bytes_of(load(handle, values)) == raw(values)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from tests import fresh
+
 PREAMBLE = """
 import os, signal, sys, threading, time, torch
 from tests.runtime.engines import DelayedEngine, add
@@ -34,13 +36,8 @@ def start(code, *arguments):
 
 def run(code, *arguments):
     """(stdout, stderr, returncode) of a fresh interpreter."""
-    process = start(code, *arguments)
-    try:
-        out, err = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"hung: {process.communicate()}")
-    return out, err, process.returncode
+    done = fresh.run(PREAMBLE + textwrap.dedent(code), *arguments, timeout_s=60)
+    return done.stdout, done.stderr, done.returncode
 
 
 def test_fork(tmp_path):

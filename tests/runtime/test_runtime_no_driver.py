@@ -56,13 +56,6 @@ def test_it_is_said_at_once_and_what_would_do(monkeypatch, case):
     assert not isinstance(raised.value, OSError)  # which would be taken for the directory's
 
 
-def test_rocm_is_named(monkeypatch):
-    monkeypatch.setattr(driver, "load_library", no_library)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(RuntimeError, match=r"torch is built for ROCm 6\.4"):
-        driver.cuda()
-
-
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_the_directory_is_not_to_blame(monkeypatch, tmp_path, operation):
     """A store on the GPU raises; it is no failed write, after which a directory takes nothing any more."""

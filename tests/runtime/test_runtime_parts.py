@@ -228,7 +228,8 @@ def test_build_of_the_package_carries_the_hash(tmp_path):
     """The extension that setuptools builds fits the source; after a change of any of its files it is not used."""
     pytest.importorskip("setuptools")
     root = Path(__file__).parents[2]
-    shutil.copy(root / "setup.py", tmp_path)
+    for name in ("setup.py", "README.md"):
+        shutil.copy(root / name, tmp_path)
     shutil.copytree(loader.SOURCE.parent, tmp_path / "runtime" / "native")
     for changed in (False, True):
         built = f"built-{changed}"  # a library that is loaded already would be found again under its path

@@ -117,7 +117,7 @@ def test_round_trip(make_engine, cuda, halves, checksums, scratch, monkeypatch):
     assert cuda.unfinished == 0
 
 
-WAIT = "    int result = r->device->cuda.stream_wait_event(stream, r->event, 0);"
+WAIT = "    int result = r->device->cuda.event_synchronize(r->event);"
 FAULTS = {
     "no wait for the event": (WAIT, "    int result = 0;"),
     "no wait for the copy that is to be written": ("        if (!synchronize(r, at, stream, failure)) return 0;\n", ""),
@@ -128,7 +128,7 @@ FAULTS = {
     "no wait at the end of a read": ("    return synchronize(r, from, stream, failure);", "    return 1;"),
     "the padding is not zeroed": ("    if (write) memset(half + content, 0, bytes - content);\n", ""),
     "the padding is copied": ("? 0 : (r->content - from < bytes ? r->content - from : bytes)", "? 0 : bytes"),
-    "always the same half": ("    int turn = 0;\n    if (!start", "    int turn = 1;\n    if (!start"),
+    "always the same half": ("    int turn = 0;\n    if (!ready", "    int turn = 1;\n    if (!ready"),
 }
 
 
@@ -221,8 +221,9 @@ def test_from_host_memory_to_a_device(engine):
     assert read(engine, extent) == NOISE[: MIB + 5]
     extent = engine.alloc(MIB + 5)
     finish(engine.write(extent, aligned.memory))
+    target = DeviceMemory(MIB + 5)
     with pytest.raises(NotImplementedError, match="stored from the CPU cannot be loaded to cuda:0"):
-        engine.read(extent, DeviceMemory(MIB + 5).memory)
+        engine.read(extent, target.memory)
 
 
 def failing(completion, match):
@@ -233,7 +234,7 @@ def failing(completion, match):
     assert raised.value.filename
 
 
-ON_EVERY_PATH = ("cuCtxSetCurrent", "cuStreamCreate", "cuStreamWaitEvent", "cuMemHostAlloc")
+ON_EVERY_PATH = ("cuCtxSetCurrent", "cuStreamCreate", "cuEventSynchronize", "cuMemHostAlloc")
 NTH = [(name, 1) for name in ON_EVERY_PATH] + [(n, i) for n in ("cuMemcpyAsync", "cuStreamSynchronize") for i in (1, 2)]
 
 
@@ -326,7 +327,7 @@ def test_the_table_is_in_the_order_of_the_struct():
         "set_context": "cuCtxSetCurrent",
         "stream_create": "cuStreamCreate",
         "stream_destroy": "cuStreamDestroy_v2",
-        "stream_wait_event": "cuStreamWaitEvent",
+        "event_synchronize": "cuEventSynchronize",
         "stream_synchronize": "cuStreamSynchronize",
         "copy": "cuMemcpyAsync",
         "host_alloc": "cuMemHostAlloc",

@@ -37,8 +37,8 @@ def test_what_happened_in_a_step() -> None:
 
 
 def test_the_life_of_the_drives() -> None:
-    found = Stats(steps=3, disk_bytes=MIB, written_bytes_s=1e9, graphs={"ab12": GraphStats(steps=3)})
-    assert found.written_tb_per_day == pytest.approx(86.4)
+    found = Stats(steps=3, disk_bytes=MIB, drive_bytes_s=1e9, graphs={"ab12": GraphStats(steps=3)})
+    assert found.drive_tb_per_day == pytest.approx(86.4)
     assert str(found).endswith(
         "at this speed 86.4 TB are written in a day; the option drive_tbw says how long drives last"
     )
@@ -47,10 +47,16 @@ def test_the_life_of_the_drives() -> None:
     assert str(rated).endswith("86.4 TB are written in a day; new drives rated for 1200 TB last 13.9 days")
 
 
-@pytest.mark.parametrize("quiet", [Stats(graphs={"a": GraphStats()}, written_bytes_s=1e9), Stats(disk_bytes=MIB)])
-def test_nothing_is_said_of_drives_without_a_drive_or_a_speed(quiet: Stats) -> None:
-    assert "in a day" not in str(quiet)
-    assert (Stats(drive_tbw=600).drive_life_days, Stats().written_tb_per_day) == (0, 0)
+def test_nothing_is_said_of_drives_without_a_speed() -> None:
+    assert "in a day" not in str(Stats(disk_bytes=MIB))
+    assert (Stats(drive_tbw=600).drive_life_days, Stats().drive_tb_per_day) == (0, 0)
+
+
+def test_host_memory_does_not_count_as_a_drive() -> None:
+    found = Stats(steps=1, written_bytes=3 * MIB, drive_bytes=MIB, graphs={"a": GraphStats(steps=1)})
+    assert "drive               1.00 MiB   of these, to the drive at once" in str(found).splitlines()
+    every = dataclasses.replace(found, drive_bytes=3 * MIB)
+    assert "at once" not in str(every)
 
 
 def test_the_present_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,22 +69,23 @@ def test_the_present_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             counters.begin(1, 1)
             now[0] += seconds / 4
-        counters.written_bytes += written
+        counters.drive_bytes += written // 2
+        stats.moved(written - written // 2)
         for seq in range(3):
             counters.backward(seq)
         now[0] += seconds / 4
 
     step(1000.0, 10)
     step(2.0, 10)
-    assert stats.stats().written_bytes_s == 0
+    assert stats.stats().drive_bytes_s == 0
     step(2.0, 30)
-    assert stats.stats().written_bytes_s == 5
+    assert stats.stats().drive_bytes_s == 5
     for _ in range(16):
         step(4.0, 100)
     counters.begin(1, 1)
-    assert stats.stats().written_bytes_s == 25
+    assert stats.stats().drive_bytes_s == 25
     stats.reset_stats()
-    assert stats.stats().written_bytes_s == 0
+    assert stats.stats().drive_bytes_s == 0
 
 
 def test_nothing_ran() -> None:
@@ -97,3 +104,15 @@ def test_nothing_ran() -> None:
 def test_every_count_of_bytes_is_explained() -> None:
     summed = {f.name.removesuffix("_bytes") for f in dataclasses.fields(GraphStats) if f.name.endswith("_bytes")}
     assert set(stats._MEANING) == summed
+
+
+def test_numbers_for_loggers() -> None:
+    """Flat, and with the same keys whatever has run."""
+    nothing = stats.stats().as_dict()
+    stats.counters("a").begin(300, 200)
+    stats.counters("b").written_bytes = 7
+    found = stats.stats().as_dict()
+    assert set(found) == set(nothing)
+    assert all(type(value) in (int, float) for value in found.values())
+    assert (found["steps"], found["saved_bytes"], found["written_bytes"], found["running_graphs"]) == (1, 300, 7, 2)
+    assert set(found) >= {f.name for f in dataclasses.fields(GraphStats)} | {"disk_bytes", "drive_tb_per_day"}

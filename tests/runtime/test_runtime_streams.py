@@ -1,8 +1,10 @@
 """Device tensors in the store, on a device that executes late and in the worst order; one test for every hazard.
 
 x is "in the making" where its kernel is queued and has not run. Every engine that works on streams passes all of it.
+So does every accelerator of this machine, in the one order that it has.
 """
 
+import ctypes
 import json
 import time
 
@@ -11,14 +13,16 @@ import torch
 
 from ssd_fx.runtime import entries, stats
 from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.engines import cufile, staged
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.memory import tensors
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.store import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import ORDERS, FakeGpu, installed
 from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait
+from tests.runtime.real_device import RealDevice, kinds
 
 N = 50_000
 MEMORY = json.dumps({"engine": "memory"})
@@ -28,17 +32,30 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(params=ORDERS)
+LATE = pytest.mark.parametrize("gpu", ORDERS, indirect=True)  # for what only the fake one can show
+
+
+@pytest.fixture(params=[*ORDERS, *kinds()])
 def gpu(request):
+    if request.param in kinds():
+        yield RealDevice(request.param)
+        close_stores()
+        return
     with installed(request.param) as fake:
         yield fake
         close_stores()
 
 
-@pytest.fixture(params=["memory", "kvikio"])
+@pytest.fixture(params=["memory", "staged", "kvikio"])
 def config(request, gpu, tmp_path, monkeypatch):
     if request.param == "memory":
         return MEMORY
+    if request.param == "staged":
+        if not isinstance(gpu, RealDevice):
+            monkeypatch.setattr(staged, "needed", lambda: "cpu")
+        return config_json(tmp_path, "posix")
+    if isinstance(gpu, RealDevice):
+        pytest.skip("kvikio is a stub on the fake device")
     stub_kvikio.install(monkeypatch, gpu)
     return config_json(tmp_path, request.param)
 
@@ -104,12 +121,33 @@ def test_loaded_into_memory_whose_last_user_is_queued(gpu, config):
     assert gpu.bytes_of(y) == raw(values)
 
 
-def test_load_is_valid_for_the_host_after_its_wait(gpu, config):
-    """Without a kernel that looks: what the wait promises holds on the host's clock."""
+@LATE
+def test_load_from_a_drive_is_valid_for_the_host_after_its_wait(gpu, config):
+    """Without a kernel that looks: a read may fail, so the wait is over when its end was seen."""
+    if config == MEMORY:
+        pytest.skip("a copy cannot fail, and the device waits for it")
     values = numbers()
     handle = on_disk(gpu, config, values)
     y = wait(start_load(handle, values), handle)
     assert raw(y) == raw(values)
+
+
+def test_the_host_does_not_wait_for_a_copy():
+    """From host memory. The device waits, and the memory that the copy reads stays until it is done."""
+    with installed("lazy") as fake:
+        values = numbers()
+        handle = on_disk(fake, MEMORY, values)
+        entry, before = lookup(handle), fake.ms
+        y = load(handle, values)
+        del handle, entry
+        assert entries.living() == []  # so its host memory is free, as far as the store knows
+        engine = get_store(MEMORY).engine
+        assert (fake.ms, len(engine._reads)) == (before, 1)
+        assert fake.bytes_of(y) == raw(values)
+        assert stats.stats().stall_s == 0
+        store(fake.tensor(numbers(1)), MEMORY, slot=99)
+        assert len(engine._reads) == 0
+        close_stores()
 
 
 def test_given_away_and_overwritten_while_being_written(gpu, config):
@@ -208,6 +246,7 @@ def test_many_steps_in_one_set_of_buffers(gpu, config):
     assert stats.stats().loads == 18
 
 
+@LATE
 def test_nothing_of_a_dead_tensor_is_kept(gpu, config):
     """All memory of the device is free once handles and tensors are gone."""
     values = numbers()
@@ -238,7 +277,7 @@ def test_what_dies_unseen_is_ended_on_its_device():
 
 def test_the_device_of_a_thread_is_torch_s():
     within = streams.CudaStreams().on(torch.device("cuda", 3))
-    assert (type(within), within.idx) == (torch.cuda.device, 3)
+    assert (type(within), within.idx) == (torch.accelerator.device_index, 3)
 
 
 # ---- the transfer itself
@@ -319,6 +358,7 @@ def test_span_is_as_long_as_the_device_says():
         del x
 
 
+@LATE
 def test_the_capture_of_a_graph_is_refused(gpu, config):
     """A replay would read what the capture left in memory, and nothing would say so."""
     x = gpu.tensor(numbers())
@@ -329,6 +369,29 @@ def test_the_capture_of_a_graph_is_refused(gpu, config):
             op()
     gpu.captures = False
     assert gpu.bytes_of(load(h, x)) == raw(numbers())
+
+
+@pytest.mark.parametrize(("aside", "whole"), [(False, False), (True, True)])
+def test_why_there_are_no_cuda_graphs(aside, whole):
+    """A replay writes to the addresses of its capture, whoever has a tensor there: here while its store is queued.
+
+    The capture's own memory would have to be left behind by a copy, in the order of the compute stream, at every store.
+    """
+    with installed("compute first") as fake:
+        values = numbers()
+        x = fake.tensor(values)
+        address = x.data_ptr()
+        stored = fake.empty((N,), (1,), torch.float32, None) if aside else x
+        if aside:
+            fake.copy(fake.compute, stored, x)
+        handle = store(stored, MEMORY)
+        release(handle, stored)
+        replayed = (ctypes.c_ubyte * (4 * N)).from_address(address)
+        fake.queue(fake.compute, lambda: ctypes.memset(replayed, 0, 4 * N) and None)
+        del stored
+        assert (fake.bytes_of(load(handle, values, consume=False)) == raw(values)) is whole
+        del x, handle
+        close_stores()
 
 
 def test_loads_do_not_wait_behind_stores():
@@ -357,8 +420,8 @@ def test_bytes_of_views():
 
 
 def test_exposed_memory_is_plain_bytes():
-    """The array interface that torch and kvikio read."""
-    exposed = streams.Exposed(4096, 77).__cuda_array_interface__
+    """The array interface that kvikio reads."""
+    exposed = cufile.Exposed(4096, 77).__cuda_array_interface__
     assert exposed == {"shape": (77,), "typestr": "|u1", "data": (4096, False), "strides": None, "version": 3}
 
 

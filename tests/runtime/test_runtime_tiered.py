@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Memory, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
@@ -26,9 +27,9 @@ def drive(tmp_path):
     engine.close()
 
 
-def tiered(drive, room=2 * B, in_flight=10 * B):
+def tiered(drive, room=2 * B, in_flight=10 * B, moved=lambda nbytes: None):
     host = MemoryEngine()
-    return TieredEngine(host, drive, host.located, room, in_flight)
+    return TieredEngine(host, drive, host.located, room, in_flight, moved)
 
 
 def put(engine, x):
@@ -56,15 +57,32 @@ def settled(engine, extents):
 
 
 def test_the_oldest_moves_on(drive):
-    engine = tiered(drive)
+    """And each that does wears the drive once."""
+    moved = []
+    engine = tiered(drive, moved=moved.append)
     xs = [torch.randn(N) for _ in range(5)]
     extents = [put(engine, x) for x in xs]
     assert settled(engine, extents) == "dddhh"
     assert (engine.host_bytes, engine.moving_bytes) == (2 * B, 0)
+    assert [extent.on_drive for extent in extents] == [True, True, True, False, False]
+    assert moved == [B, B, B]
     assert all(torch.equal(get(engine, e), x) for e, x in zip(extents, xs, strict=True))
     for extent in extents:
         engine.free(extent)
     assert engine.host_bytes == 0
+
+
+@pytest.mark.parametrize(("code", "refused"), [(errno.EIO, [errno.EIO]), (errno.ENOMEM, [])])
+def test_a_move_that_fails_stays_in_host_memory(drive, code, refused):
+    """Only the drive's own errors retire the drive: the next tensor may find memory for its bounce."""
+    failing = FailingEngine(drive, lambda op, count: op == "write" and count == 0, code)
+    moved = []
+    engine = tiered(failing, room=B, moved=moved.append)
+    xs = [torch.randn(N) for _ in range(2)]
+    extents = [put(engine, x) for x in xs]
+    assert settled(engine, extents) == "hh"
+    assert (failing.refused, moved) == (refused, [])
+    assert all(torch.equal(get(engine, e), x) for e, x in zip(extents, xs, strict=True))
 
 
 def test_what_is_wanted_stops_moving(drive):
@@ -115,6 +133,15 @@ def test_a_drive_that_fails_leaves_it_in_host_memory(drive, operation):
     assert failing.refused == ([] if operation == "alloc" else [errno.EIO])
 
 
+def test_a_move_that_failed_gives_its_room_back(drive):
+    engine = tiered(FailingEngine(drive, lambda op, count: op == "write", errno.EIO), room=B)
+    extents = [put(engine, torch.randn(N)) for _ in range(2)]
+    assert settled(engine, extents) == "hh"
+    before = drive.disk_bytes
+    assert drive.alloc(before).offset == 0  # all of the file is free
+    assert drive.disk_bytes == before > 0
+
+
 def put_in(engine, tiers):
     """Tensors stored one after the other, each when the one before is written: their extents and values."""
     xs = [torch.randn(N) for _ in tiers]
@@ -159,7 +186,8 @@ def test_the_plan_is_obeyed(drive, tiers, where):
 @pytest.fixture
 def gpu_config(monkeypatch, tmp_path):
     """As on a machine with a GPU, whose tensors are on the CPU: host memory is a tier, to which they are copied."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(streams, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     return config_json(tmp_path, host_budget=2 * B)
 
 
@@ -206,7 +234,8 @@ def test_a_tier_that_is_none(gpu_config):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_device_that_executes_late(monkeypatch, tmp_path, order):
     """What is planned for host memory is copied there by the device, and comes back whole when its memory has gone."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(streams, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     config = config_json(tmp_path, host_budget=B)
     values = torch.arange(N, dtype=torch.float32)
     with installed(order) as gpu:

@@ -18,7 +18,7 @@ import heapq
 SLACK = 64  # this many stale entries are not worth a new index
 
 
-class Allocator:
+class FreeExtents:
     """Offsets in [0, end)."""
 
     def __init__(self, end: int = 0) -> None:

@@ -3,6 +3,9 @@
 A plan is made for predicted rates. A drive that is slower, or busy with others' work, makes the graph wait. Then more
 tensors rest in memory, as many bytes as the drive could not move in time. While the graph does not wait, fewer bytes
 are tried now and then. Nothing is compiled again. Source: the adaptive offloading of SSDTrain (arXiv 2408.10013).
+
+What is more than the budget takes at most half of the memory that would be free without it. Free memory is looked at
+where a step needs most: when its backward begins. If others take the memory, the next step keeps fewer bytes.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ _log = logging.getLogger("ssd_fx")
 
 WAITS = 0.02  # a step whose share of waiting is higher waits; two in a row are no accident
 WARM = 2  # steps that are not judged: code is compiled and files grow
-PATIENCE, LONGEST = 4, 32  # steps without waiting before fewer bytes are tried, twice as many after a trial failed
+QUIET_STEPS, LONGEST = 4, 32  # steps without waiting before fewer bytes are tried, twice as many after a trial failed
 FIRST = 8  # the first trial gives up 1/FIRST of what is above `least`, each further one twice as much
 MIB = 1 << 20
 
 
-class Room:
-    """From `least` to `most` bytes. `free_bytes`: the memory that is free now, of which half may be taken.
+class Residency:
+    """From `least` to `most` bytes. `available_bytes`: the memory that this process may take now.
 
     All methods run under the lock of `entries`.
     """
@@ -34,22 +37,24 @@ class Room:
         self,
         least: int,
         most: int,
-        free_bytes: Callable[[], int] = lambda: sys.maxsize,
+        available_bytes: Callable[[], int] = lambda: sys.maxsize,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.least = least
         self.nbytes = least
         self._most = max(least, most)
-        self._free_bytes = free_bytes
+        self._available_bytes = available_bytes
         self._clock = clock
         self._steps = 0
         self._began = 0.0
         self._loads = False
         self._stored = 0
+        self._resident = 0  # the most in this step
+        self._free = sys.maxsize  # bytes that were free when the last backward began, and those of ours besides
         self._waited_s = 0.0
         self._share = 0.0  # of waiting in the step before
         self._quiet = 0  # steps in a row that did not wait
-        self._patience = PATIENCE
+        self._patience = QUIET_STEPS
         self._part = FIRST
         self._enough = least  # bytes with which no step waited; in a trial more than `nbytes`
 
@@ -58,17 +63,24 @@ class Room:
         """The bytes above what the budget allows."""
         return self.nbytes - self.least
 
-    def stored(self, nbytes: int) -> None:
-        """Counts a tensor that is stored."""
+    def stored(self, nbytes: int, resident_bytes: int) -> None:
+        """Counts a tensor that is stored. `resident_bytes` of all tensors are resident then."""
         self._stored += nbytes
+        self._resident = max(self._resident, resident_bytes)
+
+    def spare(self, resident_bytes: int) -> int:
+        """The bytes that may be read ahead: they were resident in this step, above the budget, and are no more."""
+        return max(0, min(self.more, self._resident) - resident_bytes)
 
     def waited(self, seconds: float) -> None:
         """Counts time in which the graph waited for a transfer."""
         if seconds > STALL_S:
             self._waited_s += seconds
 
-    def loads(self) -> None:
-        """A backward loads a tensor."""
+    def loads(self, resident_bytes: int) -> None:
+        """A backward loads a tensor, while `resident_bytes` are resident."""
+        if not self._loads and self._most > self.least:
+            self._free = self._available_bytes() + min(self.more, resident_bytes)
         self._loads = True
 
     def forward(self) -> None:
@@ -82,15 +94,21 @@ class Room:
         self._began = now
         self._loads = False
         self._stored = 0
+        self._resident = 0
         self._waited_s = 0.0
 
     def _judge(self, share: float) -> None:
-        """Changes the room after a step that waited for `share` of its time."""
+        """Changes the bytes after a step that waited for `share` of its time."""
         self._share, before = share, self._share
+        limit = min(self._most, self.least + self._free // 2)
+        if self.nbytes > limit:
+            self._enough = limit
+            self._change(limit, "memory is short")
+            return
         if share <= WAITS:
             self._quiet += 1
             on_trial = self.nbytes < self._enough
-            if self.more and self._quiet >= (PATIENCE if on_trial else self._patience):
+            if self.more and self._quiet >= (QUIET_STEPS if on_trial else self._patience):
                 self._try_less()
             return
         self._quiet = 0
@@ -101,15 +119,14 @@ class Room:
             self._patience = min(2 * self._patience, LONGEST)
         else:
             late = math.ceil(min(share, before, 1.0) * self._stored)
-            wanted = min(self.nbytes + late, self.least + self._stored, self.least + self._free_bytes() // 2)
-            wanted = max(wanted, self.nbytes)
+            wanted = max(self.nbytes, min(self.nbytes + late, self.least + self._stored))
         self._part = FIRST
-        self._enough = min(wanted, self._most)
+        self._enough = min(wanted, limit)
         self._change(self._enough, f"the last two steps waited {min(share, before):.0%} of their time")
 
     def _try_less(self) -> None:
         if self.nbytes < self._enough:  # the last trial did well
-            self._patience = PATIENCE
+            self._patience = QUIET_STEPS
             self._part = max(1, self._part // 2)
         self._quiet = 0
         self._enough = self.nbytes

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import ssd_fx
-from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.entries import State, lookup
-from ssd_fx.runtime.room import LONGEST, PATIENCE, WARM, Room
+from ssd_fx.runtime.residency import LONGEST, QUIET_STEPS, WARM, Residency
 from ssd_fx.runtime.store import get_store
-from tests.runtime.engines import Wrapped, registered
+from tests.runtime.engines import Clock, HeldEngine, Lane, registered
 from tests.runtime.harness import begin, config_json, load, raw, release, store
 
 MIB = 1 << 20
@@ -24,20 +23,23 @@ MIB = 1 << 20
 class Training:
     """Steps of one second and more, on a drive that moves `rate` bytes without a wait."""
 
-    def __init__(self, least: int = 0, most: int = sys.maxsize, free: int = sys.maxsize) -> None:
+    def __init__(self, least: int = 0, most: int = sys.maxsize, free: int = 1 << 40) -> None:
         self.now, self.rate, self.saved = 0.0, 100 * MIB, 80 * MIB
-        self.room = Room(least, most, lambda: free, lambda: self.now)
-        self.room.forward()
+        self.free = free  # bytes, when nothing is resident
+        self.resident = 0
+        self.residency = Residency(least, most, lambda: self.free - self.resident, lambda: self.now)
+        self.residency.forward()
 
     def step(self) -> float:
         """The seconds that the step waited."""
-        self.room.stored(self.saved)
-        moved = max(0, self.saved - self.room.nbytes)
-        waited = max(0.0, moved / self.rate - 1.0)
-        self.room.loads()
-        self.room.waited(waited)
+        self.resident = min(self.saved, self.residency.nbytes)
+        self.residency.stored(self.saved, self.resident)
+        waited = max(0.0, (self.saved - self.resident) / self.rate - 1.0)
+        self.residency.loads(self.resident)
+        self.resident = 0
+        self.residency.waited(waited)
         self.now += 1.0 + waited
-        self.room.forward()
+        self.residency.forward()
         return waited
 
     def steps(self, count: int) -> list[float]:
@@ -47,7 +49,7 @@ class Training:
 def test_a_drive_that_keeps_up_changes_nothing() -> None:
     training = Training()
     assert not any(training.steps(50))
-    assert training.room.nbytes == 0
+    assert training.residency.nbytes == 0
 
 
 def test_a_slow_drive_and_a_fast_one_again() -> None:
@@ -60,10 +62,10 @@ def test_a_slow_drive_and_a_fast_one_again() -> None:
     assert not any(waits[2:6])
     assert sum(wait > 0 for wait in waits[6:]) <= 8  # less was tried in vain
     assert max(waits[6:]) < 0.5
-    assert 60 * MIB <= training.room.nbytes <= 80 * MIB
+    assert 60 * MIB <= training.residency.nbytes <= 80 * MIB
     training.rate = 100 * MIB
-    assert not any(training.steps(LONGEST + 5 * PATIENCE))
-    assert training.room.nbytes == 0
+    assert not any(training.steps(LONGEST + 5 * QUIET_STEPS))
+    assert training.residency.nbytes == 0
 
 
 def test_trials_become_rare() -> None:
@@ -77,9 +79,9 @@ def test_the_first_steps_are_not_judged() -> None:
     training = Training()
     training.rate = 1 * MIB
     training.steps(WARM + 1)
-    assert training.room.nbytes == 0
+    assert training.residency.nbytes == 0
     training.steps(1)
-    assert training.room.nbytes > 0
+    assert training.residency.nbytes > 0
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 0), (30 * MIB, 0), (0, 10 * MIB), (30 * MIB, 40 * MIB)])
@@ -88,14 +90,61 @@ def test_the_limits_hold(least: int, most: int) -> None:
     training.rate = 1 * MIB
     for _ in range(50):
         training.step()
-        assert least <= training.room.nbytes <= max(least, most)
+        assert least <= training.residency.nbytes <= max(least, most)
 
 
 def test_half_of_the_free_memory_is_left() -> None:
     training = Training(free=10 * MIB)
     training.rate = 1 * MIB
+    training.steps(WARM + 10)
+    assert training.residency.nbytes == 5 * MIB
+
+
+def test_less_rests_when_others_take_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(free=200 * MIB)
+    training.rate = 20 * MIB
     training.steps(WARM + 2)
-    assert training.room.nbytes == 5 * MIB
+    assert training.residency.nbytes == 60 * MIB
+    training.free = 40 * MIB
+    with caplog.at_level(logging.INFO, "ssd_fx"):
+        training.steps(1)
+    assert training.residency.nbytes == 20 * MIB
+    assert caplog.messages == ["memory is short: 20.0 MiB more than planned may now stay in memory"]
+    training.free = 0
+    training.steps(1)
+    assert training.residency.nbytes == 0
+
+
+def test_free_memory_is_that_of_the_backward() -> None:
+    """It is looked at once in a step, while most is resident: between the steps much looks free that they need."""
+    training = Training()
+    training.rate = 1 * MIB
+    resident: list[int] = []
+
+    def look() -> int:
+        resident.append(training.resident)
+        return 10 * MIB
+
+    training.residency._available_bytes = look
+    training.steps(WARM + 3)
+    assert resident == [0] * (WARM + 2) + [5 * MIB]
+
+
+def test_memory_is_read_ahead_into_only_where_something_was_resident() -> None:
+    """Binding tensors are written at once, whatever the residency."""
+    training = Training()
+    training.rate = 20 * MIB
+    training.steps(WARM + 2)
+    residency = training.residency
+    assert residency.more == 60 * MIB
+    assert residency.spare(0) == 0, "this step stored nothing yet"
+    residency.stored(10 * MIB, 0)
+    assert residency.spare(0) == 0, "it never was resident"
+    residency.stored(10 * MIB, 10 * MIB)
+    assert residency.spare(10 * MIB) == 0
+    assert residency.spare(4 * MIB) == 6 * MIB
+    residency.stored(90 * MIB, 100 * MIB)
+    assert residency.spare(0) == 60 * MIB
 
 
 def test_one_late_step_is_an_accident() -> None:
@@ -105,7 +154,7 @@ def test_one_late_step_is_an_accident() -> None:
         training.step()
         training.rate = 100 * MIB
         training.step()
-    assert training.room.nbytes == 0
+    assert training.residency.nbytes == 0
 
 
 def test_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,19 +170,19 @@ def test_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
 def test_micro_batches_and_several_graphs() -> None:
     """A step goes from the first forward after a backward to the next one."""
     now = [0.0]
-    room = Room(0, sys.maxsize, clock=lambda: now[0])
+    residency = Residency(0, sys.maxsize, lambda: 1 << 40, clock=lambda: now[0])
     for _ in range(WARM + 3):
         for _ in range(3):
-            room.forward()
-            room.stored(MIB)
+            residency.forward()
+            residency.stored(MIB, 0)
             now[0] += 1
-        room.loads()
-        room.waited(1.0)
+        residency.loads(0)
+        residency.waited(1.0)
         now[0] += 1
-    assert room.nbytes == pytest.approx(3 * MIB / 4, abs=2)
+    assert residency.nbytes == pytest.approx(3 * MIB / 4, abs=2)
 
 
-class Clock:
+class Worked(Clock):
     """The seconds of a training that computes, waits for its drive, and does nothing else."""
 
     def __init__(self) -> None:
@@ -142,51 +191,11 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-
-clock = Clock()
-
-
-class Slow(Wrapped):
-    """A drive of one lane that takes `s_per_byte` of that clock."""
-
-    s_per_byte = 0.0
-
-    def __init__(self, inner: Engine) -> None:
-        super().__init__(inner)
-        self._free_at = 0.0
-
-    def write(self, extent: Extent, memory: Memory) -> Completion:
-        return _Later(super().write(extent, memory), lambda: self._queue(memory.nbytes))
-
-    def read(self, extent: Extent, memory: Memory) -> Completion:
-        return _Later(super().read(extent, memory), lambda: self._queue(memory.nbytes))
-
-    def _queue(self, nbytes: int) -> float:
-        """The time at which a transfer that is queued now has ended."""
-        self._free_at = max(self._free_at, clock.now) + nbytes * self.s_per_byte
-        return self._free_at
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
-class _Later:
-    def __init__(self, inner: Completion, queue: Callable[[], float]) -> None:
-        self._inner, self._queue, self._ends = inner, queue, 0.0
-
-    def start(self) -> None:
-        self._ends = self._queue()
-        self._inner.start()
-
-    def done(self) -> bool:
-        return clock.now >= self._ends and self._inner.done()
-
-    def wait(self) -> None:
-        clock.now = max(clock.now, self._ends)
-        self._inner.wait()
-
-    def cancel(self) -> bool:
-        return self._inner.cancel()
-
-    def span(self) -> tuple[float, float]:
-        return self._inner.span()
+clock = Worked()
 
 
 N, TENSORS = MIB // 4, 8
@@ -194,14 +203,15 @@ N, TENSORS = MIB // 4, 8
 
 @pytest.fixture
 def slow_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """Configurations with such a drive, where the runtime reads that clock."""
+    """Configurations with a drive of one lane, where the runtime reads that clock too."""
     monkeypatch.setattr("ssd_fx.runtime.store.now", clock)
-    monkeypatch.setattr("ssd_fx.runtime.writer.now", clock)
-    with registered(Slow, "memory") as name:
+    monkeypatch.setattr("ssd_fx.runtime.device.arrival.now", clock)
+    lane = Lane(clock)
+    with registered(lambda inner: HeldEngine(inner, lane, lane), "memory") as name:
 
         def make(**options: object) -> str:
             config = config_json(tmp_path, name, resident_at_most=1 << 40, prefetch=2 * MIB, **options)
-            get_store(config).room._clock = clock
+            get_store(config).residency._clock = clock
             return config
 
         yield make
@@ -231,22 +241,37 @@ def test_a_drive_that_gets_slow_and_fast_again(slow_config: Callable[..., str]) 
     """The waits end within four steps. Nothing more rests soon after the drive is fast again."""
     config = slow_config(adapt=True)
     drive = get_store(config).engine
-    assert isinstance(drive, Slow)
+    assert isinstance(drive, HeldEngine)
     assert [train(config) for _ in range(6)] == [(0.0, 0)] * 6
-    drive.s_per_byte = 0.02 / MIB
+    drive.writes.s_per_byte = 0.02 / MIB
     slow = [train(config) for _ in range(20)]
     assert slow[0] == (pytest.approx(0.14, abs=0.02), 0)
     assert [wait < 0.002 for wait, _ in slow[4:8]] == [True] * 4
     assert 4 <= slow[-1][1] < TENSORS
-    drive.s_per_byte = 0.0
+    drive.writes.s_per_byte = 0.0
     steps = [train(config) for _ in range(LONGEST)]
     assert max(wait for wait, _ in steps) == 0
     assert steps[-1][1] == 0
 
 
+def test_what_still_rests_is_no_room_to_read_ahead(tmp_path: Path) -> None:
+    """Two tensors of 1 MiB rest. The bytes of the one that the backward has taken may be read ahead."""
+    config = config_json(tmp_path)
+    found = get_store(config)
+    found.residency.nbytes = 3 * MIB
+    xs = [torch.zeros(N) for _ in range(2)]
+    handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
+    assert [lookup(h).state for h in handles] == [State.IN_MEMORY] * 2
+    assert found._spare() == 0
+    load(handles[1], xs[1])
+    del handles[1]
+    assert lookup(handles[0]).state is State.IN_MEMORY
+    assert found._spare() == MIB
+
+
 def test_without_adapt_nothing_more_rests(slow_config: Callable[..., str]) -> None:
     config = slow_config(adapt=False)
     drive = get_store(config).engine
-    assert isinstance(drive, Slow)
-    drive.s_per_byte = 0.02 / MIB
+    assert isinstance(drive, HeldEngine)
+    drive.writes.s_per_byte = 0.02 / MIB
     assert [resident for _, resident in (train(config) for _ in range(8))] == [0] * 8

@@ -1,0 +1,60 @@
+"""docs/benchmarks.md, of the results in a directory: one JSON file for each part, and its plot beside it."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paper.part import Part
+from paper.text import NOT_MEASURED
+
+COLUMNS = 120
+HEAD = """
+# Benchmarks: the experiments of the reference paper
+
+SSDTrain (arXiv 2408.10013) promises a lower peak of activations at no cost, and larger micro-batches, for BERT, T5 and
+GPT. This page has its experiments on a small machine. `make paper` measures and writes it; `make paper QUICK=1` only
+shows that everything runs. A part that has no figures here is marked as not measured.
+
+- Modes of one case train in processes of their own that make steps in turns (`benchmarks/workers.py`).
+- A ratio is the median of the ratios within each round. In brackets stands the interval that holds it with 95%, by the
+  sign test. It takes fifteen rounds to claim anything.
+- A live peak is that of tensors above the level before the step, exact. A resident peak is that of the whole process.
+"""
+
+
+def page(parts: Sequence[Part], results: Path, plots: str) -> str:
+    """The text. plots: where the page finds the directory of the results."""
+    sections = [section for part in parts for section in _section(part, results, plots)]
+    return "\n".join(_wrapped("\n\n".join([HEAD.strip(), *sections]))) + "\n"
+
+
+def _section(part: Part, results: Path, plots: str) -> Iterator[str]:
+    yield f"## {part.title}"
+    yield f"The paper: {part.paper}"
+    path = results / f"{part.name}.json"
+    found = json.loads(path.read_text()) if path.exists() else {"result": {"cases": {}}}
+    if not found["result"]["cases"]:
+        yield f"**{NOT_MEASURED.capitalize()}** (`python benchmarks/paper --only {part.name} --dir DIR`)."
+        return
+    yield " \\\n".join(
+        textwrap.wrap(found["command"], COLUMNS - 10, initial_indent="    ", subsequent_indent="        ")
+    )
+    yield "; ".join(f"{name}: {value}" for name, value in found["system"].items()) + "."
+    if found["quick"]:
+        yield "**These are shapes that only show that it runs.**"
+    yield part.section(found["result"])
+    if (results / f"{part.name}.svg").exists():
+        yield f"![{part.title}]({plots}/{part.name}.svg)"
+    yield f"Not shown: {part.not_shown}"
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    """Long lines are broken, but for those of tables and code."""
+    for line in text.splitlines():
+        if len(line) <= COLUMNS or line.startswith(("|", " ")):
+            yield line
+        else:
+            yield from textwrap.wrap(line, COLUMNS, break_long_words=False, break_on_hyphens=False)

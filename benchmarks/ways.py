@@ -1,0 +1,97 @@
+"""The ways to train that are compared: how a model is compiled in each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import ssdtrain  # a neighbour of this file
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Way = Literal["inductor", "recompute", "checkpoint", "ssd_fx", "layers", "disk_hooks", "ssdtrain"]
+HOOKED = ("disk_hooks", "ssdtrain")
+SMALL = 1000  # elements: what the tutorial keeps in memory
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+Context = Callable[[], AbstractContextManager[Any]]  # around every forward
+
+
+class Checkpointed(nn.Module):
+    """A block whose inner activations are computed again in the backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.block, *args, use_reentrant=False)
+        return out
+
+
+def compiled(
+    model: nn.Module, way: Way, budget: float, options: Mapping[str, Any], directory: str
+) -> tuple[Forward, Context]:
+    """The model, to be compiled at its first call, and what stands around its forward.
+
+    "inductor"; "recompute": Inductor with torch's own solver under `budget`, a share from 0 to 1; "checkpoint":
+    Inductor, every layer under torch.utils.checkpoint; "ssd_fx" with `options`; "layers": Inductor, every layer a graph
+    of its own, because hooks see the saved tensors of a graph only when its forward has ended; "disk_hooks",
+    "ssdtrain": that with hooks that write into `directory`.
+    """
+    if way == "ssd_fx":
+        import ssd_fx
+
+        return torch.compile(model, backend=ssd_fx.backend, options=dict(options)), contextlib.nullcontext
+    if way in ("layers", *HOOKED):
+        for block in blocks(model):
+            block.compile(backend="inductor")
+        if way == "layers":
+            return model, contextlib.nullcontext
+        where = tempfile.mkdtemp(dir=directory or None)
+        return model, ssdtrain.Cache(model, blocks(model), where).hooks if way == "ssdtrain" else disk_hooks(where)
+    if way == "recompute":
+        torch._functorch.config.activation_memory_budget = budget
+    if way == "checkpoint":
+        for name, child in list(model.named_children()):
+            if isinstance(child, nn.ModuleList):
+                setattr(model, name, nn.ModuleList(Checkpointed(block) for block in child))
+    return torch.compile(model, backend="inductor"), contextlib.nullcontext
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers, in the order in which they run."""
+    return [block for child in model.children() if isinstance(child, nn.ModuleList) for block in child]
+
+
+class _TemporaryFile:
+    def __init__(self, directory: str) -> None:
+        self.name = os.path.join(directory, str(uuid.uuid4()))
+
+    def __del__(self) -> None:
+        os.remove(self.name)
+
+
+def disk_hooks(directory: str) -> Context:
+    """Hooks as PyTorch's tutorial "Hooks for autograd saved tensors" has them: one file for every saved tensor."""
+
+    def pack(x: Tensor) -> Tensor | _TemporaryFile:
+        if x.numel() < SMALL:
+            return x
+        file = _TemporaryFile(directory)
+        torch.save(x, file.name)
+        return file
+
+    def unpack(packed: Tensor | _TemporaryFile) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        x: Tensor = torch.load(packed.name)
+        return x
+
+    return lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack)

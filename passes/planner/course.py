@@ -1,0 +1,74 @@
+"""The simulated step over time, for people: memory, and the life of every group."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from dataclasses import replace
+from types import MappingProxyType
+
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.plan import Course, Life, Plan, Stock
+from ssd_fx.passes.planner.items import Transfer
+from ssd_fx.passes.planner.place import everything, floor
+from ssd_fx.passes.planner.solution import Solution
+from ssd_fx.passes.planner.step import Modelled
+
+
+def stock(plan: Plan, modelled: Modelled) -> Stock:
+    """The step with everything kept and nothing transferred."""
+    step = modelled.step
+    starts = tuple(itertools.accumulate(step.seconds, initial=0.0))
+    memory = tuple(itertools.accumulate(step.columns.change[:-1]))
+    return Stock(plan.saved_bytes, floor(step), everything(step), starts, memory, step.forward)
+
+
+def course(plan: Plan, modelled: Modelled, solution: Solution, machine: Machine) -> Course:
+    """The step that `solution` was chosen for."""
+    outcome, step = solution.outcome, modelled.step
+    at = _Operators(modelled)
+    items = {slot: i for i, slot in enumerate(modelled.slots)}
+    lives = {}
+    for slot, life in plan.lifetimes.items():
+        found = Life(
+            produced=outcome.ends[at.forward(life.produced)],
+            released=outcome.ends[at.forward(life.last_fwd_use)],
+            used=outcome.starts[at.backward(life.first_bwd_use)],
+            last_used=outcome.ends[at.backward(life.last_bwd_use)],
+        )
+        transfer = solution.transfers.get(items.get(slot, -1))
+        lives[slot] = found if transfer is None else _moved(found, items[slot], transfer, modelled, solution, machine)
+    return Course(outcome.starts, outcome.memory, step.forward, MappingProxyType(lives))
+
+
+def _moved(life: Life, i: int, transfer: Transfer, modelled: Modelled, solution: Solution, machine: Machine) -> Life:
+    """`life`, of a group that is offloaded as the item `i`."""
+    outcome, lane = solution.outcome, modelled.step.seconds_of(machine, transfer.tier)
+    released = outcome.ends[transfer.release_after]
+    written = outcome.write_ends[i]
+    load, begin = outcome.starts[transfer.load_before], written - lane.latency - lane.write[i]
+    write_wait = max(0.0, written - released) if transfer.block else 0.0
+    read_wait = max(0.0, outcome.waits.get(i, 0.0) - write_wait)
+    life = replace(life, released=released, write_wait_s=write_wait, read_wait_s=read_wait)
+    if i in outcome.forwarded:  # its write is cut short
+        return replace(life, write=(min(begin, load), load))
+    read, gone = outcome.read_ends[i], max(released, written)
+    return replace(
+        life,
+        write=(begin, written),
+        read=(read - lane.latency - lane.read[i], read),
+        gone=(gone, max(load, gone)),
+    )
+
+
+class _Operators:
+    """The operators of a modelled step by the nodes of its graphs."""
+
+    def __init__(self, modelled: Modelled) -> None:
+        self._count, self._begins = modelled.step.forward, modelled.begins
+
+    def forward(self, node: int) -> int:
+        return max(0, bisect_right(self._begins, node, 0, self._count) - 1)
+
+    def backward(self, node: int) -> int:
+        return max(self._count, bisect_right(self._begins, node, self._count) - 1)

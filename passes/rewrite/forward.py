@@ -1,0 +1,148 @@
+"""The forward's nodes: `begin_`, the stores with their stand-ins, and the releases. `insert.py` has the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from ssd_fx.passes.alias.packing import statically_equal
+from ssd_fx.passes.groups import AliasGroup, Member
+from ssd_fx.passes.partition import NOT_CHECKED, Partition
+from ssd_fx.passes.plan import Offload, Plan
+from ssd_fx.passes.rewrite import rebuild
+from ssd_fx.passes.rewrite.nodes import Insertion, first_compute, insert_all, stand_in
+
+ops = torch.ops.ssd_fx
+aten = torch.ops.aten
+
+
+class ForwardWriter:
+    """Inserts `begin_`, the stores with their stand-ins, and the releases.
+
+    `nodes` and `by_name` are those of the graph as it was. By slot: `stored`, the node that is written, and `handles`.
+    `replacements`: by name of a member, the node that is saved instead of it.
+    """
+
+    def __init__(self, partition: Partition, plan: Plan, config: str, about: str) -> None:
+        self.partition = partition
+        self.plan = plan
+        self.config = config
+        self.about = about
+        self.graph = partition.forward.graph
+        self.nodes = list(self.graph.nodes)
+        self.by_name = {n.name: n for n in self.nodes}
+        self.stored: dict[int, fx.Node] = {}
+        self.handles: dict[int, fx.Node] = {}
+        self.replacements: dict[str, fx.Node] = {}
+        self.fake_mode = rebuild.fake_mode(self.graph)
+        self.sizes = rebuild.Sizes(self.graph)
+
+    def write(self) -> None:
+        self._begin()
+        todo = []
+        for group in self.plan.offloaded:
+            points = self.plan.points[group.slot]
+            todo.append(Insertion(points.store_after + 1, 0, group, self._store))
+            todo.append(Insertion(points.release_after + 1, 1, group, self._release))
+        insert_all(self.graph, self.nodes, todo)
+        self._replace_outputs()
+
+    def _begin(self) -> None:
+        with self.graph.inserting_before(first_compute(self.nodes)):
+            device = next((g.layout.device for g in self.plan.offloaded if g.layout), torch.device("cpu"))
+            token = rebuild.call(self.graph, aten.empty.memory_format, [0], dtype=torch.int64, device=device)
+            totals = self.sizes.all(_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
+            # Here and not at the stores: a size may be read off an input, which could be released by then.
+            self.sizes.prepare(i for g in self.plan.offloaded for shape in self._named_shapes(g) for i in shape)
+            args = (token, self.config, self.plan.graph, *totals, *filter(None, [self.about]))
+            begin = self.graph.call_function(ops.begin_.default, args)
+            begin.meta["val"] = None
+
+    def _store(self, group: AliasGroup, seq: int) -> None:
+        stored = rebuild.packed(self.graph, self.by_name[group.base], group)
+        self.stored[group.slot] = stored
+        saved = [self.by_name[m.name].meta["val"] for m in group.members]
+        optional = self._optional(group, stored.meta["val"], saved[0])
+        args: tuple[Argument, ...] = (stored, self.config, self.plan.graph, group.slot, seq, *optional)
+        name = handle_name(group)
+        self.handles[group.slot] = self._save_instead(group.members[0], ops.store.default, args, name)
+        for k in range(1, len(saved)):
+            args = (self.sizes.of(saved[k].shape), saved[k].dtype, saved[k].device)
+            self._save_instead(group.members[k], ops.stand_in.default, args, f"{name}_{k}")
+
+    def _named_shapes(self, group: AliasGroup) -> list[torch.Size]:
+        """The shapes that the store of a group, and the stand-ins of its members, have as arguments."""
+        base = self.by_name[group.base].meta["val"]
+        first, *others = [self.by_name[m.name].meta["val"] for m in group.members]
+        is_base = group.pack is None and first.dtype == base.dtype and _same(first.shape, base.shape)
+        return [val.shape for val in (others if is_base else [first, *others])]
+
+    def _optional(self, group: AliasGroup, stored: torch.Tensor, first: torch.Tensor) -> list[Any]:
+        """The optional arguments of a store, up to the last that is no default; `first`: the first member."""
+        decision = self.plan.decisions[group.slot]
+        assert isinstance(decision, Offload)
+        if stored.dtype != first.dtype or not _same(stored.shape, first.shape):
+            return [decision.tier, decision.binding, self.sizes.of(first.shape), first.dtype]
+        if decision.binding:
+            return [decision.tier, True]
+        return [decision.tier] if decision.tier else []
+
+    def _save_instead(
+        self, member: Member, target: torch._ops.OpOverload, args: tuple[Argument, ...], name: str
+    ) -> fx.Node:
+        """The node that is saved instead of a member; it has the member's shape, dtype and device."""
+        node = self.graph.create_node("call_function", target, args, name=name)
+        saved = self.by_name[member.name]
+        node.meta["val"] = stand_in(self.fake_mode, saved.meta["val"])
+        if NOT_CHECKED in saved.meta:
+            node.meta[NOT_CHECKED] = saved.meta[NOT_CHECKED]
+        self.replacements[member.name] = node
+        return node
+
+    def _release(self, group: AliasGroup, seq: int) -> None:
+        block = self.plan.points[group.slot].block
+        hand_over = True  # the lowering makes it False where the generated code cannot drop its reference
+        args = (self.handles[group.slot], self.stored[group.slot], seq, hand_over, block)
+        node = self.graph.call_function(ops.wait_store_.default, args)
+        node.meta["val"] = None
+
+    def _replace_outputs(self) -> None:
+        output = self.partition.fwd_output
+        cut = self.partition.num_fwd_outputs
+        outputs = list(output.args[0])  # type: ignore[arg-type]
+        saved = (self.replacements.get(getattr(n, "name", ""), n) for n in outputs[cut:])
+        output.args = ((*outputs[:cut], *saved),)
+        for group in self.plan.offloaded:
+            self._erase_dead_views(group)
+
+    def _erase_dead_views(self, group: AliasGroup) -> None:
+        """Erase what was made of one tensor only to be saved, mostly views. The base stays: its store reads it.
+
+        Hazard: such a view may stand after the release, which must be the last to read the storage.
+        """
+        for member in group.members:
+            node = self.by_name[member.name]
+            while not node.users and len(node.all_input_nodes) == 1:
+                source = node.all_input_nodes[0]
+                self.graph.erase_node(node)
+                node = source
+
+
+def handle_name(group: AliasGroup) -> str:
+    return f"ssd_fx_handle_{group.slot}"
+
+
+def _nbytes(groups: Iterable[AliasGroup]) -> int | torch.SymInt:
+    """The bytes of the groups; symbolic where their sizes are."""
+    return sum(g.layout.numel * g.layout.dtype.itemsize if g.layout and g.is_hint else g.nbytes for g in groups)
+
+
+def _same(a: Iterable[int | torch.SymInt], b: Iterable[int | torch.SymInt]) -> bool:
+    """Whether two shapes are equal for certain; asking adds no guard."""
+    first = list(a)
+    second = list(b)
+    return len(first) == len(second) and all(map(statically_equal, first, second))

@@ -1,0 +1,86 @@
+"""The command `ssd-fx calibrate`: measure the rates that plans are made for, and keep them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from ssd_fx.calibration import calibrate
+from ssd_fx.config import Config
+from ssd_fx.passes.cost.machine import Machine, described
+from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.runtime.engines.preflight import check_directory
+from ssd_fx.runtime.engines.registry import check_engine
+from ssd_fx.runtime.errors import without_number
+
+_EXAMPLES = """examples:
+  ssd-fx calibrate /mnt/nvme            best when nothing else uses the cores
+  ssd-fx calibrate /mnt/nvme --wait     first wait until that is so
+
+exit status: 0 measured and kept; 1 not measured, as when others use the cores; 2 wrong words.
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the command to `commands`, argparse's sub-parsers."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure the machine and a directory for the planner",
+        description="Measure the rates that plans are made for, and keep them in the cache directory.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory")
+    parser.add_argument("--wait", action="store_true", help="first wait until other processes leave the cores idle")
+    parser.add_argument("--force", action="store_true", help="keep what is measured though others use the cores")
+    parser.add_argument("--json", action="store_true", help="print the rates as JSON, in bytes, seconds and flops")
+    parser.set_defaults(run=run)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Measure and print the rates. The exit status is 1 if they are not those of this machine."""
+    try:
+        check_engine("posix")
+        check_directory(flags.directory)
+    except (OSError, RuntimeError) as error:
+        print(f"ssd-fx: {without_number(error)}", file=sys.stderr)
+        return 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = parse(Config.make({"dirs": [flags.directory]}).runtime_json())
+    if flags.wait:
+        print("waiting until other processes leave the cores idle", file=sys.stderr, flush=True)
+        calibrate.wait_until_idle()
+    started = time.perf_counter()
+    rates = _measured(config, device, flags.force).rates()
+    missed = calibrate.unmeasured(config, device)
+    if flags.json:
+        print(json.dumps({"rates": dict(rates), "unmeasured": missed, "cache": str(calibrate.cache_path())}, indent=1))
+        return 1 if missed else 0
+    print(*described(rates), sep="\n")
+    took = f"measured in {time.perf_counter() - started:.1f} s"
+    if not missed:
+        print(f"{took}; kept in {calibrate.cache_path()}")
+        return 0
+    names = " and ".join(missed)
+    print(f"{took}; the rates of {names} above are typical ones. The stored rates of {names} were left as they were.")
+    if "compute" in missed:
+        print("--wait measures when the cores are idle, --force keeps the rates of busy ones")
+    return 1
+
+
+def _measured(config: RuntimeConfig, device: torch.device, force: bool) -> Machine:
+    """The rates; on the standard error why some are typical ones. The warning's own advice is to run this command."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        machine = calibrate.calibrated(config, device, again=True, though_busy=force)
+    for warning in caught:
+        said = warning.message
+        reason = f"not measured: {said.reason}" if isinstance(said, calibrate.NotMeasured) else str(said)
+        print(f"ssd-fx: {reason}", file=sys.stderr)
+    return machine

@@ -1,0 +1,127 @@
+"""What `ssd-fx doctor` says of a directory: its file system, its drives, room, rates and wear."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from ssd_fx.command import limits, mounts, round_trip, smart
+from ssd_fx.command.findings import Finding
+from ssd_fx.config import Config
+from ssd_fx.runtime.engines.extents import beyond_the_reserve
+from ssd_fx.runtime.engines.preflight import check_directory
+from ssd_fx.runtime.errors import without_number
+from ssd_fx.sizes import format_bytes
+
+_LITTLE_ROOM = 8 << 30  # below it, the file of a model that needs offloading may not fit
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "virtiofs", "fuse")
+_COPYING = ("btrfs", "zfs", "bcachefs")  # they write a changed block elsewhere
+_QUOTAS = ("quota", "usrquota", "grpquota", "prjquota", "uquota", "gquota", "pquota")
+_PASSES = ("file grows", "file reused")
+
+
+def findings(directory: str) -> Iterator[Finding]:
+    """Of `directory`; the last one is "bad" if activations cannot go there."""
+    try:
+        check_directory(directory, allow_tmpfs=Config.make().allow_tmpfs)
+    except OSError as error:
+        says, _, do = without_number(error).partition("; ")
+        yield Finding("directory", says, "bad", do)
+        return
+    mount = mounts.mount_of(directory)
+    drives = mounts.drives_of(mount) if mount else []
+    if mount:
+        yield file_system(mount)
+        yield from quota(mount)
+    yield from map(_drive, drives)
+    yield from limits.numa(drives)
+    if mount:
+        yield from limits.drives_in_groups([mount.device])
+    yield room(os.statvfs(directory))
+    yield from wear(drives)
+    yield from rates(directory)
+
+
+def file_system(mount: mounts.Mount) -> Finding:
+    """Its kind, and whether it is one that suits."""
+    says, figures = f"{mount.kind} on {mount.source or 'none'}, mounted at {mount.point}", {"kind": mount.kind}
+    if mount.kind == "overlay":
+        right = "mount a directory of the host's drive into the container, as by docker's `-v /mnt/nvme:/mnt/nvme`"
+        return Finding("file system", f"{says}: the container's own layer", "warn", right, figures)
+    if mount.kind.split(".")[0] in _REMOTE:
+        return Finding("file system", f"{says}: behind a network or a host", "warn", "name a local drive", figures)
+    if mount.kind in _COPYING:
+        right = f"ext4 or xfs suits better; on btrfs `chattr +C {mount.point}/DIR` of a new directory helps"
+        return Finding("file system", f"{says}: copies what it overwrites", "warn", right, figures)
+    return Finding("file system", says, figures=figures)
+
+
+def quota(mount: mounts.Mount) -> Iterator[Finding]:
+    """Whether quotas are on. Free space does not show them."""
+    if found := sorted(mount.options.intersection(_QUOTAS)):
+        right = "`quota -s` shows yours; the option disk_limit keeps the file below it"
+        yield Finding("quota", f"{', '.join(found)} is on, which free space does not show", "warn", right)
+
+
+def _drive(drive: mounts.Drive) -> Finding:
+    says = " ".join(filter(None, (f"/dev/{drive.name}", drive.model)))
+    if drive.rotates:
+        return Finding("drive", f"{says}, which rotates", "warn", "name a directory on an NVMe drive", asdict(drive))
+    return Finding("drive", says, figures=asdict(drive))
+
+
+def room(status: os.statvfs_result) -> Finding:
+    """What the file of activations may take."""
+    free = max(0, beyond_the_reserve(status))
+    figures = {"usable_bytes": free, "file_system_bytes": status.f_blocks * status.f_frsize}
+    says = f"{format_bytes(free)} may be used; 1 GiB or 5% of the file system stay free"
+    if free < _LITTLE_ROOM:
+        return Finding("room", says, "warn", "make room, or name more directories; what does not fit stays in memory")
+    return Finding("room", says, figures=figures)
+
+
+def wear(drives: Sequence[mounts.Drive]) -> Iterator[Finding]:
+    """What the NVMe drives among `drives` say of their life. The rating in TBW is in no drive's log."""
+    for drive in drives:
+        if not drive.controller:
+            says = f"/dev/{drive.name} is no NVMe drive that this system sees, so nothing is known of its life"
+            yield Finding("wear", says, figures={"drive": drive.name})
+            continue
+        try:
+            yield _worn(drive, smart.read(drive.controller))
+        except OSError as error:
+            says = f"/dev/{drive.controller} does not say ({error.strerror})"
+            yield Finding("wear", says, do="run `ssd-fx doctor` as root, or `nvme smart-log`", figures={})
+
+
+def _worn(drive: mounts.Drive, found: smart.Wear) -> Finding:
+    says = f"/dev/{drive.controller}: {found.used_percent}% of its rated life used, "
+    says += f"{found.written_bytes / 1e12:.1f} TB written so far, {found.spare_percent}% of its spare left"
+    if found.endurance_bytes:
+        says += f"; at that wear it takes about {found.endurance_bytes / 1e12:.0f} TB in all"
+    figures = asdict(found) | {"drive": drive.name, "endurance_bytes": found.endurance_bytes}
+    if found.media_errors or found.used_percent >= 90:
+        says += f"; {found.media_errors} errors of the medium"
+        return Finding("wear", says, "warn", "replace it before long; blocks are checked when they are read", figures)
+    right = "the option drive_tbw takes its rating, which the data sheet has, and stats() then says how long it lasts"
+    return Finding("wear", says, "ok", right, figures)
+
+
+def rates(directory: str) -> Iterator[Finding]:
+    """The measured rates, or why activations cannot be kept there."""
+    try:
+        found = round_trip.measure(directory)
+    except (OSError, RuntimeError) as error:
+        for text in getattr(error, "warned", ()):
+            yield Finding("warning", text, "warn")
+        right = "make room, raise disk_limit, or name another directory"
+        if getattr(error, "damaged", False):
+            right = "do not use this drive; the kernel's log may say more of it (`dmesg`)"
+        yield Finding("directory", str(error), "bad", right)
+        return
+    for text in dict.fromkeys(text for each in found for text in each.warned):
+        yield Finding("warning", text, "warn")
+    for name, each in zip(_PASSES, found, strict=True):
+        figures = {"write_bytes_s": each.write, "read_bytes_s": each.read}
+        yield Finding(name, str(each), figures=figures)

@@ -1,0 +1,134 @@
+"""What limits this process: its container, its cores beside the drives, and its shell."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ssd_fx.calibration import calibrate
+from ssd_fx.command.findings import Finding
+from ssd_fx.command.mounts import SYS, Drive
+from ssd_fx.runtime.memory.available import Group, memory_limit, own_groups
+from ssd_fx.sizes import format_bytes
+
+ROOT = Path("/")
+
+
+def findings() -> Iterator[Finding]:
+    """Of the process, without its directories."""
+    yield from memory()
+    yield from cores()
+    yield from shell()
+    yield from cache()
+
+
+def memory(root: Path = ROOT) -> Iterator[Finding]:
+    """The least memory that a control group allows."""
+    limits = [limit for each in _groups("memory", root) if (limit := _memory(each)) is not None]
+    if limits:
+        says = f"the container allows {format_bytes(min(limits))} of memory, page cache included"
+        yield Finding("memory", says, figures={"limit_bytes": min(limits)})
+
+
+def cores(root: Path = ROOT) -> Iterator[Finding]:
+    """Whether torch has more threads than the control group has time for."""
+    quotas = [_cpu(each) for each in _groups("cpu", root)]
+    allowed = min((int(q[0]) / int(q[1]) for q in quotas if len(q) == 2 and q[0].isdecimal()), default=None)
+    threads = torch.get_num_threads()
+    if allowed is not None and threads > allowed + 0.5:
+        says = f"the container allows {allowed:g} cores, and torch uses {threads} threads, which wait for each other"
+        yield Finding("cores", says, "warn", f"set OMP_NUM_THREADS={max(1, int(allowed))}", {"allowed": allowed})
+
+
+def drives_in_groups(drives: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
+    """Whether a control group slows a drive down. `drives`: numbers as major:minor."""
+    for path in (path for group in _groups("blkio", root) for path in _io(group)):
+        for line in _text(path).splitlines():
+            device, _, limits = line.partition(" ")
+            if device in drives:
+                says = f"it limits this drive: {path.name} has {limits}"
+                yield Finding("container", says, "warn", f"raise {path.name} in {path.parent}")
+
+
+def _groups(controller: str, root: Path) -> list[Group]:
+    try:
+        return list(own_groups(controller, root))
+    except OSError:
+        return []
+
+
+def _memory(group: Group) -> int | None:
+    try:
+        return memory_limit(group)
+    except (OSError, ValueError):
+        return None
+
+
+def _cpu(group: Group) -> list[str]:
+    """The microseconds that a group may run, and of how many; other words for no limit."""
+    names = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    return " ".join(_text(group.folder / name) for name in names).split()
+
+
+def _io(group: Group) -> list[Path]:
+    """The files with limits of drives."""
+    kinds = ("read_bps", "write_bps", "read_iops", "write_iops")
+    names = ["io.max"] if group.version == 2 else [f"blkio.throttle.{kind}_device" for kind in kinds]
+    return [group.folder / name for name in names]
+
+
+def shell() -> Iterator[Finding]:
+    """Limits that `ulimit` sets."""
+    addresses, largest = (resource.getrlimit(what)[0] for what in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
+    if addresses != resource.RLIM_INFINITY:
+        says = f"addresses are limited to {format_bytes(addresses)}, so ssd_fx's own allocator stays off"
+        yield Finding("ulimit -v", says, "warn", "ulimit -v unlimited")
+    if largest != resource.RLIM_INFINITY:
+        says = f"a file may have {format_bytes(largest)}, and ssd_fx has one file per directory"
+        yield Finding("ulimit -f", says, "warn", "ulimit -f unlimited")
+
+
+def cache() -> Iterator[Finding]:
+    """Whether measured rates and built libraries can be kept."""
+    path = calibrate.cache_path().parent
+    above = next(each for each in (path, *path.parents) if each.exists())
+    if not os.access(above, os.W_OK):
+        says = f"{path} cannot be written, so every process measures the machine"
+        yield Finding("cache", says, "warn", "set XDG_CACHE_HOME to a directory that can be written")
+
+
+def numa(drives: Sequence[Drive], sys: Path = SYS) -> Iterator[Finding]:
+    """Whether this process may run on cores that are far from a drive."""
+    nodes = {int(each.name[4:]): each for each in (sys / "devices" / "system" / "node").glob("node[0-9]*")}
+    own = os.sched_getaffinity(0)
+    far = {drive.numa_node for drive in drives} - {None}
+    if len(nodes) < 2 or not far:
+        return
+    near = set().union(*(_cores(_text(nodes[node] / "cpulist")) for node in far if node in nodes))
+    if not own <= near:
+        names = ",".join(map(str, sorted(node for node in far if node is not None)))
+        says = f"the drives are on NUMA node {names}, and this process may run on others too"
+        yield Finding(
+            "NUMA", says, "warn", f"numactl --cpunodebind={names} --preferred={names.split(',')[0]} python ..."
+        )
+
+
+def _cores(text: str) -> set[int]:
+    """The numbers of a list such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _text(path: Path) -> str:
+    """The contents of a file of the kernel's, "" where there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,139 @@
+"""What `ssd-fx doctor` says of the software, the compiler and the device."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import fields
+
+import torch
+
+import ssd_fx
+from ssd_fx import versions
+from ssd_fx.calibration import calibrate
+from ssd_fx.command.findings import Finding
+from ssd_fx.config import Config
+from ssd_fx.passes.cost.machine import described
+from ssd_fx.runtime.engines import cufile
+from ssd_fx.runtime.engines.registry import check_engine
+
+
+def findings() -> Iterator[Finding]:
+    """Of versions, compilers, device, GPUDirect Storage, options of the environment, and measured rates.
+
+    Raises:
+        ValueError: a bad option in the environment.
+    """
+    yield _versions()
+    yield _compiler()
+    yield _pool()
+    yield _device()
+    yield gpudirect(cufile.status(cufile.Driver()))
+    yield _options()
+    yield from _rates()
+
+
+def _versions() -> Finding:
+    system = f"Python {platform.python_version()}, Linux {platform.release()}"
+    says = f"{ssd_fx.__version__}, torch {torch.__version__}, {system}"
+    figures = {"ssd_fx": ssd_fx.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.__version__.startswith(f"{versions.TESTED[0]}.{versions.TESTED[1]}."):
+        return Finding("ssd_fx", says, figures=figures)
+    tested = ".".join(map(str, versions.TESTED))
+    return Finding("ssd_fx", says, "warn", f"torch {tested} is what is tested regularly", figures)
+
+
+def _compiler() -> Finding:
+    """Inductor compiles C++ for the CPU, and our allocator is C++ too."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    right = "install g++, as by `apt install g++`, or name a compiler in CXX; Inductor cannot compile for a CPU without"
+    try:
+        found = get_cpp_compiler()
+        said = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
+    except Exception as error:  # torch's own kinds differ between its versions
+        return Finding("compiler", f"no C++ compiler works: {_line(error)}", "bad", right)
+    return Finding("compiler", f"{found}: {_line(said)}")
+
+
+def _pool() -> Finding:
+    try:
+        check_engine("posix")
+    except RuntimeError as error:
+        return Finding("I/O threads", str(error), "bad", "install gcc, or a wheel of ssd_fx, which has the pool built")
+    return Finding("I/O threads", "the native pool is there")
+
+
+def _device() -> Finding:
+    if not torch.cuda.is_available():
+        threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        says = f"CPU, {threads} threads on {cores} cores; torch sees no CUDA device"
+        return Finding("device", says, figures={"threads": threads, "cores": cores})
+    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
+    says = f"{name}, {memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    return Finding("device", says, figures={"name": name, "memory_bytes": memory})
+
+
+def gpudirect(found: cufile.Status) -> Finding:
+    """Whether GPU and drive exchange data directly, or why not."""
+    version = f"{found.version}: " if found.version else ""
+    figures = {"real": found.real}
+    if found.real:
+        says = "GPUDirect Storage is real; blocks are not verified with it, whatever `checksums` says"
+        return Finding(found.name, version + says, figures=figures)
+    return Finding(found.name, f"{version}no GPUDirect Storage: {found.reason}", figures=figures)
+
+
+def _options() -> Finding:
+    """The options that the environment sets.
+
+    Raises:
+        ValueError: a bad one.
+    """
+    config = Config.make()
+    named = [f.name for f in fields(Config) if f"SSD_FX_{f.name.upper()}" in os.environ]
+    values = {name: getattr(config, name) for name in named}
+    says = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    figures = {name: str(value) for name, value in values.items()}
+    return Finding("options", f"the environment sets {says or 'none'}", figures=figures)
+
+
+def _rates() -> Iterator[Finding]:
+    """The rates that plans are made for, as measured earlier. Those that were not are typical ones."""
+    found = calibrate.cached()
+    for section, entries in found.items():
+        for key, rates in entries.items():
+            lines = "".join(f"\n{'':12}{line}" for line in described(rates))
+            yield Finding(section, f"{_hardware(key)}{lines}", figures=rates)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    of = [] if calibrate.compute_key(device) in found["compute"] else [f"compute ({_threads(torch.get_num_threads())})"]
+    of += [] if found["disk"] else ["drives"]
+    if of and Config.make().machine == "auto":
+        says = f"those of {' and '.join(of)} are typical ones, not measured on this machine"
+        right = "`ssd-fx calibrate DIR` measures them, best when nothing else runs; the first compilation tries to"
+        yield Finding("rates", says, "warn", right)
+
+
+def _hardware(key: str) -> str:
+    """A key of the cache in words."""
+    try:
+        what = json.loads(key)
+        device = what["cpu"] if what["device"] == "cpu" else f"{what['device']} on {what['cpu']}"
+        says = f"{device}, {_threads(what['threads'])} on {what['cores']} cores"
+        if "drives" not in what:
+            return f"{says}, torch {what['torch']}"
+        unchecked = "" if what["checksums"] else " without checksums"
+        return f"{' '.join(what['drives']) or 'memory'} by engine {what['engine']}{unchecked}, {says}"
+    except (ValueError, LookupError, TypeError):  # a file that somebody wrote by hand
+        return key[:100]
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def _line(text: object) -> str:
+    return next(iter(str(text).strip().splitlines()), type(text).__name__)

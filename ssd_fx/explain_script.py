@@ -1,0 +1,91 @@
+"""`ssd-fx explain script.py`: the report of a training script, before it trains.
+
+The script runs up to the first call of its compiled model, as in `ssd-fx fit`. There the model is planned under the
+script's own options, or another budget. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import fx
+
+from ssd_fx import fake, patterns
+from ssd_fx.backend import check_options
+from ssd_fx.estimate import Budget, Surveyed, check_surveyed, surveyed, uncompiled
+from ssd_fx.fit import TrainingStep, until_trained
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.joint.recompute import Joint
+from ssd_fx.passes.options import PlanOptions
+from ssd_fx.passes.partitioner import Survey
+from ssd_fx.report.command import add_output, tell
+from ssd_fx.report.describe import describe
+from ssd_fx.report.model import Report, made
+from ssd_fx.runtime.errors import without_number
+from ssd_fx.sizes import parse_budget
+
+USAGE = "ssd-fx explain script.py [--budget 0.5] [-o report.html] [--json] [-- the script's own arguments]"
+
+
+def add(commands: Any) -> None:
+    """Add the command to `commands`, argparse's sub-parsers."""
+    parser = commands.add_parser("explain", usage=USAGE, help="the report of a training script, before it trains")
+    parser.add_argument("script", help="a Python script that compiles its model with ssd_fx.backend and trains it")
+    parser.add_argument("--budget", help="another budget than the script's: a share, a size or auto")
+    add_output(parser)
+    parser.set_defaults(run=run)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Run the command, and return its exit status. 1: the script or its model cannot be planned. 2: a wrong flag."""
+    try:
+        budget = None if flags.budget is None else parse_budget("budget", flags.budget)
+    except ValueError as error:
+        print(f"ssd-fx: {error}", file=sys.stderr)
+        return 2
+    try:
+        tell(until_trained(flags.script, flags.behind, partial(_planned, budget)), flags)
+    except (ValueError, OSError) as error:
+        print(f"ssd-fx: {without_number(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _planned(budget: Budget | None, step: TrainingStep) -> Report:
+    options = dict(step.settings.get("options") or {})
+    check_options(options)
+    model, call = fake.off_meta(uncompiled(step.model), (step.args, step.kwargs))
+    survey = partial(_survey_of, budget)
+    found = surveyed(model, call, survey, options, step.settings.get("dynamic"), step.settings.get("mode"))
+    assert isinstance(found, dict), "what _survey finds"
+    return made([found], [found["graph"]])
+
+
+def _survey_of(budget: Budget | None, gm: fx.GraphModule) -> Survey:
+    """The survey of a Dynamo graph, with the user's names of its inputs."""
+    return partial(_survey, budget, patterns.arguments(gm), patterns.function())
+
+
+def _survey(
+    budget: Budget | None,
+    arguments: Sequence[str],
+    function: str,
+    joint: Joint,
+    options: PlanOptions,
+    keeps_all: bool,
+) -> NoReturn:
+    """Plan the joint graph, under `budget` unless that is None. `arguments` and `function` as in `describe`.
+
+    Raises:
+        Surveyed: always, with what `describe` says, unless there is an error.
+        ValueError: the graph is one of several, or nothing of it may be offloaded.
+    """
+    check_surveyed(joint, keeps_all)
+    asked = options if budget is None else replace(options, budget=budget)
+    partition, plan = pipeline.decide_joint(joint, asked)
+    raise Surveyed(describe(partition, plan, asked, arguments, function))

@@ -1,0 +1,153 @@
+"""What to change: one sentence, by the first rule that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ssd_fx.report.figures import Figures, drive_life
+from ssd_fx.report.model import GroupRow, Report
+from ssd_fx.report.unfreed import Unfreed, loud, unfreed
+from ssd_fx.sizes import format_bytes, format_seconds
+
+SMALL = 0.02  # a share of the step, or of the memory, that is not worth a change
+SHORT_DAYS = 180.0  # of a drive's life
+MIB = 1 << 20
+BELOW = "below min_bytes"  # the planner's words
+
+
+def advice(report: Report, found: Figures) -> str:
+    """The most useful change to options or model."""
+    missed = loud(report)
+    if missed:
+        worst, nbytes = _worst(unfreed(report))
+        share = f"{format_bytes(nbytes)} of the {format_bytes(missed)}"
+        return f"{_free(worst)}: that is {share} that do not leave memory in a step, listed below"
+    if not found.offloaded_bytes:
+        return _nothing_goes(report, found)
+    stall, step = _stall(found)
+    if stall > SMALL * step:
+        return _keep_more(report, found, stall)
+    small = _below_min_bytes(report)
+    if small > SMALL * found.stock_stay_bytes and small > found.stay_bytes / 2:
+        least = min((g.described["min_bytes"] for g in report.graphs), default=0)
+        return f"min_bytes={max(1, least // 16)} would offload up to {format_bytes(small)} more, in smaller tensors"
+    life = drive_life(found)
+    if 0 < life < SHORT_DAYS:
+        return f"the drives last {life:.3g} days at this rate: a larger budget writes less, {_next_share(report)}"
+    kept = _bytes(report, "within the budget")
+    if kept > SMALL * found.stock_stay_bytes:
+        return (
+            f"nothing waits, so a smaller budget costs little: {_smaller(report)} keeps up to {format_bytes(kept)} less"
+        )
+    if found.peak_bytes > (1 - SMALL) * found.stock_peak_bytes:
+        return "the peak hardly falls, for it is not made of saved tensors: offloading cannot help this step"
+    return "nothing: what can be offloaded is, and the step hardly waits"
+
+
+def _worst(found: Sequence[Unfreed]) -> tuple[Unfreed, int]:
+    """The first of those that one line of the model and one holder keep, and their bytes, where these are the most."""
+    alike: dict[tuple[str, str], list[Unfreed]] = {}
+    for each in found:
+        alike.setdefault((each.who, each.row.source or each.row.place), []).append(each)
+    most = max(alike.values(), key=lambda group: sum(each.nbytes for each in group))
+    return most[0], sum(each.nbytes for each in most)
+
+
+def _free(worst: Unfreed) -> str:
+    row = worst.row
+    if row.shared == "output":
+        return f"do not return {row.place} from the compiled code, nor keep it in a list"
+    if worst.planned and row.reason == BELOW:
+        return f"min_bytes={max(1, row.nbytes // 4)}"
+    if worst.planned:
+        return f"change what keeps {row.place}: {row.reason}"
+    if row.measured is not None and row.measured.kept:
+        return "give the drive room, or name another one in `dirs`"
+    return f"let go of {row.place} before the backward, or mark it with ssd_fx.keep"
+
+
+def _nothing_goes(report: Report, found: Figures) -> str:
+    small = _below_min_bytes(report)
+    if 2 * small > found.stock_stay_bytes:
+        largest = max((r.nbytes for r in _kept(report, BELOW)), default=0)
+        return f"nothing is offloaded, for most is below min_bytes: min_bytes={max(1, largest // 4)} would change that"
+    if any(graph.described["budget"] not in (0, 0.0) for graph in report.graphs):
+        return "nothing is offloaded under this budget: budget=0 offloads all that can be"
+    return "nothing can be offloaded; the reasons are below"
+
+
+def _stall(found: Figures) -> tuple[float, float]:
+    if found.measured_stall_s is not None and found.measured_step_s:
+        return found.measured_stall_s, found.measured_step_s
+    return found.stall_s, found.step_s
+
+
+def _keep_more(report: Report, found: Figures, stall: float) -> str:
+    """Keep what the drive would have written and read in the time that is waited."""
+    rate = _rate(report)
+    movable = found.offloaded_bytes + _bytes(report, "within the budget")
+    if not rate or not movable:
+        return "a larger budget keeps more in memory and waits less"
+    more = min(stall * rate / 2, found.offloaded_bytes)  # what stays is neither written nor read
+    now = 1 - found.offloaded_bytes / movable
+    share = min(1.0, math.ceil(20 * (now + more / movable)) / 20)
+    said = f"budget={share:g} keeps about {format_bytes(int(share * movable))} in memory and should end"
+    return f"{said} the waits of {format_seconds(stall)}; budget='auto' searches by itself"
+
+
+def _rate(report: Report) -> float:
+    """Bytes a second of the transfers: of the traced step, or as predicted."""
+    if report.step is not None:
+        moved = [e for kind in ("write", "read") for e in report.step.transfers(kind) if e.where == "ok"]
+        spans: list[tuple[float, float]] = [(e.started, e.ended) for e in moved]
+        nbytes = sum(e.nbytes for e in moved)
+    else:
+        rows = [row for graph in report.graphs for row in graph.rows if row.times is not None]
+        found = [(row.stored_nbytes, span) for row in rows for span in _spans(row)]
+        spans, nbytes = [span for _, span in found], sum(each for each, _ in found)
+    busy = _union(spans)
+    return nbytes / busy if busy else 0.0
+
+
+def _spans(row: GroupRow) -> list[tuple[float, float]]:
+    assert row.times is not None
+    return [span for span in (row.times.write, row.times.read) if span is not None]
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that at least one of the spans covers."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def _kept(report: Report, reason: str) -> list[GroupRow]:
+    return [row for g in report.graphs for row in g.rows if row.decision == "keep" and row.reason == reason]
+
+
+def _bytes(report: Report, reason: str) -> int:
+    runs = {graph.graph: graph.runs for graph in report.graphs}
+    return sum(runs[row.graph] * row.nbytes for row in _kept(report, reason))
+
+
+def _below_min_bytes(report: Report) -> int:
+    return _bytes(report, BELOW)
+
+
+def _budget(report: Report) -> object:
+    return next((graph.described["budget"] for graph in report.graphs), 0)
+
+
+def _smaller(report: Report) -> str:
+    budget = _budget(report)
+    return f"budget={budget / 2:g}" if isinstance(budget, float) and budget > 0.1 else "budget=0"
+
+
+def _next_share(report: Report) -> str:
+    budget = _budget(report)
+    if isinstance(budget, float):
+        return f"budget={min(1.0, budget + 0.25):g}"
+    return f"budget='{max(1, 2 * budget // MIB)}MiB'" if isinstance(budget, int) and budget else "such as budget=0.25"

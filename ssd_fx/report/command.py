@@ -1,0 +1,47 @@
+"""`ssd-fx report trace.json`: the report of a run, from the trace that it wrote."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from ssd_fx.report.model import Report
+from ssd_fx.report.saved import read
+from ssd_fx.runtime.errors import without_number
+
+
+def add(commands: Any) -> None:
+    """Add the command to `commands`, argparse's sub-parsers."""
+    parser = commands.add_parser("report", help="what a run did, from the trace that ssd_fx.export_trace wrote")
+    parser.add_argument("trace", help="the file")
+    add_output(parser)
+    parser.set_defaults(run=run)
+
+
+def add_output(parser: Any) -> None:
+    """Add the flags that say what becomes of a report."""
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the page as well, e.g. report.html")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the text")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Run the command, and return its exit status: 1 if the trace cannot be used, which one line on stderr says."""
+    try:
+        tell(read(flags.trace), flags)
+    except (ValueError, OSError) as error:
+        print(f"ssd-fx: {without_number(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def tell(report: Report, flags: argparse.Namespace) -> None:
+    """Write the page, if one is asked for, and print the report.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+    if flags.output:
+        report.save(flags.output)
+    print(json.dumps(report.to_dict(), indent=1) if flags.json else report)

@@ -1,0 +1,127 @@
+"""The predicted step of all graphs together: forwards in their order, backwards in the reverse one.
+
+    forward A   forward B   backward B   backward A
+
+While a graph runs, what those before it keep is in memory besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ssd_fx.report.model import GroupRow, Report, Span
+
+Points = tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Bytes above the level before the step, from each time on. turn_s: the backward begins. end_s: the step ends."""
+
+    points: Points
+    turn_s: float
+    end_s: float
+
+    @property
+    def peak(self) -> int:
+        return max((nbytes for _, nbytes in self.points), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The life of a group in one run of its graph, in seconds of the step. `run`: counted over all runs, from 0."""
+
+    row: GroupRow
+    run: int
+    produced: float
+    released: float
+    used: float
+    last_used: float
+    write: Span | None
+    read: Span | None
+    gone: Span | None
+    waits: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """stock: without ssd_fx. own: as planned. floor_bytes: the peak with infinitely fast I/O."""
+
+    stock: Curve
+    own: Curve
+    floor_bytes: int
+    bars: tuple[Bar, ...]
+
+
+def course(report: Report) -> Course:
+    """The predicted step of a report."""
+    graphs = {graph.graph: graph for graph in report.graphs}
+    parts = [graphs[name].described for name in report.order]
+    offsets, own = _joined(parts, [part["saved_bytes"] - part["offloaded_bytes"] for part in parts])
+    stocks = [part["stock"] for part in parts]
+    _, stock = _joined(stocks, [part["saved_bytes"] for part in stocks])
+    bars = [
+        bar
+        for run, (name, shift) in enumerate(zip(report.order, offsets, strict=True))
+        for row in graphs[name].rows
+        if (bar := _bar(row, run, shift)) is not None
+    ]
+    floor = max((int(g.predicted["floor_bytes"]) for g in report.graphs), default=0)
+    return Course(stock, own, floor, tuple(bars))
+
+
+def _joined(parts: Sequence[Any], stays: Sequence[int]) -> tuple[list[Span], Curve]:
+    """What to add to times of each part's forward, and of its backward; and the memory of the step.
+
+    stays: bytes that each forward leaves.
+    """
+    points: list[tuple[float, int]] = []
+    begins, at, level = [], 0.0, 0
+    for part, stay in zip(parts, stays, strict=True):
+        points += _moved(part["forward"], at, level)
+        begins.append(at)
+        at += part["turn_us"] / 1e6
+        level += stay
+    turn, behind = at, [0.0] * len(parts)
+    for i in reversed(range(len(parts))):
+        level -= stays[i]
+        behind[i] = at - parts[i]["turn_us"] / 1e6
+        points += _moved(parts[i]["backward"], behind[i], level)
+        at = behind[i] + parts[i]["step_us"] / 1e6
+    return list(zip(begins, behind, strict=True)), Curve(tuple(points), turn, at)
+
+
+def _moved(points: Sequence[Sequence[int]], at: float, level: int) -> list[tuple[float, int]]:
+    return [(at + us / 1e6, level + nbytes) for us, nbytes in points]
+
+
+def _bar(row: GroupRow, run: int, shift: Span) -> Bar | None:
+    """shift: what to add to times of the forward, and of the backward."""
+    times = row.times
+    if times is None:
+        return None
+    there, back = shift
+    released, used = times.released + there, times.used + back
+    waits = []
+    if times.write_wait_s:
+        waits.append((released, released + times.write_wait_s))
+    if times.read_wait_s:
+        waits.append((used - times.read_wait_s, used))
+    return Bar(
+        row,
+        run,
+        times.produced + there,
+        released,
+        used,
+        times.last_used + back,
+        _between(times.write, there, there),
+        _between(times.read, back, back),
+        _between(times.gone, there, back),
+        tuple(waits),
+    )
+
+
+def _between(span: Span | None, begin: float, end: float) -> Span | None:
+    return None if span is None else (span[0] + begin, span[1] + end)

@@ -1,0 +1,58 @@
+"""The figures of a report: one step of all graphs together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ssd_fx.runtime.stats import rated_days
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Bytes of memory are above the level before the step. "stock" is the same step without ssd_fx.
+
+    stay_bytes: saved tensors in memory between forward and backward. offloaded_bytes: of the plan, to leave memory.
+    step_s: forward and backward; of it transfer_s for starting transfers and computing beside them, and the stalls.
+    drive_tbw: 10^12 bytes that the drives are rated for; 0 if that is not known.
+    written_bytes: to drives. measured_written_bytes: to drives and host memory; measured_drive_bytes: to drives alone.
+    measured_...: per step, None where nothing was measured. measured_step_s has all that the loop does; 0 if unknown.
+    """
+
+    stock_peak_bytes: int
+    peak_bytes: int
+    floor_bytes: int
+    stock_stay_bytes: int
+    stay_bytes: int
+    offloaded_bytes: int
+    stock_step_s: float
+    step_s: float
+    transfer_s: float
+    write_stall_s: float
+    read_stall_s: float
+    written_bytes: int
+    drive_tbw: float
+    measured_step_s: float
+    measured_stall_s: float | None
+    measured_written_bytes: int | None
+    measured_drive_bytes: int | None
+    measured_offloaded_bytes: int | None
+    measured_forwarded_bytes: int | None
+    measured_freed_bytes: int | None
+    measured_peak_bytes: int | None
+
+    @property
+    def stall_s(self) -> float:
+        """What the step is predicted to wait for transfers."""
+        return self.write_stall_s + self.read_stall_s
+
+    @property
+    def drive_bytes_s(self) -> float:
+        """What drives get in a second: as measured, or else as predicted; 0 if no time is known."""
+        written = self.written_bytes if self.measured_drive_bytes is None else self.measured_drive_bytes
+        seconds = self.measured_step_s or self.step_s
+        return written / seconds if seconds else 0.0
+
+
+def drive_life(found: Figures) -> float:
+    """Days of training without a pause until the rated bytes are written; 0 if that is not known."""
+    return rated_days(found.drive_tbw, found.drive_bytes_s) if found.drive_bytes_s else 0.0

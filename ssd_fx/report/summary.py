@@ -1,0 +1,163 @@
+"""The first five lines of a report: memory, cost, drive, plan, and what to change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ssd_fx.report.advice import advice
+from ssd_fx.report.course import course
+from ssd_fx.report.figures import Figures, drive_life
+from ssd_fx.report.model import GroupRow, Report
+from ssd_fx.runtime.stats import DAY_S
+from ssd_fx.sizes import format_bytes, format_seconds
+
+_REASONS = 2  # that a line names
+
+
+def summary(report: Report) -> Figures:
+    """The figures of all graphs together, for one step."""
+    found, stats, step = course(report), report.stats, report.step
+    graphs = {graph.graph: graph for graph in report.graphs}
+    parts = [graphs[name] for name in report.order]
+
+    def total(name: str) -> float:
+        return sum(part.predicted[name] for part in parts)
+
+    saved = sum(part.described["saved_bytes"] for part in parts)
+    offloaded = sum(part.described["offloaded_bytes"] for part in parts)
+    rest = max((int(part.predicted.get("shared_budget_bytes", 0)) for part in parts), default=0)
+    rest = min(rest + max((int(p.predicted.get("resident_bytes", 0)) for p in parts), default=0), offloaded)
+    steps = max(stats.steps, 1) if stats else 1
+    outputs = sum(row.nbytes for part in parts for row in part.rows if row.slot < 0)
+    return Figures(
+        stock_peak_bytes=found.stock.peak,
+        peak_bytes=min(found.own.peak + rest, max(found.stock.peak, found.own.peak)),
+        floor_bytes=found.floor_bytes,
+        stock_stay_bytes=outputs + sum(part.described["stock"]["saved_bytes"] for part in parts),
+        stay_bytes=outputs + saved - offloaded + rest,
+        offloaded_bytes=offloaded,
+        stock_step_s=found.stock.end_s,
+        step_s=found.own.end_s,
+        transfer_s=total("transfer_s"),
+        write_stall_s=total("write_stall_s"),
+        read_stall_s=total("read_stall_s"),
+        written_bytes=int(max(0, total("written_bytes") - rest)),
+        drive_tbw=stats.drive_tbw if stats else 0.0,
+        measured_step_s=stats.step_s if stats else 0.0,
+        measured_stall_s=stats.stall_s / steps if stats else None,
+        measured_written_bytes=round(stats.written_bytes / steps) if stats else None,
+        measured_drive_bytes=round((stats.drive_bytes + stats.moved_bytes) / steps) if stats else None,
+        measured_offloaded_bytes=round(stats.offloaded_bytes / steps) if stats else None,
+        measured_forwarded_bytes=round(stats.forwarded_bytes / steps) if stats else None,
+        measured_freed_bytes=round(stats.freed_bytes / steps) if stats else None,
+        measured_peak_bytes=max((nbytes for _, nbytes in step.memory), default=0) if step and step.memory else None,
+    )
+
+
+def lines(report: Report) -> list[tuple[str, str]]:
+    """The five lines, each with its name."""
+    found = summary(report)
+    return [
+        ("memory", _memory(found)),
+        ("cost", _cost(report, found)),
+        ("drive", _drive(found)),
+        ("plan", _plan(report)),
+        ("next", advice(report, found)),
+    ]
+
+
+def _memory(found: Figures) -> str:
+    said = (
+        f"peak {_change(found.stock_peak_bytes, found.peak_bytes)}, floor {format_bytes(found.floor_bytes)}; "
+        f"between forward and backward {_change(found.stock_stay_bytes, found.stay_bytes)}"
+    )
+    if found.measured_peak_bytes is not None:
+        said += f"; measured peak at our nodes {format_bytes(found.measured_peak_bytes)}"
+    return said
+
+
+def _change(before: int, after: int) -> str:
+    share = f" ({100 * (after - before) / before:+.0f}%)" if before else ""
+    return f"{format_bytes(before)} -> {format_bytes(after)}{share}"
+
+
+def _cost(report: Report, found: Figures) -> str:
+    more = 100 * (found.step_s / found.stock_step_s - 1) if found.stock_step_s else 0.0
+    said = f"step {format_seconds(found.stock_step_s)} -> {format_seconds(found.step_s)} ({more:+.1f}%), "
+    said += f"waits {format_seconds(found.stall_s)} by {_rates(report)} rates"
+    if found.measured_stall_s is not None:
+        said += f"; measured waits {format_seconds(found.measured_stall_s)}"
+        if found.measured_step_s:
+            share = 100 * found.measured_stall_s / found.measured_step_s
+            said += f" ({share:.1f}%) in {format_seconds(found.measured_step_s)} a step"
+    where = waits(report)
+    if where:
+        row, seconds = where[0]
+        said += f", most for {row.place} ({format_seconds(seconds)})"
+    return said
+
+
+def _rates(report: Report) -> str:
+    return " and ".join(dict.fromkeys(graph.described["rates"] for graph in report.graphs))
+
+
+def waits(report: Report) -> list[tuple[GroupRow, float]]:
+    """What the step waits for, the most first: measured in the traced step if there is one, else predicted."""
+    rows = {(row.graph, row.slot): row for graph in report.graphs for row in graph.rows}
+    found: dict[tuple[str, int], float] = defaultdict(float)
+    if report.step is not None:
+        for event in report.step.waits:
+            found[event.graph, event.slot] += event.ended - event.started
+    else:
+        runs = {graph.graph: graph.runs for graph in report.graphs}
+        for key, row in rows.items():
+            if row.times is not None:
+                found[key] = runs[row.graph] * (row.times.write_wait_s + row.times.read_wait_s)
+    ranked = sorted(found.items(), key=lambda each: -each[1])
+    return [(rows[key], seconds) for key, seconds in ranked if seconds > 0 and key in rows]
+
+
+def _drive(found: Figures) -> str:
+    written = found.written_bytes if found.measured_drive_bytes is None else found.measured_drive_bytes
+    said = f"{format_bytes(written)} written a step"
+    if found.measured_drive_bytes is not None:
+        said += f" (predicted {format_bytes(found.written_bytes)})"
+    if not found.drive_bytes_s:
+        return said
+    seconds, tb = found.measured_step_s or found.step_s, found.drive_bytes_s * DAY_S / 1e12
+    said += f", {tb:.3g} TB a day at {format_seconds(seconds)} a step; "
+    days = drive_life(found)
+    return said + (
+        f"new drives rated for {found.drive_tbw:g} TB last {days:.3g} days"
+        if days
+        else "the option drive_tbw says how long drives last"
+    )
+
+
+def _plan(report: Report) -> str:
+    graphs = {graph.graph: graph for graph in report.graphs}
+    rows = [row for name in report.order for row in graphs[name].rows]
+    gone = [row for row in rows if row.decision == "offload"]
+    said = f"{len(gone)} of {len(rows)} groups ({format_bytes(_sum(gone))}) are offloaded"
+    kept = _by_reason(row for row in rows if row.decision == "keep")
+    if kept:
+        named = [f"{format_bytes(nbytes)} {reason}" for reason, nbytes in kept[:_REASONS]]
+        if len(kept) > _REASONS:
+            named.append(f"{format_bytes(sum(n for _, n in kept[_REASONS:]))} for other reasons")
+        said += f"; kept: {', '.join(named)}"
+    again = [each for name in report.order for each in graphs[name].described["recomputed"]]
+    if again:
+        said += f"; {len(again)} tensors ({format_bytes(sum(r['nbytes'] for r in again))}) are recomputed"
+    return said
+
+
+def _by_reason(rows: Iterable[GroupRow]) -> list[tuple[str, int]]:
+    found: dict[str, int] = defaultdict(int)
+    for row in rows:
+        found[row.reason] += row.nbytes
+    return sorted(found.items(), key=lambda each: -each[1])
+
+
+def _sum(rows: Iterable[GroupRow]) -> int:
+    return sum(row.nbytes for row in rows)

@@ -1,0 +1,139 @@
+"""A report as text: five lines, what did not leave memory, and one table in which layers are folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ssd_fx.report.columns import aligned
+from ssd_fx.report.model import GroupRow, Report
+from ssd_fx.report.rows import parts
+from ssd_fx.report.summary import lines
+from ssd_fx.report.unfreed import asked, loud, unfreed
+from ssd_fx.sizes import format_bytes
+
+ROWS = 24  # of the table: with all else one screen
+HOLDERS = 6  # rows of what did not leave memory
+_LINES, _WIDTH = 3, 48  # source lines that a row names, and their columns
+
+
+@dataclass(slots=True)
+class Folded:
+    """Groups of all layers that are told in one row."""
+
+    module: str
+    layers: dict[int, None] = field(default_factory=dict)
+    sources: dict[str, None] = field(default_factory=dict)
+    groups: int = 0
+    nbytes: int = 0
+
+    def add(self, row: GroupRow, number: int | None, nbytes: int, runs: int) -> None:
+        if number is not None:
+            self.layers[number] = None
+        self.sources[row.source or row.name] = None
+        self.groups += runs
+        self.nbytes += nbytes
+
+    @property
+    def name(self) -> str:
+        return self.module.replace("{}", _numbers(sorted(self.layers))) if self.layers else self.module
+
+    @property
+    def where(self) -> str:
+        """`gpt.py:57,58`: at most three lines, and fewer if they are long."""
+        named = list(self.sources)
+        shown = [each for i, each in enumerate(named[:_LINES]) if not i or len(",".join(named[: i + 1])) <= _WIDTH]
+        files = {each.rpartition(":")[0] for each in shown}
+        if len(shown) > 1 and len(files) == 1 and "" not in files:
+            shown = [shown[0], *(each.rpartition(":")[2] for each in shown[1:])]
+        more = f" +{len(named) - len(shown)}" if len(named) > len(shown) else ""
+        return ",".join(shown) + more
+
+
+def text(report: Report) -> str:
+    """The report as people read it in a terminal: at most one screen."""
+    told = [f"{name:7} {said}" for name, said in lines(report)]
+    return "\n".join([*told, *_unfreed(report), "", *_table(report), *_foot(report)])
+
+
+def _unfreed(report: Report) -> list[str]:
+    """What stays in memory though it was to leave, and who holds it; empty if that is little."""
+    missed = loud(report)
+    if not missed:
+        return []
+    head = f"NOT FREED: {format_bytes(missed)} of {format_bytes(asked(report))} a step stay in memory between forward "
+    head += "and backward, beyond what the budget allows"
+    found = holders(report)
+    rows = [(f"  {format_bytes(f.nbytes)}", f.name, f.where, f"held by {who}") for who, f in found[:HOLDERS]]
+    return ["", head, *aligned(rows, {0}), *_more([f for _, f in found[HOLDERS:]])]
+
+
+def holders(report: Report) -> list[tuple[str, Folded]]:
+    """Who holds what was to leave memory, layers together, the largest first."""
+    found = _fold(unfreed(report), lambda u: u.row, lambda u: u.nbytes, lambda u: 1, lambda u: u.who)
+    return sorted(found, key=lambda each: -each[1].nbytes)
+
+
+def _table(report: Report) -> list[str]:
+    runs = {graph.graph: graph.runs for graph in report.graphs}
+    rows = [row for graph in report.graphs for row in graph.rows]
+    folded = _fold(
+        rows, lambda row: row, lambda row: runs[row.graph] * row.nbytes, lambda row: runs[row.graph], _decision
+    )
+    least = sorted((f.nbytes for _, f in folded), reverse=True)[:ROWS][-1:] or [0]
+    shown = [each for each in folded if each[1].nbytes >= least[0]][:ROWS]
+    left = [f for each in folded if each not in shown for f in each[1:]]
+    head = ("module", "source", "groups", "bytes", "decision")
+    cells = [(f.name or "(no module)", f.where, str(f.groups), format_bytes(f.nbytes), what) for what, f in shown]
+    return [*aligned([head, *cells], {2, 3}), *_more(left)]
+
+
+def _decision(row: GroupRow) -> str:
+    if row.decision == "keep":
+        return f"keep: {row.reason}"
+    return " ".join(filter(None, (row.decision, row.tier, f"({row.reason})" if row.reason else "")))
+
+
+def _fold(
+    things: Iterable[object],
+    row_of: Callable[..., GroupRow],
+    nbytes_of: Callable[..., int],
+    runs_of: Callable[..., int],
+    what_of: Callable[..., str],
+) -> list[tuple[str, Folded]]:
+    """The things of all layers together that are alike but for their number, in the order in which they come first."""
+    found: dict[Hashable, tuple[str, Folded]] = {}
+    for thing in things:
+        row, what = row_of(thing), what_of(thing)
+        before, number, behind = parts(row.module)
+        module = ".".join([*before, *([] if number is None else ["{}"]), *behind])
+        _, folded = found.setdefault((module, what), (what, Folded(module)))
+        folded.add(row, number, nbytes_of(thing), runs_of(thing))
+    return list(found.values())
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """`3`, `{0..11}`, or `{0..4,7}`; a long list is cut."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    told = [str(a) if a == b else f"{a}..{b}" for a, b in spans]
+    if len(told) == 1 and ".." not in told[0]:
+        return told[0]
+    return f"{{{','.join(told if len(told) <= 4 else [*told[:3], '..', told[-1]])}}}"
+
+
+def _more(left: Sequence[Folded]) -> list[str]:
+    if not left:
+        return []
+    return [f"and {len(left)} more rows of {format_bytes(sum(f.nbytes for f in left))} together: report.rows() has all"]
+
+
+def _foot(report: Report) -> list[str]:
+    names = [f"{g.graph}{f' x {g.runs}' if g.runs > 1 else ''}" for g in report.graphs]
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    steps = f"; measured over {report.stats.steps} steps" if report.stats else "; nothing measured"
+    return ["", f"graphs of a step: {listed}{steps}"]

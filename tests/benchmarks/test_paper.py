@@ -1,0 +1,291 @@
+"""The paper's experiments: the page is that of the committed results, and everything runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import training
+import workers
+from families import FAMILIES, batches, make, train_gpt
+from paper import ablations, bubbles, fits, instead, keep_or_not, micro, peaks, switches, text
+from paper.__main__ import DOCS, PARTS, RESULTS, main, parse, setup_of
+from paper.measure import measure, measure_all
+from paper.page import page
+from ssdtrain import Cache, Stored
+from training import Model, Step, Task
+from ways import Way, blocks, compiled, disk_hooks
+from workers import Ended
+
+import ssd_fx
+
+SHAPE = train_gpt.Shape(layers=4, width=64, heads=2, seq=128, dropout=0.0)
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    """Else: python benchmarks/paper --page."""
+    assert (DOCS / "benchmarks.md").read_text() == page(PARTS, RESULTS, "results/paper")
+
+
+def test_a_part_without_results_is_marked(tmp_path: Path) -> None:
+    assert page(PARTS, tmp_path, ".").count("**Not measured** (`python benchmarks/paper --only") == len(PARTS)
+
+
+class FakeWorker:
+    """Steps that cost what their batch does; a limited process has room for a batch of 24 at most."""
+
+    BATCH = 24
+    process = os.getpid()
+
+    def __init__(self, name: str, task: Task) -> None:
+        self.task = task
+
+    def step(self) -> Step:
+        about = self.task.model
+        if 0 < self.task.limit_bytes < fits.ANYTHING and about.batch > self.BATCH:
+            raise Ended("no memory")
+        seconds = 0.01 * about.batch * self.task.micro + 0.001
+        return Step(seconds, seconds - 0.001, seconds, None, about.batch << 20, 1.0, stores=1, loads=1)
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "Worker", FakeWorker)
+    monkeypatch.setattr(workers, "PAUSE_S", 0)
+    monkeypatch.setattr(bubbles, "_ranks", lambda about: [[(1.0, 0.8)] * about["rounds"]] * 2)
+    saved = {"tensors": 2, "groups": 1, "tensor_bytes": 4, "group_bytes": 2, "stored_bytes": 2}
+    monkeypatch.setattr(ablations, "saved", lambda model: saved)
+    monkeypatch.setattr(peaks, "least", lambda model: 1 << 20)
+
+
+@pytest.mark.usefixtures("without_processes")
+@pytest.mark.parametrize("size", [["--quick"], ["--rounds", "15"]], ids=["quick", "full"])
+def test_every_part_comes_to_its_page(size: list[str], tmp_path: Path) -> None:
+    """Of steps that nobody made: all cases in JSON, a section and a plot, and no line that is too long."""
+    assert main([*size, "--dir", str(tmp_path), "--json-dir", str(tmp_path), "--jemalloc", "/opt/libjemalloc.so"]) == 0
+    written = (tmp_path / "benchmarks.md").read_text()
+    assert "**Not measured**" not in written
+    assert "Of this part not measured" not in written
+    assert str(tmp_path) not in written.replace(f"--json-dir {tmp_path}", "")
+    assert [line for line in written.splitlines() if len(line) > 120] == []
+    for part in PARTS:
+        result = json.loads((tmp_path / f"{part.name}.json").read_text())["result"]
+        assert list(result["cases"]) == result["planned"]
+        assert (tmp_path / f"{part.name}.svg").exists() == bool(part.plot)
+    if size != ["--quick"]:
+        assert "| Inductor | 24 |" in written, "the largest batch that fits"
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_what_there_was_no_time_for_is_named(tmp_path: Path) -> None:
+    """No minute at all: no case begins. A case that has begun when the time is over has five rounds."""
+    assert main(["--minutes", "0", "--dir", str(tmp_path), "--json-dir", str(tmp_path)]) == 0
+    assert not list(tmp_path.glob("*.json"))
+    setup = setup_of(parse(["--dir", str(tmp_path)]), until=math.inf)
+    case = {"a": setup.plain(setup.model("gpt", 64, 2))}
+    assert measure(setup, case)["rounds"] == 15
+    late = replace(setup, until=0.0)
+    assert measure(late, case)["rounds"] == 5
+    assert text.missing(measure_all(late, {"first": case})) == ["Of this part not measured: first."]
+
+
+@pytest.mark.slow
+def test_a_quick_run_fills_every_part(tmp_path: Path) -> None:
+    script = Path(training.__file__).parent / "paper"
+    flags = ["--quick", "--dir", str(tmp_path), "--json-dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "benchmarks.md").read_text()
+    assert "**Not measured**" not in written
+    assert "failed" not in written
+    for part in PARTS:
+        result = json.loads((tmp_path / f"{part.name}.json").read_text())["result"]
+        assert list(result["cases"]) == result["planned"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_learn(family: Any) -> None:
+    """Twenty steps on one batch; T5 has half of its layers in the decoder."""
+    torch.manual_seed(0)
+    model = make(family, SHAPE, 300)
+    assert len(blocks(model)) == SHAPE.layers
+    inputs, targets = next(batches(family, 2, SHAPE.seq, 0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("way", ["disk_hooks", "ssdtrain"])
+def test_hooks_give_back_what_was_saved(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps, without compiling: losses and gradients bitwise; the tutorial's files end with their graph."""
+    monkeypatch.setattr("ssdtrain.SMALL", 1024)
+    results = []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model = make("gpt", SHAPE, 256)
+        cache = Cache(model, blocks(model), str(tmp_path))
+        around = None
+        if hooked:
+            around = disk_hooks(str(tmp_path)) if way == "disk_hooks" else cache.hooks
+        seen = []
+        data = batches("gpt", 2, SHAPE.seq, 0)
+        for _ in range(3):
+            inputs, targets = next(data)
+            if around is None:
+                loss = model(inputs, targets)
+            else:
+                with around():
+                    loss = model(inputs, targets)
+                # The cache writes in the background: its files may not be there yet.
+                seen.append(len(list(tmp_path.iterdir())) if way == "disk_hooks" else cache.count)
+            loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert max(seen) > 10
+    if way == "disk_hooks":
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ssdtrain_stores_leaves_memory(tmp_path: Path) -> None:
+    """A view with gaps, stored and dropped; then loaded. One that is asked for while it is stored stays."""
+    x = torch.randn(8, 16)[:, ::2]
+    stored = Stored(x, str(tmp_path / "a"))
+    stored.store()
+    assert stored.held is None
+    stored.load()
+    assert stored.held is not None
+    assert torch.equal(stored.held, x)
+
+
+@pytest.mark.parametrize("way", ["inductor", "checkpoint"])
+def test_wrapped_layers_are_called_with_their_context(way: Way) -> None:
+    model = make("t5", SHAPE, 256)
+    compiled(model, way, 1.0, {}, "")
+    assert len(blocks(model)) == SHAPE.layers
+    assert model(*next(batches("t5", 1, 16, 0))).isfinite()
+
+
+def test_a_task_of_another_family_survives_the_command_line() -> None:
+    model = Model(2, 64, 1, 2, 64, 0.1, False, 0, 1e-3, "bert", 2048)
+    task = Task(model, "ssdtrain", optimizer="sgd", micro=4, directory="/mnt", limit_bytes=5)
+    assert Task.read(json.dumps(training.asdict(task))) == task
+
+
+@pytest.mark.parametrize(
+    "part", ["planner", *(pytest.param(part, marks=pytest.mark.slow) for part in ("copies", "packing"))]
+)
+def test_training_goes_on_without_a_part(part: str, tmp_path: Path) -> None:
+    """Gradients bitwise those of all of it. Without the planner loads stand at their use."""
+    options = {"inner": "aot_eager", "min_bytes": 1024, "dirs": [str(tmp_path)], "machine": "default"}
+    results = []
+    for wanted in ("caches", part):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make("gpt", replace(SHAPE, layers=1), 256)
+        switches.off(wanted)
+        try:
+            loss = torch.compile(model, backend=ssd_fx.backend, options=options)(*next(batches("gpt", 2, SHAPE.seq, 0)))
+        finally:
+            mock.patch.stopall()
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_bytes_without_alias_groups() -> None:
+    """Queries, keys and values are views of one storage that do not overlap: fewer groups, and no fewer bytes."""
+    found = ablations.saved(Model(2, 64, 1, 2, 64, 0.1, False, 0, 1e-3))
+    assert found["tensors"] > found["groups"]
+    assert found["tensor_bytes"] == found["group_bytes"] >= found["stored_bytes"]
+
+
+def test_the_least_peak_has_one_layer_and_the_gradients() -> None:
+    """So a second layer adds its gradients alone, and not what it saves."""
+    one, two, three = (peaks.least(Model(n, 64, 1, 8, 64, 0.1, False, 0, 1e-3)) for n in (1, 2, 3))
+    layer = 12 * 64 * 64 * 4  # bytes of its weights, and of their gradients
+    assert 0 < one < two < three
+    assert three - two < 2 * layer
+
+
+def mode(times: list[float], peak: int, **more: Any) -> dict[str, Any]:
+    figures = {"time_s": times, "peak_bytes": peak << 20, "resident_peak_bytes": peak << 21, "written_bytes": 0}
+    return figures | {"graph_s": times, "tokens": 100} | more
+
+
+def test_what_is_claimed_of_the_peaks() -> None:
+    """-50% at 1.01 meets the claim of budget auto; -70% at 1.01 is not enough for budget 0."""
+    modes = {peaks.KEEP: mode([1.0] * 15, 100), peaks.AUTO: mode([1.01] * 15, 50), peaks.ZERO: mode([1.01] * 15, 30)}
+    case = {"rounds": 15, "modes": modes, "failed": {}, "least_bytes": 20 << 20}
+    result = {"planned": ["GPT", "T5"], "cases": {"GPT": case}}
+    section = peaks.PART.section(result)
+    assert "| GPT | budget auto | -45%, 1.02 | -50%, 1.010 (1.010 to 1.010) | -80% | yes |" in section
+    assert "| GPT | budget 0 (default) | -80%, 1.05 | -70%, 1.010 (1.010 to 1.010) | -80% | no |" in section
+    assert "Of this part not measured: T5." in section
+    assert peaks.PART.plot is not None
+    assert "budget auto" in peaks.PART.plot(result)
+
+
+def test_few_rounds_are_no_claim() -> None:
+    assert text.rounds({"rounds": 14}) == "14 rounds, too few for a claim (at least 15)"
+
+
+def test_offload_at_twice_the_batch() -> None:
+    cases = {
+        "width 768, batch 4": {"modes": {"keep": mode([1], 100)}},
+        "width 768, batch 8": {"modes": {"offload": mode([1], 90), "keep": mode([1], 200)}},
+        "width 896, batch 16": {"modes": {"offload": mode([1], 999)}},
+    }
+    found = keep_or_not.doubles({"cases": cases})
+    assert found == [("width 768, batch 8", "width 768, batch 4", 90 << 20, 100 << 20)]
+
+
+def test_what_ours_is_beside_what_one_would_pick_instead() -> None:
+    modes = {
+        "Inductor": mode([1.0] * 15, 100),
+        "checkpoint": mode([1.3] * 15, 40),
+        "ssd_fx, budget 0": mode([1.1] * 15, 20),
+        "ssd_fx, budget auto": mode([1.0] * 15, 60),
+    }
+    assert instead.compared({"modes": modes}) == [
+        ("Inductor", "ssd_fx, budget auto: 1.000 (1.000 to 1.000)", "ssd_fx, budget auto: -40%"),
+        ("checkpoint", "ssd_fx, budget 0: 0.846 (0.846 to 0.846)", "ssd_fx, budget 0: -50%"),
+    ]
+
+
+def test_the_share_of_the_optimizer() -> None:
+    """32 samples: graphs take 8 s one by one and 4 s in fours, and a step of the optimizer 0.25 s. With a step behind
+    each micro-batch a sample takes 0.25 + 0.25 s, and 0.125 + 0.0625 s: of 0.3125 s 0.1875 are the optimizer's."""
+    ones = mode([8.25] * 3, 1, graph_s=[8.0] * 3, micro=32)
+    fours = mode([4.25] * 3, 1, graph_s=[4.0] * 3, micro=8)
+    assert micro.gains(fours, ones, 4) == ("2.67", "60%")
+
+
+def test_the_largest_batch_is_shown_with_what_fails() -> None:
+    case: dict[str, Any] = {
+        "rounds": 15,
+        "limit_bytes": 1 << 30,
+        "modes": {fits.KEEP: mode([1.0], 100)},
+        "batches": {fits.KEEP: 16},
+    }
+    case["tried"] = {fits.KEEP: {"16": True, "24": False}, "checkpoint": {"16": False}}
+    section = fits.PART.section({"planned": ["a"], "cases": {"a": case}})
+    assert "| Inductor | 16 | 100 | 1.000 | 100 | 24 |" in section
+    assert "| checkpoint | none |  |  |  | 16 |" in section

@@ -1,0 +1,88 @@
+"""The words of the command line, exit statuses, and what a wrong environment says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import ssd_fx
+from ssd_fx import cli
+
+NAMES = ("doctor", "bench", "calibrate", "fit", "project")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"ssd_fx {ssd_fx.__version__}\n"
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (found,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_answers_in_json_as_well(name: str) -> None:
+    assert "--json" in commands()[name].format_help()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_has_examples_and_exit_statuses(name: str) -> None:
+    text = commands()[name].format_help()
+    assert f"examples:\n  ssd-fx {name} " in text
+    assert "\nexit status: 0 " in text
+
+
+def test_old_names_are_aliases() -> None:
+    found = commands()
+    assert found["check"] is found["info"] is found["doctor"]
+
+
+@pytest.mark.parametrize("command", [["check", "."], ["calibrate", "."], ["doctor"], ["bench", "."]])
+def test_a_wrong_environment(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_FX_BUDGET", "abc")
+    assert cli.main(command) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ssd-fx: SSD_FX_BUDGET in the environment: option budget='abc' is not a budget; right would")
+    assert err.count("\n") == 1
+
+
+def test_nobody_reads_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ssd-fx doctor | head -1`"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", buffering=1) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["doctor"]) == 141
+        print("what Python flushes at exit", flush=True)
+
+
+def test_rates_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.calibrating.calibrate, "_learn", lambda config, device, *_: known(config, device))
+    monkeypatch.setattr(cli.calibrating.calibrate, "_known", {"compute": {}, "disk": {}})
+    assert cli.main(["calibrate", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rates"]["flops"], found["unmeasured"]) == (2e11, [])
+
+
+def known(config: object, device: object) -> None:
+    calibrate = cli.calibrating.calibrate
+    keys = calibrate._keys(config, device)  # type: ignore[arg-type]
+    calibrate._known["compute"][keys["compute"]] = {"flops": 2e11}
+    calibrate._known["disk"][keys["disk"]] = {"write_bw": 1.5e9}
+
+
+def test_what_a_shell_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab", reason="needs pip install -e '.[completion]'")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--print-completion", "bash"])
+    assert "doctor" in capsys.readouterr().out

@@ -1,0 +1,283 @@
+"""`ssd_fx.report()` and `ssd_fx.explain`: what they say of models that train, and of what the caller holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ssd_fx
+from ssd_fx.report.figures import drive_life
+from ssd_fx.report.saved import read
+from ssd_fx.report.summary import _memory, lines, summary
+from ssd_fx.report.unfreed import unfreed
+from ssd_fx.runtime import plans
+from ssd_fx.runtime.stats import Stats
+from tests.report.trained import SIZE, TOY, Block, Stack, report, train
+
+HIDDEN = 4 * SIZE * SIZE  # bytes of one hidden state
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+    ssd_fx.reset_stats()
+
+
+def train_blocks(layers: int, steps: int, *, keep: bool) -> list[Block]:
+    """Blocks that are compiled one by one. keep: the caller keeps what comes into each until the backward is over."""
+    torch._dynamo.reset()
+    ssd_fx.reset_stats()
+    blocks = [Block() for _ in range(layers)]
+    for block in blocks:
+        block.compile(backend=ssd_fx.backend, options=TOY)
+    for _ in range(steps):
+        held = []
+        x = torch.randn(SIZE, SIZE)
+        for block in blocks:
+            x = block(x)
+            held.append(x)
+        if not keep:
+            held.clear()
+        loss = x.sum()
+        del x
+        loss.backward()
+    return blocks
+
+
+def test_the_five_lines_come_first_and_their_figures_are_those_of_the_run() -> None:
+    model = train(steps=4)
+    found, seen = ssd_fx.report(), ssd_fx.stats()
+    told = lines(found)
+    assert [name for name, _ in told] == ["memory", "cost", "drive", "plan", "next"]
+    assert str(found).splitlines()[:5] == [f"{name:7} {said}" for name, said in told]
+    figures = summary(found)
+    assert figures.measured_written_bytes == seen.written_bytes // 4
+    assert figures.offloaded_bytes == seen.offloaded_bytes // 4
+    assert figures.stay_bytes == 3 * HIDDEN  # the outputs, which are saved too
+    assert figures.stock_stay_bytes == 3 * HIDDEN + seen.saved_bytes // 4
+    assert seen.steps == 4
+    del model
+
+
+def test_predicted_figures_add_up() -> None:
+    for graph in report(budget=0.5).graphs:
+        of = graph.predicted
+        parts = of["compute_s"] + of["transfer_s"] + of["write_stall_s"] + of["read_stall_s"]
+        assert parts == pytest.approx(of["step_s"], rel=1e-9)
+
+
+def test_outputs_that_stay_are_named_with_their_lines() -> None:
+    said = str(report())
+    where = "trained.py:" + str(_line("x = block(x).tanh()"))
+    assert f"NOT FREED: {3 * HIDDEN} B of " in said
+    assert re.search(rf"{3 * HIDDEN} B +{where} +held by the caller, as an output of the graph", said)
+    assert f"do not return {where} from the compiled code" in said
+
+
+def test_a_caller_that_keeps_every_hidden_state_is_named() -> None:
+    blocks = train_blocks(3, 6, keep=True)
+    found = ssd_fx.report()
+    held = [each for each in unfreed(found) if each.who == "the caller, who has passed it in"]
+    assert held
+    assert {each.row.source for each in held} == {
+        f"argument x of Block.forward trained.py:{_line('def forward(self, x: Tensor) -> Tensor:')}"
+    }
+    assert held[0].nbytes == pytest.approx(2 * HIDDEN, rel=0.35)  # the caller's x before the first block is dropped
+    assert "NOT FREED" in str(found)
+    del blocks
+
+
+def test_a_caller_that_keeps_nothing_is_not_blamed() -> None:
+    blocks = train_blocks(3, 6, keep=False)
+    assert [each for each in unfreed(ssd_fx.report()) if not each.planned] == []
+    del blocks
+
+
+def test_a_drive_without_room_is_named(tmp_path: Path) -> None:
+    options = {"engine": "posix", "dirs": [str(tmp_path)], "allow_tmpfs": True, "disk_limit": 4096}
+    with pytest.warns(RuntimeWarning, match="keeps activations in memory"):
+        found = report(steps=3, **options)
+    failed = [each for each in unfreed(found) if each.who.startswith("us, for storing failed")]
+    assert len(failed) == 4
+    assert all(str(tmp_path) in each.who for each in failed)
+
+
+def test_steps_are_the_users_where_blocks_are_compiled_one_by_one() -> None:
+    blocks = train_blocks(3, 4, keep=False)
+    assert ssd_fx.stats().steps == 4
+    found = ssd_fx.report()
+    assert len(found.order) == 3
+    assert sum(graph.runs for graph in found.graphs) == 3
+    del blocks
+
+
+def test_layers_are_folded_on_one_screen() -> None:
+    found = ssd_fx.explain(Stack(16), options=TOY)(torch.randn(SIZE, SIZE))
+    assert len(found.rows()) == 33
+    said = str(found)
+    assert len(said.splitlines()) < 20
+    assert "blocks.{0..15}" in said
+    assert "nothing measured" in said
+
+
+def test_explain_counts_nothing_and_has_the_code() -> None:
+    ssd_fx.reset_stats()
+    found = ssd_fx.explain(Stack(2), options=TOY)(torch.randn(SIZE, SIZE))
+    assert ssd_fx.stats().steps == 0
+    assert found.stats is None
+    (dump,) = found.dumps
+    assert "ssd_fx.begin_.default(" in dump.forward
+    assert max(map(len, dump.forward.splitlines())) < 1000  # the packed plan is left out
+
+
+def test_a_report_says_whose_rates_its_times_are() -> None:
+    x = torch.randn(SIZE, SIZE)
+    assert " by typical rates" in dict(lines(ssd_fx.explain(Block(), options=TOY)(x)))["cost"]
+    found = ssd_fx.explain(Block(), options=TOY | {"machine": {"write_bw": 1e9}})(x)
+    assert " by given rates" in dict(lines(found))["cost"]
+
+
+def test_values() -> None:
+    found = report()
+    rows = found.rows()
+    assert len(rows) == 7
+    assert all(set(row) == set(rows[0]) for row in rows)
+    block = next(row for row in rows if row["module"] == "blocks.1" and row["decision"] == "offload")
+    assert block["source"] == f"trained.py:{_line('return x + self.down')}"
+    assert block["write_from_s"] <= block["write_to_s"] <= block["used_s"] <= block["last_used_s"]
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["groups"] == rows
+    assert again["summary"]["measured_written_bytes"] == summary(found).measured_written_bytes
+
+
+def test_the_step_is_over_time_what_the_forecast_says() -> None:
+    from ssd_fx.report.course import course
+
+    found = report()
+    (graph,) = found.graphs
+    over = course(found)
+    assert over.own.peak == graph.predicted["peak_bytes"]
+    assert over.stock.peak == graph.predicted["kept_peak_bytes"]
+    assert over.own.end_s == pytest.approx(graph.predicted["step_s"], abs=1e-6)
+    waits = sum(end - begin for bar in over.bars for begin, end in bar.waits)
+    assert waits == pytest.approx(graph.predicted["write_stall_s"] + graph.predicted["read_stall_s"], abs=1e-5)
+
+
+def test_graphs_of_blocks_make_one_step() -> None:
+    from ssd_fx.report.course import course
+
+    blocks = train_blocks(3, 3, keep=False)
+    found = ssd_fx.report()
+    over = course(found)
+    each = [next(g for g in found.graphs if g.graph == name) for name in found.order]
+    assert over.own.end_s == pytest.approx(sum(g.predicted["step_s"] for g in each), abs=1e-5)
+    assert over.stock.peak > max(g.predicted["kept_peak_bytes"] for g in each)
+    used = [bar.used for bar in sorted(over.bars, key=lambda bar: bar.run)]
+    assert used == sorted(used, reverse=True)  # the backwards come in the reverse order
+    del blocks
+
+
+def test_a_graph_that_keeps_everything_has_steps_too() -> None:
+    """Nothing is loaded there, so no load tells where a step ends."""
+    model = train(steps=6, budget=1.0)
+    found = ssd_fx.report()
+    assert (len(found.order), ssd_fx.stats().loads) == (1, 0)
+    assert summary(found).stock_stay_bytes == 3 * HIDDEN + ssd_fx.stats().saved_bytes // 6
+    del model
+
+
+def test_what_a_checkpoint_computes_again_begins_no_step_and_counts_once() -> None:
+    blocks = train_blocks(3, 1, keep=False)  # what is compiled within a checkpoint has no nodes of ours
+    for _ in range(4):
+        x = torch.randn(SIZE, SIZE, requires_grad=True)
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        x.sum().backward()
+    found = ssd_fx.report()
+    assert found.step is not None
+    assert [event.kind for event in found.step.events].count("begin") == 6
+    assert len(found.order) == 3
+
+
+def test_steps_before_and_after_a_reset_are_not_one() -> None:
+    model = train(steps=1)
+    ssd_fx.reset_stats()
+    for _ in range(2):
+        model(torch.randn(SIZE, SIZE))[-1].sum().backward()
+    assert len(ssd_fx.report().order) == 1
+    del model
+
+
+def test_graphs_of_other_batches_are_not_added_to_the_step(tmp_path: Path) -> None:
+    model = train(steps=2)
+    alone = ssd_fx.report()
+    for _ in range(4):
+        model(torch.randn(2 * SIZE, SIZE))[-1].sum().backward()
+    assert len(ssd_fx.stats().graphs) == 2
+    ssd_fx.export_trace(tmp_path / "trace.json")
+    for found in (ssd_fx.report(), read(tmp_path / "trace.json")):
+        assert len(found.order) == len(found.graphs) == 1
+        assert found.order != alone.order
+        assert summary(found).stock_stay_bytes < 2.5 * summary(alone).stock_stay_bytes
+    del model
+
+
+def test_host_memory_wears_no_drive() -> None:
+    found = dict(lines(report(drive_tbw=600)))["drive"]
+    assert found.startswith("0 B written a step (predicted ")
+    assert "day" not in found
+
+
+def test_what_moves_on_from_host_memory_wears_drives() -> None:
+    gb = 10**9
+    seen = Stats(steps=4, written_bytes=9 * gb, drive_bytes=3 * gb, moved_bytes=gb, drive_tbw=600, step_s=1.0)
+    found = dataclasses.replace(report(), stats=seen)
+    assert summary(found).measured_drive_bytes == 10**9
+    assert drive_life(summary(found)) == pytest.approx(600e12 / 10**9 / 86400)
+
+
+def test_the_measured_peak_says_where_it_was_measured() -> None:
+    figures = dataclasses.replace(summary(report()), measured_peak_bytes=1 << 20)
+    assert _memory(figures).endswith("; measured peak at our nodes 1 MiB")
+
+
+def test_before_any_step() -> None:
+    ssd_fx.reset_stats()
+    with pytest.raises(ValueError, match="nothing ran"):
+        ssd_fx.report()
+
+
+def test_plans_go_with_the_graphs() -> None:
+    model = train(layers=1, steps=1, prefetch=12345)  # options of its own, so that no other graph keeps the plans
+    assert len(plans.packed()) >= 1
+    (name,) = ssd_fx.stats().graphs
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    ssd_fx.close()  # handles what died
+    assert name not in plans.packed()
+    with pytest.raises(ValueError, match="the compiled graphs are gone"):
+        ssd_fx.report()
+
+
+def test_messages_name_the_module_and_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="ssd_fx")
+    blocks = train_blocks(2, 4, keep=True)
+    said = [each.getMessage() for each in caplog.records if "is no longer written" in each.getMessage()]
+    assert said
+    assert all("argument x of Block.forward trained.py:" in each for each in said)
+    del blocks
+
+
+def _line(text: str) -> int:
+    source = (Path(__file__).parent / "trained.py").read_text().splitlines()
+    return next(i for i, line in enumerate(source, 1) if text in line)
