@@ -455,5 +455,6 @@ def test_an_interrupted_write_is_not_under_way(tmp_path, monkeypatch, error):
     handles = [store(x, config, slot=i) for i in range(5)]
     assert all(raw(load(h, x)) == raw(x) for h in handles)
     del handles  # a write of what was read from memory may still be under way
+    assert len(entries.living()) == 1  # in the traceback; what is dropped has ended
     assert get_store(config).writer.writing_bytes == 0
     del kept

@@ -437,6 +437,7 @@ def test_two_threads_hammer_one_store(config):
     assert not any(thread.is_alive() for thread in threads)
     assert errors == []
     assert stats().loads == 3 * 25 * 5
+    assert entries.living() == []
     assert get_store(config).writer.writing_bytes == 0
 
 
