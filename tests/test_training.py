@@ -35,17 +35,17 @@ def test_aot_eager_is_bitwise_everything_kept(options: dict[str, object]) -> Non
     assert_same_bits(train(options), kept)
     stats = ssd_fx.stats()
     assert stats.steps == 5
-    assert stats.written_bytes >= 0.9 * stats.saved_bytes
+    assert stats.written_bytes + stats.cancelled_bytes >= 0.9 * stats.saved_bytes
     # What is wanted again before its memory has gone may just have been written.
     assert 0 <= stats.written_bytes - stats.freed_bytes <= stats.forwarded_bytes + stats.wasted_bytes
-    assert stats.freed_bytes >= 0.9 * stats.written_bytes
+    assert stats.freed_bytes >= 0.5 * stats.written_bytes  # all of it unless the drive is slow
 
 
 def test_inductor_is_bitwise_the_memory_engine_and_plain_inductor(options: dict[str, object]) -> None:
     with deterministic():
         on_disk = train(options, shape=TINY)
         stats = ssd_fx.stats()
-        assert stats.written_bytes >= 0.9 * stats.saved_bytes
+        assert stats.written_bytes + stats.cancelled_bytes >= 0.9 * stats.saved_bytes
         assert_same_bits(on_disk, train(options | {"engine": "memory"}, shape=TINY))
         for ours, theirs in zip(on_disk, train(None, shape=TINY), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
