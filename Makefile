@@ -26,12 +26,13 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow nightly zoo loops peers planted matrix compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
+.PHONY: help setup demo test test-slow slow-drive nightly zoo loops peers planted matrix compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
 	@echo "make test      tests without the slow ones;  make test-slow: those (an hour)"
-	@echo "make nightly   test-slow, zoo, loops, peers, planted and matrix, one after the other (half a day)"
+	@echo "make slow-drive  the tests of 'make test' on a drive that is slow at random (ten minutes)"
+	@echo "make nightly   test-slow, slow-drive, zoo, loops, peers, planted and matrix, one after the other (half a day)"
 	@echo "make zoo       other people's models (an hour);  make loops: training loops, trainers, several processes (half;"
 	@echo "               with EVERY_SOURCE=1 each loop under five of the places that a loaded value may come from)"
 	@echo "make matrix    the tests under torch $(VERSIONS), an environment for each (VERSIONS=...)"
@@ -66,6 +67,11 @@ bench: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+
+# The same tests on a drive that is slow at random, where writes outlive their handles.
+slow-drive: $(STAMP)
+	LD_PRELOAD=$$($(PY) -m tests.faults.faultio) $(PY) -m pytest -n $(WORKERS) --dist worksteal \
+		-p tests.faults.slow_drive $(PYTEST_FLAGS)
 
 # Of what the suites below found, in git: no page needs all of them run at once.
 RESULTS := docs/results
@@ -119,7 +125,7 @@ peers: $(STAMP)
 
 # All that CI has no time for, one suite after the other. A suite that fails does not stop those after it.
 nightly:
-	$(MAKE) --keep-going test-slow zoo loops peers planted matrix VERSIONS="$(firstword $(filter 2.13%,$(VERSIONS)) $(VERSIONS))"
+	$(MAKE) --keep-going test-slow slow-drive zoo loops peers planted matrix VERSIONS="$(firstword $(filter 2.13%,$(VERSIONS)) $(VERSIONS))"
 
 test-slow: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,docs]'

@@ -133,3 +133,7 @@ class Faults:
         if not self._library.faultio_arm(int(call), int(action), *numbers):
             raise RuntimeError("more rules than faultio.c has room for")
         self._rules.append(f"{call.name} {action_name(action)}")
+
+
+if __name__ == "__main__":
+    print(library())
