@@ -11,6 +11,8 @@ SITE ?= build/site
 PYTEST_FLAGS ?=
 # Processes of "make test". Each takes a GiB and more of memory.
 WORKERS ?= 2
+# A default test that takes longer hangs: it fails then, and every thread's traceback is printed.
+HUNG_S ?= 300
 
 # For "make paper": after so many minutes no other case begins; extra flags for benchmarks/paper, e.g. "--only peaks".
 MINUTES ?= 120
@@ -65,13 +67,15 @@ bench: $(STAMP)
 	@mkdir -p demo-out
 	$(PY) benchmarks/gpt_step.py --dir demo-out --json demo-out/bench.json
 
+PARALLEL := $(PY) -m pytest -n $(WORKERS) --dist worksteal
+NO_HANGS := -o faulthandler_timeout=$(HUNG_S) -o faulthandler_exit_on_timeout=true
+
 test: $(STAMP)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+	$(PARALLEL) $(NO_HANGS) $(PYTEST_FLAGS)
 
 # The same tests on a drive that is slow at random, where writes outlive their handles.
 slow-drive: $(STAMP)
-	LD_PRELOAD=$$($(PY) -m tests.faults.faultio) $(PY) -m pytest -n $(WORKERS) --dist worksteal \
-		-p tests.faults.slow_drive $(PYTEST_FLAGS)
+	LD_PRELOAD=$$($(PY) -m tests.faults.faultio) $(PARALLEL) $(NO_HANGS) -p tests.faults.slow_drive $(PYTEST_FLAGS)
 
 # Of what the suites below found, in git: no page needs all of them run at once.
 RESULTS := docs/results

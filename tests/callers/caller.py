@@ -76,6 +76,7 @@ class Caller:
         self._modules: list[nn.Module] = []
         self._kept: list[Any] = []
         self._hooked = False
+        self._at_once = False  # whether several threads run
         self._noted: dict[str, Tensor | None] = {}
         self.outcomes: list[Outcome] = []
 
@@ -155,7 +156,9 @@ class Caller:
             return call
 
         def cast(*args: Any) -> Any:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            # PyTorch 2.13 hangs where one thread leaves autocast and another traces an operator under it: the first
+            # frees the cache of casts, holding its mutex, and wants the GIL; the other has the GIL and wants the mutex.
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=not self._at_once):
                 return call(*args)
 
         return cast
@@ -204,10 +207,12 @@ class Caller:
                 errors[number] = error
 
         threads = [threading.Thread(target=copy_context().run, args=(run, i), daemon=True) for i in range(len(calls))]
+        self._at_once = len(threads) > 1
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(HUNG_S)
+        self._at_once = False
         if any(thread.is_alive() for thread in threads):
             raise TimeoutError(f"a thread hangs for {HUNG_S} s")
         for error in errors:
