@@ -26,6 +26,7 @@ from ssd_fx.passes.planner.step import Modelled, model
 Budget = int | float | str | Limits
 AUTO = "auto"
 AUTO_SHARES = 64  # the share is one of so many
+HEADROOM = 1.1  # times the floor may be used in any case: at the floor itself nothing can be read early, so steps wait
 LISTED = 3  # groups that an error names
 
 
@@ -204,10 +205,11 @@ def solve_for(
 def limits(step: Step, budget: int | float | str) -> Limits:
     """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor."""
     least = floor(step)
+    enough = HEADROOM * least
     if isinstance(budget, float):
         movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
-        return Limits(least + budget * (everything(step) - least), budget * movable)
-    return Limits(least + int(budget), 0)
+        return Limits(max(enough, least + budget * (everything(step) - least)), budget * movable)
+    return Limits(max(enough, least + int(budget)), 0)
 
 
 def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: float) -> tuple[Solution, Limits]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.place import everything, floor
+from ssd_fx.passes.planner.select import HEADROOM
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solution import fits
 
@@ -61,5 +62,6 @@ def least_that_is_cheap(step: Step, machine: Machine) -> float:
         outcome = simulate(step, [c for c, _ in plan], {i: t for i, (_, t) in enumerate(plan) if t}, machine)
         if outcome.seconds <= (1 + SLOWDOWN) * all_kept_s(step, machine):
             kept = sum(item.nbytes for item, (c, _) in zip(step.items, plan, strict=True) if c is Choice.KEEP)
-            shares.append(max((outcome.peak - least) / max(most - least, 1), kept / movable))
+            above = outcome.peak - least if outcome.peak > HEADROOM * least else 0
+            shares.append(max(above / max(most - least, 1), kept / movable))
     return min(shares)

@@ -64,12 +64,12 @@ def test_multi_output() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>getitem_4 load<native_layer_norm_backward wait<native_layer_norm_backward   [mm]
-getitem_1   32 B  offload  store>getitem_1 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_1]
-getitem_2   32 B  offload  store>getitem_2 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                            [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<new_zeros wait<scatter                                      [getitem_4]
-mm_1       256 B  offload  store>mm_1 release>t_6 load<cos wait<cos                                                     [mm_1]""",
+mm         256 B  offload  store>mm release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
+getitem_1   32 B  offload  store>getitem_1 release>t_6 load<new_zeros wait<native_layer_norm_backward            [getitem_1]
+getitem_2   32 B  offload  store>getitem_2 release>t_6 load<scatter wait<native_layer_norm_backward              [getitem_2]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                     [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter                                  [getitem_4]
+mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                           [mm_1]""",
     )
 
 
@@ -324,9 +324,9 @@ def test_what_was_filled_with_something_else_is_stored() -> None:
         toys.widened,
         """\
 sigmoid   256 B  offload  store>sigmoid release>add_1 load<_to_copy_1 wait<mul_1  [sigmoid]
-copy      256 B  offload  store>copy release>_to_copy load<_to_copy_3 wait<mm_5   [t_4]
-copy_1    512 B  offload  store>_to_copy release>t_6 load<_to_copy_1 wait<mm_3    [t_1]
-_to_copy  512 B  offload  store>_to_copy release>mul load<_to_copy_1 wait<mm_4    [t_2]""",
+copy      256 B  offload  store>copy release>_to_copy load<_to_copy_1 wait<mm_5   [t_4]
+copy_1    512 B  offload  store>copy_1 release>t_6 load<_to_copy_1 wait<mm_3      [t_1]
+_to_copy  512 B  offload  store>_to_copy release>t_6 load<mm_4 wait<mm_4          [t_2]""",
     )
 
 
@@ -353,11 +353,11 @@ def test_small_ones_are_kept() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>sin load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
+mm         256 B  offload  store>mm release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
 getitem_1   32 B  keep     below min_bytes                                                                       [getitem_1]
 getitem_2   32 B  keep     below min_bytes                                                                       [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<cos wait<mm_2                                        [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<new_zeros wait<scatter                               [getitem_4]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                     [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter                                  [getitem_4]
 mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                           [mm_1]""",
         min_bytes=100,
     )
