@@ -149,7 +149,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         add(f"--{name}", type=int, default=default, help="default %(default)s")
     add("--dropout", type=float, default=0.0, help="default %(default)s")
     add("--lr", type=float, default=1e-3, help="default %(default)s")
-    add("--budget", help="as ssd_fx has it, default 0")
+    add("--budget", default="0", help="as ssd_fx has it, default %(default)s")
     add("--json", metavar="OUT", help="write the figures to this file")
     add("--backend", help=argparse.SUPPRESS)
     add("--limit-bytes", type=int, default=0, help=argparse.SUPPRESS)

@@ -42,9 +42,9 @@ class Config:
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
         memory is an error that names the least possible size. A number below a MiB without a unit is an error, because
         100 may mean MiB or percent. 0 is never an error, and offloads everything that can be offloaded. A share
-        (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part. `"auto"` is the
-        least share whose step is predicted to be slower by `slowdown` at most. If the drive turns out to be slower than
-        predicted, more stays in memory from then on.
+        (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part. 0.05 takes less time
+        than 0, because reads can start earlier. `"auto"` is the least share whose step is predicted to be slower by
+        `slowdown` at most. If the drive turns out to be slower than predicted, more stays in memory from then on.
     slowdown (a share): How much longer a step may be with `budget="auto"` than with everything kept: `0.05`, `"5%"`.
         That counts waiting, recomputing, and what our nodes and the transfers take from the cores.
     recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
@@ -93,7 +93,7 @@ class Config:
     """
 
     dirs: tuple[str, ...] = ()
-    budget: int | float | str = 0
+    budget: int | float | str = 0.05
     slowdown: float = 0.01
     recompute: bool = True
     min_bytes: int = 1 << 20

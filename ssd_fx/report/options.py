@@ -56,6 +56,8 @@ def _default(name: str, kind: str) -> str:
         return "none"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
+    if isinstance(default, float):
+        return str(default)
     if isinstance(default, int):
         return format_bytes(default) if kind.startswith("a size") and default else str(default)
     return f'`"{default}"`'

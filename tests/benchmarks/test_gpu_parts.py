@@ -182,7 +182,8 @@ def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
 
 
 def test_make_passes_the_part_on() -> None:
-    command = ["make", "-n", "gpu-steps-host", "GPU_DIR=/drive", "GPU_RESULTS=/out", "GPU_FLAGS=--dry-run"]
+    given = ["gpu-steps-host", "GPU_DIR=/drive", "GPU_RESULTS=/out", "GPU_FLAGS=--dry-run"]
+    command = ["make", "-n", "--no-print-directory", *given]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.rstrip().endswith("benchmarks/gpu_parts.py --dir /drive --out /out --dry-run steps-host")
 
