@@ -147,7 +147,7 @@ class Progress:
 
 
 def add_budget_flag(parser: argparse.ArgumentParser) -> None:
-    text = "saved bytes that may stay in memory: 256MiB, or a share of them such as 0.25 (default: 0.05)"
+    text = "saved bytes that may stay in memory: 256MiB, or a share of them such as 0.25 (default: auto)"
     parser.add_argument("--budget", help=text)
 
 

@@ -42,11 +42,11 @@ class Config:
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
         memory is an error that names the least possible size. A number below a MiB without a unit is an error, because
         100 may mean MiB or percent. 0 is never an error, and offloads everything that can be offloaded. A share
-        (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part. 0.05 takes less time
-        than 0, because reads can start earlier. `"auto"` is the least share whose step is predicted to be slower by
-        `slowdown` at most. If the drive turns out to be slower than predicted, more stays in memory from then on.
-    slowdown (a share): How much longer a step may be with `budget="auto"` than with everything kept: `0.05`, `"5%"`.
-        That counts waiting, recomputing, and what our nodes and the transfers take from the cores.
+        (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part. `"auto"` is the
+        least share of 0.05, 0.1, 0.15 and so on whose step is predicted to wait no longer than `slowdown` allows. If
+        the drive of a CPU turns out to be slower than predicted, more stays in memory from then on.
+    slowdown (a share): The part of a step that may be lost with `budget="auto"` to waiting for drives and to
+        recomputing: `0.05`, `"5%"`. What transfers take from the cores is not counted.
     recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
     min_bytes (a size): Smaller tensors stay in memory, unless `ssd_fx.offload(x)` marks them.
     engine (a name): `"posix"` is direct file I/O. `"kvikio"` is GPUDirect Storage or an error; `"kvikio-forced"` also
@@ -73,7 +73,7 @@ class Config:
         of ReLU. `"fp8"` and `"int8"` are lossy. A name alone is for the drive. `{"host": "bitpack", "ssd": "fp8"}`,
         or `host=bitpack,ssd=fp8` in the environment, names one codec per tier.
     adapt (a flag): Learn from the steps that ran. Stop writing a tensor that the program holds anyway, and read
-        earlier what was waited for. With `budget="auto"`, keep more in memory while the drive is slow.
+        earlier what was waited for. On a CPU with `budget="auto"`, keep more in memory while the drive is slow.
     cpu_allocator (a flag): On the CPU, take the memory of all tensors of the process from 64 KiB on from ssd_fx's own
         allocator, from the first compilation on. It gives idle memory back to the system; malloc keeps most of it. A
         process that preloads its own malloc, such as jemalloc, is left alone.
@@ -93,8 +93,8 @@ class Config:
     """
 
     dirs: tuple[str, ...] = ()
-    budget: int | float | str = 0.05
-    slowdown: float = 0.01
+    budget: int | float | str = "auto"
+    slowdown: float = 0.02
     recompute: bool = True
     min_bytes: int = 1 << 20
     engine: str = RuntimeConfig.engine

@@ -17,8 +17,9 @@ from tests import sources
 from tests.alone import turn
 from tests.inductor import kernels_on_demand, start_at_once
 
-# Tests of the I/O want their tensors on disk. Those of recomputing turn it on.
+# Tests of the I/O want their tensors on disk. Those of recomputing and of budgets say so.
 os.environ.setdefault("SSD_FX_RECOMPUTE", "0")
+os.environ.setdefault("SSD_FX_BUDGET", "0")
 os.environ["SSD_FX_MACHINE"] = "default"  # plans do not depend on the machine, and nothing is measured
 start_at_once()
 

@@ -12,8 +12,9 @@ from ssd_fx import Config
 
 def test_defaults_are_documented_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/")
+    monkeypatch.delenv("SSD_FX_BUDGET")
     config = Config.make()
-    assert (config.budget, config.min_bytes, config.engine, config.inner) == (0.05, 2**20, "auto", "inductor")
+    assert (config.budget, config.min_bytes, config.engine, config.inner) == ("auto", 2**20, "auto", "inductor")
     assert (config.inflight, config.prefetch, config.dump) == (128 * 2**20, 64 * 2**20, "")
 
 

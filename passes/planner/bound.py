@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from ssd_fx.passes.cost.machine import Machine, Tier
+from ssd_fx.passes.cost.machine import TIERS, Machine
 from ssd_fx.passes.planner.items import Choice, Item, Step
 from ssd_fx.passes.planner.place import everything
 
@@ -25,7 +25,7 @@ def least_bytes(step: Step, limit: float, share_bytes: float) -> float:
 
 def lower_bound(step: Step, machine: Machine, limit: float, share_bytes: float) -> float:
     """Seconds; no choices and no placement of them take less."""
-    tiers: tuple[Tier, ...] = ("ssd", "host") if step.host_budget else ("ssd",)
+    tiers = TIERS if step.host_budget else TIERS[:1]
     own = [min(pair) for pair in zip(*(step.seconds_of(machine, tier).own for tier in tiers), strict=True)]
     costs = [(item, _least(item, seconds)) for item, seconds in zip(step.items, own, strict=True)]
     forced = [(item, cost) for item, cost in costs if Choice.KEEP not in item.choices]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.machine import TIERS, Machine
 from ssd_fx.passes.planner import host_tier
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
@@ -86,13 +86,20 @@ class Search:
         self.families()
 
     def is_cheapest(self) -> bool:
-        """Whether no plan can be much better: the best writes hardly more bytes than must be written, and it neither
-        stalls nor recomputes, or takes hardly longer than the lower bound."""
+        """Whether no plan can be much better: the best writes hardly more bytes than must be written, and takes hardly
+        longer than the lower bound, or neither stalls nor recomputes where no transfer costs more than recomputing."""
         if self.best is None:
             return False
         outcome = self.best.outcome
-        fast = not self.best.pays or outcome.seconds <= self.enough_s
+        fast = outcome.seconds <= self.enough_s or not (self.best.pays or self._dear_transfers())
         return fast and outcome.written <= 1.01 * max(self.must - self.step.host_budget, 0)
+
+    def _dear_transfers(self) -> bool:
+        """Whether a transfer of the best takes more from the compute lane than recomputing its item would."""
+        assert self.best is not None
+        own = {tier: self.step.seconds_of(self.machine, tier).own for tier in TIERS}
+        items = self.step.items
+        return any(items[i].recompute_s < 2 * own[t.tier][i] for i, t in self.best.transfers.items())
 
     def _orders(self) -> Iterator[Order]:
         items = self.step.items

@@ -25,8 +25,10 @@ from ssd_fx.passes.planner.step import Modelled, model
 
 Budget = int | float | str | Limits
 AUTO = "auto"
-AUTO_SHARES = 64  # the share is one of so many
-HEADROOM = 1.1  # times the floor may be used in any case: at the floor itself nothing can be read early, so steps wait
+AUTO_SHARES = 20  # the share is one of so many
+# Times the floor may be used in any case. At the floor itself nothing can be read early, so steps wait. "auto" has room
+# for what is computed again, too: few layers need it, and with many it is less than the share.
+HEADROOM, AUTO_HEADROOM = 1.1, 1.3
 LISTED = 3  # groups that an error names
 
 
@@ -48,10 +50,10 @@ def select(
 
     `budget`: a share (float from 0 to 1): that much of the bytes that can be offloaded may stay, and memory stays as
     far below its peak with everything kept (`docs/planner.md`); bytes (int): everything that can be offloaded is, and
-    so many bytes may be in memory beyond what the fastest drive would leave; `"auto"`: the least share whose step is
-    predicted to be longer by a share of `slowdown` at most than with everything kept. Groups under `min_bytes` and
-    those with an obstacle are kept. Those with a price may be recomputed. Marks come before all that; a group that only
-    prefers to be offloaded is, unless everything may stay.
+    so many bytes may be in memory beyond what the fastest drive would leave; `"auto"`: the least share, 0 excepted,
+    whose step loses a share of `slowdown` at most to waiting and recomputing. Groups under `min_bytes` and those with
+    an obstacle are kept. Those with a price may be recomputed. Marks come before all that; a group that only prefers to
+    be offloaded is, unless everything may stay.
     `host_budget`: bytes that may go to host memory instead of the drive. `resident`, `shared`: bytes that the runtime
     keeps resident, of this device's host memory and of the latest tensors of all graphs; they are noted for the dump.
     `quick`: see `solve`.
@@ -202,10 +204,13 @@ def solve_for(
     return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=quick), at
 
 
-def limits(step: Step, budget: int | float | str) -> Limits:
-    """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor."""
+def limits(step: Step, budget: int | float | str, headroom: float = HEADROOM) -> Limits:
+    """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor.
+
+    `headroom`: times the floor may be used in any case.
+    """
     least = floor(step)
-    enough = HEADROOM * least
+    enough = headroom * least
     if isinstance(budget, float):
         movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
         return Limits(max(enough, least + budget * (everything(step) - least)), budget * movable)
@@ -213,31 +218,42 @@ def limits(step: Step, budget: int | float | str) -> Limits:
 
 
 def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: float) -> tuple[Solution, Limits]:
-    """The least share whose step costs little: by bisection with the quick search, since less memory rarely costs less.
-    From there the search is as `quick` says: downwards while plans are cheap, or upwards until one is.
+    """The least share, 0 excepted, whose step waits and computes again for little time.
+
+    It is found with the quick search, by doubling and bisection, since less memory rarely costs less. From there the
+    search is as `quick` says: downwards while plans are cheap, or upwards until one is.
     """
 
     def searched(share: int, quick: bool = quick) -> tuple[Solution, Limits]:
-        return solve_for(step, share / AUTO_SHARES, machine, prefetch, quick)
+        return solve_for(step, limits(step, share / AUTO_SHARES, AUTO_HEADROOM), machine, prefetch, quick)
 
-    allowed = (1 + slowdown) * searched(AUTO_SHARES, quick=True)[0].outcome.seconds
+    kept = searched(AUTO_SHARES, quick=True)[0]
+    allowed = _lost_s(step, kept) + slowdown * kept.outcome.seconds
 
     def is_cheap(found: tuple[Solution, Limits]) -> bool:
-        return found[0].outcome.seconds <= allowed
+        return _lost_s(step, found[0]) <= allowed
 
-    low, high = -1, AUTO_SHARES
+    low, high = 0, 1
+    while high < AUTO_SHARES and not is_cheap(searched(high, quick=True)):
+        low, high = high, min(2 * high, AUTO_SHARES)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if is_cheap(searched(middle, quick=True)) else (middle, high)
     found = searched(high)
     if is_cheap(found):
-        while high > 0 and is_cheap(less := searched(high - 1)):
+        while high > 1 and is_cheap(less := searched(high - 1)):
             high, found = high - 1, less
         return found
     while high < AUTO_SHARES and not is_cheap(found):
         high += 1
         found = searched(high)
     return found
+
+
+def _lost_s(step: Step, solution: Solution) -> float:
+    """The seconds that the step waits for transfers, or computes again."""
+    chosen = zip(step.items, solution.choices, strict=True)
+    return solution.outcome.stall_s + sum(item.recompute_s for item, choice in chosen if choice is Choice.RECOMPUTE)
 
 
 def _reason(group: AliasGroup, min_bytes: int) -> str:

@@ -17,10 +17,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from ssd_fx.passes.cost.machine import Machine, Tier
+from ssd_fx.passes.cost.machine import TIERS, Machine
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
-
-_TIERS: tuple[Tier, Tier] = ("ssd", "host")
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def _nodes(
     step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine, firsts: Sequence[int]
 ) -> _Nodes:
     nodes, columns = _Nodes(), step.columns
-    extra, own = nodes.extra, {tier: step.seconds_of(machine, tier).own for tier in _TIERS}
+    extra, own = nodes.extra, {tier: step.seconds_of(machine, tier).own for tier in TIERS}
     for i, choice in enumerate(choices):
         if choice is Choice.KEEP:
             continue
@@ -114,9 +112,9 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     costs = list(step.seconds)
     for p, extra in nodes.extra.items():
         costs[p] += extra
-    lanes = {tier: step.seconds_of(machine, tier) for tier in _TIERS}
+    lanes = {tier: step.seconds_of(machine, tier) for tier in TIERS}
     now = write_stall = read_stall = 0.0
-    write_lane, read_lane = dict.fromkeys(_TIERS, 0.0), dict.fromkeys(_TIERS, 0.0)  # when each is free again
+    write_lane, read_lane = dict.fromkeys(TIERS, 0.0), dict.fromkeys(TIERS, 0.0)  # when each is free again
     write_end: dict[int, float] = {}
     read_end: dict[int, float] = {}
     waited: dict[int, float] = {}
@@ -124,7 +122,7 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     ends: list[float] = []
     forwarded: set[int] = set()
     late: set[int] = set()  # stored while its write lane had been idle before
-    idle_until, idle_lane = dict.fromkeys(_TIERS, 0.0), False  # of the write lanes
+    idle_until, idle_lane = dict.fromkeys(TIERS, 0.0), False  # of the write lanes
     busy = nodes.operators()
     for p, seconds in enumerate(costs):
         if p not in busy:

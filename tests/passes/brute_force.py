@@ -53,14 +53,14 @@ def all_kept_s(step: Step, machine: Machine) -> float:
 
 
 def least_that_is_cheap(step: Step, machine: Machine) -> float:
-    """The least share of all plans that cost little time."""
+    """The least share of all plans that wait for little time, and recompute nothing."""
     least, most = floor(step), everything(step)
     movable = sum(item.nbytes for item in step.items)
     options = [[(Choice.KEEP, None), *((Choice.OFFLOAD, t) for t in transfers_of(step, item))] for item in step.items]
     shares = [1.0]
     for plan in itertools.product(*options):
         outcome = simulate(step, [c for c, _ in plan], {i: t for i, (_, t) in enumerate(plan) if t}, machine)
-        if outcome.seconds <= (1 + SLOWDOWN) * all_kept_s(step, machine):
+        if outcome.stall_s <= SLOWDOWN * all_kept_s(step, machine):
             kept = sum(item.nbytes for item, (c, _) in zip(step.items, plan, strict=True) if c is Choice.KEEP)
             above = outcome.peak - least if outcome.peak > HEADROOM * least else 0
             shares.append(max(above / max(most - least, 1), kept / movable))

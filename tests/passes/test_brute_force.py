@@ -30,10 +30,11 @@ def test_the_planner_finds_the_best_plan_of_nearly_all_tiny_steps() -> None:
 
 @pytest.mark.parametrize("seed", [2, 5, 7, 10, 13, 38])
 def test_auto_is_the_least_share_that_costs_little(seed: int) -> None:
-    """To a 64th. 13 needs all kept."""
+    """To a 20th, and not 0. 13 needs all kept."""
     tiny = random_instance(seed, *TINY)
     best = least_that_is_cheap(tiny.step, tiny.machine)
     solution, at = select.solve_for(tiny.step, "auto", tiny.machine, slowdown=SLOWDOWN)
     assert at.kept is not None
-    assert at.kept / sum(item.nbytes for item in tiny.step.items) == math.ceil(64 * best) / 64
-    assert solution.outcome.seconds <= (1 + SLOWDOWN) * all_kept_s(tiny.step, tiny.machine)
+    share = at.kept / sum(item.nbytes for item in tiny.step.items)
+    assert share == pytest.approx(max(math.ceil(20 * best), 1) / 20)
+    assert solution.outcome.stall_s <= SLOWDOWN * all_kept_s(tiny.step, tiny.machine)

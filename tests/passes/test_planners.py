@@ -67,6 +67,17 @@ def test_a_budget_under_the_floor_is_an_error_that_says_the_floor(instance: Inst
     assert solve(instance.step, instance.machine, limit=least, share_bytes=0).outcome.peak <= least
 
 
+def test_what_takes_less_to_compute_than_to_move_is_computed_again() -> None:
+    """No transfer is waited for. But each takes 2 ms from the cores, and one of the items 1 ms to compute."""
+    everything = frozenset(Choice)
+    items = [Item(10**6, at, at, 5 - at, 5 - at, again, everything) for at, again in ((0, 1e-3), (1, 3e-3))]
+    step = Step((0.01,) * 6, (0,) * 6, 3, tuple(items))
+    machine = Machine(1e12, 1e12, 1e12, 1e12, latency_s=0.0, drag_s_per_byte=1e-9)
+    found = solve(step, machine, limit=10**7, share_bytes=0)
+    assert found.choices == (Choice.RECOMPUTE, Choice.OFFLOAD)
+    assert found.outcome.seconds == pytest.approx(0.06 + 1e-3 + 2e-3)
+
+
 def test_the_floor_can_be_met_where_writes_end_later_than_placed() -> None:
     """Three writes in one lane at the end of the forward, and no room in the backward to hold what is not written."""
     items = (Item(4, 1, 1, 7, 7), Item(32, 1, 1, 6, 6), Item(128, 1, 3, 7, 7))
