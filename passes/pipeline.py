@@ -1,15 +1,15 @@
 """Every pass, in the order in which it runs.
 
     JOINT              on the joint graph, before PyTorch's min-cut partitions it
-    CUT                on every partition that PyTorch's min-cut makes of it
+    AFTER_CUT          on every partition that PyTorch's min-cut makes of it
     analyses           facts about a partition, which no decision changes
     decisions          keep, offload or recompute each alias group, and where the nodes go
     rewrite            puts the nodes of the plan into both graphs
     LAST               on both graphs, whatever was planned
     inductor_passes    within Inductor, on its graph and on its kernels
 
-`proposals.py` runs CUT, analyses and decisions for several partitions. The verifier runs after every pass of analyses
-and decisions, and after the rewrite. `lowering/audit.py` checks the generated code when it is written.
+`proposals.py` runs AFTER_CUT, analyses and decisions for several partitions. The verifier runs after every pass of
+analyses and decisions, and after the rewrite. `lowering/audit.py` checks the generated code when it is written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ JOINT: tuple[Callable[[fx.Graph], None], ...] = (
     save_what_reads_changed_inputs,  # tags what the cut must save
 )
 
-CUT: tuple[Callable[[Partition], None], ...] = (
+AFTER_CUT: tuple[Callable[[Partition], None], ...] = (
     copy_changed_inputs,  # only the cut says what the backward reads of the inputs that the step changes
 )
 
@@ -109,7 +109,7 @@ def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str,
     return {
         # before Inductor's own patterns, which marks would hide
         "joint_custom_pre_pass": LiftMarks(version, _as_tuple(inductor_config.joint_custom_pre_pass)),
-        "custom_partitioner_fn": partitioner,  # all passes above
+        "custom_partitioner_fn": partitioner,  # JOINT to LAST
         # before fusion, which could reverse operators that communicate
         "_pre_fusion_custom_pass": KeepCommunication(version, inductor_config._pre_fusion_custom_pass),
         # after fusion: makes the planned order the only one that later passes can choose
@@ -125,7 +125,7 @@ def joint_of(
     for each in JOINT:
         each(gm.graph)
         stages.after(each.__name__, joint=gm)
-    return Joint(gm, inputs, arguments, CUT)
+    return Joint(gm, inputs, arguments, AFTER_CUT)
 
 
 def decide(

@@ -4,7 +4,7 @@ How many bytes of all slots may be resident is learned in `residency.py`.
 
 * A tensor that somebody else still holds when it is read back was written in vain. After two such steps in a row its
   slot is no longer written.
-* A slot that the graph waited for twice in a row is read one load earlier.
+* A slot that the graph waited for twice in a row is read up to two loads earlier.
 * A graph whose backward does not come writes in vain. After some such forwards in a row the log says so.
 """
 

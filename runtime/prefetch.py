@@ -5,7 +5,9 @@ whose backward has not begun, because backwards come in reverse order. Later it 
 before. Runs are numbered in the order in which a step begins them, so this covers pipelines and gradient accumulation
 too. Within a graph, slots are read in the order of its last backward.
 
-All methods run under the lock of `entries`.
+Within a run, slots that were late in earlier steps are read early. While there is memory to spare, all of the run is.
+
+All methods run under `entries.GUARD.lock`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Run:
 
 
 class Prefetcher:
-    """Follows the runs, and prefetches up to `window` bytes, and `spare` ones if that is not 0."""
+    """Follows the runs, and prefetches up to `window` bytes, and `spare()` bytes more."""
 
     def __init__(self, reader: Reader, habits: Habits, window: int, spare: Callable[[], int] = lambda: 0) -> None:
         self._reader = reader
@@ -62,7 +64,7 @@ class Prefetcher:
         self._next: dict[_Key, _Key] = {}  # the run that followed each one in the last step
         self._slots: dict[str, dict[int, int]] = {}  # the place of each slot in the last backward of each graph
         self._upcoming: deque[Entry] = deque()  # to be read when the window has room
-        self._read_ahead: Run | None = None  # the run whose entries are all upcoming
+        self._read_ahead: Run | None = None  # the run that is read ahead as a whole
 
     def begin(self, graph: str) -> None:
         """Records that a forward of `graph` begins."""

@@ -28,7 +28,10 @@ MIB = 1 << 20
 
 
 class Residency:
-    """From `least` to `most` bytes. `available_bytes`: the memory that this process may take now.
+    """The bytes that may be resident, from `least`, which the budget allows, to `most`.
+
+    `most`: only under `budget="auto"` above `least`; else nothing is adapted. `available_bytes`: the memory that this
+    process may take now.
 
     All methods run under the lock of `entries`.
     """
@@ -69,7 +72,8 @@ class Residency:
         self._resident = max(self._resident, resident_bytes)
 
     def spare(self, resident_bytes: int) -> int:
-        """The bytes that may be read ahead: they were resident in this step, above the budget, and are no more."""
+        """The bytes that may be read ahead: they were resident in this step, above the budget, and have been released
+        since."""
         return max(0, min(self.more, self._resident) - resident_bytes)
 
     def waited(self, seconds: float) -> None:

@@ -35,8 +35,9 @@ class Store:
     """Stores and loads the tensors of all graphs with one configuration, through one engine."""
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self.engine, least = registry.make_tiers(config, stats.moved)
-        self.residency = Residency(least, config.resident_at_most if config.adapt else 0, self._available_bytes)
+        self.engine, resident_bytes = registry.make_tiers(config, stats.moved)
+        most = config.resident_at_most if config.adapt else 0
+        self.residency = Residency(resident_bytes, most, self._available_bytes)
         self._ranks = config.ranks
         self._device = torch.device("cpu")  # of the tensor that was stored last
         self.habits = Habits(config.adapt)

@@ -41,10 +41,12 @@ class Stored:
 def pack(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool) -> Stored | None:
     """What to store so that all members can be rebuilt from it; None where that is not certain. Sizes are plain.
 
-    Offsets count from the owner's first element. `part`: whether less than the owner may be stored; `restride`:
-    whether the rebuilt members may have other strides than they had.
+    Offsets count from the owner's first element. Expanded dimensions of the owner (stride 0) are stored once.
+    `part`: whether less than the owner may be stored; `restride`: whether the rebuilt members may have other strides
+    than they had.
     """
-    expanded = tuple(d for d, (n, t) in enumerate(zip(owner.size, owner.stride, strict=True)) if n != 1 and t == 0)
+    extents = enumerate(zip(owner.size, owner.stride, strict=True))
+    expanded = tuple(d for d, (size, stride) in extents if size != 1 and stride == 0)
     core = replace(owner, size=tuple(1 if d in expanded else n for d, n in enumerate(owner.size)), offset=0)
     part = part and all(m.dtype == owner.dtype for m in members)
     if is_dense(core):
@@ -59,7 +61,7 @@ def _pack_dense(
     if any(span(m) * m.dtype.itemsize > core.numel * core.dtype.itemsize for m in members):
         return None
     box = smallest_box(core.numel, members) if part else None
-    if box is None or box.numel == core.numel or not _pays(box, core.numel, restride):
+    if box is None or box.numel == core.numel or not _is_worth_it(box, core.numel, restride):
         return Stored(core, Pack(expanded=expanded) if expanded else None, tuple(members))
     made = Pack(expanded, memory_order(core), box, copy=not box.is_range)
     return Stored(_contiguous(core, (box.height, box.width)), made, tuple(within(box, m) for m in members))
@@ -79,7 +81,8 @@ def _pack_with_gaps(core: Layout, expanded: tuple[int, ...], members: Sequence[L
     return Stored(layout, Pack(expanded, order, copy=True), tuple(within(box, m) for m in members))
 
 
-def _pays(box: Box, numel: int, restride: bool) -> bool:
+def _is_worth_it(box: Box, numel: int, restride: bool) -> bool:
+    """Whether storing a box takes less than storing all. A range needs no copy."""
     return box.is_range or (restride and box.numel < COPY_BELOW * numel)
 
 

@@ -156,7 +156,10 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
 
 
 def _has_other_sizes(owner: fx.Node) -> bool:
-    """Whether a node is a result of `_embedding_bag` besides the first: some kernels return empty ones, unread."""
+    """Whether a node is a result of `_embedding_bag` besides the first.
+
+    Some kernels return empty tensors there, which nothing reads.
+    """
     source = owner.args[0] if owner.target is operator.getitem else None
     return isinstance(source, fx.Node) and source.target in _EMBEDDING_BAG and bool(owner.args[1] != 0)
 

@@ -2,7 +2,7 @@
 
 add, gelu, cat       inside whatever reads them, unless that would be too much to do twice
 sum, amax, random    a loop of its own, which others may join
-mm, attention        a call, which reads and writes buffers; mm takes the addition behind it along
+mm, cumsum, sort     a call, which reads and writes buffers; mm takes the addition behind it along
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _INLINED = frozenset(
 REDUCTIONS = frozenset(
     {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
 )
+# A loop of its own: neither inlined into readers nor a library call.
 LOOPS = REDUCTIONS | {prims.inductor_random, aten._unsafe_masked_index_put_accumulate}
 
 # What Inductor on the CPU writes to memory rather than compute it twice (`should_realize_on_reuse`, torch 2.13).

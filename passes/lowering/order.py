@@ -120,7 +120,7 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         graph.add_edges_from((index[d.name], i) for d in node.unmet_dependencies if index.get(d.name, i) != i)
     graph.add_edges_from(_readers_of_waits(nodes))
     ours = sorted((i for i, n in enumerate(nodes) if is_ours(n)), key=position.__getitem__)
-    graph.add_edges_from(itertools.pairwise(ours))  # if a fused kernel needs one early, those before it come early too
+    graph.add_edges_from(itertools.pairwise(ours))  # our nodes never overtake each other
     _readers_before_release(graph, nodes, position)
     if not nx.is_directed_acyclic_graph(graph):
         circle = " -> ".join(_named(nodes[before]) for before, _ in nx.find_cycle(graph))
@@ -128,10 +128,10 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
             "no order has the nodes of ours as they are planned: each of these would run before the next, in a circle"
         )
         require(False, f"{text}: {circle}", "order")
-    wanted = list(position)
+    earliest = list(position)  # that of the first kernel which needs it
     for i in reversed(list(nx.topological_sort(graph))):
-        wanted[i] = min([wanted[i], *(wanted[k] for k in graph.successors(i))])
-    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
+        earliest[i] = min([earliest[i], *(earliest[k] for k in graph.successors(i))])
+    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=earliest.__getitem__)]
 
 
 def _readers_before_release(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode], position: list[int]) -> None:

@@ -31,7 +31,7 @@ EXHAUSTIVE = 1024  # up to so many choices are all tried
 MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 
 
-Wish = tuple[Choice, bool]  # the choice for an item, and whether it is deferred (see `place`)
+Wish = tuple[Choice, bool]  # what the search asks for: a choice for an item, and whether it is deferred (see `place`)
 Wishes = tuple[Wish, ...]
 Order = Callable[[int], tuple[float, ...]]  # of items, as a key to sort by
 
@@ -91,13 +91,13 @@ class Search:
         if self.best is None:
             return False
         outcome = self.best.outcome
-        fast = outcome.seconds <= self.enough_s or not (self.best.pays or self._dear_transfers())
+        fast = outcome.seconds <= self.enough_s or not (self.best.loses_time or self._dear_transfers())
         return fast and outcome.written <= 1.01 * max(self.must - self.step.host_budget, 0)
 
     def _dear_transfers(self) -> bool:
         """Whether a transfer of the best takes more from the compute lane than recomputing its item would."""
         assert self.best is not None
-        own = {tier: self.step.seconds_of(self.machine, tier).own for tier in TIERS}
+        own = {tier: self.step.seconds_of(self.machine, tier).own for tier in TIERS}  # at the store, and at the load
         items = self.step.items
         return any(items[i].recompute_s < 2 * own[t.tier][i] for i, t in self.best.transfers.items())
 
@@ -151,7 +151,7 @@ class Search:
     def _placed(self, wishes: Wishes) -> Solution | None:
         return host_tier.filled(self.step, _choices(wishes), partial(self._placed_with, wishes))
 
-    def exchange(self) -> None:
+    def exchange_hosted(self) -> None:
         """Give the best choices other items in host memory, one by one."""
         if self.best is not None and self.step.host_budget:
             self.left = effort_of(self.step) // 2

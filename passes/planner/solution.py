@@ -20,7 +20,7 @@ class Solution:
     outcome: Outcome
 
     @property
-    def pays(self) -> bool:
+    def loses_time(self) -> bool:
         """Whether it stalls, or computes again what another one may load in time."""
         stalled = self.outcome.stall_s > TOLERANCE * self.outcome.seconds
         return stalled or Choice.RECOMPUTE in self.choices

@@ -62,5 +62,5 @@ def solve(
     if search.best is None:
         raise BudgetError(limit, least)
     if not (quick or search.is_cheapest()):
-        search.exchange()
+        search.exchange_hosted()
     return search.best if plain is None or better(search.best.outcome, plain.outcome) else plain

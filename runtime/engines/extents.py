@@ -55,7 +55,7 @@ class Pause:
         self._next_s = min(2 * self._next_s, self.LONGEST_S)
 
 
-class SlabFile:
+class BackingFile:
     """The unlinked file of one directory, of at most `limit` bytes (0: what the file system has).
 
     `align`: the alignment of transfers in bytes, 1 without direct I/O.
@@ -222,7 +222,7 @@ def _open_unlinked(directory: str, flags: int, opened: Callable[[str], None] | N
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
     private = tempfile.mkdtemp(prefix=".ssd_fx-", dir=directory)  # mode 0700
-    path = os.path.join(private, "slab")
+    path = os.path.join(private, "backing")
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags, 0o600)
         try:

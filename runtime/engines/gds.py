@@ -28,7 +28,7 @@ from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, not_readable
 from ssd_fx.runtime.engines.cufile import Driver, DriverFile
-from ssd_fx.runtime.engines.extents import STEP, SlabFile
+from ssd_fx.runtime.engines.extents import STEP, BackingFile
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import make_engine
 from ssd_fx.runtime.engines.striped import one_for_each
@@ -42,24 +42,24 @@ class GdsExtent(Extent):
 
     __slots__ = ("from_cpu", "host", "size")
 
-    def __init__(self, nbytes: int, slab: SlabFile, offset: int, size: int) -> None:
-        super().__init__(nbytes, slab.directory, offset)
+    def __init__(self, nbytes: int, backing: BackingFile, offset: int, size: int) -> None:
+        super().__init__(nbytes, backing.directory, offset)
         self.size = size
         self.from_cpu = False
         self.host: Extent | None = None
 
 
 class _GdsFile:
-    """A slab file, and the same file opened by the driver."""
+    """A backing file, and the same file opened by the driver."""
 
     def __init__(self, driver: Driver, directory: str, limit: int, forced: bool) -> None:
         opened: list[DriverFile] = []
-        self.slab = SlabFile(directory, STEP, limit, lambda path: opened.append(_opened(driver, path, forced)))
+        self.backing = BackingFile(directory, STEP, limit, lambda path: opened.append(_opened(driver, path, forced)))
         self.driver = opened[0]
 
     def close(self) -> None:
         self.driver.close()
-        self.slab.close()
+        self.backing.close()
 
 
 def _opened(driver: Driver, path: str, forced: bool) -> DriverFile:
@@ -70,7 +70,7 @@ def _opened(driver: Driver, path: str, forced: bool) -> DriverFile:
 
 
 class GdsEngine:
-    """One slab file in `directory`, with the other options of `config`. `driver` must be loaded.
+    """One backing file in `directory`, with the other options of `config`. `driver` must be loaded.
 
     Raises: what `check_directory` raises; OSError if the file cannot be opened.
     """
@@ -91,11 +91,11 @@ class GdsEngine:
 
     @property
     def disk_bytes(self) -> int:
-        return self._file.slab.nbytes  # the registry counts `_host` by itself
+        return self._file.backing.nbytes  # the registry counts `_host` by itself
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        slab = self._file.slab
-        return GdsExtent(nbytes, slab, *slab.room(nbytes))
+        backing = self._file.backing
+        return GdsExtent(nbytes, backing, *backing.room(nbytes))
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, GdsExtent)
@@ -103,7 +103,7 @@ class GdsEngine:
             assert self._host, "it was written there"
             self._host.free(extent.host)
         else:
-            self._file.slab.free(extent.offset, extent.size)
+            self._file.backing.free(extent.offset, extent.size)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, GdsExtent)
@@ -112,7 +112,7 @@ class GdsEngine:
         extent.from_cpu = True
         self._host = self._host or make_engine(self._config)
         extent.host = self._host.alloc(extent.nbytes)
-        self._file.slab.free(extent.offset, extent.size)
+        self._file.backing.free(extent.offset, extent.size)
         return self._host.write(extent.host, memory)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
@@ -129,7 +129,7 @@ class GdsEngine:
         if extent.host and self._host:
             self._host.failed(extent.host, error)
         elif not extent.from_cpu:
-            self._file.slab.failed(extent.nbytes, error)
+            self._file.backing.failed(extent.nbytes, error)
 
     def close(self) -> None:
         for transfer in list(self._under_way):

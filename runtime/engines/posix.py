@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
-from ssd_fx.runtime.engines.extents import STEP, SlabFile
+from ssd_fx.runtime.engines.extents import STEP, BackingFile
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.memory.buffers import Buffer
 from ssd_fx.runtime.native import driver, loader
@@ -30,7 +30,7 @@ POLL_MS = 100  # a thread that waits for I/O runs signal handlers this often
 
 
 class FileExtent(Extent):
-    """Room in a slab file.
+    """Room in a backing file.
 
     `tail`: the last bytes of the tensor if they are not on disk. `sums`: the checksums of the others, None without
     checksums.
@@ -38,7 +38,7 @@ class FileExtent(Extent):
 
     __slots__ = ("file", "size", "sums", "tail")
 
-    def __init__(self, nbytes: int, file: SlabFile, offset: int, size: int) -> None:
+    def __init__(self, nbytes: int, file: BackingFile, offset: int, size: int) -> None:
         super().__init__(nbytes, file.directory, offset)
         self.file = file
         self.size = size
@@ -125,7 +125,7 @@ class Transfer:
 
 
 class PosixEngine:
-    """One slab file in `directory`, of at most `limit` bytes (0: no limit), with `threads` I/O threads.
+    """One backing file in `directory`, of at most `limit` bytes (0: no limit), with `threads` I/O threads.
 
     `checksums`: sum every block. `cuda`: returns the driver, when memory of a device is first transferred.
 
@@ -150,7 +150,7 @@ class PosixEngine:
         self._checksums = checksums
         self._cuda = cuda
         self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
-        self._file = SlabFile(str(Path(directory)), step, limit)
+        self._file = BackingFile(str(Path(directory)), step, limit)
         self._pool = loader.make_pool(threads)
 
     @property

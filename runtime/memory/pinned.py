@@ -1,4 +1,4 @@
-"""Pinned host memory in large pieces, cut up by best fit.
+"""Pinned host memory in large chunks: the first chunk with room serves, by best fit within it.
 
 PyTorch's own allocator rounds every request up to a power of two: a third more on average, twice at worst. It also pins
 memory anew whenever a size is new, which stops the device.

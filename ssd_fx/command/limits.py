@@ -44,12 +44,12 @@ def cores(root: Path = ROOT) -> Iterator[Finding]:
         yield Finding("cores", says, "warn", f"set OMP_NUM_THREADS={max(1, int(allowed))}", {"allowed": allowed})
 
 
-def drives_in_groups(drives: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
-    """Whether a control group slows a drive down. `drives`: numbers as major:minor."""
+def drives_in_groups(devices: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
+    """Whether a control group slows a drive down. `devices`: numbers as major:minor."""
     for path in (path for group in _groups("blkio", root) for path in _io(group)):
         for line in _text(path).splitlines():
             device, _, limits = line.partition(" ")
-            if device in drives:
+            if device in devices:
                 says = f"it limits this drive: {path.name} has {limits}"
                 yield Finding("container", says, "warn", f"raise {path.name} in {path.parent}")
 

@@ -25,7 +25,10 @@ class Mount:
 
 @dataclass(frozen=True)
 class Drive:
-    """A block device that is no partition and no volume. `controller`: of NVMe, such as nvme0; else empty."""
+    """A block device that is no partition and no volume: a RAID array is resolved to its members.
+
+    `controller`: of NVMe, such as nvme0; else empty.
+    """
 
     name: str
     model: str = ""

@@ -1,4 +1,4 @@
-"""What to change: one sentence, by the first rule that fits."""
+"""What to change: one sentence, by the first rule that fits. So the order of the rules is their priority."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_fx.runtime.engines.extents import SlabFile
+from ssd_fx.runtime.engines.extents import BackingFile
 from ssd_fx.runtime.memory.free_extents import SLACK, FreeExtents
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -263,7 +263,7 @@ def test_allocation_takes_the_same_time_among_many_free_extents():
 
 def test_steady_steps_do_not_grow_the_file(tmp_path):
     """300 steps of the same 40 tensors, stored and freed in random order, two steps alive at a time: no growth."""
-    file = SlabFile(str(tmp_path), step=MIB)
+    file = BackingFile(str(tmp_path), step=MIB)
     rng = random.Random(0)
     sizes = [rng.randrange(1, 300 * KIB) for _ in range(40)]
     before, history = [], []
@@ -279,7 +279,7 @@ def test_steady_steps_do_not_grow_the_file(tmp_path):
 
 
 def test_extents_waste_less_than_a_page(tmp_path):
-    file = SlabFile(str(tmp_path), step=MIB)
+    file = BackingFile(str(tmp_path), step=MIB)
     assert [file.allocate(nbytes) for nbytes in (1, 4096, 4097, 100_000)] == [
         (0, 4096),
         (4096, 4096),
@@ -291,7 +291,7 @@ def test_extents_waste_less_than_a_page(tmp_path):
 
 def test_room_of_a_graph_that_died_serves_another(tmp_path):
     """40 extents of one graph die; the next one's tensors, of other sizes, need no growth."""
-    file = SlabFile(str(tmp_path), step=MIB)
+    file = BackingFile(str(tmp_path), step=MIB)
     first = [file.allocate(96 * KIB) for _ in range(40)]
     nbytes = file.nbytes
     for extent in first[::2] + first[1::2]:
@@ -304,7 +304,7 @@ def test_room_of_a_graph_that_died_serves_another(tmp_path):
 
 
 def test_file_is_private_and_has_no_name(tmp_path):
-    file = SlabFile(str(tmp_path), step=MIB)
+    file = BackingFile(str(tmp_path), step=MIB)
     status = os.fstat(file.fd)
     assert os.listdir(tmp_path) == []
     assert status.st_nlink == 0
@@ -323,7 +323,7 @@ def test_file_without_o_tmpfile(tmp_path, monkeypatch):
         return real(path, flags, mode, **more)
 
     monkeypatch.setattr(os, "open", refuse)
-    file = SlabFile(str(tmp_path), step=MIB)
+    file = BackingFile(str(tmp_path), step=MIB)
     monkeypatch.undo()
     assert made == [(0o700, os.O_EXCL | os.O_NOFOLLOW)]
     assert os.listdir(tmp_path) == []
@@ -337,7 +337,7 @@ def test_file_without_o_tmpfile(tmp_path, monkeypatch):
 @pytest.mark.parametrize("need", [200 * MIB, 1030 * MIB])
 def test_little_more_is_reserved_than_is_needed(tmp_path, monkeypatch, need):
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, nbytes: os.ftruncate(fd, start + nbytes))
-    file = SlabFile(str(tmp_path))
+    file = BackingFile(str(tmp_path))
     for _ in range(need // (5 * MIB)):
         file.allocate(5 * MIB)
     assert need <= file.nbytes <= 1.2 * need
@@ -351,7 +351,7 @@ class Drive:
         self.full, self.now, self.asked = False, 1000.0, 0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(os, "posix_fallocate", self._fallocate)
-        self.file = SlabFile(str(path), step=MIB)
+        self.file = BackingFile(str(path), step=MIB)
 
     def _fallocate(self, fd, start, nbytes):
         self.asked += 1
@@ -419,7 +419,7 @@ def test_a_tensor_too_large_for_the_drive_stops_no_other(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("drive_gib", "may_take_gib"), [(10, 3.5), (1000, 3)])
 def test_a_twentieth_of_the_drive_is_left_and_at_most_a_gib(tmp_path, monkeypatch, drive_gib, may_take_gib):
     """Of 4 GiB that are free."""
-    file = SlabFile(str(tmp_path))
+    file = BackingFile(str(tmp_path))
     status = SimpleNamespace(f_frsize=4096, f_blocks=drive_gib << 18, f_bavail=4 << 18)
     monkeypatch.setattr(os, "fstatvfs", lambda _: status)
     assert file._available() == may_take_gib * 2**30

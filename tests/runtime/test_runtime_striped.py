@@ -18,7 +18,7 @@ from ssd_fx.runtime import entries
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines import striped
 from ssd_fx.runtime.engines.base import Memory, outcome
-from ssd_fx.runtime.engines.extents import SlabFile
+from ssd_fx.runtime.engines.extents import BackingFile
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
@@ -353,7 +353,7 @@ def test_fork_and_close(tmp_path):
 
 @pytest.mark.parametrize("limit", [MIB, 3 * MIB + 4096, 10 * MIB])
 def test_a_file_never_exceeds_its_limit(tmp_path, limit):
-    file, live, refused, rng = SlabFile(str(tmp_path), step=MIB, limit=limit), [], [], random.Random(0)
+    file, live, refused, rng = BackingFile(str(tmp_path), step=MIB, limit=limit), [], [], random.Random(0)
     for _ in range(300):
         try:
             live.append(file.allocate(rng.randrange(1, MIB)))
@@ -400,8 +400,8 @@ def test_two_processes_leave_the_reserve_free_together(small_file_system, monkey
     than that when both are full; when one ends its space is there for the other."""
     code = textwrap.dedent("""
         import sys
-        from ssd_fx.runtime.engines.extents import SlabFile
-        file = SlabFile(sys.argv[1], step=1 << 20)
+        from ssd_fx.runtime.engines.extents import BackingFile
+        file = BackingFile(sys.argv[1], step=1 << 20)
         for line in sys.stdin:
             try:
                 print(file.allocate(1 << 20)[1], flush=True)
@@ -411,7 +411,7 @@ def test_two_processes_leave_the_reserve_free_together(small_file_system, monkey
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     other = subprocess.Popen([sys.executable, "-c", code, str(small_file_system)], env=path, text=True, **pipes)
-    ours = SlabFile(str(small_file_system), step=MIB)
+    ours = BackingFile(str(small_file_system), step=MIB)
     reserve = 64 * MIB // 20
 
     def free():

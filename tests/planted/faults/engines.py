@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         "room_on_the_gpus_file_for_the_host",
         "runtime/engines/gds.py",
-        "extent.nbytes)\n        self._file.slab.free(extent.offset, extent.size)",
+        "extent.nbytes)\n        self._file.backing.free(extent.offset, extent.size)",
         "extent.nbytes)",
         "each tensor of the CPU leaves a hole in the file of the GPU's tensors",
         "tests/runtime/test_runtime_gds.py::test_cpu_tensors_go_through_posix",
