@@ -2,6 +2,7 @@
 
 python benchmarks/compile_time.py                            # 6, 12, 24 and 48 layers
 python benchmarks/compile_time.py --layers 6 12 --profile    # and the functions that take longest in our parts
+python benchmarks/compile_time.py --layers 12 48 --pairs 3   # beside plain Inductor, in turns
 
 How it is measured: one process for each size, with no warm cache of any kind. The compile time is that of the first
 step less that of the third one. The parts are timed from outside, by wrapping the functions of the pipeline, on the
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import growth
@@ -124,7 +126,8 @@ def compile_once(flags: argparse.Namespace) -> tuple[growth.Compiled, str]:
     layers = flags.layers[0]
     model = train_gpt.GPT(train_gpt.Shape(layers, flags.width, flags.heads, flags.seq, 0.1))
     options = {"min_bytes": 0, "engine": "memory", "budget": flags.budget, "inner": flags.inner}
-    forward = torch.compile(model, backend=ssd_fx.backend, options=options)
+    ours: dict[str, Any] = {"backend": ssd_fx.backend, "options": options}
+    forward = torch.compile(model, **({} if flags.plain else ours))
     clock, steps = Clock(flags.profile), []
     with installed(clock):
         for _, (inputs, targets) in zip(range(3), train_gpt.batches(flags.batch, flags.seq, 0), strict=False):
@@ -147,9 +150,10 @@ def profile_text(profile: cProfile.Profile | None) -> str:
         return file.read()
 
 
-def compile_cold(flags: argparse.Namespace, layers: int) -> tuple[growth.Compiled, str]:
-    """`compile_once` in a process of its own, with empty caches."""
+def compile_cold(flags: argparse.Namespace, layers: int, *, plain: bool = False) -> tuple[growth.Compiled, str]:
+    """`compile_once` in a process of its own, with empty caches. `plain`: by Inductor without ssd_fx."""
     worker = ["--layers", str(layers), "--worker", *(["--profile"] if flags.profile else [])]
+    worker += ["--plain"] if plain else []
     for name in ("width", "heads", "batch", "seq", "budget", "inner"):
         worker += [f"--{name}", str(getattr(flags, name))]
     with tempfile.TemporaryDirectory(prefix="ssd_fx-compile-") as cache:
@@ -161,19 +165,37 @@ def compile_cold(flags: argparse.Namespace, layers: int) -> tuple[growth.Compile
     return growth.Compiled(**found["compiled"]), found["profile"]
 
 
+def pairs(flags: argparse.Namespace) -> Iterator[str]:
+    """A row for every number of layers: how long plain Inductor and ssd_fx compile, in turns."""
+    yield "| layers | Inductor, s | ssd_fx, s | ratio (least to most) | partition, planning, s | order, s |"
+    yield "|---|---|---|---|---|---|"
+    for layers in flags.layers:
+        found = [
+            (compile_cold(flags, layers, plain=True)[0].compile_s, compile_cold(flags, layers)[0])
+            for _ in range(flags.pairs)
+        ]
+        ratios = sorted(ours.compile_s / plain for plain, ours in found)
+        cells = [median(plain for plain, _ in found), median(ours.compile_s for _, ours in found)]
+        parts = [median(ours.seconds[part] for _, ours in found) for part in (growth.PLANNING, growth.ORDER)]
+        ratio = f"{median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        yield f"| {layers} | {cells[0]:.1f} | {cells[1]:.1f} | {ratio} | {parts[0]:.1f} | {parts[1]:.1f} |"
+
+
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--layers", type=int, nargs="+", default=[6, 12, 24, 48], help="default %(default)s")
     for name, default in {"width": 64, "heads": 2, "batch": 2, "seq": 64}.items():
         add(f"--{name}", type=int, default=default, help="default %(default)s")
-    add("--budget", type=float, default=0.0, help="a share from 0 to 1, default %(default)s")
+    add("--budget", default="auto", help="as the option, default %(default)s")
     add(
         "--inner", default="inductor", choices=("inductor", "aot_eager"), help="aot_eager: no kernels, for a quick look"
     )
+    add("--pairs", type=int, default=0, help="compile so many times each with plain Inductor and with ssd_fx")
     add("--profile", action="store_true", help="print where partition, planning and order spend their time")
     add("--json", metavar="OUT", help="write the figures to this file")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    for name in ("--worker", "--plain"):
+        add(name, action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -191,6 +213,10 @@ def main() -> None:
     where = machine(None) | {"model": f"GPT, width {flags.width}, {flags.heads} heads, {flags.batch} x {flags.seq}"}
     for name, text in where.items():
         print(f"{name:10} {text}", flush=True)
+    if flags.pairs:
+        for row in pairs(flags):
+            print(row, flush=True)
+        return
     runs = []
     for layers in flags.layers:
         run, profile = compile_cold(flags, layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.machine import Machine, Rates
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class PlanOptions:
     * `roots`: the expressions for the outermost modules, after which module names begin (`joint/modules.py`).
     * `annotations`: a digest of the graph's annotations, which caches ignore otherwise.
     * `host_budget`: bytes of host memory. It is a separate tier only if the device has other memory.
+    * `shrinks`: the shares of their bytes in which tensors of a dtype are written, with compression, by dtype.
     * `rates`: where the rates of `machine` come from, in words for reports.
     """
 
@@ -38,4 +39,5 @@ class PlanOptions:
     annotations: str = ""
     host_budget: int = 0
     slowdown: float = 0.0
+    shrinks: Rates = ()
     rates: str = "typical"

@@ -89,6 +89,7 @@ def decisions(
             resident=0 if host_tier else options.host_budget,
             shared=options.budget if isinstance(options.budget, int) else 0,
             slowdown=options.slowdown,
+            shrinks=() if host_tier and options.host_budget else options.shrinks,  # each tier may have its codec
             quick=quick,
         ),
     )

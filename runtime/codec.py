@@ -56,6 +56,14 @@ def is_lossy(codec: str, dtype: torch.dtype) -> bool:
     return codec in _LOSSY and dtype in _FLOATS
 
 
+def shrinks(codec: str) -> dict[torch.dtype, float]:
+    """The share of its bytes that a large tensor is encoded in, by dtype, where that does not depend on the values."""
+    shares = {torch.bool: 1 / 8}
+    if codec in _LOSSY:
+        shares |= {dtype: (1 + torch.float32.itemsize / BLOCK) / dtype.itemsize for dtype in _FLOATS}
+    return shares
+
+
 def relative_error(x: Tensor, decoded: Tensor) -> float:
     """The root mean square of the difference over that of `x`; 0 for a tensor of zeros."""
     exact = x.double()

@@ -20,7 +20,7 @@ from torch._inductor import config as inductor_config
 from ssd_fx import patterns, progress
 from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
-from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.machine import Machine, Rates, dtype_name
 from ssd_fx.passes.lowering import compiled_autograd
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partitioner import Partitioner, Rewritten, Survey, hooks_are_compiled_in
@@ -30,6 +30,7 @@ from ssd_fx.report import artifacts, folder
 from ssd_fx.report.describe import about
 from ssd_fx.report.dump import Explanation, dump
 from ssd_fx.runtime import graphs, stats
+from ssd_fx.runtime.codec import shrinks
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import check_engine
@@ -192,9 +193,16 @@ def plan_options(config: Config, device: torch.device) -> PlanOptions:
         rates=_source_of_rates(config, device),
         runtime_config=config.runtime_json(),
         host_budget=config.own_host_budget,
+        shrinks=_shrinks(config),
         keep=config.keep,
         offload=config.offload,
     )
+
+
+def _shrinks(config: Config) -> Rates:
+    """What compression on the way to the drives makes of the dtypes whose sizes are known before."""
+    codec = dict(config.compression).get("ssd")
+    return tuple((dtype_name(dtype), share) for dtype, share in shrinks(codec).items()) if codec else ()
 
 
 def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:

@@ -33,7 +33,7 @@ from ssd_fx.report.budgets import Estimate, Prediction
 from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
 
 Budget = int | float | str
-BUDGETS: tuple[Budget, ...] = (0, 0.25, 0.5, 0.75, 1.0)
+BUDGETS: tuple[Budget, ...] = (0, "auto", 0.25, 0.5, 0.75, 1.0)
 _SILENT = "ignore_logger_methods"  # of Dynamo: what is not called, and breaks no graph; an alias from torch 2.13 on
 
 

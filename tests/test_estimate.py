@@ -53,6 +53,18 @@ def test_it_is_the_plan_that_compiling_makes_for_each_budget(inner: str, budgets
     assert len({row.step_s for row in found.predictions}) > 1, "the budgets differ"
 
 
+@pytest.mark.parametrize("codec", ["", "bitpack", "int8"])
+def test_planned_bytes_are_those_that_compression_writes(codec: str) -> None:
+    """Of a mask and of floats without zeros: nothing of theirs depends on values."""
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Dropout(0.5)), torch.randn(128, 256)
+    options = TOY | {"min_bytes": "16KiB", "compression": codec, "adapt": False}
+    planned = ssd_fx.estimate(model, x, budgets=[0], options=options).predictions[0].written_bytes
+    ssd_fx.reset_stats()
+    torch.compile(model, backend=ssd_fx.backend, options=options | {"budget": 0})(x).sum().backward()
+    ssd_fx.close()
+    assert 0 < planned == ssd_fx.stats().written_bytes
+
+
 def test_a_budget_in_bytes_is_what_stays_beside_the_plan() -> None:
     """The runtime keeps what was stored last, so as many bytes are not written."""
     none, some, more, all_ = estimated(GPT(SMALL), batch(), [0, "1MiB", "1GiB", 1.0]).predictions

@@ -11,7 +11,7 @@ import torch
 
 Tier = Literal["ssd", "host"]  # where what is offloaded goes: to the drives, or to host memory beside a device's own
 TIERS: tuple[Tier, Tier] = ("ssd", "host")
-Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and its rate in flops/s
+Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and a number, mostly flops/s
 _BY_DTYPE = ("flops_by_dtype", "attention_flops", "attention_backward_flops")
 _TIMES = (  # may be 0; rates may not
     "latency_s", "node_s", "drag_s_per_byte", "kernel_s", "erf_s", "random_s", "host_latency_s",

@@ -7,11 +7,12 @@ backward   [load] ... [wait] first use
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.machine import Machine, Rates, dtype_name
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.marks import forced, prefers_offload
 from ssd_fx.passes.partition import Partition
@@ -44,6 +45,7 @@ def select(
     resident: int = 0,
     shared: int = 0,
     slowdown: float = 0.0,
+    shrinks: Rates = (),
     quick: bool = False,
 ) -> Plan:
     """Fill `plan.decisions`, `plan.points` and `plan.forecast`.
@@ -56,7 +58,7 @@ def select(
     be offloaded is, unless everything may stay.
     `host_budget`: bytes that may go to host memory instead of the drive. `resident`, `shared`: bytes that the runtime
     keeps resident, of this device's host memory and of the latest tensors of all graphs; they are noted for the dump.
-    `quick`: see `solve`.
+    `shrinks`: as in `PlanOptions`. `quick`: see `solve`.
 
     Raises:
         BudgetError: a budget in bytes, other than 0, is less than what always stays.
@@ -64,7 +66,7 @@ def select(
     if isinstance(budget, int) and budget:
         _check_room(plan, budget, min_bytes)
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
-    modelled = _with_host(model(partition, plan, allowed), plan, host_budget)
+    modelled = _with_host(_compressed(model(partition, plan, allowed), plan, dict(shrinks)), plan, host_budget)
     solution, at = solve_for(modelled.step, budget, machine, prefetch, quick, slowdown)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
@@ -124,6 +126,17 @@ def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> fr
         return frozenset({Choice.OFFLOAD})
     both = {Choice.KEEP, Choice.OFFLOAD}
     return frozenset(both | {Choice.RECOMPUTE} if group.slot in plan.prices else both)
+
+
+def _compressed(modelled: Modelled, plan: Plan, shrinks: Mapping[str, float]) -> Modelled:
+    """With the bytes that are written of the items, where compression makes fewer of their dtype."""
+    if not shrinks:
+        return modelled
+    dtypes = {g.slot: dtype_name(g.layout.dtype) for g in plan.groups if g.layout}
+    shares = [shrinks.get(dtypes.get(slot, ""), 1.0) for slot in modelled.slots]
+    pairs = zip(modelled.step.items, shares, strict=True)
+    items = tuple(replace(item, stored_nbytes=math.ceil(share * item.moved_nbytes)) for item, share in pairs)
+    return replace(modelled, step=replace(modelled.step, items=items))
 
 
 def _with_host(modelled: Modelled, plan: Plan, host_budget: int) -> Modelled:

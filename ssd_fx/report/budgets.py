@@ -24,7 +24,7 @@ class Prediction:
         step_s: seconds of forward and backward, without the optimizer.
         compute_s: seconds of that without transfers and recomputing.
         stall_s: seconds of that in which the step waits for the drive.
-        written_bytes: to the drives, per step, before compression.
+        written_bytes: to the drives, per step. Of compression it counts what does not depend on the values.
     """
 
     budget: int | float | str

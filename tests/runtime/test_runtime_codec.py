@@ -96,6 +96,15 @@ def test_lossy_blocks_have_scales_of_their_own(name):
     assert torch.equal(out[512:], torch.zeros(5))
 
 
+@pytest.mark.parametrize("name", codec.CODECS)
+def test_sizes_that_are_known_before(name):
+    """To the byte, of whole blocks."""
+    for dtype, share in codec.shrinks(name).items():
+        x = torch.randn(64 * codec.BLOCK) > 0 if dtype is torch.bool else torch.randn(64 * codec.BLOCK).to(dtype)
+        payload, encoded = codec.encode(name, x)
+        assert payload.numel() == encoded.nbytes == share * x.nbytes
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_lossy_leaves_infinities_alone(poison):
     x = torch.randn(N)
