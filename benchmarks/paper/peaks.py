@@ -14,7 +14,7 @@ from paper import text
 from paper.measure import CLAIM, Case, Result, Setup, measure_all
 from paper.part import Part
 
-KEEP, ZERO, AUTO = "Inductor", "budget 0 (default)", "budget auto"
+KEEP, ZERO, AUTO = "Inductor", "budget 0", "default (auto)"
 LEAST = """\
 "Least possible" is the peak with everything offloaded that can be and drives of infinite speed. With two to four layers
 the tensors of one layer are a quarter of all and more, and the new gradients count too."""

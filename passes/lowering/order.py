@@ -106,7 +106,9 @@ def is_ours(node: BaseSchedulerNode) -> bool:
 def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """The kernels in the order of the FX graph, as far as data dependencies and fusion allow.
 
-    Every kernel runs at the last FX node that it computes, or earlier if a kernel that needs it runs earlier.
+    Every kernel runs at the last FX node that it computes, or earlier if a kernel that needs it runs earlier. But it is
+    not moved to before its inputs are there: fusion may join a node at the begin of the backward to one at the end, and
+    then everything that the second one needs would run first, and be alive all the time.
 
     Raises:
         VerifyError: no order has our nodes as planned.
@@ -128,10 +130,16 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
             "no order has the nodes of ours as they are planned: each of these would run before the next, in a circle"
         )
         require(False, f"{text}: {circle}", "order")
-    earliest = list(position)  # that of the first kernel which needs it
-    for i in reversed(list(nx.topological_sort(graph))):
-        earliest[i] = min([earliest[i], *(earliest[k] for k in graph.successors(i))])
-    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=earliest.__getitem__)]
+    ready = [0] * len(nodes)  # when the inputs are there, in the order of the FX graph
+    wanted = list(position)
+    order = list(nx.topological_sort(graph))
+    for i in order:
+        first = [_position(part, in_graph) for part in nodes[i].get_nodes()]
+        for k in graph.successors(i):
+            ready[k] = max(ready[k], ready[i], min([position[i], *first]))
+    for i in reversed(order):
+        wanted[i] = max(ready[i], min([wanted[i], *(wanted[k] for k in graph.successors(i))]))
+    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
 
 
 def _readers_before_release(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode], position: list[int]) -> None:

@@ -231,16 +231,16 @@ def mode(times: list[float], peak: int, **more: Any) -> dict[str, Any]:
 
 
 def test_what_is_claimed_of_the_peaks() -> None:
-    """-50% at 1.01 meets the claim of budget auto; -70% at 1.01 is not enough for budget 0."""
+    """-50% at 1.01 meets the claim of the default; -70% at 1.01 is not enough for budget 0."""
     modes = {peaks.KEEP: mode([1.0] * 15, 100), peaks.AUTO: mode([1.01] * 15, 50), peaks.ZERO: mode([1.01] * 15, 30)}
     case = {"rounds": 15, "modes": modes, "failed": {}, "least_bytes": 20 << 20}
     result = {"planned": ["GPT", "T5"], "cases": {"GPT": case}}
     section = peaks.PART.section(result)
-    assert "| GPT | budget auto | -45%, 1.02 | -50%, 1.010 (1.010 to 1.010) | -80% | yes |" in section
-    assert "| GPT | budget 0 (default) | -80%, 1.05 | -70%, 1.010 (1.010 to 1.010) | -80% | no |" in section
+    assert "| GPT | default (auto) | -45%, 1.02 | -50%, 1.010 (1.010 to 1.010) | -80% | yes |" in section
+    assert "| GPT | budget 0 | -80%, 1.05 | -70%, 1.010 (1.010 to 1.010) | -80% | no |" in section
     assert "Of this part not measured: T5." in section
     assert peaks.PART.plot is not None
-    assert "budget auto" in peaks.PART.plot(result)
+    assert "default (auto)" in peaks.PART.plot(result)
 
 
 def test_few_rounds_are_no_claim() -> None:

@@ -115,6 +115,33 @@ extern mm_2""",
     )
 
 
+def fused_from_afar(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
+    """sin -> mm; load -> mm_1 -> mm_2; mm_1 -> mm_3 -> mul. Inductor fuses sin with mul, which reads x too."""
+    first = x.sin() @ w
+    loaded = ops.load(handle, [64, 64], [64, 1], torch.float32, torch.device("cpu"), 0)
+    ops.wait_load_(loaded, handle, 1)
+    chain = loaded @ w
+    gradient = loaded @ chain
+    chain = chain @ w
+    return first, gradient, x.cos() * chain
+
+
+def test_what_a_fused_kernel_needs_late_is_not_computed_early() -> None:
+    """mm waits for mul. mm_3 does not run before mm_2 for its sake: else what mm_2 reads would live longer."""
+    lowered = lower_alone(fused_from_afar, torch.empty((), dtype=torch.int64), torch.randn(64, 64), torch.randn(64, 64))
+    assert_expected_inline(
+        text(lowered),
+        """\
+load 0
+wait_load_ 1
+extern mm_1
+extern mm_2
+extern mm_3
+loops cos, mul, sin
+extern mm, sin""",
+    )
+
+
 def late_reader(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> object:
     """mm [store] -> mul [release] -> add; Inductor computes mul where add is, so mm is read behind its release."""
     product = x @ w
