@@ -13,7 +13,7 @@ class PlanOptions:
 
     * `version`: a digest of the package's source.
     * `budget`: bytes (int), a share of the bytes that can be offloaded (float), or "auto".
-    * `slowdown`: the share of a step that "auto" may lose to waiting and recomputing.
+    * `slowdown`: the share of a step that may be spent waiting under "auto".
     * `min_bytes`, `prefetch`: bytes.
     * `machine`: None for typical rates.
     * `runtime_config`: goes into the nodes unread.

@@ -27,6 +27,7 @@ class RuntimeConfig:
     `compression`: pairs of a tier ("host", "ssd") and a codec.
     `resident`: the most that stays where it is, unwritten, over all graphs.
     `resident_at_most`: the same while the graph waits for the drive, if that is more.
+    `slowdown`: the share of a step that it may wait until more is resident.
     `ranks`: the processes that share the memory of this node.
     `adapt`: stop writing tensors that somebody else holds anyway, and read earlier what the graph waited for.
     """
@@ -42,6 +43,7 @@ class RuntimeConfig:
     compression: tuple[tuple[str, str], ...] = ()
     resident: int = 0
     resident_at_most: int = 0
+    slowdown: float = 0.02
     ranks: int = 1
     adapt: bool = True
 

@@ -20,7 +20,8 @@ from ssd_fx.runtime.habits import STALL_S
 
 _log = logging.getLogger("ssd_fx")
 
-WAITS = 0.02  # a step whose share of waiting is higher waits; two in a row are no accident
+# A step whose share of waiting is higher waits, unless the user allows more. Two in a row are no accident.
+WAITS = 0.02
 WARM = 2  # steps that are not judged: code is compiled and files grow
 QUIET_STEPS, LONGEST = 4, 32  # steps without waiting before fewer bytes are tried, twice as many after a trial failed
 FIRST = 8  # the first trial gives up 1/FIRST of what is above `least`, each further one twice as much
@@ -31,7 +32,7 @@ class Residency:
     """The bytes that may be resident, from `least`, which the budget allows, to `most`.
 
     `most`: only under `budget="auto"` above `least`; else nothing is adapted. `available_bytes`: the memory that this
-    process may take now.
+    process may take now. `waits`: the share of a step that it may wait.
 
     All methods run under the lock of `entries`.
     """
@@ -42,12 +43,14 @@ class Residency:
         most: int,
         available_bytes: Callable[[], int] = lambda: sys.maxsize,
         clock: Callable[[], float] = time.perf_counter,
+        waits: float = WAITS,
     ) -> None:
         self.least = least
         self.nbytes = least
         self._most = max(least, most)
         self._available_bytes = available_bytes
         self._clock = clock
+        self._waits = max(waits, WAITS)
         self._steps = 0
         self._began = 0.0
         self._loads = False
@@ -109,14 +112,14 @@ class Residency:
             self._enough = limit
             self._change(limit, "memory is short")
             return
-        if share <= WAITS:
+        if share <= self._waits:
             self._quiet += 1
             on_trial = self.nbytes < self._enough
             if self.more and self._quiet >= (QUIET_STEPS if on_trial else self._patience):
                 self._try_less()
             return
         self._quiet = 0
-        if before <= WAITS:
+        if before <= self._waits:
             return
         if self.nbytes < self._enough:  # a trial failed
             wanted = self._enough

@@ -37,7 +37,7 @@ class Store:
     def __init__(self, config: RuntimeConfig) -> None:
         self.engine, resident_bytes = registry.make_tiers(config, stats.moved)
         most = config.resident_at_most if config.adapt else 0
-        self.residency = Residency(resident_bytes, most, self._available_bytes)
+        self.residency = Residency(resident_bytes, most, self._available_bytes, waits=config.slowdown)
         self._ranks = config.ranks
         self._device = torch.device("cpu")  # of the tensor that was stored last
         self.habits = Habits(config.adapt)

@@ -41,6 +41,19 @@ def test_aot_eager_is_bitwise_everything_kept(options: dict[str, object]) -> Non
     assert stats.freed_bytes >= 0.5 * stats.written_bytes  # all of it unless the drive is slow
 
 
+def test_the_defaults_are_bitwise_everything_kept(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget and recomputing as users have them, which the environment of the tests overrides."""
+    for name in ("SSD_FX_BUDGET", "SSD_FX_RECOMPUTE"):
+        monkeypatch.delenv(name)
+    given = {"inner": "aot_eager", "dirs": options["dirs"], "min_bytes": 0}
+    given["machine"] = {"write_bw": 1e12, "read_bw": 1e12, "latency_s": 0.0, "drag_s_per_byte": 1e-9}
+    kept = train(given | {"budget": 1.0, "recompute": False})
+    ssd_fx.reset_stats()
+    assert_same_bits(train(given), kept)
+    stats = ssd_fx.stats()
+    assert 0 < stats.offloaded_bytes < stats.saved_bytes
+
+
 def test_inductor_is_bitwise_the_memory_engine_and_plain_inductor(options: dict[str, object]) -> None:
     with deterministic():
         on_disk = train(options, shape=TINY)

@@ -7,7 +7,8 @@
 Inductor keeps data dependencies only. Then it reorders for the lowest estimated peak, which counts no reads or writes
 in flight. `PinOrder` runs after fusion, so no fusion is lost. It puts the kernels in the order of the FX graph, for
 which the plan was made, and chains each to the one before. These links extend no lifetime, and code generation ignores
-them. A kernel that computes several FX nodes runs at the last of them, or earlier if a kernel that needs it does.
+them. A kernel that computes several FX nodes runs at the last of them, or earlier if a kernel that needs it does,
+but not to before the place of its inputs.
 
 `KeepCommunication` runs before fusion. It chains the operators that may communicate in the order of the graph, so that
 no fusion reverses it. Inductor does so for its own collectives only (`comms.decide_global_ordering_of_comms`). Ranks

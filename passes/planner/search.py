@@ -62,7 +62,8 @@ class Search:
         first, *others = itertools.product(self._orders(), (False, True))
         found: list[tuple[float, int]] = []
         for count in _steps(len(cheap)):
-            if self.is_cheapest() or not self._may_gain(cheap[:count]):
+            spent = self.left <= 0 and self.best is not None
+            if spent or self.is_cheapest() or not self._may_gain(cheap[:count]):
                 break
             shortest = self._shortest(set(cheap[:count]), *first)
             found.append((shortest.outcome.seconds if shortest else math.inf, count))
@@ -86,13 +87,14 @@ class Search:
         self.families()
 
     def is_cheapest(self) -> bool:
-        """Whether no plan can be much better: the best writes hardly more bytes than must be written, and takes hardly
+        """Whether no plan can be much better: the best offloads hardly more bytes than must go, and takes hardly
         longer than the lower bound, or neither stalls nor recomputes where no transfer costs more than recomputing."""
         if self.best is None:
             return False
         outcome = self.best.outcome
         fast = outcome.seconds <= self.enough_s or not (self.best.loses_time or self._dear_transfers())
-        return fast and outcome.written <= 1.01 * max(self.must - self.step.host_budget, 0)
+        gone = sum(self.step.items[i].nbytes for i, t in self.best.transfers.items() if t.tier == "ssd")
+        return fast and gone <= 1.01 * max(self.must - self.step.host_budget, 0)
 
     def _dear_transfers(self) -> bool:
         """Whether a transfer of the best takes more from the compute lane than recomputing its item would."""

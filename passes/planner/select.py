@@ -6,6 +6,7 @@ backward   [load] ... [wait] first use
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from ssd_fx.passes.plan import Decision, Forecast, Keep, Limits, Offload, Plan, 
 from ssd_fx.passes.planner.course import course, stock
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
 from ssd_fx.passes.planner.place import everything, floor
-from ssd_fx.passes.planner.solution import Solution, kept_bytes
+from ssd_fx.passes.planner.solution import TOLERANCE, Solution, kept_bytes
 from ssd_fx.passes.planner.solve import BudgetError, solve
 from ssd_fx.passes.planner.step import Modelled, model
 
@@ -53,9 +54,9 @@ def select(
     `budget`: a share (float from 0 to 1): that much of the bytes that can be offloaded may stay, and memory stays as
     far below its peak with everything kept (`docs/planner.md`); bytes (int): everything that can be offloaded is, and
     so many bytes may be in memory beyond what the fastest drive would leave; `"auto"`: the least share, 0 excepted,
-    whose step loses a share of `slowdown` at most to waiting and recomputing. Groups under `min_bytes` and those with
-    an obstacle are kept. Those with a price may be recomputed. Marks come before all that; a group that only prefers to
-    be offloaded is, unless everything may stay.
+    whose step waits for a share of `slowdown` at most, before groups may be recomputed. Groups under `min_bytes` and
+    those with an obstacle are kept. Those with a price may be recomputed. Marks come before all that; a group that only
+    prefers to be offloaded is, unless everything may stay.
     `host_budget`: bytes that may go to host memory instead of the drive. `resident`, `shared`: bytes that the runtime
     keeps resident, of this device's host memory and of the latest tensors of all graphs; they are noted for the dump.
     `shrinks`: as in `PlanOptions`. `quick`: see `solve`.
@@ -231,42 +232,33 @@ def limits(step: Step, budget: int | float | str, headroom: float = HEADROOM) ->
 
 
 def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: float) -> tuple[Solution, Limits]:
-    """The least share, 0 excepted, whose step waits and computes again for little time.
+    """The least share, 0 excepted, whose step waits for little time.
 
-    It is found with the quick search, by doubling and bisection, since less memory rarely costs less. From there the
-    search is as `quick` says: downwards while plans are cheap, or upwards until one is.
+    It is found with the quick search, by doubling and bisection, since less memory rarely takes less time. Without
+    `quick` the full search then plans that share, unless what it finds waits longer.
     """
 
-    def searched(share: int, quick: bool = quick) -> tuple[Solution, Limits]:
-        return solve_for(step, limits(step, share / AUTO_SHARES, AUTO_HEADROOM), machine, prefetch, quick)
+    @functools.cache
+    def searched(share: int) -> tuple[Solution, Limits]:
+        return solve_for(step, limits(step, share / AUTO_SHARES, AUTO_HEADROOM), machine, prefetch, quick=True)
 
-    kept = searched(AUTO_SHARES, quick=True)[0]
-    allowed = _lost_s(step, kept) + slowdown * kept.outcome.seconds
+    kept = searched(AUTO_SHARES)[0].outcome
+    allowed_s = kept.stall_s + (slowdown + TOLERANCE) * kept.seconds
 
-    def is_cheap(found: tuple[Solution, Limits]) -> bool:
-        return _lost_s(step, found[0]) <= allowed
+    def is_cheap(share: int) -> bool:
+        return searched(share)[0].outcome.stall_s <= allowed_s
 
     low, high = 0, 1
-    while high < AUTO_SHARES and not is_cheap(searched(high, quick=True)):
+    while high < AUTO_SHARES and not is_cheap(high):
         low, high = high, min(2 * high, AUTO_SHARES)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if is_cheap(searched(middle, quick=True)) else (middle, high)
-    found = searched(high)
-    if is_cheap(found):
-        while high > 1 and is_cheap(less := searched(high - 1)):
-            high, found = high - 1, less
-        return found
-    while high < AUTO_SHARES and not is_cheap(found):
-        high += 1
-        found = searched(high)
-    return found
-
-
-def _lost_s(step: Step, solution: Solution) -> float:
-    """The seconds that the step waits for transfers, or computes again."""
-    chosen = zip(step.items, solution.choices, strict=True)
-    return solution.outcome.stall_s + sum(item.recompute_s for item, choice in chosen if choice is Choice.RECOMPUTE)
+        low, high = (low, middle) if is_cheap(middle) else (middle, high)
+    found, at = searched(high)
+    if quick:
+        return found, at
+    full, _ = solve_for(step, at, machine, prefetch)
+    return (full if full.outcome.stall_s <= allowed_s else found), at
 
 
 def _reason(group: AliasGroup, min_bytes: int) -> str:

@@ -35,7 +35,7 @@ def advice(report: Report, found: Figures) -> str:
     life = drive_life(found)
     if 0 < life < SHORT_DAYS:
         return f"the drives last {life:.3g} days at this rate: a larger budget writes less, {_next_share(report)}"
-    kept = _bytes(report, "within the budget")
+    kept = 0 if _budget(report) == "auto" else _bytes(report, "within the budget")
     if kept > SMALL * found.stock_stay_bytes:
         return (
             f"nothing waits, so a smaller budget costs little: {_smaller(report)} keeps up to {format_bytes(kept)} less"
@@ -93,7 +93,8 @@ def _keep_more(report: Report, found: Figures, stall: float) -> str:
     now = 1 - found.offloaded_bytes / movable
     share = min(1.0, math.ceil(20 * (now + more / movable)) / 20)
     said = f"budget={share:g} keeps about {format_bytes(int(share * movable))} in memory and should end"
-    return f"{said} the waits of {format_seconds(stall)}; budget='auto' searches by itself"
+    own = "" if _budget(report) == "auto" else "; budget='auto' searches by itself"
+    return f"{said} the waits of {format_seconds(stall)}{own}"
 
 
 def _rate(report: Report) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.place import everything, floor
-from ssd_fx.passes.planner.select import HEADROOM
+from ssd_fx.passes.planner.select import AUTO_HEADROOM
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solution import fits
 
@@ -60,8 +60,8 @@ def least_that_is_cheap(step: Step, machine: Machine) -> float:
     shares = [1.0]
     for plan in itertools.product(*options):
         outcome = simulate(step, [c for c, _ in plan], {i: t for i, (_, t) in enumerate(plan) if t}, machine)
-        if outcome.stall_s <= SLOWDOWN * all_kept_s(step, machine):
+        if not outcome.idle_lane and outcome.stall_s <= SLOWDOWN * all_kept_s(step, machine):
             kept = sum(item.nbytes for item, (c, _) in zip(step.items, plan, strict=True) if c is Choice.KEEP)
-            above = outcome.peak - least if outcome.peak > HEADROOM * least else 0
+            above = outcome.peak - least if outcome.peak > AUTO_HEADROOM * least else 0
             shares.append(max(above / max(most - least, 1), kept / movable))
     return min(shares)

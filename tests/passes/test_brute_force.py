@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from ssd_fx.passes.planner import select
+from ssd_fx.passes.planner.items import Choice
 from ssd_fx.passes.planner.solve import solve
 from tests.passes.brute_force import SLOWDOWN, TINY, all_kept_s, best_of_all, least_that_is_cheap
 from tests.passes.instances import limits, random_instance
@@ -26,6 +28,18 @@ def test_the_planner_finds_the_best_plan_of_nearly_all_tiny_steps() -> None:
     ratios = {seed: max(ratio(seed, share) for share in (0.0, 0.3)) for seed in range(150)}
     assert min(ratios.values()) > 1 - 1e-9
     assert {seed: round(r, 2) for seed, r in ratios.items() if r > 1.01} == {19: 1.1, 26: 1.02, 126: 1.02, 144: 1.35}
+
+
+@pytest.mark.parametrize("choices", [{Choice.OFFLOAD}, {Choice.RECOMPUTE}, {Choice.KEEP, Choice.RECOMPUTE}])
+def test_auto_meets_whatever_is_allowed(choices: set[Choice]) -> None:
+    """Marks may leave nothing to decide. With no items at all there is nothing to lose either."""
+    tiny = random_instance(2, *TINY)
+    items = tuple(replace(item, choices=frozenset(choices), recompute_s=1.0) for item in tiny.step.items)
+    for step in (replace(tiny.step, items=items), replace(tiny.step, items=())):
+        for slowdown in (0.0, 1.0):
+            solution, at = select.solve_for(step, "auto", tiny.machine, slowdown=slowdown)
+            assert solution.outcome.peak <= at.memory
+            assert all(choice in choices for choice in solution.choices)
 
 
 @pytest.mark.parametrize("seed", [2, 5, 7, 10, 13, 38])

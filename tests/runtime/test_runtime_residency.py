@@ -12,7 +12,7 @@ import torch
 
 import ssd_fx
 from ssd_fx.runtime.entries import State, lookup
-from ssd_fx.runtime.residency import LONGEST, QUIET_STEPS, WARM, Residency
+from ssd_fx.runtime.residency import LONGEST, QUIET_STEPS, WAITS, WARM, Residency
 from ssd_fx.runtime.store import get_store
 from tests.runtime.engines import Clock, HeldEngine, Lane, registered
 from tests.runtime.harness import begin, config_json, load, raw, release, store
@@ -23,11 +23,11 @@ MIB = 1 << 20
 class Training:
     """Steps of one second and more, on a drive that moves `rate` bytes without a wait."""
 
-    def __init__(self, least: int = 0, most: int = sys.maxsize, free: int = 1 << 40) -> None:
+    def __init__(self, least: int = 0, most: int = sys.maxsize, free: int = 1 << 40, waits: float = WAITS) -> None:
         self.now, self.rate, self.saved = 0.0, 100 * MIB, 80 * MIB
         self.free = free  # bytes, when nothing is resident
         self.resident = 0
-        self.residency = Residency(least, most, lambda: self.free - self.resident, lambda: self.now)
+        self.residency = Residency(least, most, lambda: self.free - self.resident, lambda: self.now, waits)
         self.residency.forward()
 
     def step(self) -> float:
@@ -50,6 +50,15 @@ def test_a_drive_that_keeps_up_changes_nothing() -> None:
     training = Training()
     assert not any(training.steps(50))
     assert training.residency.nbytes == 0
+
+
+def test_waiting_that_the_user_allows_changes_nothing() -> None:
+    """Every step waits a sixth of its time: no more than `slowdown` of a fifth, and more than one of a tenth."""
+    for waits, stays in ((0.2, False), (0.1, True)):
+        training = Training(waits=waits)
+        training.rate = training.saved / 1.2
+        training.steps(20)
+        assert bool(training.residency.nbytes) == stays
 
 
 def test_a_slow_drive_and_a_fast_one_again() -> None:
