@@ -103,81 +103,111 @@ def _nodes(
 
 
 def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine) -> Outcome:
-    """Play one step. `transfers` has an entry for every item that is offloaded.
-
-    One loop over local names, long as it is: the search spends most of its time in it.
-    """
-    firsts, columns = first_uses(step, choices), step.columns
+    """Play one step. `transfers` has an entry for every item that is offloaded."""
+    firsts = first_uses(step, choices)
     nodes = _nodes(step, choices, transfers, machine, firsts)
-    costs = list(step.seconds)
-    for p, extra in nodes.extra.items():
-        costs[p] += extra
-    lanes = {tier: step.seconds_of(machine, tier) for tier in TIERS}
-    now = write_stall = read_stall = 0.0
-    write_lane, read_lane = dict.fromkeys(TIERS, 0.0), dict.fromkeys(TIERS, 0.0)  # when each is free again
-    write_end: dict[int, float] = {}
-    read_end: dict[int, float] = {}
-    waited: dict[int, float] = {}
-    starts: list[float] = []
-    ends: list[float] = []
-    forwarded: set[int] = set()
-    late: set[int] = set()  # stored while its write lane had been idle before
-    idle_until, idle_lane = dict.fromkeys(TIERS, 0.0), False  # of the write lanes
-    busy = nodes.operators()
-    for p, seconds in enumerate(costs):
-        if p not in busy:
-            starts.append(now)
-            now += seconds
-            ends.append(now)
-            continue
+    play = _Play(step, transfers, machine, nodes)
+    for p in sorted(nodes.operators()):
+        play.compute(p)
         for i in nodes.loads.get(p, ()):
-            if write_end[i] > now and not transfers[i].block:
-                read_end[i] = now
-                forwarded.add(i)
-                idle_lane |= i in late
-                continue
-            tier = transfers[i].tier
-            read_lane[tier] = max(read_lane[tier], now) + lanes[tier].read[i]
-            read_end[i] = read_lane[tier] + lanes[tier].latency
+            play.load(i)
         for i in nodes.waits.get(p, ()):
-            if read_end[i] > now:
-                read_stall += read_end[i] - now
-                waited[i] = waited.get(i, 0.0) + read_end[i] - now
-                now = read_end[i]
-        starts.append(now)
-        now += seconds
-        ends.append(now)
+            play.wait(i)
+        play.compute(p + 1)
         for i in nodes.stores.get(p, ()):
-            tier = transfers[i].tier
-            idle_until[tier] = now if write_lane[tier] < now else idle_until[tier]
-            if ends[columns.produced[i]] < idle_until[tier]:
-                late.add(i)
-            write_lane[tier] = max(write_lane[tier], now) + lanes[tier].write[i]
-            write_end[i] = write_lane[tier] + lanes[tier].latency
+            play.store(i)
         for i in nodes.releases.get(p, ()):
-            if transfers[i].block and write_end[i] > now:
-                write_stall += write_end[i] - now
-                waited[i] = write_end[i] - now
-                now = write_end[i]
-    starts.append(now)
-    memory = _memory(step, choices, transfers, starts, write_end, firsts)
-    host = _host_memory(step, transfers, firsts)
-    written = sum(columns.moved[i] for i, t in transfers.items() if t.tier == "ssd")
+            play.release(i)
+    play.compute(len(step.seconds))
+    starts = (*play.starts, play.now)
     return Outcome(
-        now,
-        write_stall,
-        read_stall,
-        memory,
-        written,
-        tuple(starts),
-        tuple(ends),
-        write_end,
-        host,
-        waited,
-        forwarded,
-        {i: end for i, end in read_end.items() if i not in forwarded},
-        idle_lane,
+        play.now,
+        play.write_stall_s,
+        play.read_stall_s,
+        _memory(step, choices, transfers, starts, play.write_ends, firsts),
+        sum(step.columns.moved[i] for i, t in transfers.items() if t.tier == "ssd"),
+        starts,
+        tuple(play.ends),
+        play.write_ends,
+        _host_memory(step, transfers, firsts),
+        play.waits,
+        play.forwarded,
+        {i: end for i, end in play.read_ends.items() if i not in play.forwarded},
+        not play.late.isdisjoint(play.forwarded),
     )
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The writes or the reads of one tier, first in first out. `seconds`: of each item."""
+
+    seconds: Sequence[float]
+    latency: float
+    free: float = 0.0  # the end of the last transfer, without its latency
+    idle_until: float = 0.0  # the begin of the last transfer that found the lane idle
+
+    def put(self, i: int, now: float) -> float:
+        """Return when the transfer of item `i`, which is asked for now, has ended."""
+        if self.free < now:
+            self.free = self.idle_until = now
+        self.free += self.seconds[i]
+        return self.free + self.latency
+
+
+class _Play:
+    """The step so far: `now`, the operators that have run, and what became of every item."""
+
+    def __init__(self, step: Step, transfers: Mapping[int, Transfer], machine: Machine, nodes: _Nodes) -> None:
+        self.transfers = transfers
+        self.produced = step.columns.produced
+        self.costs = list(step.seconds)
+        for p, extra in nodes.extra.items():
+            self.costs[p] += extra
+        seconds = {tier: step.seconds_of(machine, tier) for tier in TIERS}
+        self.writes = {tier: _Lane(of.write, of.latency) for tier, of in seconds.items()}
+        self.reads = {tier: _Lane(of.read, of.latency) for tier, of in seconds.items()}
+        self.now = self.write_stall_s = self.read_stall_s = 0.0
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.write_ends: dict[int, float] = {}
+        self.read_ends: dict[int, float] = {}
+        self.waits: dict[int, float] = {}
+        self.forwarded: set[int] = set()
+        self.late: set[int] = set()  # the lane was idle between the end of its operator and its store
+
+    def compute(self, until: int) -> None:
+        """Run the operators before `until` that have not run."""
+        times = list(itertools.accumulate(self.costs[len(self.ends) : until], initial=self.now))
+        self.now = times[-1]
+        self.starts += times[:-1]
+        self.ends += times[1:]
+
+    def load(self, i: int) -> None:
+        if self.write_ends[i] > self.now and not self.transfers[i].block:
+            self.forwarded.add(i)
+            self.read_ends[i] = self.now
+        else:
+            self.read_ends[i] = self.reads[self.transfers[i].tier].put(i, self.now)
+
+    def wait(self, i: int) -> None:
+        stall = self.read_ends[i] - self.now
+        if stall > 0:
+            self.read_stall_s += stall
+            self.waits[i] = self.waits.get(i, 0.0) + stall
+            self.now = self.read_ends[i]
+
+    def store(self, i: int) -> None:
+        lane = self.writes[self.transfers[i].tier]
+        self.write_ends[i] = lane.put(i, self.now)
+        if self.ends[self.produced[i]] < lane.idle_until:
+            self.late.add(i)
+
+    def release(self, i: int) -> None:
+        stall = self.write_ends[i] - self.now
+        if self.transfers[i].block and stall > 0:
+            self.write_stall_s += stall
+            self.waits[i] = stall
+            self.now = self.write_ends[i]
 
 
 def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:
