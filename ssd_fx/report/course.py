@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssd_fx.report.model import GroupRow, Report, Span
+from ssd_fx.report.model import GroupRow, Report, Span, Times
 
 Points = tuple[tuple[float, int], ...]
 
@@ -35,14 +35,7 @@ class Bar:
 
     row: GroupRow
     run: int
-    produced: float
-    released: float
-    used: float
-    last_used: float
-    write: Span | None
-    read: Span | None
-    gone: Span | None
-    waits: tuple[Span, ...]
+    times: Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +56,10 @@ def course(report: Report) -> Course:
     stocks = [part["stock"] for part in parts]
     _, stock = _joined(stocks, [part["saved_bytes"] for part in stocks])
     bars = [
-        bar
+        Bar(row, run, row.times.moved(*shift))
         for run, (name, shift) in enumerate(zip(report.order, offsets, strict=True))
         for row in graphs[name].rows
-        if (bar := _bar(row, run, shift)) is not None
+        if row.times is not None
     ]
     floor = max((int(g.predicted["floor_bytes"]) for g in report.graphs), default=0)
     return Course(stock, own, floor, tuple(bars))
@@ -95,33 +88,3 @@ def _joined(parts: Sequence[Any], stays: Sequence[int]) -> tuple[list[Span], Cur
 
 def _moved(points: Sequence[Sequence[int]], at: float, level: int) -> list[tuple[float, int]]:
     return [(at + us / 1e6, level + nbytes) for us, nbytes in points]
-
-
-def _bar(row: GroupRow, run: int, shift: Span) -> Bar | None:
-    """shift: what to add to times of the forward, and of the backward."""
-    times = row.times
-    if times is None:
-        return None
-    there, back = shift
-    released, used = times.released + there, times.used + back
-    waits = []
-    if times.write_wait_s:
-        waits.append((released, released + times.write_wait_s))
-    if times.read_wait_s:
-        waits.append((used - times.read_wait_s, used))
-    return Bar(
-        row,
-        run,
-        times.produced + there,
-        released,
-        used,
-        times.last_used + back,
-        _between(times.write, there, there),
-        _between(times.read, back, back),
-        _between(times.gone, there, back),
-        tuple(waits),
-    )
-
-
-def _between(span: Span | None, begin: float, end: float) -> Span | None:
-    return None if span is None else (span[0] + begin, span[1] + end)

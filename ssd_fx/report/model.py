@@ -8,7 +8,7 @@ events of a step ----'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,29 @@ class Times:
     gone: Span | None
     write_wait_s: float
     read_wait_s: float
+
+    @property
+    def waits(self) -> tuple[Span, ...]:
+        """When the step waits for the write, and for the read."""
+        ends = (self.released, self.released + self.write_wait_s), (self.used - self.read_wait_s, self.used)
+        return tuple((begin, end) for begin, end in ends if begin < end)
+
+    def moved(self, forward_s: float, backward_s: float) -> Times:
+        """The same with so many seconds added to what happens in the forward, and in the backward."""
+        return replace(
+            self,
+            produced=self.produced + forward_s,
+            released=self.released + forward_s,
+            used=self.used + backward_s,
+            last_used=self.last_used + backward_s,
+            write=_moved(self.write, forward_s, forward_s),
+            read=_moved(self.read, backward_s, backward_s),
+            gone=_moved(self.gone, forward_s, backward_s),
+        )
+
+
+def _moved(span: Span | None, begin_s: float, end_s: float) -> Span | None:
+    return None if span is None else (span[0] + begin_s, span[1] + end_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,12 +110,12 @@ def _thinned(points: Sequence[tuple[float, int]]) -> list[list[float]]:
 
 
 def _predicted_lanes(curve: Curve, bars: Sequence[Bar]) -> dict[str, Any]:
-    waits = _spans(span for bar in bars for span in bar.waits)
+    waits = _spans(span for bar in bars for span in bar.times.waits)
     return {
         "compute": [_without([0.0, _ms(curve.turn_s)], waits), _without([_ms(curve.turn_s), _ms(curve.end_s)], waits)],
         "waits": waits,
-        "writes": _spans(bar.write for bar in bars if bar.write is not None),
-        "reads": _spans(bar.read for bar in bars if bar.read is not None),
+        "writes": _spans(bar.times.write for bar in bars if bar.times.write is not None),
+        "reads": _spans(bar.times.read for bar in bars if bar.times.read is not None),
     }
 
 
@@ -156,16 +156,17 @@ def _rows(report: Report, bars: Sequence[Bar]) -> list[dict[str, Any]]:
     seen = _seen(report)
     runs = {graph.graph: graph.runs for graph in report.graphs}
     rows = []
-    for bar in sorted(bars, key=lambda each: each.produced):
+    for bar in sorted(bars, key=lambda each: each.times.produced):
+        life = bar.times
         times = {
-            "produced": _ms(bar.produced),
-            "released": _ms(bar.released),
-            "used": _ms(bar.used),
-            "last": _ms(bar.last_used),
-            "write": bar.write and _spans([bar.write])[0],
-            "read": bar.read and _spans([bar.read])[0],
-            "gone": bar.gone and _spans([bar.gone])[0],
-            "waits": _spans(bar.waits),
+            "produced": _ms(life.produced),
+            "released": _ms(life.released),
+            "used": _ms(life.used),
+            "last": _ms(life.last_used),
+            "write": life.write and _spans([life.write])[0],
+            "read": life.read and _spans([life.read])[0],
+            "gone": life.gone and _spans([life.gone])[0],
+            "waits": _spans(life.waits),
         }
         rows.append(_row(bar.row) | {"run": bar.run if runs[bar.row.graph] > 1 else None, "times": times})
         rows[-1]["seen"] = seen.get((bar.row.graph, bar.row.slot))

@@ -49,9 +49,9 @@ def _lanes(axes: Any, report: Report, found: Course) -> None:
     rows: list[tuple[str, Sequence[Span], str]] = []
     bars = found.bars
     predicted = {
-        "waits": [span for bar in bars for span in bar.waits],
-        "writes": _there(bar.write for bar in bars),
-        "reads": _there(bar.read for bar in bars),
+        "waits": [span for bar in bars for span in bar.times.waits],
+        "writes": _there(bar.times.write for bar in bars),
+        "reads": _there(bar.times.read for bar in bars),
     }
     rows += [(f"{name}, predicted", predicted[name], color) for name, color in _LANES]
     if report.step:

@@ -168,7 +168,7 @@ def test_the_step_is_over_time_what_the_forecast_says() -> None:
     assert over.own.peak == graph.predicted["peak_bytes"]
     assert over.stock.peak == graph.predicted["kept_peak_bytes"]
     assert over.own.end_s == pytest.approx(graph.predicted["step_s"], abs=1e-6)
-    waits = sum(end - begin for bar in over.bars for begin, end in bar.waits)
+    waits = sum(end - begin for bar in over.bars for begin, end in bar.times.waits)
     assert waits == pytest.approx(graph.predicted["write_stall_s"] + graph.predicted["read_stall_s"], abs=1e-5)
 
 
@@ -181,7 +181,7 @@ def test_graphs_of_blocks_make_one_step() -> None:
     each = [next(g for g in found.graphs if g.graph == name) for name in found.order]
     assert over.own.end_s == pytest.approx(sum(g.predicted["step_s"] for g in each), abs=1e-5)
     assert over.stock.peak > max(g.predicted["kept_peak_bytes"] for g in each)
-    used = [bar.used for bar in sorted(over.bars, key=lambda bar: bar.run)]
+    used = [bar.times.used for bar in sorted(over.bars, key=lambda bar: bar.run)]
     assert used == sorted(used, reverse=True)  # the backwards come in the reverse order
     del blocks
 
