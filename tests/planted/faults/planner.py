@@ -6,9 +6,9 @@ FAULTS = (
     Fault(
         "write_lane_forgets_what_is_queued",
         "passes/planner/simulate.py",
-        "write_lane[tier] = max(write_lane[tier], now) + ",
-        "write_lane[tier] = now + ",
-        "writes are predicted to overlap, so plans promise steps that the drive cannot keep up with",
+        "if self.free < now:",
+        "if True:",
+        "transfers are predicted to overlap, so plans promise steps that the drive cannot keep up with",
         "tests/passes/test_simulate.py::test_every_wait_by_hand",
     ),
     Fault(
