@@ -45,7 +45,6 @@ class Load:
     read: Completion | None  # None: forwarded, so the bytes are there
     seq: int
     same: bool = True  # False: `out` has other strides than the stored tensor, so the elements are copied one by one
-    started: bool = False
     counted: int = 0  # bytes of it in `Reader.outstanding_bytes`
 
 

@@ -6,8 +6,6 @@ All methods but `complete` run under the lock of `entries`.
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,6 @@ from ssd_fx.runtime.writer import Writer, drop
 
 ATTEMPTS = 3
 ALIGNMENT = 16  # bytes: Inductor's kernels for a device assume that tensors made in the graph are aligned so
-now = time.perf_counter
 
 
 class Reader:
@@ -36,10 +33,10 @@ class Reader:
     def begin(self, entry: Entry, asked: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
         """The load, for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
 
-        It is noted down in the entry. The caller starts its read, if it needs one.
+        It is noted down in the entry, and its read, if it needs one, has started.
 
         Raises: RuntimeError if the tensor was changed in place, was donated before, is lost, or cannot be had in that
-        layout.
+        layout; what the start of a read raises.
         """
         layout = returned(entry.seen, asked, relies_on, lambda: entry.name)
         if entry.counter is not None and entry.counter._version != entry.version:
@@ -63,23 +60,25 @@ class Reader:
     def ahead(self, entry: Entry) -> None:
         """Starts a prefetch, which `begin` will find."""
         landing = self._landing(entry)
-        entry.ahead = Load(landing, landing, self._engine.read(_extent(entry), Memory.of(landing)), -1)
-        self._count(entry.ahead, entry.moved_bytes)
-        counters(entry.graph).prefetched_bytes += entry.moved_bytes
-        self.start(entry.ahead)
+        read = self._engine.read(_extent(entry), Memory.of(landing))
+        entry.ahead = Load(landing, landing, read, -1)
+        try:
+            self._count(entry.ahead, entry.moved_bytes)
+            counters(entry.graph).prefetched_bytes += entry.moved_bytes
+            read.start()
+        except BaseException:  # the load that takes it over would wait for ever for a read that never started
+            self.drop_ahead(entry)
+            raise
 
     def drop_ahead(self, entry: Entry) -> None:
-        """Ends the prefetch of an entry, if it has one."""
-        ahead, entry.ahead = entry.ahead, None
-        if ahead and ahead.read:
+        """Ends the prefetch of an entry, if it has one. Called again if a signal ended it early."""
+        ahead = entry.ahead
+        if ahead is None:
+            return
+        if ahead.read:
             ahead.read.cancel()
-            self._count(ahead, 0)
-
-    def start(self, load: Load) -> None:
-        """Starts the load's read, if it needs one. The load must be noted down in its entry."""
-        if load.read and not load.started:
-            load.started = True
-            load.read.start()
+        self._count(ahead, 0)
+        entry.ahead = None  # last: until then it keeps the memory that is being read into
 
     def forget(self, entry: Entry) -> None:
         """Ends all reads of an entry that dies."""
@@ -162,15 +161,17 @@ class Reader:
         else:
             out = landing if layout == entry.layout else alias(landing, layout)
         if ahead:  # it stays in `entry.ahead` until the load is noted down: something may raise in between
-            load = Load(out, landing, ahead.read, seq, same, started=True)
+            load = Load(out, landing, ahead.read, seq, same)
             entry.loads.append(load)
             entry.ahead = None
-            ahead.read = None
             self._count(ahead, 0)
-        else:
-            load = Load(out, landing, self._engine.read(_extent(entry), Memory.of(landing)), seq, same)
-            entry.loads.append(load)
+            self._count(load, entry.moved_bytes)
+            return load
+        read = self._engine.read(_extent(entry), Memory.of(landing))
+        load = Load(out, landing, read, seq, same)
+        entry.loads.append(load)  # first: once it has started, somebody must know of it
         self._count(load, entry.moved_bytes)
+        read.start()
         return load
 
     def _new(self, entry: Entry, layout: TensorMeta) -> Tensor:

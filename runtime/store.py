@@ -100,17 +100,20 @@ class Store:
         started = now()
         if keepalive.data_ptr() != entry.ptr:
             raise errors.another_buffer(entry)
+        moves = not hand_over and not is_trained_leaf(keepalive)
         with GUARD.lock:
             self.writer.reap()
             write = entry.write if block or not hand_over else None
+            if moves and write is None:  # under this lock: a store in another thread may begin to write the entry
+                _put_aside(entry)
         arrival = Arrival(entry.device) if write else None
         error = outcome(write) if write else None
         stall = arrival.waited_s() if arrival else 0.0
         with GUARD.lock:
             if write and entry.write is write:
                 self.writer.finish(entry, error)
-            if not hand_over and not is_trained_leaf(keepalive):
-                _put_aside(entry)
+            if moves:
+                _put_aside(entry)  # what could not be written
             c = counters(entry.graph)
             c.stall_s += stall
             self.residency.waited(stall)
@@ -144,7 +147,6 @@ class Store:
             self.habits.asked(entry.graph)
             self._judge(entry)
             load = self.reader.begin(entry, asked, seq, consume=consume, relies_on=relies_on)
-            self.reader.start(load)
             self.residency.loads(self.writer.resident_bytes)
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
@@ -239,7 +241,7 @@ class Store:
 
 def _find(entry: Entry, x: Tensor) -> Load:
     address = x.data_ptr()
-    for load in entry.loads:
+    for load in list(entry.loads):  # without the lock: another thread may take its own out
         if load.out.data_ptr() == address:
             return load
     raise errors.not_loaded(entry)

@@ -19,10 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device.arrival import Arrival
-from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Extent, Memory, outcome
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import PLAIN, Habits
 from ssd_fx.runtime.layout import alias, drop_storage, is_trained_leaf, versioned_alias
+from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.residency import Residency
 from ssd_fx.runtime.stats import counters
 
@@ -94,10 +95,10 @@ class Writer:
             drop(entry)
             return
         c.count("kept", entry.slot, entry.nbytes, str(error))
-        extent = self._free_extent(entry)
-        if error.errno not in NOT_OF_THE_DRIVE:
-            self._engine.failed(extent, error)
-        elif error.errno == errno.ENOMEM and not self._said_no_memory:
+        if error.errno not in NOT_OF_THE_DRIVE and entry.extent is not None:
+            self._engine.failed(entry.extent, error)  # before `free`, after which an extent may not know its drive
+        self._free_extent(entry)
+        if error.errno == errno.ENOMEM and not self._said_no_memory:
             self._said_no_memory = True
             warnings.warn(
                 f"ssd_fx keeps activations in memory: storing {entry.name} failed ({error.strerror}); the next is "
@@ -202,11 +203,10 @@ class Writer:
         counters(entry.graph).cancelled_bytes += entry.nbytes
         self._free_extent(entry)
 
-    def _free_extent(self, entry: Entry) -> Extent:
+    def _free_extent(self, entry: Entry) -> None:
         extent, entry.extent = entry.extent, None
         assert extent, "a write has an extent"
         self._engine.free(extent)
-        return extent
 
     def _remove_resident(self, entry: Entry) -> None:
         nbytes = entry.moved_bytes
@@ -241,14 +241,15 @@ class Writer:
         c.encoded_from_bytes += entry.nbytes
         c.encoded_to_bytes += encoded.nbytes
         if encoded.lossy and habit.error is None:
-            decoded = x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
+            decoded = tensors.empty(entry.layout, entry.device)
             encoded.decode(payload, decoded)
             habit.error = codec.relative_error(x, decoded)
         c.encoding_error = max(c.encoding_error, habit.error or 0.0)
-        drop(entry)
+        # No call between these three lines: a Ctrl-C would leave an entry that has neither the tensor nor its bytes.
         entry.held = payload
         entry.encoded = encoded
         entry.borrowed = False
+        _drop(entry, x)
 
 
 class _Outstanding:
@@ -288,5 +289,10 @@ class _Outstanding:
 def drop(entry: Entry) -> None:
     """Drops our reference to the stored bytes. The entry still sees whether somebody writes into the tensor."""
     held, entry.held = entry.held, None
+    _drop(entry, held)
+
+
+def _drop(entry: Entry, held: Tensor | None) -> None:
+    """Drops the storage of what the entry held, where the entry keeps the tensor as its counter."""
     if held is not None and held is entry.counter:
         drop_storage(held)

@@ -53,6 +53,8 @@ class Chain:
                 self._went_on, self._error = True, None
         except OSError as error:
             self._error = error.with_traceback(None)  # its frames would keep the memory alive
+        except RuntimeError as error:  # torch's, of a device
+            self._error = OSError(errno.EIO, f"a copy between device and host memory failed: {error}")
 
     def done(self) -> bool:
         if self._followed is None or not self._followed.done():

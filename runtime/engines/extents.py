@@ -164,7 +164,8 @@ class BackingFile:
         if not self.nbytes:
             _log.info("activations go to a new file in %s; the first writes to it are slower", self.directory)
         allowed = min(available, self._limit - self.nbytes) if self._limit else available
-        step = max(self._step, min(self.nbytes // SHARE, LARGEST_STEP))
+        share = self.nbytes // SHARE // self._granularity * self._granularity  # extents begin at multiples of it
+        step = max(self._step, min(share, LARGEST_STEP))
         try:
             added = self._extend(max(missing, step) if step <= allowed else missing, missing)
         except OSError:

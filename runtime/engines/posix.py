@@ -151,7 +151,11 @@ class PosixEngine:
         self._cuda = cuda
         self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
         self._file = BackingFile(str(Path(directory)), step, limit)
-        self._pool = loader.make_pool(threads)
+        try:
+            self._pool = loader.make_pool(threads)
+        except BaseException:  # no thread could be started
+            self._file.close()
+            raise
 
     @property
     def disk_bytes(self) -> int:

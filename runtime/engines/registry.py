@@ -38,7 +38,13 @@ def _reaching(files: Engine) -> Engine:
     from ssd_fx.runtime.engines import staged
 
     device = staged.needed()
-    return staged.StagedEngine(files, device) if device else files
+    if device is None:
+        return files
+    try:
+        return staged.StagedEngine(files, device)
+    except BaseException:  # its warning is an error
+        files.close()
+        raise
 
 
 _GDS = {"kvikio": False, "kvikio-forced": True}

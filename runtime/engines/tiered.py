@@ -88,9 +88,10 @@ class TieredEngine:
     def _make_room(self, nbytes: int, tier: str) -> bool:
         """Whether host memory has room for `nbytes`. Moves older tensors on until it does."""
         while self.host_bytes - self.moving_bytes + nbytes > self._room:
-            oldest = next((extent for extent in self._in_host if not extent.planned), None)
+            filled = [extent for extent in self._in_host if extent.written]  # else a Ctrl-C came before the write
+            oldest = next((extent for extent in filled if not extent.planned), None)
             if oldest is None and tier == "host":
-                oldest = next(iter(self._in_host), None)
+                oldest = next(iter(filled), None)
             if oldest is None or (self._moving and self.moving_bytes + nbytes > self._cap):
                 return False
             if not self._move(oldest):

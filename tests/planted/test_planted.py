@@ -32,8 +32,8 @@ def test_a_fault_fits_the_code(fault: Fault) -> None:
     assert all((ROOT / path.split("::")[0]).exists() for path in fault.paths)
 
 
-def test_there_are_sixty_of_different_names() -> None:
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) == 60
+def test_there_are_at_least_sixty_of_different_names() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 60
 
 
 def test_it_is_planted_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import json
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime.entries import Entry, lookup
+from ssd_fx.runtime.entries import GUARD, Entry, lookup
 
 op = torch.ops.ssd_fx
 CPU = torch.device("cpu")
@@ -96,6 +97,29 @@ def raw(x: Tensor) -> bytes:
 def watch(x: Tensor) -> StorageWeakRef:
     """`.expired()` tells whether the memory of `x` is gone."""
     return StorageWeakRef(x.untyped_storage())
+
+
+def between_locks(monkeypatch: Any, action: Callable[[], object]) -> threading.Thread:
+    """Runs `action` in another thread when the lock over all entries is given back for the first time from here on.
+
+    Who gave it back goes on when `action` has ended. Returns that thread.
+    """
+    thread = threading.Thread(target=action)
+    inner = GUARD.lock
+
+    class Lock:
+        def __enter__(self) -> None:
+            inner.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            inner.release()
+            if GUARD.lock is not inner:
+                monkeypatch.setattr(GUARD, "lock", inner)
+                thread.start()
+                thread.join()
+
+    monkeypatch.setattr(GUARD, "lock", Lock())
+    return thread
 
 
 class CtrlC(KeyboardInterrupt):

@@ -278,6 +278,15 @@ def test_steady_steps_do_not_grow_the_file(tmp_path):
     file.close()
 
 
+def test_a_file_grows_by_whole_pages(tmp_path):
+    """Else, once a Ctrl-C has lost its last bytes, the next extent begins where direct I/O refuses it."""
+    file = BackingFile(str(tmp_path), step=4 * KIB)
+    for _ in range(100):
+        file.allocate(4 * KIB)
+        assert file.nbytes % (4 * KIB) == 0
+    file.close()
+
+
 def test_extents_waste_less_than_a_page(tmp_path):
     file = BackingFile(str(tmp_path), step=MIB)
     assert [file.allocate(nbytes) for nbytes in (1, 4096, 4097, 100_000)] == [

@@ -9,9 +9,10 @@ from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import reset_stats, stats
 from ssd_fx.runtime.store import get_store
-from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.engines import DelayedEngine, LateWrite, Wrapped, registered
 from tests.runtime.harness import (
     begin,
+    between_locks,
     config_json,
     interrupted,
     load,
@@ -120,6 +121,23 @@ def test_release_without_hand_over_of_a_resident_tensor(tmp_path):
     release(h, x, hand_over=False)
     x.zero_()
     assert raw(load(h, expected)) == raw(expected)
+
+
+def test_a_write_that_begins_within_a_release_reads_no_memory_of_the_caller(tmp_path, monkeypatch):
+    """Another thread stores meanwhile, so what was resident is written: late, when the owner has overwritten its own."""
+    with registered(lambda inner: DelayedEngine(inner, 0.2, 0.2)) as engine:
+        config = config_json(tmp_path, engine, host_budget=B)
+        x = torch.randn(N)
+        expected = x.clone()
+        h = store(x, config)
+        others = []
+        in_a_thread = between_locks(monkeypatch, lambda: others.append(store(torch.randn(N), config, slot=1)))
+        release(h, x, hand_over=False)
+        in_a_thread.join()
+        x.zero_()
+        assert lookup(h).write, "it was pushed out"
+        settle(h)
+        assert raw(load(h, expected)) == raw(expected)
 
 
 # --- what frees nothing --------------------------------------------------------------------------------------------
@@ -402,6 +420,74 @@ def test_no_signal_stops_the_learning(tmp_path, what):
         writer = get_store(config).writer
         assert writer._outstanding.nbytes == writer.resident_bytes == writer.writing_bytes == 0, at
         assert not get_store(config).prefetcher._runs, at
+
+
+class LateReads(Wrapped):
+    """While `late`, reads begin so late that only `cancel` ends them."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.late = False
+
+    def read(self, extent, memory):
+        if not self.late:
+            return super().read(extent, memory)
+        return LateWrite(lambda: self.inner.read(extent, memory), 3600.0)
+
+
+FEW = 100  # elements, for a test that makes a step for every place where a Ctrl-C may come
+
+
+def last_load(runs):
+    """Loads all of the last block but its last slot. What the call that it returns does reads the next block ahead."""
+    *others, last = runs[-1]
+    like = torch.empty(FEW)
+    for h in others:
+        wait(start_load(h, like), h)
+    return lambda: start_load(last, like)
+
+
+def test_no_signal_makes_a_backward_wait_for_a_read_ahead_that_never_started(tmp_path):
+    config = config_json(tmp_path, prefetch=1 << 30)
+    steps = Steps(config, blocks=2, size=FEW)
+    came, at = True, 0
+    while came:
+        at += 1
+        runs = steps.forward()
+        came = interrupted(last_load(runs), at)
+        for slot, h in enumerate(runs[0]):
+            assert (load(h, torch.empty(FEW)) == slot).all(), at
+        del runs, h
+        entries.GUARD.drain()
+        assert get_store(config).reader.outstanding_bytes == 0, at
+
+
+def test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills(tmp_path):
+    with registered(LateReads) as name:
+        config = config_json(tmp_path, name, prefetch=1 << 30)
+        engine = get_store(config).engine
+        steps = Steps(config, blocks=2, size=FEW)
+        came, at = True, 0
+        while came:
+            at += 1
+            engine.late = False
+            runs = steps.forward()
+            call = last_load(runs)
+            engine.late = True
+            call()
+            assert lookup(runs[0][0]).ahead
+            ahead = [(lookup(h).ahead.read, watch(lookup(h).ahead.landing)) for h in runs[0]]
+            del call
+
+            def die(runs=runs):
+                runs.clear()
+                entries.GUARD.drain()
+
+            came = interrupted(die, at)
+            assert all(read.done() or not memory.expired() for read, memory in ahead), at
+            entries.GUARD.drain()
+            assert all(read.done() for read, _ in ahead), at
+            assert get_store(config).reader.outstanding_bytes == 0, at
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])  # RuntimeError: torch's, without memory

@@ -54,6 +54,23 @@ def follow():
         yield made
 
 
+def test_a_copy_of_the_device_that_fails_is_an_error_of_the_transfer(follow):
+    """Not of whoever looks at the writes next."""
+
+    class Broken(Part):
+        def start(self):
+            raise RuntimeError("planted: the device is lost")
+
+    first = Part()
+    chain = Chain(first, Broken(), follow, keep=None)
+    chain.start()
+    first.over.set()
+    with pytest.raises(OSError, match="planted: the device is lost") as raised:
+        chain.wait()
+    assert raised.value.errno == errno.EIO
+    assert chain.done()
+
+
 def test_the_second_part_starts_when_the_first_has_ended(follow):
     first, second = Part(), Part()
     chain = Chain(first, second, follow, keep=None)

@@ -11,8 +11,9 @@ from ssd_fx.runtime.engines.base import Memory, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.store import close_stores
-from tests.runtime.engines import DelayedEngine, FailingEngine
+from tests.runtime.engines import DelayedEngine, FailingEngine, registered
 from tests.runtime.fake_gpu import ORDERS, installed
 from tests.runtime.harness import config_json, load, op, raw, release, settle
 
@@ -224,6 +225,26 @@ def test_what_finds_no_room_has_the_codec_of_its_tier(gpu_config):
         values.append(load(handle, x, consume=False))
     assert torch.equal(*values)
     assert not torch.equal(values[0], x)
+
+
+def test_the_drive_is_told_of_a_write_that_failed(gpu_config):
+    """Behind the tier, too: it takes no new tensors then."""
+    with registered(lambda inner: FailingEngine(inner, lambda operation, count: operation == "write")) as engine:
+        config = json.dumps(json.loads(gpu_config) | {"engine": engine})
+        x = torch.randn(N)
+        handle = op.store(x, config, "g", 0, 0, "ssd")
+        release(handle, x)
+        assert torch.equal(load(handle, x, consume=False), x)
+        drive = lookup(handle).store.engine._drive
+        assert drive.refused == [errno.EIO]
+
+
+def test_what_was_never_written_does_not_keep_others_from_moving_on(drive):
+    """A Ctrl-C came between its room and its write: it stays, and the others move."""
+    engine = tiered(drive, room=2 * B)
+    engine.alloc(B)
+    first, second = put(engine, torch.randn(N)), put(engine, torch.randn(N))
+    assert settled(engine, [first, second]) == "dh"
 
 
 def test_a_tier_that_is_none(gpu_config):

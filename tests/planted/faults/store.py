@@ -54,7 +54,7 @@ FAULTS = (
     Fault(
         "dropped_prefetch_takes_the_window",
         "runtime/reader.py",
-        "ahead.read.cancel()\n            self._count(ahead, 0)",
+        "ahead.read.cancel()\n        self._count(ahead, 0)",
         "ahead.read.cancel()",
         "after some graphs that died nothing is read ahead any more: every step stalls",
         "tests/runtime/test_runtime_learning.py::test_a_graph_that_dies_ends_its_reads",
@@ -114,5 +114,40 @@ FAULTS = (
         "",
         "files, threads and memory of models that are gone stay until the process ends",
         "tests/runtime/test_runtime_graphs.py",
+    ),
+    Fault(
+        "release_moves_nothing_that_may_still_be_written",
+        "runtime/store.py",
+        "if moves and write is None:",
+        "if False:",
+        "a store in another thread writes what the caller overwrites meanwhile: wrong gradients",
+        "tests/runtime/test_runtime_learning.py::"
+        "test_a_write_that_begins_within_a_release_reads_no_memory_of_the_caller",
+    ),
+    Fault(
+        "prefetch_that_never_started_stays",
+        "runtime/reader.py",
+        "            self.drop_ahead(entry)\n            raise",
+        "            raise",
+        "after a Ctrl-C the backward waits for ever",
+        "tests/runtime/test_runtime_learning.py::"
+        "test_no_signal_makes_a_backward_wait_for_a_read_ahead_that_never_started",
+    ),
+    Fault(
+        "prefetch_forgotten_before_its_end",
+        "runtime/reader.py",
+        "        ahead = entry.ahead\n        if ahead is None:",
+        "        ahead, entry.ahead = entry.ahead, None\n        if ahead is None:",
+        "after a Ctrl-C the drive writes into memory that others have by then",
+        "tests/runtime/test_runtime_learning.py::"
+        "test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills",
+    ),
+    Fault(
+        "extent_freed_before_its_failure_is_told",
+        "runtime/writer.py",
+        "if error.errno not in NOT_OF_THE_DRIVE and entry.extent is not None:",
+        "if False:",
+        "a drive that fails gets every new tensor, and nobody is warned",
+        "tests/runtime/test_runtime_tiered.py::test_the_drive_is_told_of_a_write_that_failed",
     ),
 )
