@@ -193,9 +193,9 @@ class Stock:
 class Life:
     """The predicted times of one group, in seconds from the start of the step; None for what does not happen.
 
-    `write`, `read`: from and to. `released`: the forward reads it no more. `gone`, `back`: its memory is free from and
-    to. `used`, `last_used`: by the backward. `write_wait_s`, `read_wait_s`: what the step waits behind `released` and
-    before `used`.
+    `released`: the forward reads it no more. `used`, `last_used`: by the backward. `write`, `read`: begin and end.
+    `gone`: begin and end of the time in which its memory is free. `write_wait_s`, `read_wait_s`: what the step waits
+    behind `released`, and before `used`.
     """
 
     produced: float

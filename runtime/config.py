@@ -26,8 +26,8 @@ class RuntimeConfig:
     `host_budget`: the most that stays in host memory before it moves on to disk.
     `compression`: pairs of a tier ("host", "ssd") and a codec.
     `resident`: the most that stays where it is, unwritten, over all graphs.
-    `resident_at_most`: the same while the graph waits for the drive, if that is more.
-    `slowdown`: the share of a step that it may wait until more is resident.
+    `resident_at_most`: the limit to which the runtime may raise `resident` while the graph waits for the drive.
+    `slowdown`: the share of a step that may be spent waiting before more is resident. Less than 0.02 counts as 0.02.
     `ranks`: the processes that share the memory of this node.
     `adapt`: stop writing tensors that somebody else holds anyway, and read earlier what the graph waited for.
     """

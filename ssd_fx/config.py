@@ -94,7 +94,7 @@ class Config:
 
     dirs: tuple[str, ...] = ()
     budget: int | float | str = "auto"
-    slowdown: float = 0.02
+    slowdown: float = RuntimeConfig.slowdown
     recompute: bool = True
     min_bytes: int = 1 << 20
     engine: str = RuntimeConfig.engine

@@ -51,12 +51,17 @@ def select(
 ) -> Plan:
     """Fill `plan.decisions`, `plan.points` and `plan.forecast`.
 
-    `budget`: a share (float from 0 to 1): that much of the bytes that can be offloaded may stay, and memory stays as
-    far below its peak with everything kept (`docs/planner.md`); bytes (int): everything that can be offloaded is, and
-    so many bytes may be in memory beyond what the fastest drive would leave; `"auto"`: the least share, 0 excepted,
-    whose step waits for a share of `slowdown` at most, before groups may be recomputed. Groups under `min_bytes` and
-    those with an obstacle are kept. Those with a price may be recomputed. Marks come before all that; a group that only
-    prefers to be offloaded is, unless everything may stay.
+    `budget`: one of three (`docs/planner.md`, "The budget").
+
+    * A share, a float from 0 to 1. That much of the bytes that can be offloaded may stay. The peak of memory may lie
+      that far between the floor and the peak with everything kept.
+    * Bytes, an int. Everything that can be offloaded is. The peak may lie so many bytes above the floor.
+    * `"auto"`: the least share above 0 whose step waits for `slowdown` of its time at most. It is found before groups
+      may be recomputed.
+
+    Groups under `min_bytes` and those with an obstacle are kept. Those with a price may be recomputed. Marks come
+    before all that. A group that only prefers to be offloaded is offloaded, unless everything may stay.
+
     `host_budget`: bytes that may go to host memory instead of the drive. `resident`, `shared`: bytes that the runtime
     keeps resident, of this device's host memory and of the latest tensors of all graphs; they are noted for the dump.
     `shrinks`: as in `PlanOptions`. `quick`: see `solve`.
