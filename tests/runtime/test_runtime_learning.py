@@ -124,7 +124,7 @@ def test_release_without_hand_over_of_a_resident_tensor(tmp_path):
 
 
 def test_a_write_that_begins_within_a_release_reads_no_memory_of_the_caller(tmp_path, monkeypatch):
-    """Another thread stores meanwhile, so what was resident is written: late, when the owner has overwritten its own."""
+    """Another thread stores meanwhile, so what was resident is written, late: its owner has overwritten it by then."""
     with registered(lambda inner: DelayedEngine(inner, 0.2, 0.2)) as engine:
         config = config_json(tmp_path, engine, host_budget=B)
         x = torch.randn(N)

@@ -139,8 +139,7 @@ FAULTS = (
         "        ahead = entry.ahead\n        if ahead is None:",
         "        ahead, entry.ahead = entry.ahead, None\n        if ahead is None:",
         "after a Ctrl-C the drive writes into memory that others have by then",
-        "tests/runtime/test_runtime_learning.py::"
-        "test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills",
+        "tests/runtime/test_runtime_learning.py::test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills",
     ),
     Fault(
         "extent_freed_before_its_failure_is_told",
