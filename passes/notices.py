@@ -17,10 +17,11 @@ _CHANGEABLE = {
 """Obstacles that the user can remove, with how."""
 
 
-def warn(plan: Plan, options: PlanOptions) -> None:
-    """Warn of all that the user should know about the plan."""
+def warn(plan: Plan, options: PlanOptions, *, host_tier: bool) -> None:
+    """Warn of all that the user should know about the plan. `host_tier`: as in `pipeline.decisions`."""
     _warn_kept(plan, options.min_bytes)
-    _warn_full_host(plan)
+    if host_tier:
+        _warn_full_host(plan)
 
 
 def _warn_kept(plan: Plan, min_bytes: int) -> None:
@@ -35,7 +36,7 @@ def _warn_kept(plan: Plan, min_bytes: int) -> None:
 def _warn_full_host(plan: Plan) -> None:
     """Warn of groups that were marked for host memory, which is full, and go to the drive."""
     marked = {slot for slot, mark in plan.marks.items() if (mark.decision, mark.tier) == ("offload", "host")}
-    full = [g for g in plan.offloaded if g.slot in marked and plan.tier(g.slot) == "ssd"]
+    full = [g for g in plan.offloaded if g.slot in marked and plan.tier(g.slot) != "host"]
     if full:
         listed = ", ".join(f"{g.base!r} ({g.stored_nbytes} B, {plan.marks[g.slot].reason})" for g in full)
         warnings.warn(

@@ -187,7 +187,9 @@ def decide_cut(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Part
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:
     """Put the nodes of the plan into both graphs. `about`: what the forward carries for reports."""
-    warn(plan, options)  # first: if the rewrite fails, the user knows what was planned
+    warn(
+        plan, options, host_tier=_device(partition).type != "cpu"
+    )  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config, about=about)

@@ -29,10 +29,10 @@ def _passing(error: ValueError | OSError) -> Exception:
     assert trace.tb_next is not None
     caller = trace.tb_next.tb_frame  # the frame of `with user_errors()`; Dynamo shows the traceback from there on
 
-    def init(self: Exception, *args: object) -> None:
-        kind.__init__(self, *args)
-        self.first_useful_frame = caller  # type: ignore[attr-defined]
-
-    both = type(kind.__name__, (ShortenTraceback, kind), {"__init__": init, "__str__": kind.__str__})
-    made = both(error.errno, error.strerror, error.filename) if isinstance(error, OSError) else both(*error.args)
-    return made.with_traceback(trace)  # type: ignore[no-any-return]
+    both = type(kind.__name__, (ShortenTraceback, kind), {"__str__": kind.__str__})
+    made: Exception = kind.__new__(both, *error.args)  # its own `__init__` may want other arguments than `args`
+    if isinstance(error, OSError):
+        numbered = error.errno is not None  # then `args` lacks the file's name
+        OSError.__init__(made, *((error.errno, error.strerror, error.filename) if numbered else error.args))
+    made.__dict__ |= error.__dict__ | {"first_useful_frame": caller}
+    return made.with_traceback(trace)

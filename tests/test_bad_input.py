@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.exc import ShortenTraceback
 
 import ssd_fx
+from ssd_fx.passes.user_errors import user_errors
 from ssd_fx.runtime.native import loader
 
 
@@ -117,3 +120,24 @@ def test_mode_for_aot_eager() -> None:
 def test_unknown_mode() -> None:
     with pytest.raises(Exception, match="faster"):
         compile_with("faster")
+
+
+def _json_error() -> Exception:
+    """Its `__init__` takes other arguments than its `args`."""
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("plain", 3), OSError("no number"), FileNotFoundError(2, "not there", "file"), _json_error()],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_reaches_the_user_as_what_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, user_errors():
+        raise error
+    assert isinstance(caught.value, ShortenTraceback)
+    assert (str(caught.value), caught.value.args) == (str(error), error.args)
+    for name in ("errno", "filename", "pos"):
+        assert getattr(caught.value, name, None) == getattr(error, name, None)

@@ -30,8 +30,9 @@ from ssd_fx.passes.partition import (
     Partition,
     known_symbols,
     nodes_by_storage,
+    storage_key,
     storage_of,
-    tensor_of,
+    tensors_of,
     written,
 )
 from ssd_fx.passes.plan import Plan
@@ -251,13 +252,15 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
     for node in forward:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
-        out = tensor_of(node)
-        for arg, info in zip(node.args, node.target._schema.arguments, strict=False):
-            if out is None or info.alias_info is None or not isinstance(arg, fx.Node):
-                continue
-            keys = {storage_of(node), storage_of(arg)}
-            if len(keys) > 1 and any(r.alias_info is not None for r in node.target._schema.returns):
-                disputed |= {k for k in keys if k is not None}
+        schema = node.target._schema
+        views = {storage_key(out) for out in tensors_of(node)}
+        if not views or all(result.alias_info is None for result in schema.returns):
+            continue
+        for arg, info in zip(node.args, schema.arguments, strict=False):
+            if info.alias_info is not None and isinstance(arg, fx.Node):
+                keys = views | {storage_of(arg)}
+                if len(keys) > 1:
+                    disputed |= {key for key in keys if key is not None}
     return disputed
 
 

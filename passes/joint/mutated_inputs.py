@@ -100,7 +100,7 @@ def _save_first(partition: Partition, copied: fx.Node, instead_of: fx.Node | Non
     output = partition.fwd_output
     first = partition.num_fwd_outputs
     values = list(output.args[0])  # type: ignore[arg-type]
-    gone = [i for i, value in enumerate(values) if i >= first and value is instead_of]
+    gone = [i for i, value in enumerate(values) if i >= first and value is instead_of is not None]
 
     def replaced(items: Sequence[Any], new: Any) -> tuple[Any, ...]:
         rest = [item for i, item in enumerate(items) if i >= first and i not in gone]
@@ -109,7 +109,9 @@ def _save_first(partition: Partition, copied: fx.Node, instead_of: fx.Node | Non
     output.args = (replaced(values, copied),)
     descs = output.meta.get("desc")
     if descs is not None:
-        output.meta["desc"] = type(descs)(replaced(descs, SavedForBackwardsAOTOutput(len(values))))
+        numbers = [desc.idx for desc in descs if isinstance(desc, SavedForBackwardsAOTOutput)]
+        new = SavedForBackwardsAOTOutput(max(numbers, default=-1) + 1)
+        output.meta["desc"] = type(descs)(replaced(descs, new))
 
 
 def _copy(forward: fx.Graph, node: fx.Node, name: str) -> fx.Node:

@@ -155,7 +155,8 @@ class _Sources:
         saved |= {storage_of(nodes[g.base]): g.slot for g in plan.groups}
         saved.pop(None, None)
         activations = {storage_of(n) for n in partition.activation_inputs}
-        return _Sources(saved, changed_inputs(partition.forward.graph) | (activations - saved.keys()))
+        unstable = changed_inputs(partition.forward.graph) | (activations - saved.keys())
+        return _Sources(saved, unstable - {None})  # sizes are inputs without a storage, and never change
 
 
 def price(partition: Partition, plan: Plan) -> Plan:

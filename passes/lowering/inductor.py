@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._inductor import config, ir
+from torch._inductor import config, ir, lowering
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_map_only
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes.lowering import audit
 from ssd_fx.passes.lowering.order import PinOrder
+from ssd_fx.passes.partition import STORED
 
 ops = torch.ops.ssd_fx
 
@@ -129,8 +130,30 @@ def _store_of(handle: Any) -> StoreKernel:
     return node
 
 
+def _is_saved_and_read(node: torch.fx.Node | None) -> bool:
+    """Whether an operator's result is saved for the backward, and read in the forward too.
+
+    Inductor rounds such a result to its dtype, bfloat16 or float16, before the forward goes on with it. It looks for
+    the node among the outputs of the graph, where ours has a handle. Without this a GPU's forward would compute with
+    other bits than the same graph without offloading.
+    """
+    if _SAVED_AND_READ is not None and _SAVED_AND_READ(node):
+        return True
+    return node is not None and STORED in node.meta and any(not _is_ours_or_output(user) for user in node.users)
+
+
+def _is_ours_or_output(node: torch.fx.Node) -> bool:
+    target = node.target
+    return node.op == "output" or (isinstance(target, torch._ops.OpOverload) and target.namespace == "ssd_fx")
+
+
+_SAVED_AND_READ = getattr(lowering, "_has_saved_lowp_output_use", None)  # from torch 2.13 on
+
+
 def register() -> None:
     """Make the lowerings known to Inductor; calling it again changes nothing."""
+    if _SAVED_AND_READ is not None:
+        lowering._has_saved_lowp_output_use = _is_saved_and_read
     register_lowering(ops.store.default, type_promotion_kind=None)(_lower_store)
     register_lowering(ops.load.default, type_promotion_kind=None)(_lower_load)
     register_lowering(ops.wait_store_.default, type_promotion_kind=None)(_lower_release)

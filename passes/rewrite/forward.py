@@ -11,7 +11,7 @@ from torch.fx.node import Argument
 
 from ssd_fx.passes.alias.packing import statically_equal
 from ssd_fx.passes.groups import AliasGroup, Member
-from ssd_fx.passes.partition import NOT_CHECKED, Partition
+from ssd_fx.passes.partition import NOT_CHECKED, STORED, Partition
 from ssd_fx.passes.plan import Offload, Plan
 from ssd_fx.passes.rewrite import rebuild
 from ssd_fx.passes.rewrite.nodes import Insertion, first_compute, insert_all, stand_in
@@ -98,6 +98,7 @@ class ForwardWriter:
         node = self.graph.create_node("call_function", target, args, name=name)
         saved = self.by_name[member.name]
         node.meta["val"] = stand_in(self.fake_mode, saved.meta["val"])
+        saved.meta[STORED] = True
         if NOT_CHECKED in saved.meta:
             node.meta[NOT_CHECKED] = saved.meta[NOT_CHECKED]
         self.replacements[member.name] = node

@@ -91,7 +91,8 @@ def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes
     """A node of layout `wanted` on the bytes of `source`, which is dense and has layout `held`."""
     node = source
     if wanted.dtype != held.dtype:
-        flat = call(graph, aten.as_strided.default, node, [held.numel], [1], 0)
+        whole = max(1, wanted.dtype.itemsize // held.dtype.itemsize)  # a view takes no part of a larger element
+        flat = call(graph, aten.as_strided.default, node, [held.numel // whole * whole], [1], 0)
         node = call(graph, aten.view.dtype, flat, wanted.dtype)
     if node is not source or not same_view(held, wanted):
         where = (sizes.of(wanted.size), sizes.of(wanted.stride), *sizes.of([wanted.offset]))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ssd_fx
+from ssd_fx.passes import pipeline
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
 from tests.passes.test_insert import ours
@@ -84,6 +85,24 @@ def test_computed_again_at_every_length(inner: str) -> None:
             assert torch.equal(a, b)
         else:  # other kernels
             torch.testing.assert_close(a, b)
+
+
+def normalised(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Rows are symbolic; layer_norm yields a tuple."""
+    return (F.layer_norm(x @ w, (8,)).sigmoid() @ w).sum()
+
+
+def test_what_comes_of_a_tuple_may_be_computed_again_where_sizes_are_symbolic() -> None:
+    """A size is an input without a storage, as a tuple is, and never changes."""
+    x, w = toys.inputs()
+    torch._dynamo.mark_dynamic(x, 0)
+    priced = []
+    for args in (toys.inputs(), (x, w)):
+        partition = toys.partitioned(normalised, *args)
+        plan = pipeline.decide(partition, toys.options(), priced=True)
+        priced.append(sorted(group.base for group in plan.groups if group.slot in plan.prices))
+    assert priced[0] == priced[1]
+    assert any(base.startswith("getitem") for base in priced[1])
 
 
 def symbolic(toy: toys.Toy, dims: tuple[int, ...] = (0,)) -> toys.Planned:

@@ -1,10 +1,15 @@
-"""What Inductor makes of our nodes: how a release gives its buffer up."""
+"""What Inductor makes of our nodes: how a release gives its buffer up, and where it rounds."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import ssd_fx
+from ssd_fx.passes.lowering import inductor
 from ssd_fx.passes.lowering.inductor import with_constant
+from tests.inductor import kernels_on_demand
+from tests.passes import toys
 
 
 def test_a_constant_is_found_by_its_name_whatever_follows_it() -> None:
@@ -12,3 +17,24 @@ def test_a_constant_is_found_by_its_name_whatever_follows_it() -> None:
         "f(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool other=True) -> ()"
     )
     assert with_constant(schema, (7, True, True), "hand_over", False) == (7, False, True)
+
+
+@pytest.mark.skipif(inductor._SAVED_AND_READ is None, reason="this torch rounds nothing that is saved")
+def test_what_is_stored_is_rounded_as_if_it_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16, sigmoid is saved and read: on a GPU the forward goes on with what the backward will read."""
+    rounded: dict[float, set[str]] = {1.0: set(), 0: set()}
+    is_saved_and_read = inductor._is_saved_and_read
+    for budget, found in rounded.items():
+
+        def look(node: torch.fx.Node | None, found: set[str] = found) -> bool:
+            answer = is_saved_and_read(node)
+            found |= {node.name} if answer and node is not None else set()
+            return answer
+
+        monkeypatch.setattr(inductor, "_is_saved_and_read", look)
+        torch._dynamo.reset()
+        options = {"budget": budget, "min_bytes": 0, "engine": "memory", "recompute": False}
+        with kernels_on_demand(), torch._inductor.config.patch(force_disable_caches=True):
+            torch.compile(toys.half_precision, backend=ssd_fx.backend, options=options)(*toys.inputs())
+    inductor.register()
+    assert rounded == {1.0: {"sigmoid"}, 0: {"sigmoid"}}

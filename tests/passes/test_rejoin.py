@@ -11,6 +11,7 @@ from torch import fx
 from torch.nn import functional as F
 
 import ssd_fx
+from ssd_fx.passes.alias.storages import untrusted
 from ssd_fx.passes.joint.stale_views import rejoin_views
 from ssd_fx.passes.partition import storage_of
 from tests.models import assert_same_bits
@@ -99,3 +100,14 @@ def test_inductor_s_are_stored_once_and_come_back(tmp_path: Path) -> None:
         return [x.grad, w.grad]
 
     assert_same_bits(gradients(), gradients(engine="memory"))
+
+
+def test_items_whose_metadata_know_another_storage_are_disputed() -> None:
+    """As with symbolic sizes, where they are not rejoined: a release could stand before a read of an item."""
+    partition = toys.partitioned(items_of_a_copy)
+    forward = partition.forward.graph
+    (clone,) = forward.find_nodes(op="call_function", target=aten.clone.default)
+    source = clone.args[0]
+    clone.replace_all_uses_with(source)
+    forward.erase_node(clone)
+    assert storage_of(source) in untrusted(partition)

@@ -244,6 +244,8 @@ def test_a_mark_that_does_not_fit_goes_to_the_drive_and_says_so() -> None:
     with pytest.warns(RuntimeWarning, match=match):
         _, _, partition = planned(marked, host_budget=200)
     assert tiers_of_stores(partition) == [("ssd", True), ("ssd",), ("ssd", True)]
+    with pytest.warns(RuntimeWarning, match=match):
+        planned(marked)  # no host memory at all, which is the default
 
 
 def test_tiers_that_disagree() -> None:

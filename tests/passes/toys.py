@@ -134,6 +134,13 @@ def wide_dtype_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (y @ w).sum() * (halves * halves).float().sum() + ((y @ w)[:, :2] * halves).sum()
 
 
+def part_of_an_element(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Seven bfloat16 are saved, and six of them as three floats: the seventh is half an element."""
+    y = ((x @ w).flatten()[:7] * 2).bfloat16()
+    floats = y.detach()[:6].view(torch.float32)
+    return (floats * w.flatten()[:3]).sum() + (y * y).float().sum()
+
+
 def float8(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """An activation in eight bits is saved."""
     small = (x @ w).to(torch.float8_e4m3fn)
@@ -288,9 +295,9 @@ def changed_copy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 ALL: tuple[Toy, ...] = (
     relu_chain, shared_view, views_only, non_contiguous, tied_weight, saved_output, view_of_output, in_place,
     multi_output, expanded, dtype_view, dropout, half_precision, complex_numbers, lazy_negative, real_view,
-    wide_dtype_view, float8, scalar, empty, saved_twice, unbound, unsafe_split, overlapping, view_of_input,
-    narrow, slice_of_big_base, neighbouring_slices, scattered_slices, slice_with_steps, slice_of_permuted,
-    slice_and_living_base, slice_that_is_reduced, gaps, equal_copy, copy_of_copy, changed_copy,
+    wide_dtype_view, part_of_an_element, float8, scalar, empty, saved_twice, unbound, unsafe_split, overlapping,
+    view_of_input, narrow, slice_of_big_base, neighbouring_slices, scattered_slices, slice_with_steps,
+    slice_of_permuted, slice_and_living_base, slice_that_is_reduced, gaps, equal_copy, copy_of_copy, changed_copy,
     saved_copies, filled, widened, written_between,
 )  # fmt: skip
 
