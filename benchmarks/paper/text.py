@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import curve  # a neighbour of this package
 from svg import Point
@@ -84,7 +83,3 @@ def points(mode: Result, reference: Result, x: float) -> Point:
     """The time of a step to `reference`, at `x`."""
     ratio = Ratio.of(mode, reference)
     return Point(x, ratio.median, ratio.low, ratio.high)
-
-
-def named(values: Mapping[str, Any]) -> str:
-    return table(("", ""), [(name, str(value)) for name, value in values.items()])

@@ -143,13 +143,6 @@ def unmeasured(config: RuntimeConfig, device: torch.device) -> list[str]:
     return [section for section, key in _keys(config, device).items() if _known[section].get(key) == {}]
 
 
-def forget() -> None:
-    """Forget what this process has read or measured; the file stays."""
-    with _lock:
-        for section in _known.values():
-            section.clear()
-
-
 def cache_path() -> Path:
     """The file of the cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

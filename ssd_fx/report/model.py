@@ -166,12 +166,6 @@ class Report:
             "stats": None if self.stats is None else asdict(self.stats),
         }
 
-    def html(self) -> str:
-        """The page: one file, which needs nothing else."""
-        from ssd_fx.report.page import page
-
-        return page(self)
-
     def save(self, path: str | Path) -> None:
         """Write the page to `path`.
 
