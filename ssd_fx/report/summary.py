@@ -46,11 +46,7 @@ def summary(report: Report) -> Figures:
         drive_tbw=stats.drive_tbw if stats else 0.0,
         measured_step_s=stats.step_s if stats else 0.0,
         measured_stall_s=stats.stall_s / steps if stats else None,
-        measured_written_bytes=round(stats.written_bytes / steps) if stats else None,
         measured_drive_bytes=round((stats.drive_bytes + stats.moved_bytes) / steps) if stats else None,
-        measured_offloaded_bytes=round(stats.offloaded_bytes / steps) if stats else None,
-        measured_forwarded_bytes=round(stats.forwarded_bytes / steps) if stats else None,
-        measured_freed_bytes=round(stats.freed_bytes / steps) if stats else None,
         measured_peak_bytes=max((nbytes for _, nbytes in step.memory), default=0) if step and step.memory else None,
     )
 
