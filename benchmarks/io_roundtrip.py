@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 from system import MIB, machine
 
+from ssd_fx.report.columns import aligned
 from ssd_fx.runtime import ops  # noqa: F401  registers the operators
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -219,12 +220,6 @@ def table(samples: Samples) -> list[dict[str, str]]:
     return rows
 
 
-def print_table(rows: list[dict[str, str]]) -> None:
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-    for row in [{name: name for name in widths}, *rows]:
-        print("  ".join(row[name].ljust(width) for name, width in widths.items()).rstrip())
-
-
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="where the files go, default %(default)s")
@@ -259,7 +254,7 @@ def main() -> None:
             print(f"{size} MiB: measured", file=sys.stderr, flush=True)
     rows = table(samples)
     print(f"\n{flags.total} MiB per transfer, medians of {flags.rounds} rounds")
-    print_table(rows)
+    print(*aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)]), sep="\n")
     if file is None:
         print("fio is not installed: no mark, and no ratio. Install it (apt install fio) to compare.")
     if flags.json:

@@ -8,6 +8,7 @@ from ssd_fx.projection.memory import LAYERS_IN_MEMORY
 from ssd_fx.projection.project import Projection
 from ssd_fx.projection.scenario import Drives, Scenario
 from ssd_fx.projection.traffic import Traffic
+from ssd_fx.report.columns import aligned
 from ssd_fx.sizes import format_bytes, format_days, format_seconds
 
 Rows = list[tuple[str, str]]
@@ -19,7 +20,7 @@ def of_scenario(found: Projection) -> str:
     rows = [*_inputs(found), ("drives", _drives(scenario.drives)), *_activations(found)]
     rows += [*_rates(found.traffic, scenario.drives), *_memory(found)]
     rows += _life(found.endurance, scenario.drives, found.share)
-    return _aligned([*rows, *_cost(found)])
+    return "\n".join(aligned([*rows, *_cost(found)]))
 
 
 def of_compiled(found: Compiled, drives: Drives) -> str:
@@ -35,7 +36,8 @@ def of_compiled(found: Compiled, drives: Drives) -> str:
     ]
     life = endurance(found.traffic, drives)
     price = [("cost", f"{_dollars(life.drives_usd)} of drives; {_wear(life)}")] if life.drives_usd else []
-    return _aligned([*rows, *_rates(found.traffic, drives), *_life(life, drives, found.traffic.share(drives)), *price])
+    rows += [*_rates(found.traffic, drives), *_life(life, drives, found.traffic.share(drives)), *price]
+    return "\n".join(aligned(rows))
 
 
 def _inputs(found: Projection) -> Rows:
@@ -135,8 +137,3 @@ def _wear(life: Endurance) -> str:
 
 def _dollars(amount: float) -> str:
     return f"${amount:,.0f}" if amount >= 10 else f"${amount:.2f}"
-
-
-def _aligned(rows: Rows) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
