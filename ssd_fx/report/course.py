@@ -50,15 +50,14 @@ class Course:
 
 def course(report: Report) -> Course:
     """The predicted step of a report."""
-    graphs = {graph.graph: graph for graph in report.graphs}
-    parts = [graphs[name].described for name in report.order]
+    parts = [part.described for part in report.parts]
     offsets, own = _joined(parts, [part["saved_bytes"] - part["offloaded_bytes"] for part in parts])
     stocks = [part["stock"] for part in parts]
     _, stock = _joined(stocks, [part["saved_bytes"] for part in stocks])
     bars = [
         Bar(row, run, row.times.moved(*shift))
-        for run, (name, shift) in enumerate(zip(report.order, offsets, strict=True))
-        for row in graphs[name].rows
+        for run, (part, shift) in enumerate(zip(report.parts, offsets, strict=True))
+        for row in part.rows
         if row.times is not None
     ]
     floor = max((int(g.predicted["floor_bytes"]) for g in report.graphs), default=0)

@@ -18,8 +18,7 @@ _REASONS = 2  # that a line names
 def summary(report: Report) -> Figures:
     """The figures of all graphs together, for one step."""
     found, stats, step = course(report), report.stats, report.step
-    graphs = {graph.graph: graph for graph in report.graphs}
-    parts = [graphs[name] for name in report.order]
+    parts = report.parts
 
     def total(name: str) -> float:
         return sum(part.predicted[name] for part in parts)
@@ -106,10 +105,9 @@ def waits(report: Report) -> list[tuple[GroupRow, float]]:
         for event in report.step.waits:
             found[event.graph, event.slot] += event.ended - event.started
     else:
-        runs = {graph.graph: graph.runs for graph in report.graphs}
-        for key, row in rows.items():
-            if row.times is not None:
-                found[key] = runs[row.graph] * (row.times.write_wait_s + row.times.read_wait_s)
+        timed = [(row, row.times) for part in report.parts for row in part.rows if row.times is not None]
+        for row, times in timed:
+            found[row.graph, row.slot] += times.write_wait_s + times.read_wait_s
     ranked = sorted(found.items(), key=lambda each: -each[1])
     return [(rows[key], seconds) for key, seconds in ranked if seconds > 0 and key in rows]
 
@@ -132,8 +130,7 @@ def _drive(found: Figures) -> str:
 
 
 def _plan(report: Report) -> str:
-    graphs = {graph.graph: graph for graph in report.graphs}
-    rows = [row for name in report.order for row in graphs[name].rows]
+    rows = [row for part in report.parts for row in part.rows]
     gone = [row for row in rows if row.decision == "offload"]
     said = f"{len(gone)} of {len(rows)} groups ({format_bytes(_sum(gone))}) are offloaded"
     kept = _by_reason(row for row in rows if row.decision == "keep")
@@ -142,7 +139,7 @@ def _plan(report: Report) -> str:
         if len(kept) > _REASONS:
             named.append(f"{format_bytes(sum(n for _, n in kept[_REASONS:]))} for other reasons")
         said += f"; kept: {', '.join(named)}"
-    again = [each for name in report.order for each in graphs[name].described["recomputed"]]
+    again = [each for part in report.parts for each in part.described["recomputed"]]
     if again:
         said += f"; {len(again)} tensors ({format_bytes(sum(r['nbytes'] for r in again))}) are recomputed"
     return said
