@@ -24,13 +24,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import growth
 import torch
-from system import machine
+from system import announce, write_json
 from training import train_gpt
 
 import ssd_fx
@@ -179,9 +178,8 @@ def main() -> None:
     flags = parse_flags(sys.argv[1:])
     if flags.worker:
         return work(flags)
-    where = machine(None) | {"model": f"GPT, width {flags.width}, {flags.heads} heads, {flags.batch} x {flags.seq}"}
-    for name, text in where.items():
-        print(f"{name:10} {text}", flush=True)
+    model = f"GPT, width {flags.width}, {flags.heads} heads, {flags.batch} x {flags.seq}"
+    where = announce(None, model=model)
     if flags.pairs:
         for row in pairs(flags):
             print(row, flush=True)
@@ -196,7 +194,7 @@ def main() -> None:
         print(f"\n{growth.verdict(runs)}")
     if flags.json:
         result = {"system": where, "flags": vars(flags), "runs": [asdict(run) for run in runs]}
-        Path(flags.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(flags.json, result)
 
 
 if __name__ == "__main__":

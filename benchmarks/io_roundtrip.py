@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from system import MIB, machine
+from system import MIB, announce, write_json
 
 from ssd_fx.report.columns import aligned
 from ssd_fx.runtime import ops  # noqa: F401  registers the operators
@@ -239,9 +239,7 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     flags = parse_flags()
     CPU_ALLOCATOR.install()  # as in a training step: nothing bounces
-    where = machine(flags.dir) | {"fio": fio_version()}
-    for name, text in where.items():
-        print(f"{name:10} {text}", flush=True)
+    where = announce(flags.dir, fio=fio_version())
     samples: Samples = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="io_roundtrip-", dir=flags.dir) as scratch:
         file = Path(scratch) / "fio" if shutil.which("fio") else None
@@ -261,7 +259,7 @@ def main() -> None:
             for (nbytes, what, who), found in samples.items()
         ]
         result = {"system": where, "flags": vars(flags), "table": rows, "samples": seen}
-        Path(flags.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(flags.json, result)
 
 
 def fio_version() -> str:

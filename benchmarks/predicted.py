@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from system import MIB, machine
+from system import MIB, announce, write_json
 from training import Model, Step, Task, train_gpt
 from workers import Workers
 
@@ -190,9 +190,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main() -> None:
     flags = parse_flags(sys.argv[1:])
-    where = machine(flags.dir)
-    for name, text in where.items():
-        print(f"{name:10} {text}", flush=True)
+    where = announce(flags.dir)
     result: dict[str, Any] = {"system": where, "flags": vars(flags), "models": {}}
     for name in flags.models:
         model = Model.of(argparse.Namespace(**(vars(flags) | SHAPES.get(name, {}))))
@@ -205,7 +203,7 @@ def main() -> None:
         said = {budget: asdict(plan) for budget, plan in plans.items()}
         result["models"][name] = {"model": asdict(model), "rows": tables, "plans": said, "rounds": steps}
     if flags.json:
-        Path(flags.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(flags.json, result)
 
 
 if __name__ == "__main__":
