@@ -9,6 +9,7 @@ again, so that a run that was stopped, by a crash too, goes on where it was.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,16 @@ def pytest_configure(config: pytest.Config) -> None:
     options = {"engine": config.getoption("--engine"), "dirs": [config.getoption("--directory")]}
     install(config.getoption("--partitioner"), options)
     _test_devices_on_cpu()
+    _without_a_torchvision_that_does_not_load()
     config.pluginmanager.register(Log(config.getoption("--log"), config.getoption("--seconds")))
+
+
+def _without_a_torchvision_that_does_not_load() -> None:
+    """The tests leave out what needs torchvision where it is not installed; beside a CPU torch it may not load."""
+    try:
+        import torchvision  # noqa: F401  (installed by the extra zoo)
+    except (ImportError, RuntimeError):
+        sys.modules["torchvision"] = None  # type: ignore[assignment]  # to import it is an ImportError now
 
 
 def _test_devices_on_cpu() -> None:
