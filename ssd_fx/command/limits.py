@@ -21,7 +21,7 @@ ROOT = Path("/")
 def findings() -> Iterator[Finding]:
     """Of the process, without its directories."""
     yield from memory()
-    yield from cores()
+    yield from cpu_quota()
     yield from shell()
     yield from cache()
 
@@ -34,7 +34,7 @@ def memory(root: Path = ROOT) -> Iterator[Finding]:
         yield Finding("memory", says, figures={"limit_bytes": min(limits)})
 
 
-def cores(root: Path = ROOT) -> Iterator[Finding]:
+def cpu_quota(root: Path = ROOT) -> Iterator[Finding]:
     """Whether torch has more threads than the control group has time for."""
     quotas = [_cpu(each) for each in _groups("cpu", root)]
     allowed = min((int(q[0]) / int(q[1]) for q in quotas if len(q) == 2 and q[0].isdecimal()), default=None)

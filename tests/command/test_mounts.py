@@ -139,10 +139,10 @@ def test_limits_of_a_container(
     (memory,) = limits.memory(tmp_path)
     assert memory.figures == {"limit_bytes": 3 << 30}
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
-    (cores,) = limits.cores(tmp_path)
+    (cores,) = limits.cpu_quota(tmp_path)
     assert cores.do == "set OMP_NUM_THREADS=2"
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    assert list(limits.cores(tmp_path)) == []
+    assert list(limits.cpu_quota(tmp_path)) == []
     (slow,) = limits.drives_in_groups(["259:0"], tmp_path)
     assert slows in slow.says
     assert list(limits.drives_in_groups(["259:1"], tmp_path)) == []
