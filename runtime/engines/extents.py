@@ -70,8 +70,8 @@ class BackingFile:
         self.directory = directory
         self.no_writes = Pause()  # while it lasts `room` raises
         self.no_growth = Pause()  # while it lasts only free extents are used
-        self.fd, self.direct = _open_direct_if_possible(directory, opened)
-        memory, offset = dio_alignment(self.fd) if self.direct else (1, 1)
+        self.fd, direct = _open_direct_if_possible(directory, opened)
+        memory, offset = dio_alignment(self.fd) if direct else (1, 1)
         self.align = max(memory, offset)
         self._granularity = max(PAGE, self.align)
         self._step = step

@@ -12,6 +12,7 @@ from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.native.pool import BLOCK, CHECKSUM_MISMATCH, CUDA_FAILED, END_OF_FILE
+from tests.runtime import native_parts
 from tests.runtime.harness import CPU, config_json, load, raw, settle, store
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -210,7 +211,7 @@ def test_off_is_off(tmp_path):
 
 def computed(hardware, data):
     crc, total = ctypes.c_uint32(), ctypes.c_uint64()
-    if not loader.library().checksum_by(hardware, data, len(data), ctypes.byref(crc), ctypes.byref(total)):
+    if not native_parts.library().checksum_by(hardware, data, len(data), ctypes.byref(crc), ctypes.byref(total)):
         pytest.skip("this CPU has no CRC32C instruction")
     return crc.value, total.value
 
@@ -251,7 +252,7 @@ def test_sum_depends_on_every_bit():
 
 
 def test_the_constants_agree():
-    assert loader.library().block_bytes == BLOCK
+    assert native_parts.library().block_size() == BLOCK
     header = (loader.SOURCE.parent / "pool.h").read_text()
     for name, code in {
         "END_OF_FILE": END_OF_FILE,
