@@ -52,7 +52,7 @@ class Run:
 class Prefetcher:
     """Follows the runs, and prefetches up to `window` bytes, and `spare()` bytes more."""
 
-    def __init__(self, reader: Reader, habits: Habits, window: int, spare: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, reader: Reader, habits: Habits, window: int, spare: Callable[[], int]) -> None:
         self._reader = reader
         self._habits = habits
         self._window = window

@@ -41,7 +41,7 @@ class Residency:
         self,
         least: int,
         most: int,
-        available_bytes: Callable[[], int] = lambda: sys.maxsize,
+        available_bytes: Callable[[], int],
         clock: Callable[[], float] = time.perf_counter,
         waits: float = WAITS,
     ) -> None:

@@ -73,7 +73,7 @@ class Store:
         seen = TensorMeta(tuple(x.shape), x.stride(), x.dtype)
         layout = dense_form(x)
         self._device = x.device
-        nbytes = math.prod(layout.size) * x.itemsize if x.numel() else 0
+        nbytes = math.prod(layout.size) * x.itemsize
         entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding)
         entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
@@ -204,17 +204,13 @@ class Store:
     def end(self) -> None:
         """Ends the use of the engine: what is in memory stays there, and what is not is lost.
 
-        A read that somebody waits for may still end well. Called under the lock; `close` follows.
+        A read that somebody waits for may still end well. Called under the lock. Then the engine is closed.
         """
         self.writer.end()
         for entry in entries.of(self):
             self.prefetcher.dead(entry)
             self.reader.drop_ahead(entry)
             entry.lost = entry.extent is not None
-
-    def close(self) -> None:
-        """Joins the threads and closes the files. Takes up to a second per GiB of files."""
-        self.engine.close()
 
     def _available_bytes(self) -> int:
         """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
@@ -285,12 +281,12 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
         store = _stores.get(config)
         if store is None:
             return
-        if entries.has(store):
+        if entries.of(store):
             store.when_left = when_left
             return
         store.end()
         del _stores[config]
-    store.close()  # without the lock: other graphs go on
+    store.engine.close()  # without the lock: other graphs go on
     if not _stores:
         CPU_ALLOCATOR.trim()
 
@@ -302,7 +298,7 @@ def close_stores() -> None:
         for config, store in list(_stores.items()):
             store.end()
             del _stores[config]
-            store.close()
+            store.engine.close()
     CPU_ALLOCATOR.trim()
 
 

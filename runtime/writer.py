@@ -38,8 +38,9 @@ class Writer:
         self._habits = habits
         self._residency = residency
         self._cap = config.inflight
-        self._codec = config.codec("ssd")
-        self._host_codec = config.codec("host")
+        codecs = dict(config.compression)
+        self._codec = codecs.get("ssd", "")
+        self._host_codec = codecs.get("host", "")
         self._resident: OrderedDict[Entry, None] = OrderedDict()  # binding ones first, then oldest first
         self._writing: dict[Entry, None] = {}  # oldest first
         self.resident_bytes = 0

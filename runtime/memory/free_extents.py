@@ -68,10 +68,6 @@ class FreeExtents:
             return 0
         return self.end - start
 
-    def extents(self) -> list[tuple[int, int]]:
-        """(offset, length) of the free extents, the lowest first, in O(n log n)."""
-        return sorted(self._lengths.items())
-
     def _lowest(self, length: int) -> int | None:
         """The lowest offset of the free extents of that length; None if all were stale."""
         offsets = self._bins.get(length, [])
