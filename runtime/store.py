@@ -165,22 +165,31 @@ class Store:
         """
         started = now()
         load = _find(entry, x) if entry.nbytes else None
-        arrival = Arrival(entry.device) if load and load.read else None
-        error = self.reader.complete(entry, load) if load else None
-        stall = arrival.waited_s() if arrival else 0.0
+        if load and load.read:
+            self._wait_for_read(entry, load, seq, started)
+            return
         with GUARD.lock:
             if load:
                 self.reader.done(entry, load)
-                if load.read:
-                    self.residency.waited(stall)
-                if load.read and not entry.strict:
-                    self.habits.waited(entry.graph, entry.slot, stall)
                 self.prefetcher.advance()
+            counters(entry.graph).backward(seq)
+            self._record("wait", entry, seq, started, "memory")
+
+    def _wait_for_read(self, entry: Entry, load: Load, seq: int, started: float) -> None:
+        """`wait_load_` of a load that reads. Raises: as `wait_load_`."""
+        arrival = Arrival(entry.device)
+        error = self.reader.complete(entry, load)
+        stall = arrival.waited_s()
+        with GUARD.lock:
+            self.reader.done(entry, load)
+            self.residency.waited(stall)
+            if not entry.strict:
+                self.habits.waited(entry.graph, entry.slot, stall)
+            self.prefetcher.advance()
             c = counters(entry.graph)
             c.stall_s += stall
             c.backward(seq)
-            place, waited = ("disk", stall) if load and load.read else ("memory", 0.0)
-            self._record("wait", entry, seq, started, place, waited)
+            self._record("wait", entry, seq, started, "disk", stall)
         if error:
             raise errors.not_read(entry, ATTEMPTS, error) from error
 
