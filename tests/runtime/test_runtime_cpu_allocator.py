@@ -409,7 +409,9 @@ print(A.touched_bytes >> 20)
 
 
 def test_no_compiler_is_said_aloud(tmp_path: Path) -> None:
-    out = run("print(bool(A._library), torch.ones(1 << 20).sum())", CXX=str(tmp_path / "none"), XDG_CACHE_HOME=str(tmp_path))
+    out = run(
+        "print(bool(A._library), torch.ones(1 << 20).sum())", CXX=str(tmp_path / "none"), XDG_CACHE_HOME=str(tmp_path)
+    )
     assert "RuntimeWarning" in out
     assert str(tmp_path / "none") in out
     assert "False tensor(1048576.)" in out
