@@ -163,19 +163,18 @@ def main() -> int:
     if flags.backend:
         train(flags)
         return 0
-    from system import machine  # a neighbour of this file
+    from system import announce, write_json  # neighbours of this file
 
     from ssd_fx.sizes import parse_bytes
 
     limit = parse_bytes("--limit", flags.limit)
-    for name, said in machine(flags.dir).items():
-        print(f"{name:34} {said}")
+    announce(flags.dir, width=34)
     right, plain, ours = run(flags, "inductor", 0), run(flags, "inductor", limit), run(flags, "ssd_fx", limit)
     print("\n".join(report(flags, limit, right, plain, ours)))
     if flags.json:
         ways = {"inductor": right, "inductor limited": plain, "ssd_fx limited": ours}
         found = {"limit_bytes": limit} | {way: asdict(each) for way, each in ways.items()}
-        Path(flags.json).write_text(json.dumps(found, indent=1) + "\n")
+        write_json(flags.json, found)
     wrong = faults(limit, flags.times, right, plain, ours)
     print("\n".join(wrong) or f"ssd_fx trains what saves more than {flags.times:g} times the memory that it may have")
     return bool(wrong)

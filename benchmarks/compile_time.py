@@ -1,7 +1,6 @@
 """How long partition and planning take beside the whole compilation, and how that grows with the number of layers.
 
 python benchmarks/compile_time.py                            # 6, 12, 24 and 48 layers
-python benchmarks/compile_time.py --layers 6 12 --profile    # and the functions that take longest in our parts
 python benchmarks/compile_time.py --layers 12 48 --pairs 3   # beside plain Inductor, in turns
 
 How it is measured: one process for each size, with no warm cache of any kind. The compile time is that of the first
@@ -15,11 +14,9 @@ that can leave does (`min_bytes=0`), the tiny groups that a real model would kee
 from __future__ import annotations
 
 import argparse
-import cProfile
 import functools
 import json
 import os
-import pstats
 import subprocess
 import sys
 import tempfile
@@ -27,13 +24,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import growth
 import torch
-from system import machine
+from system import announce, write_json
 from training import train_gpt
 
 import ssd_fx
@@ -43,13 +39,12 @@ from ssd_fx.passes.lowering import order
 
 
 class Clock:
-    """Seconds by name, of functions that are called while it is installed; and their profile, if that is wanted."""
+    """Seconds by name, of functions that are called while it is installed."""
 
-    def __init__(self, profile: bool = False) -> None:
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.cpu: dict[str, float] = {}
         self.nodes = self.groups = 0
-        self.profile = cProfile.Profile(time.thread_time) if profile else None
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function, updated=())
@@ -62,16 +57,6 @@ class Clock:
                 self.cpu[name] = self.cpu.get(name, 0.0) + time.thread_time() - cpu
 
         return run
-
-    def whole(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """As `timed`, and profiled."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.profile is None:
-                return function(*args, **kwargs)
-            return self.profile.runcall(function, *args, **kwargs)
-
-        return self.timed(name, run)
 
 
 @contextmanager
@@ -92,8 +77,8 @@ def installed(clock: Clock) -> Iterator[None]:
         return plan
 
     changes: list[tuple[Any, str, Any]] = [
-        (partitioner.Partitioner, "__call__", clock.whole(growth.PLANNING, counting)),
-        (order.PinOrder, "__call__", clock.whole(growth.ORDER, order.PinOrder.__call__)),
+        (partitioner.Partitioner, "__call__", clock.timed(growth.PLANNING, counting)),
+        (order.PinOrder, "__call__", clock.timed(growth.ORDER, order.PinOrder.__call__)),
         (pipeline, "analyses", timed_passes(pipeline.analyses)),
         (pipeline, "decisions", timed_passes(pipeline.decisions)),
         (pipeline, "decide", planning),
@@ -118,8 +103,8 @@ def module_name(function: Any) -> str:
     return str(function.__module__).rpartition(".")[2]
 
 
-def compile_once(flags: argparse.Namespace) -> tuple[growth.Compiled, str]:
-    """Compile and train for three steps in this process: the times, and the profile as text."""
+def compile_once(flags: argparse.Namespace) -> growth.Compiled:
+    """Compile and train for three steps in this process."""
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.fx_graph_cache = False
     torch.manual_seed(0)
@@ -128,31 +113,18 @@ def compile_once(flags: argparse.Namespace) -> tuple[growth.Compiled, str]:
     options = {"min_bytes": 0, "engine": "memory", "budget": flags.budget, "inner": flags.inner}
     ours: dict[str, Any] = {"backend": ssd_fx.backend, "options": options}
     forward = torch.compile(model, **({} if flags.plain else ours))
-    clock, steps = Clock(flags.profile), []
+    clock, steps = Clock(), []
     with installed(clock):
         for _, (inputs, targets) in zip(range(3), train_gpt.batches(flags.batch, flags.seq, 0), strict=False):
             start = time.perf_counter()
             forward(inputs, targets).backward()
             steps.append(time.perf_counter() - start)
-    times = (steps[0] - steps[2], clock.seconds, clock.cpu)
-    return growth.Compiled(layers, clock.nodes, clock.groups, *times), profile_text(clock.profile)
+    return growth.Compiled(layers, clock.nodes, clock.groups, steps[0] - steps[2], clock.seconds, clock.cpu)
 
 
-def profile_text(profile: cProfile.Profile | None) -> str:
-    """The functions that take longest, in themselves and with what they call."""
-    if profile is None:
-        return ""
-    with tempfile.TemporaryFile("w+") as file:
-        stats = pstats.Stats(profile, stream=file).strip_dirs()
-        stats.sort_stats("tottime").print_stats(20)
-        stats.sort_stats("cumulative").print_stats(45)
-        file.seek(0)
-        return file.read()
-
-
-def compile_cold(flags: argparse.Namespace, layers: int, *, plain: bool = False) -> tuple[growth.Compiled, str]:
+def compile_cold(flags: argparse.Namespace, layers: int, *, plain: bool = False) -> growth.Compiled:
     """`compile_once` in a process of its own, with empty caches. `plain`: by Inductor without ssd_fx."""
-    worker = ["--layers", str(layers), "--worker", *(["--profile"] if flags.profile else [])]
+    worker = ["--layers", str(layers), "--worker"]
     worker += ["--plain"] if plain else []
     for name in ("width", "heads", "batch", "seq", "budget", "inner"):
         worker += [f"--{name}", str(getattr(flags, name))]
@@ -161,8 +133,7 @@ def compile_cold(flags: argparse.Namespace, layers: int, *, plain: bool = False)
         done = subprocess.run(
             [sys.executable, __file__, *worker], env=environment, stdout=subprocess.PIPE, text=True, check=True
         )
-    found = json.loads(done.stdout)
-    return growth.Compiled(**found["compiled"]), found["profile"]
+    return growth.Compiled(**json.loads(done.stdout))
 
 
 def pairs(flags: argparse.Namespace) -> Iterator[str]:
@@ -171,8 +142,7 @@ def pairs(flags: argparse.Namespace) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for layers in flags.layers:
         found = [
-            (compile_cold(flags, layers, plain=True)[0].compile_s, compile_cold(flags, layers)[0])
-            for _ in range(flags.pairs)
+            (compile_cold(flags, layers, plain=True).compile_s, compile_cold(flags, layers)) for _ in range(flags.pairs)
         ]
         ratios = sorted(ours.compile_s / plain for plain, ours in found)
         cells = [median(plain for plain, _ in found), median(ours.compile_s for _, ours in found)]
@@ -192,7 +162,6 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         "--inner", default="inductor", choices=("inductor", "aot_eager"), help="aot_eager: no kernels, for a quick look"
     )
     add("--pairs", type=int, default=0, help="compile so many times each with plain Inductor and with ssd_fx")
-    add("--profile", action="store_true", help="print where partition, planning and order spend their time")
     add("--json", metavar="OUT", help="write the figures to this file")
     for name in ("--worker", "--plain"):
         add(name, action="store_true", help=argparse.SUPPRESS)
@@ -202,34 +171,30 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 def work(flags: argparse.Namespace) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print must not mix with the answer
-    figures, profile = compile_once(flags)
-    print(json.dumps({"compiled": asdict(figures), "profile": profile}), file=answers, flush=True)
+    print(json.dumps(asdict(compile_once(flags))), file=answers, flush=True)
 
 
 def main() -> None:
     flags = parse_flags(sys.argv[1:])
     if flags.worker:
         return work(flags)
-    where = machine(None) | {"model": f"GPT, width {flags.width}, {flags.heads} heads, {flags.batch} x {flags.seq}"}
-    for name, text in where.items():
-        print(f"{name:10} {text}", flush=True)
+    model = f"GPT, width {flags.width}, {flags.heads} heads, {flags.batch} x {flags.seq}"
+    where = announce(None, model=model)
     if flags.pairs:
         for row in pairs(flags):
             print(row, flush=True)
         return
     runs = []
     for layers in flags.layers:
-        run, profile = compile_cold(flags, layers)
+        run = compile_cold(flags, layers)
         runs.append(run)
         print(f"{layers} layers: {run.compile_s:.1f} s", file=sys.stderr, flush=True)
-        if profile:
-            print(f"\n{layers} layers\n{profile}")
     print(f"\n{growth.table(runs)}")
     if flags.inner == "inductor":  # without kernels, the share says nothing
         print(f"\n{growth.verdict(runs)}")
     if flags.json:
         result = {"system": where, "flags": vars(flags), "runs": [asdict(run) for run in runs]}
-        Path(flags.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(flags.json, result)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ How it is measured: in pairs of steps of two worker processes, as workers.py and
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 
-from system import MIB, machine  # neighbours of this file
+from system import MIB, announce, write_json  # neighbours of this file
 from training import Model, Step, Task, train_gpt
 from workers import Workers, busy_neighbour
 
@@ -34,15 +32,6 @@ def measure(flags: argparse.Namespace) -> tuple[dict[str, float], list[dict[str,
         with busy_neighbour() if flags.neighbour else nullcontext():
             pairs = list(workers.rounds(flags.warmup + flags.pairs))
         return first, pairs[flags.warmup :]
-
-
-def system(flags: argparse.Namespace) -> dict[str, str]:
-    """Where this was measured."""
-    return machine(flags.dir) | {
-        "model": str(Model.of(flags)),
-        "budget": flags.budget or "the backend's default",
-        "neighbour": "one busy process" if flags.neighbour else "none",
-    }
 
 
 def median(steps: Iterable[Step], field: str) -> float:
@@ -97,9 +86,8 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     flags = parse_flags(sys.argv[1:])
-    where = system(flags)
-    for name, text in where.items():
-        print(f"{name:10} {text}", flush=True)
+    budget, neighbour = flags.budget or "the backend's default", "one busy process" if flags.neighbour else "none"
+    where = announce(flags.dir, model=str(Model.of(flags)), budget=budget, neighbour=neighbour)
     first, pairs = measure(flags)
     rows = table(pairs)
     print(f"\nmedians of {len(pairs)} pairs; peaks are the highest of all steps\n{'':44}{'inductor':>12}  ssd_fx")
@@ -108,7 +96,7 @@ def main() -> None:
     if flags.json:
         steps = [{backend: asdict(step) for backend, step in pair.items()} for pair in pairs]
         result = {"system": where, "flags": vars(flags), "first_step_s": first, "table": rows, "pairs": steps}
-        Path(flags.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(flags.json, result)
 
 
 if __name__ == "__main__":

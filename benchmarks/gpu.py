@@ -36,6 +36,7 @@ import torch
 from gpu_bandwidth import MIB, bandwidth  # neighbours of this file
 from gpu_report import report
 from gpu_steps import steps
+from system import write_json
 
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device.device_trace import RUNS
@@ -179,7 +180,7 @@ def slug(device: str) -> str:
 
 
 def write(path: Path, result: dict[str, Any], md: bool) -> None:
-    Path(f"{path}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(f"{path}.json", result)
     if md:
         Path(f"{path}.md").write_text(report(result))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import timeit
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,13 +25,7 @@ WRITES = json.dumps({"engine": "memory", "adapt": False})
 
 def cost_us(work: Callable[[], object], times: int) -> float:
     """Of one of `times` in a row."""
-    rows = []
-    for _ in range(ROWS):
-        started = time.perf_counter()
-        for _ in range(times):
-            work()
-        rows.append(time.perf_counter() - started)
-    return min(rows) / times * 1e6
+    return min(timeit.repeat(work, number=times, repeat=ROWS)) / times * 1e6
 
 
 def node(x: torch.Tensor, config: str) -> Callable[[], object]:

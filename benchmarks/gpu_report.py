@@ -70,8 +70,6 @@ def predicted_lines(engine: str, found: dict[str, Any]) -> list[str]:
     plan = found.get("predicted")
     if plan is None:
         return []
-    if isinstance(plan, str):
-        return ["", f"No prediction for engine {engine}: {plan}"]
     plain, ours = ([pair[which] for pair in found["pairs"]] for which in (0, 1))
     rows = [
         ("compute, ms", plan["compute_s"] * 1e3, middle(plain, "graph_s", 1e3)),

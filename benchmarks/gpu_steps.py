@@ -18,7 +18,6 @@ import torch
 import train_gpt
 from gpu_bandwidth import synchronize
 from moved import Moved
-from predicted import MissingPrediction
 from predicted import read as read_plan
 from torch.profiler import ProfilerActivity
 
@@ -103,16 +102,8 @@ def steps(engine: str, flags: argparse.Namespace, path: Path) -> dict[str, Any]:
             names = ("plain", "ours")
             found["kernels"] = {n: kernels(t, f) for n, t, f in zip(names, trainings, traces, strict=True)}
         if flags.predicted:
-            found["predicted"] = predicted(Path(scratch))
+            found["predicted"] = asdict(read_plan(Path(scratch)))
     return found
-
-
-def predicted(directory: Path) -> dict[str, Any] | str:
-    """Of the plan of one graph; else why there is nothing."""
-    try:
-        return asdict(read_plan(directory))
-    except (MissingPrediction, ValueError) as error:
-        return str(error)
 
 
 def kernels(training: Training, trace: Path | None) -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from ssd_fx.report.columns import aligned
 
 PARTITION = "partition (torch)"
 PLANNING, ORDER = "planning", "order"
@@ -59,9 +62,7 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     if len(set(sizes)) < 2 or min(*sizes, *seconds) <= 0:
         raise ValueError(f"no growth can be fitted to {list(seconds)} over {list(sizes)}")
     x, y = ([math.log(value) for value in values] for values in (sizes, seconds))
-    middle_x, middle_y = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - middle_x) * (b - middle_y) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - middle_x) ** 2 for a in x)
+    return statistics.linear_regression(x, y).slope
 
 
 def table(runs: Sequence[Compiled]) -> str:
@@ -81,20 +82,14 @@ def table(runs: Sequence[Compiled]) -> str:
     lines.append(["whole compilation", *(f"{1e3 * run.compile_s:.1f}" for run in runs)])
     lines.append(["share of the compilation", *(f"{run.share:.1%}" for run in runs)])
     lines.append(["  without torch's partitioner", *(f"{run.own_share:.1%}" for run in runs)])
-    return _aligned(lines)
+    columns = range(len(lines[0]))
+    full = [tuple(line + [""] * (len(columns) - len(line))) for line in lines]
+    return "\n".join(aligned(full, right=columns[1:]))
 
 
 def _grown(nodes: Sequence[float], seconds: Sequence[float]) -> str:
     """The exponent between two sizes; `-` for what is too short to tell (under a millisecond)."""
     return f"{exponent(nodes, seconds):.2f}" if min(seconds) >= 1e-3 and len(set(nodes)) == 2 else "-"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns; the first one to the left."""
-    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:{'>' if i else '<'}{widths[i]}}" for i, cell in enumerate(line)).rstrip() for line in lines
-    )
 
 
 def verdict(runs: Sequence[Compiled]) -> str:

@@ -11,6 +11,7 @@ How it is measured:
 - fio overwrites and reads a file of the same total that was written before, with direct I/O, requests of the size of
   ours (a tensor, at most a piece of 8 MiB) and two of them at a time: once with two threads of psync, once with libaio
   at depth 2. Its own clock is used, which leaves its start out. The better of the two is the mark.
+- The same without checksums is there to tell what the checksums cost.
 - In every round ours and both of fio's take turns; which is first alternates. The ratio is ours to the mark, by the
   medians over the rounds; in brackets the lowest and highest ratio of one round.
 - CPU seconds per GB (10^9 B) are user + system time of the process with all its threads; of fio its own figures. What
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -30,13 +32,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from system import MIB, machine
+from system import MIB, announce, write_json
 
+from ssd_fx.report.columns import aligned
 from ssd_fx.runtime import ops  # noqa: F401  registers the operators
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -48,7 +51,7 @@ FIO = {
     "fio psync": ["--ioengine=psync", "--iodepth=1", "--numjobs=2", "--offset_increment=50%", "--size=50%"],
     "fio libaio": ["--ioengine=libaio", "--iodepth=2", "--numjobs=1"],
 }
-OURS = "ssd_fx"
+OURS, UNCHECKED = "ssd_fx", "ssd_fx, no checksums"
 CPU = torch.device("cpu")
 op = torch.ops.ssd_fx
 
@@ -84,14 +87,14 @@ def timed(nbytes: int, into: list[Sample]) -> Iterator[None]:
 class Ours:
     """The ops on tensors of `nbytes`, `total` bytes in all."""
 
-    def __init__(self, flags: argparse.Namespace, nbytes: int) -> None:
+    def __init__(self, flags: argparse.Namespace, nbytes: int, *, checksums: bool = True) -> None:
         self._config = json.dumps(
             {
                 "dirs": [flags.dir],
                 "engine": flags.engine,
                 "adapt": False,
                 "inflight": flags.inflight * MIB,
-                "checksums": flags.checksums,
+                "checksums": checksums,
             }
         )
         self._count = flags.total * MIB // nbytes
@@ -169,32 +172,29 @@ def prepare_file(path: Path, total: int) -> None:
 
 def measure(flags: argparse.Namespace, nbytes: int, file: Path | None, samples: Samples) -> None:
     """All rounds at one size of tensors."""
-    ours = Ours(flags, nbytes)
     total = flags.total * MIB
-    for number in range(-1, flags.rounds):
-        turns: list[tuple[str, Callable[[str], None]]] = []
+    ours = {OURS: Ours(flags, nbytes), UNCHECKED: Ours(flags, nbytes, checksums=False)}
+    turns = [*ours, *(FIO if file else ())]
 
-        def run_ours(what: str) -> None:
-            into = samples[nbytes, what, OURS]
+    def take(who: str, what: str) -> None:
+        into = samples[nbytes, what, who]
+        if who in ours:
             with timed(total, into):
-                ours.write() if what == "write" else ours.read()
+                ours[who].write() if what == "write" else ours[who].read()
+        else:
+            assert file is not None
+            into.append(fio(file, who, what, total, min(nbytes, PIECE)))
 
-        turns.append((OURS, run_ours))
-        for engine in FIO if file else ():
-
-            def run_fio(what: str, engine: str = engine) -> None:
-                assert file is not None
-                samples[nbytes, what, engine].append(fio(file, engine, what, total, min(nbytes, PIECE)))
-
-            turns.append((engine, run_fio))
-        for what in ("write", "read"):
-            for _, turn in turns if number % 2 else reversed(turns):
-                turn(what)
+    for number in range(-1, flags.rounds):
+        in_turn = turns if number % 2 else turns[::-1]
+        for what, who in itertools.product(("write", "read"), in_turn):
+            take(who, what)
         if number < 0:  # the round that warms up
             for key in samples:
                 if key[0] == nbytes:
                     samples[key].clear()
-    ours.check()
+    for each in ours.values():
+        each.check()
     close_stores()
 
 
@@ -209,7 +209,7 @@ def table(samples: Samples) -> list[dict[str, str]]:
         cpu = {w: statistics.median(s.cpu_per_gb for s in samples[nbytes, what, w]) for w in medians}
         row = {"tensors": f"{nbytes // MIB} MiB", "": what}
         row |= {w: f"{medians[w]:.2f} GB/s, {cpu[w]:.3f} CPU-s/GB" for w in medians}
-        marks = [w for w in medians if w != OURS]
+        marks = [w for w in medians if w in FIO]
         if marks:
             mark = max(marks, key=medians.__getitem__)
             pairs = [a / b for a, b in zip(rates[OURS], rates[mark], strict=True)]
@@ -217,12 +217,6 @@ def table(samples: Samples) -> list[dict[str, str]]:
             row["ours / the better fio"] = f"{medians[OURS] / medians[mark]:.2f} {spread}"
         rows.append(row)
     return rows
-
-
-def print_table(rows: list[dict[str, str]]) -> None:
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-    for row in [{name: name for name in widths}, *rows]:
-        print("  ".join(row[name].ljust(width) for name, width in widths.items()).rstrip())
 
 
 def parse_flags() -> argparse.Namespace:
@@ -234,7 +228,6 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--inflight", type=int, default=128, help="MiB being written at most, default %(default)s")
     parser.add_argument("--prefetch", type=int, default=64, help="MiB being loaded at most, default %(default)s")
     parser.add_argument("--engine", default="posix", help="default %(default)s")
-    parser.add_argument("--no-checksums", dest="checksums", action="store_false", help="write and read without them")
     parser.add_argument("--json", help="write system, table and all samples there")
     flags = parser.parse_args()
     flags.dir = os.path.abspath(flags.dir)
@@ -246,9 +239,7 @@ def parse_flags() -> argparse.Namespace:
 def main() -> None:
     flags = parse_flags()
     CPU_ALLOCATOR.install()  # as in a training step: nothing bounces
-    where = machine(flags.dir) | {"fio": fio_version()}
-    for name, text in where.items():
-        print(f"{name:10} {text}", flush=True)
+    where = announce(flags.dir, fio=fio_version())
     samples: Samples = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="io_roundtrip-", dir=flags.dir) as scratch:
         file = Path(scratch) / "fio" if shutil.which("fio") else None
@@ -259,7 +250,7 @@ def main() -> None:
             print(f"{size} MiB: measured", file=sys.stderr, flush=True)
     rows = table(samples)
     print(f"\n{flags.total} MiB per transfer, medians of {flags.rounds} rounds")
-    print_table(rows)
+    print(*aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)]), sep="\n")
     if file is None:
         print("fio is not installed: no mark, and no ratio. Install it (apt install fio) to compare.")
     if flags.json:
@@ -268,7 +259,7 @@ def main() -> None:
             for (nbytes, what, who), found in samples.items()
         ]
         result = {"system": where, "flags": vars(flags), "table": rows, "samples": seen}
-        Path(flags.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(flags.json, result)
 
 
 def fio_version() -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the program and the instances are those of the tests
 
-from system import machine
+from system import announce
 
 from ssd_fx.passes.planner.solve import solve
 from tests.passes.instances import BUDGETS, LANES, Instance, limits, random_instance
@@ -122,9 +122,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=80, help="memory rows of a model's program, at most")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of one program")
     args = parser.parse_args()
-    for key, value in machine(None).items():
-        print(f"{key}: {value}")
-    print(f"command: python benchmarks/optimality.py {' '.join(sys.argv[1:])}\n")
+    announce(None, command=f"python benchmarks/optimality.py {' '.join(sys.argv[1:])}\n")
     if args.instances:
         seeds = range(args.seed, args.seed + args.instances)
         pairs = zip(*itertools.product(seeds, args.budgets), strict=True)

@@ -3,7 +3,7 @@
 subprocess.Popen(command, env=os.environ | peak.environment())   # in the parent
 with Peak() as p:                                                # in the child
     step()
-p.peak_bytes, p.end_bytes                                        # above the level at entry
+p.peak_bytes                                                     # above the level at entry
 
 `on(device)` is the same for a GPU, of PyTorch's allocator there.
 """
@@ -50,7 +50,7 @@ def is_preloaded() -> bool:
 
 
 class Peak:
-    """`with Peak() as p: ...`, then `p.peak_bytes` and `p.end_bytes`, both relative to the live bytes at entry.
+    """`with Peak() as p: ...`, then `p.peak_bytes`, relative to the live bytes at entry.
 
     Raises `RuntimeError` where the tracker is not preloaded. One at a time: the peak belongs to the process.
     """
@@ -63,7 +63,7 @@ class Peak:
             )
         for name in ("memtrack_live", "memtrack_peak", "memtrack_untracked"):
             getattr(self._tracker, name).restype = ctypes.c_int64
-        self.start_bytes = self.peak_bytes = self.end_bytes = 0
+        self.start_bytes = self.peak_bytes = 0
 
     @property
     def address(self) -> int:
@@ -79,7 +79,6 @@ class Peak:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.peak_bytes = self._tracker.memtrack_peak() - self.start_bytes
-        self.end_bytes = self._tracker.memtrack_live() - self.start_bytes
         if self._tracker.memtrack_untracked():
             raise RuntimeError("memtrack's table overflowed: the figures are too low; enlarge SLOTS in memtrack.c")
 
@@ -89,7 +88,7 @@ class DevicePeak:
 
     def __init__(self, device: str) -> None:
         self._device = torch.get_device_module(device)
-        self.start_bytes = self.peak_bytes = self.end_bytes = 0
+        self.start_bytes = self.peak_bytes = 0
 
     def __enter__(self) -> DevicePeak:
         self._device.reset_peak_memory_stats()
@@ -100,7 +99,6 @@ class DevicePeak:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.peak_bytes = self._device.max_memory_allocated() - self.start_bytes
-        self.end_bytes = self._device.memory_allocated() - self.start_bytes
 
 
 def on(device: str) -> Peak | DevicePeak:

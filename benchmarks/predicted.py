@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from system import MIB, machine
+from system import MIB, announce, write_json
 from training import Model, Step, Task, train_gpt
 from workers import Workers
 
@@ -53,7 +53,7 @@ class Predicted:
     peak_bytes: int
     floor_bytes: int
     kept_peak_bytes: int
-    limit_bytes: int | None
+    limit_bytes: int
     recomputed: int = 0  # tensors that another partition than PyTorch's computes again
 
     @property
@@ -63,19 +63,17 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure; seconds, or bytes where `is_memory`. `predicted` is None where the dump does not tell."""
+    """One figure; seconds, or bytes where `is_memory`."""
 
     name: str
-    predicted: float | None
+    predicted: float
     measured: float
     step_s: float
     is_memory: bool = False
 
     @property
-    def error(self) -> float | None:
+    def error(self) -> float:
         """Relative to the measured figure; infinite where that is 0 and the predicted one is not."""
-        if self.predicted is None:
-            return None
         difference = self.predicted - self.measured
         if not difference:
             return 0.0
@@ -84,59 +82,40 @@ class Row:
     @property
     def flag(self) -> str:
         """Empty if the error is tolerable."""
-        if self.error is None or abs(self.error) <= TOLERANCE:
+        if abs(self.error) <= TOLERANCE:
             return ""
-        assert self.predicted is not None
         small = not self.is_memory and abs(self.predicted - self.measured) < RESOLUTION * self.step_s
         return f"beyond {TOLERANCE:.0%}" + (f", but under {RESOLUTION:.0%} of the step" if small else "")
-
-
-class MissingPrediction(Exception):
-    """A dump does not say what was predicted."""
 
 
 def read(directory: Path) -> Predicted:
     """The predictions of the one graph that was dumped into `directory`.
 
     Raises:
-        MissingPrediction: the dump has no `<graph>.plan.json`, or one without the predictions.
-        ValueError: more than one graph; figures of a step cannot be told from them.
+        ValueError: not one graph; figures of a step cannot be told from several.
     """
     files = sorted(directory.glob("*.plan.json"))
-    if not files:
-        there = ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
-        raise MissingPrediction(f"no *.plan.json in {directory}, where there is: {there}")
-    if len(files) > 1:
+    if len(files) != 1:
         names = ", ".join(path.name for path in files)
         raise ValueError(f"{directory} holds the plans of {len(files)} graphs, {names}, and a step should be one graph")
     plan = json.loads(files[0].read_text())
-    found = plan.get("predicted")
-    if not isinstance(found, dict):
-        raise MissingPrediction(f'{files[0]} has no "predicted"')
-    wanted = [name for name in Predicted.__dataclass_fields__ if name != "recomputed"]
-    lacking = [name for name in wanted if name not in found]
-    if lacking:
-        raise MissingPrediction(f'"predicted" of {files[0]} lacks {", ".join(lacking)}')
-    return Predicted(**{name: found[name] for name in wanted}, recomputed=len(plan.get("recomputed", ())))
+    figures = plan["predicted"] | {"recomputed": len(plan["recomputed"])}
+    return Predicted(**{name: figures[name] for name in Predicted.__dataclass_fields__})
 
 
-def rows(plan: Predicted | None, keep: Sequence[Step], ours: Sequence[Step]) -> list[Row]:
+def rows(plan: Predicted, keep: Sequence[Step], ours: Sequence[Step]) -> list[Row]:
     """All figures of one budget; `keep` are the steps of plain Inductor in the same rounds."""
     step_s = middle(ours, lambda s: s.graph_s)
-
-    def row(name: str, predicted: Callable[[Predicted], float], measured: float, is_memory: bool = False) -> Row:
-        return Row(name, None if plan is None else predicted(plan), measured, step_s, is_memory)
-
     figures = [
-        row("compute", lambda p: p.compute_s, middle(keep, lambda s: s.graph_s)),
-        row("stall of writes", lambda p: p.write_stall_s, middle(ours, lambda s: s.write_stall_s)),
-        row("stall of reads", lambda p: p.read_stall_s, middle(ours, lambda s: s.read_stall_s)),
-        row("stall", lambda p: p.stall_s, middle(ours, lambda s: s.stall_s)),
-        row("forward and backward", lambda p: p.step_s, step_s),
-        row("peak", lambda p: p.peak_bytes, highest(ours), True),
+        Row("compute", plan.compute_s, middle(keep, lambda s: s.graph_s), step_s),
+        Row("stall of writes", plan.write_stall_s, middle(ours, lambda s: s.write_stall_s), step_s),
+        Row("stall of reads", plan.read_stall_s, middle(ours, lambda s: s.read_stall_s), step_s),
+        Row("stall", plan.stall_s, middle(ours, lambda s: s.stall_s), step_s),
+        Row("forward and backward", plan.step_s, step_s, step_s),
+        Row("peak", plan.peak_bytes, highest(ours), step_s, True),
     ]
-    if plan is None or not plan.recomputed:  # what keeps all is that partition, not plain Inductor's
-        figures.append(row("peak with all kept", lambda p: p.kept_peak_bytes, highest(keep), True))
+    if not plan.recomputed:  # what keeps all is that partition, not plain Inductor's
+        figures.append(Row("peak with all kept", plan.kept_peak_bytes, highest(keep), step_s, True))
     return figures
 
 
@@ -155,17 +134,16 @@ def table(found: Sequence[Row]) -> str:
 
 def _line(row: Row) -> str:
     unit, scale = ("MiB", 1 / MIB) if row.is_memory else ("ms", 1e3)
-    predicted = "-" if row.predicted is None else f"{row.predicted * scale:.1f}"
-    error = "-" if row.error is None else f"{row.error:+.1%}"
-    return f"{f'{row.name}, {unit}':24}{predicted:>12}{row.measured * scale:>12.1f}{error:>9}  {row.flag}".rstrip()
+    figures = f"{row.predicted * scale:>12.1f}{row.measured * scale:>12.1f}{row.error:>+9.1%}"
+    return f"{f'{row.name}, {unit}':24}{figures}  {row.flag}".rstrip()
 
 
 def floor_line(plan: Predicted, peak_bytes: int) -> str:
     """The measured peak beside the predicted floor."""
     above = peak_bytes / plan.floor_bytes - 1 if plan.floor_bytes else float("inf")
-    limit = "none" if plan.limit_bytes is None else f"{plan.limit_bytes / MIB:.1f} MiB"
-    text = f"floor {plan.floor_bytes / MIB:.1f} MiB, limit {limit}; the measured peak is {above:+.1%} from the floor"
-    at_floor = plan.limit_bytes is not None and plan.limit_bytes <= (1 + FLOOR_TOLERANCE) * plan.floor_bytes
+    floor, limit = plan.floor_bytes / MIB, plan.limit_bytes / MIB
+    text = f"floor {floor:.1f} MiB, limit {limit:.1f} MiB; the measured peak is {above:+.1%} from the floor"
+    at_floor = plan.limit_bytes <= (1 + FLOOR_TOLERANCE) * plan.floor_bytes
     if at_floor and above > FLOOR_TOLERANCE:
         text += f", beyond {FLOOR_TOLERANCE:.0%}"
     return text + (f"; {plan.recomputed} tensors are computed again" if plan.recomputed else "")
@@ -173,8 +151,8 @@ def floor_line(plan: Predicted, peak_bytes: int) -> str:
 
 def measure(
     model: Model, flags: argparse.Namespace, scratch: Path
-) -> tuple[list[dict[str, Step]], dict[str, Predicted | str]]:
-    """The rounds, and for every budget its prediction, or why there is none."""
+) -> tuple[list[dict[str, Step]], dict[str, Predicted]]:
+    """The rounds, and for every budget its prediction."""
 
     def task(budget: float, name: str) -> Task:
         where = {"dirs": [flags.dir]} if flags.dir else {}
@@ -184,26 +162,18 @@ def measure(
     with Workers({"keep": Task(model, "inductor")} | ours) as workers:
         workers.compile()
         list(workers.rounds(flags.warmup))
-        plans: dict[str, Predicted | str] = {}
-        for name in ours:
-            try:
-                plans[name] = read(scratch / name)
-            except MissingPrediction as missing:
-                plans[name] = str(missing)
+        plans = {name: read(scratch / name) for name in ours}
         return list(workers.rounds(flags.rounds)), plans
 
 
-def report(rounds: Sequence[Mapping[str, Step]], plans: Mapping[str, Predicted | str]) -> dict[str, list[Row]]:
+def report(rounds: Sequence[Mapping[str, Step]], plans: Mapping[str, Predicted]) -> dict[str, list[Row]]:
     """Prints a table for every budget, and returns their rows."""
     found = {}
     for name, plan in plans.items():
-        known = None if isinstance(plan, str) else plan
-        found[name] = rows(known, [steps["keep"] for steps in rounds], [steps[name] for steps in rounds])
+        ours = [steps[name] for steps in rounds]
+        found[name] = rows(plan, [steps["keep"] for steps in rounds], ours)
         print(f"\n{name}, {len(rounds)} rounds\n{table(found[name])}")
-        if known is None:
-            print(f"NO PREDICTION: {plan}")
-        else:
-            print(floor_line(known, highest([steps[name] for steps in rounds])))
+        print(floor_line(plan, highest(ours)))
     return found
 
 
@@ -220,9 +190,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main() -> None:
     flags = parse_flags(sys.argv[1:])
-    where = machine(flags.dir)
-    for name, text in where.items():
-        print(f"{name:10} {text}", flush=True)
+    where = announce(flags.dir)
     result: dict[str, Any] = {"system": where, "flags": vars(flags), "models": {}}
     for name in flags.models:
         model = Model.of(argparse.Namespace(**(vars(flags) | SHAPES.get(name, {}))))
@@ -232,10 +200,10 @@ def main() -> None:
         found = report(rounds, plans)
         tables = {budget: [asdict(row) | {"error": row.error} for row in each] for budget, each in found.items()}
         steps = [{budget: asdict(step) for budget, step in each.items()} for each in rounds]
-        said = {budget: plan if isinstance(plan, str) else asdict(plan) for budget, plan in plans.items()}
+        said = {budget: asdict(plan) for budget, plan in plans.items()}
         result["models"][name] = {"model": asdict(model), "rows": tables, "plans": said, "rounds": steps}
     if flags.json:
-        Path(flags.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_json(flags.json, result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ a round.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from system import MIB, machine
-from training import Model, Step, Task
+from system import MIB, announce, write_json
+from training import Model, Step, Task, train_gpt
 from workers import Workers
 
 WAYS = ("inductor", "checkpoint", "default", "budget0")
@@ -63,7 +62,8 @@ def table(rounds: Sequence[Mapping[str, Step]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dir", help="where ssd_fx writes, default: the backend's")
+    train_gpt.add_model_flags(parser)
+    parser.set_defaults(layers=12, seq=512, lr=3e-4)
     parser.add_argument(
         "--ways", nargs="+", default=list(WAYS), help="also a budget such as auto, malloc, WAY+jemalloc"
     )
@@ -71,23 +71,15 @@ def main() -> int:
     parser.add_argument("--mimalloc", type=Path, help="the library for WAY+mimalloc")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--json", type=Path)
-    for name, default in (("layers", 12), ("width", 384), ("heads", 6), ("batch", 8), ("seq", 512), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--amp", action="store_true", help="autocast to bfloat16")
     flags = parser.parse_args()
     model = Model.of(flags)
-    for name, value in machine(flags.dir).items():
-        print(f"{name}: {value}")
-    print(f"model: {model}\n")
+    announce(flags.dir, model=f"{model}\n")
     with Workers({name: task(model, name, flags) for name in flags.ways}) as workers:
         workers.compile()
         rounds = list(workers.rounds(flags.warmup + flags.rounds))[flags.warmup :]
     print(table(rounds))
     if flags.json:
-        flags.json.write_text(json.dumps([{n: asdict(s) for n, s in r.items()} for r in rounds]))
+        write_json(flags.json, [{n: asdict(s) for n, s in r.items()} for r in rounds])
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -26,6 +27,18 @@ def machine(directory: str | None) -> dict[str, str]:
         "directory": file_system(directory) if directory else "the backend's default",
         "commit": commit(),
     }
+
+
+def announce(directory: str | None, *, width: int = 10, **more: str) -> dict[str, str]:
+    """Print what `machine` says, and `more`; return it."""
+    where = machine(directory) | more
+    for name, text in where.items():
+        print(f"{name:{width}} {text}", flush=True)
+    return where
+
+
+def write_json(path: str | Path, found: object) -> None:
+    Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def io_cpu_s() -> float | None:

@@ -23,6 +23,7 @@ from ssd_fx.runtime.engines.base import Completion, Extent
 from ssd_fx.runtime.layout import TensorMeta
 
 if TYPE_CHECKING:
+    from ssd_fx.runtime.device.streams import Stream
     from ssd_fx.runtime.prefetch import Run
     from ssd_fx.runtime.store import Store
 
@@ -46,6 +47,7 @@ class Load:
     seq: int
     same: bool = True  # False: `out` has other strides than the stored tensor, so the elements are copied one by one
     counted: int = 0  # bytes of it in `Reader.outstanding_bytes`
+    stream: "Stream | None" = None  # of a prefetch: the compute stream whose memory `landing` is
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +72,7 @@ class Entry:
     device: torch.device
     tier: str = ""  # where the plan wants it: "host", "ssd", or "" for either
     binding: bool = False  # the plan needs its memory, so it is never resident
+    stream: "Stream | None" = None  # the compute stream that made the tensor, where the device has streams
     held: Tensor | None = None
     borrowed: bool = False  # `held` is the caller's memory, which the caller may overwrite after the release
     encoded: Encoded | None = None

@@ -99,3 +99,8 @@ def without_number(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def first_line(error: object) -> str:
+    """The first line of what `error` says, or its kind if it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ssd_fx.runtime import errors, trace
+from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.streams import Queued
 from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
@@ -61,7 +62,7 @@ class Reader:
         """Starts a prefetch, which `begin` will find."""
         landing = self._landing(entry)
         read = self._engine.read(_extent(entry), Memory.of(landing))
-        entry.ahead = Load(landing, landing, read, -1)
+        entry.ahead = Load(landing, landing, read, -1, stream=streams.current(entry.device))
         try:
             self._count(entry.ahead, entry.moved_bytes)
             counters(entry.graph).prefetched_bytes += entry.moved_bytes
@@ -155,6 +156,8 @@ class Reader:
         return Load(out, out, None, seq)
 
     def _read(self, entry: Entry, layout: TensorMeta, seq: int) -> Load:
+        if entry.ahead and entry.ahead.stream != streams.current(entry.device):
+            self.drop_ahead(entry)  # its memory is of the stream that asked, which may reuse it before ours has read it
         ahead = entry.ahead
         same = layout == entry.seen
         landing = ahead.landing if ahead else self._landing(entry)

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
@@ -140,6 +141,7 @@ class Writer:
             entry.held = alias(x, entry.layout)
             drop_storage(counter)
         entry.borrowed = True
+        entry.stream = streams.current(x.device)
         if not x.is_inference():
             entry.counter = counter
             entry.version = x._version
@@ -168,7 +170,8 @@ class Writer:
         while entry := self._due():
             if self._writing and self.writing_bytes + entry.moved_bytes > self._cap:
                 return next(iter(self._writing))
-            self._start(entry)
+            with streams.in_turn_with(entry.stream, entry.device):
+                self._start(entry)
         return None
 
     def _start(self, entry: Entry) -> None:

@@ -88,7 +88,7 @@ def compile_graph(
     pickled with the partitioner, so each must be a function of a module.
     """
     with user_errors():
-        config = _checked(options, mode)
+        config = check_options(options, mode=mode)
         if config.cpu_allocator and _trains_on_cpu(inputs):
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
@@ -126,10 +126,6 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
         OSError: a directory that is missing, not writable, or in memory (tmpfs), or a `dump` that cannot be made; the
             message names it.
     """
-    return _checked(options, mode)
-
-
-def _checked(options: Mapping[str, Any] | None, mode: str | None) -> Config:
     config = Config.make(options)
     if config.inner == "inductor" and inductor_config.custom_partitioner_fn is not None:
         raise ValueError("torch._inductor.config.custom_partitioner_fn is set, and ssd_fx is a partitioner; unset it")

@@ -308,7 +308,7 @@ def _parse_machine(name: str, value: object) -> str:
     if value in ("auto", "default"):
         return str(value)
     try:
-        given = _json(value) if isinstance(value, str) else value
+        given = json.loads(value) if isinstance(value, str) else value
         if not isinstance(given, Mapping):
             raise ValueError("no dictionary of rates")
         Machine.default(torch.device("cpu"), 1).with_rates(given)
@@ -318,13 +318,6 @@ def _parse_machine(name: str, value: object) -> str:
             "right would be 'auto', 'default' or rates such as {\"flops\": 3e14, \"write_bw\": 6e9}"
         ) from None
     return json.dumps(dict(given), sort_keys=True)
-
-
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return None
 
 
 def _parse_ranks(name: str, value: object) -> Ranks:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import fx
@@ -27,13 +27,15 @@ from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
-from ssd_fx.passes.partitioner import Survey
 from ssd_fx.passes.plan import Plan
 from ssd_fx.report.budgets import Estimate, Prediction
+from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
 
 Budget = int | float | str
 BUDGETS: tuple[Budget, ...] = (0, "auto", 0.25, 0.5, 0.75, 1.0)
+T = TypeVar("T")
+Look = Callable[[Joint, PlanOptions], T]
 _SILENT = "ignore_logger_methods"  # of Dynamo: what is not called, and breaks no graph; an alias from torch 2.13 on
 
 
@@ -79,7 +81,7 @@ def estimate(
     model, call = fake.off_meta(uncompiled(model), called_with(inputs))
     if batch is not None:
         call = fake.with_batch(call, parsed_batch(batch))
-    found = _looked_at(model, call, asked, dict(options or {}), dynamic, mode)
+    found = surveyed(model, call, lambda _: partial(_plans, asked), options, dynamic, mode)
     state = sum(map(_state_bytes, optimizers))
     rows = tuple(_prediction(b, p, found.input_bytes + state) for b, p in zip(asked, found.plans, strict=True))
     name, saved = found.own.graph, found.own.saved_bytes
@@ -124,32 +126,25 @@ class _Found:
     rates: str
 
 
-class Surveyed(BaseException):
+def _plans(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) -> _Found:
+    """Plan the joint graph for every budget."""
+    own = pipeline.cut(joint, options)
+    plans = tuple(pipeline.decide_cut(joint, own, replace(options, budget=b))[1] for b in budgets)
+    return _Found(own.plan, _input_bytes(own.partition), plans, options.rates)
+
+
+class _Surveyed(BaseException):
     """Ends the compilation with what was found. Dynamo takes every `Exception` for a failure of the backend."""
 
-    def __init__(self, found: object) -> None:
+    def __init__(self, found: Any) -> None:
         super().__init__()
         self.found = found
 
 
-def _survey(budgets: Sequence[Budget], joint: Joint, options: PlanOptions, keeps_all: bool) -> NoReturn:
-    """Plan the joint graph for every budget.
-
-    Raises:
-        Surveyed: always, unless there is an error.
-        ValueError: the graph is one of several, or nothing of it may be offloaded.
-    """
-    check_surveyed(joint, keeps_all)
-    own = pipeline.cut(joint, options)
-    plans = tuple(pipeline.decide_cut(joint, own, replace(options, budget=b))[1] for b in budgets)
-    raise Surveyed(_Found(own.plan, _input_bytes(own.partition), plans, options.rates))
-
-
-def check_surveyed(joint: Joint, keeps_all: bool) -> None:
-    """Check that the plan of a graph is that of the step.
-
-    Raises:
-        ValueError: the graph is one of several, or nothing of it may be offloaded.
+def _survey(look: Look[T], joint: Joint, options: PlanOptions, keeps_all: bool) -> NoReturn:
+    """Raises:
+    _Surveyed: always, with what `look` finds, unless there is an error.
+    ValueError: the graph is one of several, or nothing of it may be offloaded.
     """
     if joint.is_nested:
         raise ValueError(
@@ -161,6 +156,7 @@ def check_surveyed(joint: Joint, keeps_all: bool) -> None:
             "nothing is offloaded under torch.utils.checkpoint or saved_tensors_hooks around the compiled code, so all "
             "budgets are alike; right would be the model without them"
         )
+    raise _Surveyed(look(joint, options))
 
 
 def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,51 +166,38 @@ def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(model, "_orig_mod", model)
 
 
-def _looked_at(
-    model: Callable[..., Any],
-    call: tuple[Any, Any],
-    budgets: tuple[Budget, ...],
-    options: dict[str, Any],
-    dynamic: bool | None,
-    mode: str | None,
-) -> _Found:
-    """Compile as far as the plans. A graph break is an error, because plans of parts are not the plan of a step."""
-    found = surveyed(model, call, lambda _: partial(_survey, budgets), options, dynamic, mode)
-    assert isinstance(found, _Found), "what _survey finds"
-    return found
-
-
 def surveyed(
     model: Callable[..., Any],
     call: tuple[Any, Any],
-    survey: Callable[[fx.GraphModule], Survey],
-    options: dict[str, Any],
+    look: Callable[[fx.GraphModule], Look[T]],
+    options: Mapping[str, Any] | None,
     dynamic: bool | None,
     mode: str | None,
-) -> object:
-    """What the survey of a model's one graph finds: it ends with `Surveyed`. Nothing is compiled, and nothing runs.
+) -> T:
+    """What is found in a model's one joint graph. Nothing is compiled, and nothing runs.
 
-    `survey` returns it for the Dynamo graph.
+    `look` returns, for the Dynamo graph, what looks at the joint graph. That is pickled: see `compile_graph`.
 
     Raises:
-        ValueError: the model does not compile as one graph with a backward; and what the survey raises.
+        ValueError: the model does not compile as one graph with a backward; and what is raised by what looks.
     """
 
     def backend(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], **given: Any) -> Any:
-        return compile_graph(gm, inputs, survey=survey(gm), mode=mode, **given)
+        return compile_graph(gm, inputs, survey=partial(_survey, look(gm)), mode=mode, **given)
 
     args, kwargs = call
     torch._dynamo.reset()  # Dynamo compiles a function eight times at most
-    compiled = torch.compile(model, backend=backend, options=options, dynamic=dynamic, fullgraph=True)
+    compiled = torch.compile(model, backend=backend, options=dict(options or {}), dynamic=dynamic, fullgraph=True)
     try:
         with torch._dynamo.config.patch({_SILENT: getattr(torch._dynamo.config, _SILENT) | _logging()}):
             compiled(*args, **kwargs)
-    except Surveyed as ended:
-        return ended.found
+    except _Surveyed as ended:
+        found: T = ended.found
+        return found
     except Unsupported as error:
         raise ValueError(_broken(model, error)) from None
     except ValueError as error:  # to which Dynamo may have added lines
-        raise ValueError(_first_line(error)) from None
+        raise ValueError(first_line(error)) from None
     finally:
         torch._dynamo.reset()
     raise ValueError(f"torch.compile finds no tensors to compile in {_name(model)}; right would be a model that trains")
@@ -231,13 +214,9 @@ def _broken(model: Callable[..., Any], error: Unsupported) -> str:
     at = f" ({where[0]})" if where else ""
     return (
         f"{_name(model)} does not compile as one graph, and a step of several graphs is not estimated: "
-        f"{_first_line(error)}{at}; right would be a model for torch.compile(fullgraph=True), or ssd_fx.explain, which "
+        f"{first_line(error)}{at}; right would be a model for torch.compile(fullgraph=True), or ssd_fx.explain, which "
         "has the plan of every graph"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _name(model: Callable[..., Any]) -> str:
@@ -249,7 +228,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     try:
         return fake.state_bytes(optimizer)
     except Exception as error:  # anything: it is the optimizer's own code, on tensors without data
-        said = f"{type(error).__name__}: {_first_line(error)}"
+        said = f"{type(error).__name__}: {first_line(error)}"
         text = f"the state of {type(optimizer).__name__} counts 0 bytes, for its step needs data ({said})"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
         return 0
@@ -299,9 +278,8 @@ def _prediction(budget: Budget, plan: Plan, beside: int) -> Prediction:
     """
     found = plan.forecast
     assert found is not None, "every plan has a forecast"
-    stays = found.shared + found.resident
-    peak = int(found.limits.memory) if found.shared else found.peak
-    peak = max(found.peak, min(peak + found.resident, found.everything))
+    filled = int(found.limits.memory) if found.shared else found.peak  # the runtime fills a budget in bytes
+    peak = max(found.peak, min(filled + found.resident, found.everything))
     return Prediction(
         budget=budget,
         peak_bytes=peak,
@@ -309,5 +287,5 @@ def _prediction(budget: Budget, plan: Plan, beside: int) -> Prediction:
         step_s=found.seconds,
         compute_s=found.compute_s,
         stall_s=found.write_stall_s + found.read_stall_s,
-        written_bytes=max(found.written - stays, 0),
+        written_bytes=max(found.written - found.shared - found.resident, 0),
     )

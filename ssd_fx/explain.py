@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -91,13 +91,8 @@ def report() -> Report:
             "the compiled graphs are gone, and their plans with them; right would be ssd_fx.report() while the "
             "compiled model lives, before torch._dynamo.reset()"
         )
-    step = measured.last_step(_of(found.graphs, trace.events()))
+    step = measured.last_step(event for event in trace.events() if event.graph in found.graphs)
     return made(step_of(described, step), step.order if step else (), stats=found, slots=counts.slots(), step=step)
-
-
-def _of(graphs: Iterable[str], events: Iterable[trace.Event]) -> list[trace.Event]:
-    known = set(graphs)
-    return [event for event in events if event.graph in known]
 
 
 _taken: dict[str, tuple[Explanation, str]] = {}

@@ -11,18 +11,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import fx
 
 from ssd_fx import fake, patterns
 from ssd_fx.backend import check_options
-from ssd_fx.estimate import Budget, Surveyed, check_surveyed, surveyed, uncompiled
+from ssd_fx.estimate import Budget, Look, surveyed, uncompiled
 from ssd_fx.fit import TrainingStep, until_trained
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.partitioner import Survey
 from ssd_fx.report.command import add_output, tell
 from ssd_fx.report.describe import describe
 from ssd_fx.report.model import Report, made
@@ -57,35 +56,25 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _planned(budget: Budget | None, step: TrainingStep) -> Report:
-    options = dict(step.settings.get("options") or {})
+    options, dynamic, mode = (step.settings.get(name) for name in ("options", "dynamic", "mode"))
     check_options(options)
     model, call = fake.off_meta(uncompiled(step.model), (step.args, step.kwargs))
-    survey = partial(_survey_of, budget)
-    found = surveyed(model, call, survey, options, step.settings.get("dynamic"), step.settings.get("mode"))
-    assert isinstance(found, dict), "what _survey finds"
+    found = surveyed(model, call, partial(_look, budget), options, dynamic, mode)
     return made([found], [found["graph"]])
 
 
-def _survey_of(budget: Budget | None, gm: fx.GraphModule) -> Survey:
-    """The survey of a Dynamo graph, with the user's names of its inputs."""
-    return partial(_survey, budget, patterns.arguments(gm), patterns.function())
+def _look(budget: Budget | None, gm: fx.GraphModule) -> Look[dict[str, Any]]:
+    """What looks at the joint graph of a Dynamo graph, with the user's names of its inputs."""
+    return partial(_described, budget, patterns.arguments(gm), patterns.function())
 
 
-def _survey(
-    budget: Budget | None,
-    arguments: Sequence[str],
-    function: str,
-    joint: Joint,
-    options: PlanOptions,
-    keeps_all: bool,
-) -> NoReturn:
-    """Plan the joint graph, under `budget` unless that is None. `arguments` and `function` as in `describe`.
+def _described(
+    budget: Budget | None, arguments: Sequence[str], function: str, joint: Joint, options: PlanOptions
+) -> dict[str, Any]:
+    """What `describe` says of the plan under `budget`, or of the options' if that is None.
 
-    Raises:
-        Surveyed: always, with what `describe` says, unless there is an error.
-        ValueError: the graph is one of several, or nothing of it may be offloaded.
+    `arguments` and `function` as in `describe`.
     """
-    check_surveyed(joint, keeps_all)
     asked = options if budget is None else replace(options, budget=budget)
     partition, plan = pipeline.decide_joint(joint, asked)
-    raise Surveyed(describe(partition, plan, asked, arguments, function))
+    return describe(partition, plan, asked, arguments, function)

@@ -27,6 +27,7 @@ from ssd_fx.backend import backend
 from ssd_fx.estimate import BUDGETS, Call, estimate, parsed_batch, parsed_size
 from ssd_fx.fake import FakeLarge
 from ssd_fx.report.budgets import Estimate
+from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_tbw
 
 USAGE = "ssd-fx fit script.py [--budget 0,0.5,2GiB] [--batch 8,16] [--memory 8GiB] [-- the script's own arguments]"
@@ -231,8 +232,7 @@ def _failed(path: str, error: BaseException) -> str:
     where = f"{path}:{own[-1]}" if own else path
     if isinstance(error, SystemExit):
         return f"{where} ended before it trained, with status {error.code!r}; its arguments go behind `--`"
-    said = next(iter(str(error).splitlines()), "")
     return (
-        f"{where} failed before it trained: {type(error).__name__}: {said}; right would be a script that gets to its "
-        "first step without the values of large tensors, which have none here"
+        f"{where} failed before it trained: {type(error).__name__}: {first_line(error)}; right would be a script that "
+        "gets to its first step without the values of large tensors, which have none here"
     )

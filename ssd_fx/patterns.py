@@ -59,25 +59,30 @@ def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: dict[str, 
     models = [*own.values(), *_models_of(_compiled_frame())]
     names = {name for node in _nodes(graph_module) for name in enclosing(node, tuple(own))}
     names |= {name for model in models for name, _ in model.named_modules()}
+    missing = [pattern for pattern in patterns if not any(matches(pattern, name) for name in names)]
+    for model in models:
+        _matched.setdefault(model, set()).update(set(patterns) - set(missing))
+    if missing:
+        _check_running(missing, names, models, own)
+
+
+def _check_running(missing: Sequence[str], names: set[str], models: list[nn.Module], own: dict[str, nn.Module]) -> None:
+    """Compare patterns that match none of `names` with the models that run. `names`: in the graph and in reach."""
     running = _running(models)
     around = [m for m in running if any(inner is model for inner in m.modules() for model in models)]
     known = {pattern for model in (*models, *running) for pattern in _matched.get(model, ())}
-    for pattern in patterns:
-        if any(matches(pattern, name) for name in names):
-            for model in models:
-                _matched.setdefault(model, set()).add(pattern)
-            continue
+    for pattern in missing:
         outside = [m for model in around for name, m in model.named_modules() if matches(pattern, name)]
         if any(_overlap(module, model) for module in outside for model in own.values()):
             warnings.warn(
                 f"ssd_fx: module pattern {pattern!r} has no effect on {_kinds(own.values())}, which is compiled by "
                 f"itself: its modules are called {_listed(names)} there",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         elif not outside and pattern not in known and names - {""}:
-            names |= {name for model in around for name, _ in model.named_modules()}
-            raise ValueError(_no_match(pattern, names))
+            every = names | {name for model in around for name, _ in model.named_modules()}
+            raise ValueError(_no_match(pattern, every))
 
 
 def arguments(graph_module: fx.GraphModule) -> tuple[str, ...]:

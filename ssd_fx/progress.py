@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 log = logging.getLogger("ssd_fx")
 PLANNING_S, MEASURING_S = 10.0, 0.5  # work that is shorter goes unmentioned
@@ -29,11 +30,8 @@ def told(what: str, after_s: float) -> Iterator[None]:
             _say(f"{what}: {took:.1f} s")
 
 
-@contextmanager
-def planning() -> Iterator[None]:
-    """Within, a graph is planned."""
-    with told("planning what goes to the drive; recompute=False plans faster", PLANNING_S):
-        yield
+planning = partial(told, "planning what goes to the drive; recompute=False plans faster", PLANNING_S)
+"""Within, a graph is planned."""
 
 
 def _say(text: str) -> None:

@@ -54,7 +54,7 @@ BAD = [
     ({"allow_tmpfs": "maybe"}, r"allow_tmpfs='maybe' is neither true nor false"),
     (
         {"machine": "fast"},
-        r"machine='fast' is no machine \(no dictionary of rates\); right would be 'auto', 'default' or rates such as",
+        r"machine='fast' is no machine \(Expecting value: line 1 .*\); right would be 'auto', 'default' or rates",
     ),
     ({"machine": 7}, r"machine=7 is no machine \(no dictionary of rates\)"),
     ({"machine": {"flop": 1}}, r"is no machine \(a machine has no 'flop'; right would be any of flops, memory_bw"),

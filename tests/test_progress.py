@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_on_a_terminal_alone(
 def test_planning_and_the_first_file_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "PLANNING_S", 0.0)
+    monkeypatch.setattr(progress, "planning", partial(progress.told, progress.planning.args[0], 0.0))
     options = {"inner": "aot_eager", "dirs": [str(tmp_path)], "min_bytes": 0, "allow_tmpfs": True, "engine": "posix"}
     with caplog.at_level(logging.INFO, "ssd_fx"):
         compiled = torch.compile(torch.nn.Linear(8, 8), backend=ssd_fx.backend, options=options)

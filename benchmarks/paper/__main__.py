@@ -13,7 +13,6 @@ A case that has begun gets five rounds at least, so it may take longer.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -75,7 +74,7 @@ def measure(flags: argparse.Namespace, parts: Sequence[Part]) -> None:
 
 def write(flags: argparse.Namespace, part: Part, where: dict[str, str], result: Result) -> None:
     found = {"command": flags.command, "quick": flags.quick, "system": where, "result": result}
-    (flags.json_dir / f"{part.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    system.write_json(flags.json_dir / f"{part.name}.json", found)
     if part.plot:
         (flags.json_dir / f"{part.name}.svg").write_text(part.plot(result))
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-import curve  # a neighbour of this package
-from svg import Point
+from svg import Point  # neighbours of this package
 from system import MIB
 
 from paper.measure import CLAIM, Result
 
 NOT_MEASURED = "not measured"
+CERTAINTY = 0.95
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,25 @@ class Ratio:
     @staticmethod
     def of(mode: Result, reference: Result, name: str = "time_s") -> Ratio:
         ratios = [a / b for a, b in zip(mode[name], reference[name], strict=True)]
-        return Ratio(median(ratios), *curve.median_interval(ratios), len(ratios))
+        return Ratio(median(ratios), *median_interval(ratios), len(ratios))
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The narrowest pair of order statistics that holds the median with at least `CERTAINTY`.
+
+    It is the sign test's, so it holds for any distribution. Fewer than six values cannot be that certain. The extremes
+    are then the answer.
+    """
+    ordered, n = sorted(values), len(values)
+    tail, cut = 0.0, 0
+    for below in range((n + 1) // 2):
+        tail += math.comb(n, below) / 2**n  # that no more than `below` of n values lie on one side of the median
+        if 2 * tail <= 1 - CERTAINTY:
+            cut = below
+    return ordered[cut], ordered[n - 1 - cut]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -84,7 +99,3 @@ def points(mode: Result, reference: Result, x: float) -> Point:
     """The time of a step to `reference`, at `x`."""
     ratio = Ratio.of(mode, reference)
     return Point(x, ratio.median, ratio.low, ratio.high)
-
-
-def named(values: Mapping[str, Any]) -> str:
-    return table(("", ""), [(name, str(value)) for name, value in values.items()])

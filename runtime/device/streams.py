@@ -6,7 +6,8 @@ Three rules keep a transfer from reading or writing the wrong bytes:
   memory that a load was given.
 * Its owner keeps the memory until the *host* has seen an event fire that was recorded after the transfer, or until the
   compute stream waits for that event (`Queued.follow`). So no allocator has to know of side streams
-  (`record_stream`), and memory is freed in the order of the compute stream.
+  (`record_stream`), and memory is freed in the order of the compute stream. Where threads compute on several streams,
+  a tensor is written in turn with its own (`in_turn_with`), and what one stream read ahead no other gets.
 * The result of a transfer is asked for only after that event. Earlier it would block the host, or be wrong.
 
 A fourth rule is for GPUs other than the first. A new thread is on device 0. A call there about an event or a stream of
@@ -14,9 +15,10 @@ another device makes a context on device 0, of some 500 MiB. A garbage collectio
 every question to an event, and every call of a library, is made within `Streams.on`.
 """
 
+import contextlib
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -174,6 +176,38 @@ def of(device: torch.device) -> Streams | None:
     if found is None and device.type != "cpu" and device.type == accelerator():
         return _ACCELERATOR
     return found
+
+
+def current(device: torch.device) -> Stream | None:
+    """The stream on which this thread computes on `device`; None where a device has no streams."""
+    found = of(device)
+    if found is None:
+        return None
+    with found.on(device):
+        return found.current(device)
+
+
+@contextlib.contextmanager
+def in_turn_with(stream: Stream | None, device: torch.device) -> Iterator[None]:
+    """What the body queues runs behind what `stream` has by then, and before what it gets afterwards.
+
+    For a tensor of `stream` that another thread's operator writes. Each user stream has memory of its own, which is
+    reused in the order of that stream alone.
+    """
+    found = of(device)
+    if found is None or stream is None:
+        yield
+        return
+    with found.on(device):
+        here = found.current(device)
+        if here == stream:
+            yield
+            return
+        here.wait_event(found.record(stream))
+        try:
+            yield
+        finally:
+            stream.wait_event(found.record(here))
 
 
 def check_not_captured(device: torch.device) -> None:

@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ from ssd_fx.calibration.timing import NoClock
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.errors import first_line
 
 _VERSION = 2
 _SECTIONS = ("compute", "disk")
@@ -112,8 +114,7 @@ def _measured(section: str, measure: Callable[[], Rates], device: torch.device) 
     except (RuntimeError, MemoryError) as error:
         if not rates.out_of_memory(error):
             raise
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        reason = f"{_WHAT[section].format(device=device)} (there is no memory for it: {first})"
+        reason = f"{_WHAT[section].format(device=device)} (there is no memory for it: {first_line(error)})"
     text = f"ssd_fx could not measure {reason}, and plans with typical rates. "
     text += "`ssd-fx calibrate DIR --wait` measures when the machine is idle."
     warnings.warn(NotMeasured(text, reason), stacklevel=4)
@@ -141,13 +142,6 @@ def _nothing() -> Cached:
 def unmeasured(config: RuntimeConfig, device: torch.device) -> list[str]:
     """The sections that this process could not measure, and plans with typical rates for."""
     return [section for section, key in _keys(config, device).items() if _known[section].get(key) == {}]
-
-
-def forget() -> None:
-    """Forget what this process has read or measured; the file stays."""
-    with _lock:
-        for section in _known.values():
-            section.clear()
 
 
 def cache_path() -> Path:
@@ -230,22 +224,14 @@ def _in_thread(work: Callable[[], T], device: torch.device) -> T:
 
     The thread is set to `device`, because a new thread is on device 0, whatever the caller's is.
     """
-    outcome: list[T | BaseException] = []
     queued = streams.of(device)
 
-    def run() -> None:
-        try:
-            with torch.no_grad(), queued.on(device) if queued else nullcontext():
-                outcome.append(work())
-        except BaseException as error:
-            outcome.append(error)
+    def run() -> T:
+        with torch.no_grad(), queued.on(device) if queued else nullcontext():
+            return work()
 
-    thread = threading.Thread(target=run, name="ssd_fx calibration")
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    with ThreadPoolExecutor(1, "ssd_fx calibration") as pool:
+        return pool.submit(run).result()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from ssd_fx.command import directories, limits, software
@@ -54,8 +55,8 @@ def run(flags: argparse.Namespace) -> int:
     everything = [*machine, *(finding for each in found.values() for finding in each)]
     status = worst(everything)
     if flags.json:
-        by_directory = {path: [finding.details() for finding in each] for path, each in found.items()}
-        told = {"status": status, "machine": [each.details() for each in machine], "directories": by_directory}
+        by_directory = {path: [asdict(finding) for finding in each] for path, each in found.items()}
+        told = {"status": status, "machine": [asdict(each) for each in machine], "directories": by_directory}
         print(json.dumps(told, indent=1))
     else:
         print(f"\n{summary(everything)}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 Status = Literal["ok", "warn", "bad"]
 
@@ -27,10 +27,6 @@ class Finding:
         mark = "" if self.status == "ok" else f"{self.status.upper()}: "
         advice = f"\n{'':12}-> {self.do}" if self.do else ""
         return f"{self.subject:12}{mark}{self.says}{advice}"
-
-    def details(self) -> dict[str, Any]:
-        """The finding as JSON has it."""
-        return asdict(self)
 
 
 def summary(findings: Iterable[Finding]) -> str:

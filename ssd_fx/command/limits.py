@@ -11,7 +11,7 @@ import torch
 
 from ssd_fx.calibration import calibrate
 from ssd_fx.command.findings import Finding
-from ssd_fx.command.mounts import SYS, Drive
+from ssd_fx.command.mounts import SYS, Drive, text_of
 from ssd_fx.runtime.memory.available import Group, memory_limit, own_groups
 from ssd_fx.runtime.memory.numa import cores_in
 from ssd_fx.sizes import format_bytes
@@ -48,7 +48,7 @@ def cores(root: Path = ROOT) -> Iterator[Finding]:
 def drives_in_groups(devices: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
     """Whether a control group slows a drive down. `devices`: numbers as major:minor."""
     for path in (path for group in _groups("blkio", root) for path in _io(group)):
-        for line in _text(path).splitlines():
+        for line in text_of(path).splitlines():
             device, _, limits = line.partition(" ")
             if device in devices:
                 says = f"it limits this drive: {path.name} has {limits}"
@@ -72,7 +72,7 @@ def _memory(group: Group) -> int | None:
 def _cpu(group: Group) -> list[str]:
     """The microseconds that a group may run, and of how many; other words for no limit."""
     names = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    return " ".join(_text(group.folder / name) for name in names).split()
+    return " ".join(text_of(group.folder / name) for name in names).split()
 
 
 def _io(group: Group) -> list[Path]:
@@ -109,18 +109,10 @@ def numa(drives: Sequence[Drive], sys: Path = SYS) -> Iterator[Finding]:
     far = {drive.numa_node for drive in drives} - {None}
     if len(nodes) < 2 or not far:
         return
-    near = set().union(*(cores_in(_text(nodes[node] / "cpulist")) for node in far if node in nodes))
+    near = set().union(*(cores_in(text_of(nodes[node] / "cpulist")) for node in far if node in nodes))
     if not own <= near:
         names = ",".join(map(str, sorted(node for node in far if node is not None)))
         says = f"the drives are on NUMA node {names}, and this process may run on others too"
         yield Finding(
             "NUMA", says, "warn", f"numactl --cpunodebind={names} --preferred={names.split(',')[0]} python ..."
         )
-
-
-def _text(path: Path) -> str:
-    """The contents of a file of the kernel's, "" where there is none."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

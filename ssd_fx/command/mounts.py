@@ -78,17 +78,17 @@ def _below(node: Path) -> Iterator[Path]:
 
 def _drive(node: Path) -> Drive:
     controller = re.match(r"(nvme\d+)(?:c\d+)?n\d+$", node.name)
-    numa = _text(node / "device" / "numa_node") or _text(node / "device" / "device" / "numa_node")
+    numa = text_of(node / "device" / "numa_node") or text_of(node / "device" / "device" / "numa_node")
     return Drive(
         name=node.name,
-        model=_text(node / "device" / "model"),
-        rotates=_text(node / "queue" / "rotational") == "1" and node.name.startswith("sd"),  # virtual ones say so too
+        model=text_of(node / "device" / "model"),
+        rotates=text_of(node / "queue" / "rotational") == "1" and node.name.startswith("sd"),  # virtual ones say so too
         numa_node=int(numa) if numa and int(numa) >= 0 else None,
         controller=controller[1] if controller else "",
     )
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """The contents of a file of the kernel's, "" where there is none."""
     try:
         return path.read_text().strip()

@@ -19,6 +19,7 @@ from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import described
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.registry import check_engine
+from ssd_fx.runtime.errors import first_line
 
 
 def findings() -> Iterator[Finding]:
@@ -55,8 +56,8 @@ def _compiler() -> Finding:
         found = get_cpp_compiler()
         said = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
     except Exception as error:  # torch's own kinds differ between its versions
-        return Finding("compiler", f"no C++ compiler works: {_line(error)}", "bad", right)
-    return Finding("compiler", f"{found}: {_line(said)}")
+        return Finding("compiler", f"no C++ compiler works: {first_line(error)}", "bad", right)
+    return Finding("compiler", f"{found}: {first_line(said)}")
 
 
 def _pool() -> Finding:
@@ -133,7 +134,3 @@ def _hardware(key: str) -> str:
 
 def _threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
-
-
-def _line(text: object) -> str:
-    return next(iter(str(text).strip().splitlines()), type(text).__name__)

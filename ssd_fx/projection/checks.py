@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 MOST = 10**9  # of anything that is counted or measured; far beyond, products are no floats any more
 LEAST = 1e-9  # of anything that is measured; far below, quotients are none
 
@@ -43,15 +41,6 @@ def divides(name: str, divisor: int, of: str, number: int) -> None:
     if number % divisor:
         right = ", ".join(map(str, _divisors(number)))
         raise ValueError(f"{name}={divisor} does not divide {of}={number}; right would be one of {right}")
-
-
-def one_of(name: str, value: str, choices: Iterable[str]) -> None:
-    """Raises:
-    ValueError: `value` is none of `choices`.
-    """
-    known = list(choices)
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; right would be one of {', '.join(known)}")
 
 
 def _divisors(number: int) -> list[int]:

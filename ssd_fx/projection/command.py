@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ssd_fx.projection import compiled, plot, text
-from ssd_fx.projection.checks import one_of, positive
+from ssd_fx.projection.checks import positive
 from ssd_fx.projection.endurance import endurance
 from ssd_fx.projection.presets import DEFAULT_MACHINE, DRIVES, MACHINES, RUNS, UTILISATION, Machine, Run
 from ssd_fx.projection.project import project
-from ssd_fx.projection.scenario import Device, Drive, Drives, Model, Parallelism, Scenario
+from ssd_fx.projection.scenario import ELEMENT_BYTES, Device, Drive, Drives, Model, Parallelism, Scenario
 from ssd_fx.projection.traffic import Traffic
 
 _MODEL = {
@@ -31,7 +31,6 @@ _PARALLELISM = {
     "tp": "GPUs that share a layer (tensor parallel)",
     "pp": "pipeline stages",
     "dp": "GPUs with a share of the batch (data parallel)",
-    "zero": "stage of ZeRO, 0 to 3",
 }
 _FLAGS = {
     "gated": "the MLP is gated",
@@ -93,20 +92,21 @@ def add(commands: Any) -> None:
 
 
 def _add_model(group: Any) -> None:
-    group.add_argument("--model", metavar="NAME", help=f"a preset: {', '.join(RUNS)}")
+    group.add_argument("--model", choices=RUNS, metavar="NAME", help=f"a preset: {', '.join(RUNS)}")
     _add_numbers(group, int, _MODEL | _PARALLELISM | {"batch": "micro-batch, in sequences; default: 1"})
     for name, meaning in _FLAGS.items():
         group.add_argument(_flag(name), dest=name, action=argparse.BooleanOptionalAction, help=meaning)
-    group.add_argument("--dtype", metavar="NAME", help="of activations: fp16, bf16 or fp32")
-    group.add_argument("--attention", metavar="NAME", help="flash or matrix")
-    group.add_argument("--optimizer", metavar="NAME", help="adam or sgd")
+    group.add_argument("--zero", type=_number(int), choices=range(4), metavar="N", help="stage of ZeRO, 0 to 3")
+    group.add_argument("--dtype", choices=ELEMENT_BYTES, metavar="NAME", help="of activations: fp16, bf16 or fp32")
+    group.add_argument("--attention", choices=("flash", "matrix"), metavar="NAME", help="flash or matrix")
+    group.add_argument("--optimizer", choices=("adam", "sgd"), metavar="NAME", help="adam or sgd")
 
 
 def _add_device(group: Any) -> None:
-    group.add_argument("--machine", metavar="NAME", help=f"a preset: {', '.join(MACHINES)}")
+    group.add_argument("--machine", choices=MACHINES, metavar="NAME", help=f"a preset: {', '.join(MACHINES)}")
     _add_numbers(group, float, _GPU | _DRIVE)
     _add_numbers(group, int, {"drives": "drives per GPU"})
-    group.add_argument("--drive", metavar="NAME", help=f"a preset: {', '.join(DRIVES)}")
+    group.add_argument("--drive", choices=DRIVES, metavar="NAME", help=f"a preset: {', '.join(DRIVES)}")
     group.add_argument("--price", dest="price_usd", type=_number(float), metavar="X", help="US dollars for a drive")
 
 
@@ -131,13 +131,13 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _of_plan(flags: argparse.Namespace) -> str:
-    for name in ("model", "batch", "dtype", "attention", "optimizer", *_MODEL, *_PARALLELISM, *_FLAGS, *_GPU):
+    for name in ("model", "batch", "dtype", "attention", "optimizer", "zero", *_MODEL, *_PARALLELISM, *_FLAGS, *_GPU):
         if getattr(flags, name) is not None:
             raise ValueError(f"{_flag(name)}={getattr(flags, name)} is of a model; right would be without --of")
     if flags.step_ms is not None:
         positive("step_ms", flags.step_ms, "milliseconds")
     found = compiled.read(flags.of, flags.step_ms and flags.step_ms / 1e3)
-    drives = _drives(flags, _machine(flags.machine or DEFAULT_MACHINE))
+    drives = _drives(flags, MACHINES[flags.machine or DEFAULT_MACHINE])
     if flags.plot:
         plot.of_traffic(flags.plot, found.traffic, drives)
     if not flags.json:
@@ -170,10 +170,10 @@ def scenario(flags: argparse.Namespace) -> Scenario:
     """The scenario that the flags say: a preset of a model or none, a machine, and single values over both.
 
     Raises:
-        ValueError: an unknown preset or a bad value; the message says what would be right.
+        ValueError: a bad value; the message says what would be right.
     """
     preset = _run(flags)
-    machine = _machine(flags.machine or preset.machine)
+    machine = MACHINES[flags.machine or preset.machine]
     memory = {} if flags.memory_gib is None else {"memory_gib": flags.memory_gib}
     head = preset.head if flags.head is None else flags.head
     return Scenario(
@@ -190,18 +190,12 @@ def scenario(flags: argparse.Namespace) -> Scenario:
 
 def _run(flags: argparse.Namespace) -> Run:
     if flags.model:
-        one_of("model", flags.model, RUNS)
         return RUNS[flags.model]
     missing = [_flag(name) for name in _NEEDED if getattr(flags, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing; right would be a number for each, or --model with a preset")
     shape = {name: getattr(flags, name) for name in _NEEDED}
     return Run(model=Model(**shape), parallelism=Parallelism(), batch=1, machine=DEFAULT_MACHINE, head=True)
-
-
-def _machine(name: str) -> Machine:
-    one_of("machine", name, MACHINES)
-    return MACHINES[name]
 
 
 def _given(preset: Any, flags: argparse.Namespace) -> Any:
@@ -227,7 +221,6 @@ def _tflops(flags: argparse.Namespace, preset: Run, device: Device) -> float:
 def _drives(flags: argparse.Namespace, machine: Machine) -> Drives:
     drive: Drive = machine.drives.drive
     if flags.drive:
-        one_of("drive", flags.drive, DRIVES)
         drive = DRIVES[flags.drive]
     changed = [name for name in _DRIVE if getattr(flags, name) is not None]
     drive = _given(drive, flags)

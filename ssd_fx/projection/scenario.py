@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ssd_fx.projection.checks import divides, one_of, positive, price, whole
+from ssd_fx.projection.checks import divides, positive, price, whole
 
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
-ATTENTION = ("flash", "matrix")
-OPTIMIZERS = ("sgd", "adam")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +45,6 @@ class Model:
             whole(name, getattr(self, name), least=0)
         divides("heads", self.heads, "width", self.width)
         divides("kv_heads", self.kv_heads or self.heads, "heads", self.heads)
-        one_of("dtype", self.dtype, ELEMENT_BYTES)
-        one_of("attention", self.attention, ATTENTION)
 
     @property
     def element_bytes(self) -> int:
@@ -82,7 +78,6 @@ class Parallelism:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp"):
             whole(name, getattr(self, name))
-        one_of("zero", str(self.zero), ("0", "1", "2", "3"))
 
     @property
     def gpus(self) -> int:
@@ -174,7 +169,6 @@ class Scenario:
     def __post_init__(self) -> None:
         whole("batch", self.batch)
         positive("tflops", self.tflops, "TFLOP/s")
-        one_of("optimizer", self.optimizer, OPTIMIZERS)
         split = self.parallelism
         divides("tp", split.tp, "heads", self.model.heads)
         divides("tp", split.tp, "ffn", self.model.inner)

@@ -6,8 +6,9 @@ from ssd_fx.projection.compiled import Compiled
 from ssd_fx.projection.endurance import PAPER_RETENTION, PAPER_WAF, Endurance, endurance
 from ssd_fx.projection.memory import LAYERS_IN_MEMORY
 from ssd_fx.projection.project import Projection
-from ssd_fx.projection.scenario import Drives, Scenario
+from ssd_fx.projection.scenario import Drives
 from ssd_fx.projection.traffic import Traffic
+from ssd_fx.report.columns import aligned
 from ssd_fx.sizes import format_bytes, format_days, format_seconds
 
 Rows = list[tuple[str, str]]
@@ -19,7 +20,7 @@ def of_scenario(found: Projection) -> str:
     rows = [*_inputs(found), ("drives", _drives(scenario.drives)), *_activations(found)]
     rows += [*_rates(found.traffic, scenario.drives), *_memory(found)]
     rows += _life(found.endurance, scenario.drives, found.share)
-    return _aligned([*rows, *_cost(found)])
+    return "\n".join(aligned([*rows, *_cost(found)]))
 
 
 def of_compiled(found: Compiled, drives: Drives) -> str:
@@ -35,7 +36,8 @@ def of_compiled(found: Compiled, drives: Drives) -> str:
     ]
     life = endurance(found.traffic, drives)
     price = [("cost", f"{_dollars(life.drives_usd)} of drives; {_wear(life)}")] if life.drives_usd else []
-    return _aligned([*rows, *_rates(found.traffic, drives), *_life(life, drives, found.traffic.share(drives)), *price])
+    rows += [*_rates(found.traffic, drives), *_life(life, drives, found.traffic.share(drives)), *price]
+    return "\n".join(aligned(rows))
 
 
 def _inputs(found: Projection) -> Rows:
@@ -90,17 +92,14 @@ def _verdict(traffic: Traffic, drives: Drives) -> str:
 
 def _memory(found: Projection) -> Rows:
     memory, room = found.memory, found.scenario.device.memory_gib * 2**30
-    state = f"{format_bytes(memory.state_bytes)} of {format_bytes(room)} for weights, gradients and {_optimizer(found)}"
+    optimizer = {"sgd": "SGD", "adam": "Adam"}[found.scenario.optimizer]
+    state = f"{format_bytes(memory.state_bytes)} of {format_bytes(room)} for weights, gradients and {optimizer}"
     kept, offloaded = memory.largest_batch_kept, memory.largest_batch_offloaded
     space = f"{LAYERS_IN_MEMORY} layers in memory, {memory.largest_drive_bytes / 1e12:.3g} TB on the drives"
     largest = f"at most {offloaded} offloaded ({space}), {kept} with all kept"
     if not offloaded:
         largest = "not even 1 fits"
     return [("memory", state), ("micro-batch", largest)]
-
-
-def _optimizer(found: Projection) -> str:
-    return {"sgd": "SGD", "adam": "Adam"}[found.scenario.optimizer]
 
 
 def _life(life: Endurance, drives: Drives, share: float) -> Rows:
@@ -119,14 +118,10 @@ def _cost(found: Projection) -> Rows:
     if not life.drives_usd:
         return [("cost", "not known; --price is US dollars for one drive")]
     share = f", {life.drives_usd / scenario.device.price_usd:.1%} of it" if scenario.device.price_usd else ""
-    everything = life.drives_usd * scenario.parallelism.gpus
-    own = f"{_dollars(life.drives_usd)} of drives per GPU{share}; {_dollars(everything)} for {_gpus(scenario)}"
-    return [("cost", f"{own}; {_wear(life)}")]
-
-
-def _gpus(scenario: Scenario) -> str:
     count = scenario.parallelism.gpus
-    return f"{count} GPU{'s' if count > 1 else ''}"
+    gpus = f"{count} GPU{'s' if count > 1 else ''}"
+    own = f"{_dollars(life.drives_usd)} of drives per GPU{share}; {_dollars(count * life.drives_usd)} for {gpus}"
+    return [("cost", f"{own}; {_wear(life)}")]
 
 
 def _wear(life: Endurance) -> str:
@@ -135,8 +130,3 @@ def _wear(life: Endurance) -> str:
 
 def _dollars(amount: float) -> str:
     return f"${amount:,.0f}" if amount >= 10 else f"${amount:.2f}"
-
-
-def _aligned(rows: Rows) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:{width}}  {text}" for name, text in rows)

@@ -28,7 +28,7 @@ def advice(report: Report, found: Figures) -> str:
     stall, step = _stall(found)
     if stall > SMALL * step:
         return _keep_more(report, found, stall)
-    small = _below_min_bytes(report)
+    small = _bytes(report, BELOW)
     if small > SMALL * found.stock_stay_bytes and small > found.stay_bytes / 2:
         least = min((g.described["min_bytes"] for g in report.graphs), default=0)
         return f"min_bytes={max(1, least // 16)} would offload up to {format_bytes(small)} more, in smaller tensors"
@@ -68,7 +68,7 @@ def _free(worst: Unfreed) -> str:
 
 
 def _nothing_goes(report: Report, found: Figures) -> str:
-    small = _below_min_bytes(report)
+    small = _bytes(report, BELOW)
     if 2 * small > found.stock_stay_bytes:
         largest = max((r.nbytes for r in _kept(report, BELOW)), default=0)
         return f"nothing is offloaded, for most is below min_bytes: min_bytes={max(1, largest // 4)} would change that"
@@ -126,16 +126,12 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _kept(report: Report, reason: str) -> list[GroupRow]:
-    return [row for g in report.graphs for row in g.rows if row.decision == "keep" and row.reason == reason]
+    """In every run of their graphs."""
+    return [row for part in report.parts for row in part.rows if row.decision == "keep" and row.reason == reason]
 
 
 def _bytes(report: Report, reason: str) -> int:
-    runs = {graph.graph: graph.runs for graph in report.graphs}
-    return sum(runs[row.graph] * row.nbytes for row in _kept(report, reason))
-
-
-def _below_min_bytes(report: Report) -> int:
-    return _bytes(report, BELOW)
+    return sum(row.nbytes for row in _kept(report, reason))
 
 
 def _budget(report: Report) -> object:

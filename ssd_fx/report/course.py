@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ssd_fx.report.model import GroupRow, Report, Span, Times
@@ -50,15 +51,14 @@ class Course:
 
 def course(report: Report) -> Course:
     """The predicted step of a report."""
-    graphs = {graph.graph: graph for graph in report.graphs}
-    parts = [graphs[name].described for name in report.order]
+    parts = [part.described for part in report.parts]
     offsets, own = _joined(parts, [part["saved_bytes"] - part["offloaded_bytes"] for part in parts])
     stocks = [part["stock"] for part in parts]
     _, stock = _joined(stocks, [part["saved_bytes"] for part in stocks])
     bars = [
         Bar(row, run, row.times.moved(*shift))
-        for run, (name, shift) in enumerate(zip(report.order, offsets, strict=True))
-        for row in graphs[name].rows
+        for run, (part, shift) in enumerate(zip(report.parts, offsets, strict=True))
+        for row in part.rows
         if row.times is not None
     ]
     floor = max((int(g.predicted["floor_bytes"]) for g in report.graphs), default=0)
@@ -68,22 +68,24 @@ def course(report: Report) -> Course:
 def _joined(parts: Sequence[Any], stays: Sequence[int]) -> tuple[list[Span], Curve]:
     """What to add to times of each part's forward, and of its backward; and the memory of the step.
 
-    stays: bytes that each forward leaves.
+    stays: bytes that each forward leaves, until its backward begins.
     """
+    levels = list(accumulate(stays, initial=0))[:-1]  # what the parts before each one have left
     points: list[tuple[float, int]] = []
-    begins, at, level = [], 0.0, 0
-    for part, stay in zip(parts, stays, strict=True):
+    forwards: list[float] = []
+    backwards: list[float] = []
+    at = 0.0
+    for part, level in zip(parts, levels, strict=True):
+        forwards.append(at)
         points += _moved(part["forward"], at, level)
-        begins.append(at)
         at += part["turn_us"] / 1e6
-        level += stay
-    turn, behind = at, [0.0] * len(parts)
-    for i in reversed(range(len(parts))):
-        level -= stays[i]
-        behind[i] = at - parts[i]["turn_us"] / 1e6
-        points += _moved(parts[i]["backward"], behind[i], level)
-        at = behind[i] + parts[i]["step_us"] / 1e6
-    return list(zip(begins, behind, strict=True)), Curve(tuple(points), turn, at)
+    turn = at
+    for part, level in zip(reversed(parts), reversed(levels), strict=True):
+        shift = at - part["turn_us"] / 1e6  # a part's times of its backward are from the start of its forward
+        backwards.append(shift)
+        points += _moved(part["backward"], shift, level)
+        at = shift + part["step_us"] / 1e6
+    return list(zip(forwards, reversed(backwards), strict=True)), Curve(tuple(points), turn, at)
 
 
 def _moved(points: Sequence[Sequence[int]], at: float, level: int) -> list[tuple[float, int]]:

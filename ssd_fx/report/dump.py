@@ -20,7 +20,7 @@ from typing import Any
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.partition import Names, Partition
-from ssd_fx.passes.plan import Forecast, Keep, Plan, Recompute
+from ssd_fx.passes.plan import Forecast, Keep, Offload, Plan
 from ssd_fx.report.code import configuration, told_once
 from ssd_fx.report.columns import aligned
 from ssd_fx.report.rows import Row, fold
@@ -66,8 +66,7 @@ def head(plan: Plan) -> str:
 def predicted(plan: Plan) -> dict[str, float]:
     """The simulator's predictions for the plan: seconds, and bytes above the level before the step."""
     found = plan.forecast
-    if found is None:
-        return {}
+    assert found is not None, "select fills it"
     return {
         "step_s": found.seconds,
         "compute_s": found.compute_s,
@@ -92,8 +91,6 @@ def _host(found: Forecast) -> dict[str, float]:
 
 def _predicted(plan: Plan) -> list[str]:
     figures = predicted(plan)
-    if not figures:
-        return []
     sizes = {name: format_bytes(figure) for name, figure in figures.items() if name.endswith("_bytes")}
     step, compute = figures["step_s"] * 1e3, figures["compute_s"] * 1e3
     writes, reads = figures["write_stall_s"] * 1e3, figures["read_stall_s"] * 1e3
@@ -110,8 +107,9 @@ def _predicted(plan: Plan) -> list[str]:
 
 def _before_recomputing(plan: Plan) -> list[str]:
     """The figures that the limit follows from, where those of this partition are others."""
-    if not plan.recomputed or plan.stock is None:
+    if not plan.recomputed:
         return []
+    assert plan.stock is not None, "select fills it"
     least, most = format_bytes(plan.stock.floor), format_bytes(plan.stock.peak)
     return [f"allowed is of PyTorch's own partition, which recomputes less: floor {least}, everything kept {most}"]
 
@@ -135,15 +133,12 @@ def _predicted_host(sizes: dict[str, str]) -> list[str]:
 
 
 def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
-    decision, mark = plan.decisions.get(group.slot), plan.marks.get(group.slot)
+    decision, mark = plan.decisions[group.slot], plan.marks.get(group.slot)
     where = ""
-    if decision is None:
-        what, reason = "undecided", ""
-    elif isinstance(decision, Keep):
+    if isinstance(decision, Keep):
         what, reason = "keep", decision.reason
-    elif isinstance(decision, Recompute):
-        what, reason = "recompute", _price(plan.prices[group.slot].seconds)
     else:
+        assert isinstance(decision, Offload), "the partition that recomputes does not save what it recomputes"
         what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
         where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
     members = tuple(m.name for m in group.members)
@@ -161,7 +156,7 @@ def _size(group: AliasGroup) -> str:
 
 
 def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
-    """The nodes that a group's nodes stand behind (`>`) or before (`<`); empty before the group is scheduled."""
+    """The nodes that a group's nodes stand behind (`>`) or before (`<`); empty of a group that is kept."""
     points, (forward, backward) = plan.points.get(group.slot), names
     if points is None:
         return {}

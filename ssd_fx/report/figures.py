@@ -14,7 +14,7 @@ class Figures:
     stay_bytes: saved tensors in memory between forward and backward. offloaded_bytes: of the plan, to leave memory.
     step_s: forward and backward; of it transfer_s for starting transfers and computing beside them, and the stalls.
     drive_tbw: 10^12 bytes that the drives are rated for; 0 if that is not known.
-    written_bytes: to drives. measured_written_bytes: to drives and host memory; measured_drive_bytes: to drives alone.
+    written_bytes, measured_drive_bytes: to drives.
     measured_...: per step, None where nothing was measured. measured_step_s has all that the loop does; 0 if unknown.
     """
 
@@ -33,11 +33,7 @@ class Figures:
     drive_tbw: float
     measured_step_s: float
     measured_stall_s: float | None
-    measured_written_bytes: int | None
     measured_drive_bytes: int | None
-    measured_offloaded_bytes: int | None
-    measured_forwarded_bytes: int | None
-    measured_freed_bytes: int | None
     measured_peak_bytes: int | None
 
     @property

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from ssd_fx.runtime.trace import Event
 
-_TRANSFERS = ("write", "read")
 _BACKWARD = ("load", "wait")
 LEAST_S = 2e-5  # a shorter wait is the price of the call
 

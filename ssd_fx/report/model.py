@@ -142,6 +142,12 @@ class Report:
 
         return text(self)
 
+    @property
+    def parts(self) -> list[GraphReport]:
+        """The graphs as the forward of one step runs them: one that runs twice is there twice."""
+        graphs = {graph.graph: graph for graph in self.graphs}
+        return [graphs[name] for name in self.order]
+
     def rows(self) -> list[dict[str, Any]]:
         """A flat dictionary for every alias group: `pandas.DataFrame(report.rows())`."""
         return [row.flat() for graph in self.graphs for row in graph.rows]
@@ -165,12 +171,6 @@ class Report:
             "groups": self.rows(),
             "stats": None if self.stats is None else asdict(self.stats),
         }
-
-    def html(self) -> str:
-        """The page: one file, which needs nothing else."""
-        from ssd_fx.report.page import page
-
-        return page(self)
 
     def save(self, path: str | Path) -> None:
         """Write the page to `path`.

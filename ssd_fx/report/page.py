@@ -16,7 +16,7 @@ from typing import Any
 
 from ssd_fx.report.course import Bar, Curve, course
 from ssd_fx.report.measured import MeasuredStep
-from ssd_fx.report.model import Report, Span
+from ssd_fx.report.model import GroupRow, Report, Span, Times
 from ssd_fx.report.summary import lines
 from ssd_fx.report.text import HOLDERS, holders
 from ssd_fx.report.unfreed import asked, loud
@@ -154,28 +154,26 @@ def _events(events: Iterable[Event]) -> list[list[float]]:
 def _rows(report: Report, bars: Sequence[Bar]) -> list[dict[str, Any]]:
     """A row for every group in every run, in the order of production; those without times last."""
     seen = _seen(report)
-    runs = {graph.graph: graph.runs for graph in report.graphs}
     rows = []
     for bar in sorted(bars, key=lambda each: each.times.produced):
-        life = bar.times
-        times = {
-            "produced": _ms(life.produced),
-            "released": _ms(life.released),
-            "used": _ms(life.used),
-            "last": _ms(life.last_used),
-            "write": life.write and _spans([life.write])[0],
-            "read": life.read and _spans([life.read])[0],
-            "gone": life.gone and _spans([life.gone])[0],
-            "waits": _spans(life.waits),
-        }
-        rows.append(_row(bar.row) | {"run": bar.run if runs[bar.row.graph] > 1 else None, "times": times})
-        rows[-1]["seen"] = seen.get((bar.row.graph, bar.row.slot))
-    timed = {(bar.row.graph, bar.row.slot) for bar in bars}
-    others = [row for g in report.graphs for row in g.rows if (row.graph, row.slot) not in timed]
+        row = bar.row
+        run = bar.run if report.order.count(row.graph) > 1 else None
+        rows.append(_row(row) | {"run": run, "times": _times(bar.times), "seen": seen.get((row.graph, row.slot))})
+    others = [row for graph in report.graphs for row in graph.rows if row.times is None]
     return rows + [_row(row) | {"run": None, "times": None, "seen": None} for row in others]
 
 
-def _row(row: Any) -> dict[str, Any]:
+def _times(life: Times) -> dict[str, Any]:
+    points = {"produced": life.produced, "released": life.released, "used": life.used, "last": life.last_used}
+    spans = {"write": life.write, "read": life.read, "gone": life.gone}
+    return {
+        **{name: _ms(at) for name, at in points.items()},
+        **{name: span and [_ms(at) for at in span] for name, span in spans.items()},
+        "waits": _spans(life.waits),
+    }
+
+
+def _row(row: GroupRow) -> dict[str, Any]:
     names = ("graph", "slot", "name", "module", "source", "nbytes", "stored_nbytes", "decision", "tier", "reason")
     found = {name: getattr(row, name) for name in (*names, "shared")}
     m = row.measured

@@ -12,6 +12,7 @@ from ssd_fx.report.measured import last_step
 from ssd_fx.report.model import Report, made, step_of
 from ssd_fx.report.summary import lines
 from ssd_fx.runtime.chrome import OURS
+from ssd_fx.runtime.errors import first_line
 from ssd_fx.runtime.plans import unpack
 from ssd_fx.runtime.stats import GraphStats, SlotStats, Stats
 from ssd_fx.runtime.trace import Event
@@ -48,7 +49,7 @@ def read(path: str | Path) -> Report:
 
 
 def _said(error: Exception) -> str:
-    return f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+    return f"no {error}" if isinstance(error, KeyError) else first_line(error)
 
 
 def _stats(given: Mapping[str, Any]) -> Stats:

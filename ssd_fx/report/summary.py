@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ssd_fx.report.advice import advice
 from ssd_fx.report.course import course
 from ssd_fx.report.figures import Figures, drive_life
-from ssd_fx.report.model import GroupRow, Report
+from ssd_fx.report.model import GraphReport, GroupRow, Report
 from ssd_fx.runtime.stats import DAY_S
 from ssd_fx.sizes import format_bytes, format_seconds
 
@@ -17,42 +17,45 @@ _REASONS = 2  # that a line names
 
 def summary(report: Report) -> Figures:
     """The figures of all graphs together, for one step."""
-    found, stats, step = course(report), report.stats, report.step
-    graphs = {graph.graph: graph for graph in report.graphs}
-    parts = [graphs[name] for name in report.order]
+    found, parts = course(report), report.parts
 
-    def total(name: str) -> float:
+    def described(name: str) -> int:
+        return sum(part.described[name] for part in parts)
+
+    def predicted(name: str) -> float:
         return sum(part.predicted[name] for part in parts)
 
-    saved = sum(part.described["saved_bytes"] for part in parts)
-    offloaded = sum(part.described["offloaded_bytes"] for part in parts)
-    rest = max((int(part.predicted.get("shared_budget_bytes", 0)) for part in parts), default=0)
-    rest = min(rest + max((int(p.predicted.get("resident_bytes", 0)) for p in parts), default=0), offloaded)
-    steps = max(stats.steps, 1) if stats else 1
+    offloaded = described("offloaded_bytes")
+    rest = _rest(parts, offloaded)
     outputs = sum(row.nbytes for part in parts for row in part.rows if row.slot < 0)
+    stats, memory = report.stats, report.step.memory if report.step else ()
+    steps = max(stats.steps, 1) if stats else 1
     return Figures(
         stock_peak_bytes=found.stock.peak,
         peak_bytes=min(found.own.peak + rest, max(found.stock.peak, found.own.peak)),
         floor_bytes=found.floor_bytes,
         stock_stay_bytes=outputs + sum(part.described["stock"]["saved_bytes"] for part in parts),
-        stay_bytes=outputs + saved - offloaded + rest,
+        stay_bytes=outputs + described("saved_bytes") - offloaded + rest,
         offloaded_bytes=offloaded,
         stock_step_s=found.stock.end_s,
         step_s=found.own.end_s,
-        transfer_s=total("transfer_s"),
-        write_stall_s=total("write_stall_s"),
-        read_stall_s=total("read_stall_s"),
-        written_bytes=int(max(0, total("written_bytes") - rest)),
+        transfer_s=predicted("transfer_s"),
+        write_stall_s=predicted("write_stall_s"),
+        read_stall_s=predicted("read_stall_s"),
+        written_bytes=int(max(0, predicted("written_bytes") - rest)),
         drive_tbw=stats.drive_tbw if stats else 0.0,
         measured_step_s=stats.step_s if stats else 0.0,
         measured_stall_s=stats.stall_s / steps if stats else None,
-        measured_written_bytes=round(stats.written_bytes / steps) if stats else None,
         measured_drive_bytes=round((stats.drive_bytes + stats.moved_bytes) / steps) if stats else None,
-        measured_offloaded_bytes=round(stats.offloaded_bytes / steps) if stats else None,
-        measured_forwarded_bytes=round(stats.forwarded_bytes / steps) if stats else None,
-        measured_freed_bytes=round(stats.freed_bytes / steps) if stats else None,
-        measured_peak_bytes=max((nbytes for _, nbytes in step.memory), default=0) if step and step.memory else None,
+        measured_peak_bytes=max((nbytes for _, nbytes in memory), default=None),
     )
+
+
+def _rest(parts: Sequence[GraphReport], offloaded: int) -> int:
+    """What the runtime may leave in memory of the bytes offloaded. It has one budget for all graphs."""
+    names = ("shared_budget_bytes", "resident_bytes")
+    may = sum(max((int(part.predicted.get(name, 0)) for part in parts), default=0) for name in names)
+    return min(may, offloaded)
 
 
 def lines(report: Report) -> list[tuple[str, str]]:
@@ -110,10 +113,9 @@ def waits(report: Report) -> list[tuple[GroupRow, float]]:
         for event in report.step.waits:
             found[event.graph, event.slot] += event.ended - event.started
     else:
-        runs = {graph.graph: graph.runs for graph in report.graphs}
-        for key, row in rows.items():
-            if row.times is not None:
-                found[key] = runs[row.graph] * (row.times.write_wait_s + row.times.read_wait_s)
+        timed = [(row, row.times) for part in report.parts for row in part.rows if row.times is not None]
+        for row, times in timed:
+            found[row.graph, row.slot] += times.write_wait_s + times.read_wait_s
     ranked = sorted(found.items(), key=lambda each: -each[1])
     return [(rows[key], seconds) for key, seconds in ranked if seconds > 0 and key in rows]
 
@@ -136,8 +138,7 @@ def _drive(found: Figures) -> str:
 
 
 def _plan(report: Report) -> str:
-    graphs = {graph.graph: graph for graph in report.graphs}
-    rows = [row for name in report.order for row in graphs[name].rows]
+    rows = [row for part in report.parts for row in part.rows]
     gone = [row for row in rows if row.decision == "offload"]
     said = f"{len(gone)} of {len(rows)} groups ({format_bytes(_sum(gone))}) are offloaded"
     kept = _by_reason(row for row in rows if row.decision == "keep")
@@ -146,7 +147,7 @@ def _plan(report: Report) -> str:
         if len(kept) > _REASONS:
             named.append(f"{format_bytes(sum(n for _, n in kept[_REASONS:]))} for other reasons")
         said += f"; kept: {', '.join(named)}"
-    again = [each for name in report.order for each in graphs[name].described["recomputed"]]
+    again = [each for part in report.parts for each in part.described["recomputed"]]
     if again:
         said += f"; {len(again)} tensors ({format_bytes(sum(r['nbytes'] for r in again))}) are recomputed"
     return said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ssd_fx.report.columns import aligned
@@ -70,16 +70,13 @@ def _unfreed(report: Report) -> list[str]:
 
 def holders(report: Report) -> list[tuple[str, Folded]]:
     """Who holds what was to leave memory, layers together, the largest first."""
-    found = _fold(unfreed(report), lambda u: u.row, lambda u: u.nbytes, lambda u: 1, lambda u: u.who)
+    found = _fold((each.row, each.who, each.nbytes, 1) for each in unfreed(report))
     return sorted(found, key=lambda each: -each[1].nbytes)
 
 
 def _table(report: Report) -> list[str]:
-    runs = {graph.graph: graph.runs for graph in report.graphs}
-    rows = [row for graph in report.graphs for row in graph.rows]
-    folded = _fold(
-        rows, lambda row: row, lambda row: runs[row.graph] * row.nbytes, lambda row: runs[row.graph], _decision
-    )
+    rows = [(row, graph.runs) for graph in report.graphs for row in graph.rows]
+    folded = _fold((row, _decision(row), runs * row.nbytes, runs) for row, runs in rows)
     least = sorted((f.nbytes for _, f in folded), reverse=True)[:ROWS][-1:] or [0]
     shown = [each for each in folded if each[1].nbytes >= least[0]][:ROWS]
     left = [f for each in folded if each not in shown for f in each[1:]]
@@ -94,21 +91,17 @@ def _decision(row: GroupRow) -> str:
     return " ".join(filter(None, (row.decision, row.tier, f"({row.reason})" if row.reason else "")))
 
 
-def _fold(
-    things: Iterable[object],
-    row_of: Callable[..., GroupRow],
-    nbytes_of: Callable[..., int],
-    runs_of: Callable[..., int],
-    what_of: Callable[..., str],
-) -> list[tuple[str, Folded]]:
-    """The things of all layers together that are alike but for their number, in the order in which they come first."""
-    found: dict[Hashable, tuple[str, Folded]] = {}
-    for thing in things:
-        row, what = row_of(thing), what_of(thing)
+def _fold(rows: Iterable[tuple[GroupRow, str, int, int]]) -> list[tuple[str, Folded]]:
+    """Those of all layers together that are alike but for their number, in the order in which they come first.
+
+    rows: each with what to say of it, with its bytes, and with how often it is there.
+    """
+    found: dict[tuple[str, str], tuple[str, Folded]] = {}
+    for row, what, nbytes, runs in rows:
         before, number, behind = parts(row.module)
         module = ".".join([*before, *([] if number is None else ["{}"]), *behind])
         _, folded = found.setdefault((module, what), (what, Folded(module)))
-        folded.add(row, number, nbytes_of(thing), runs_of(thing))
+        folded.add(row, number, nbytes, runs)
     return list(found.values())
 
 

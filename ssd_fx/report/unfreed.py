@@ -26,7 +26,7 @@ def unfreed(report: Report) -> list[Unfreed]:
     steps = max(report.stats.steps, 1) if report.stats else 1
     found = [each for graph in report.graphs for row in graph.rows for each in _measured(row, steps)]
     found += [each for graph in report.graphs for row in graph.rows for each in _planned(graph, row)]
-    return sorted(found, key=_order)
+    return sorted(found, key=lambda each: -each.nbytes)
 
 
 def asked(report: Report) -> int:
@@ -39,10 +39,6 @@ def loud(report: Report) -> int:
     """Bytes a step that were to leave memory and stay; 0 if it is too little to tell."""
     missed = sum(each.nbytes for each in unfreed(report))
     return missed if missed > LOUD * asked(report) else 0
-
-
-def _order(each: Unfreed) -> int:
-    return -each.nbytes
 
 
 def _measured(row: GroupRow, steps: int) -> list[Unfreed]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ssd_fx.runtime.engines.extents import STEP
 from tests.distributed.launch import torchrun
 from tests.distributed.node import DYING, MEASURES_S
 
@@ -39,7 +40,7 @@ def test_every_rank_writes_to_its_directory(job: tuple[Path, list[dict[str, Any]
     _, ranks = job
     files = [{Path(path).name: nbytes for path, nbytes in rank["files"].items()} for rank in ranks]
     assert [list(each) for each in files] == [["a"], ["b"]]
-    assert all(nbytes == 256 << 20 for each in files for nbytes in each.values())  # preallocated
+    assert all(nbytes == STEP for each in files for nbytes in each.values())  # preallocated
     assert ranks[0]["left"] == ranks[1]["left"] != 0  # the same graph
 
 

@@ -108,6 +108,12 @@ def half_precision(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (y @ y.t()).float().sum()
 
 
+def rounded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A bf16 difference is saved, and read in the forward by the kernel that computes it: in float32 or rounded?"""
+    a, b = x.bfloat16(), w.bfloat16()
+    return ((a @ b - b @ a).float() * 3.3).sin().sum()
+
+
 def complex_numbers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Complex activations, whose conjugates are lazy."""
     z = torch.complex(x @ w, x)
@@ -294,7 +300,7 @@ def changed_copy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 ALL: tuple[Toy, ...] = (
     relu_chain, shared_view, views_only, non_contiguous, tied_weight, saved_output, view_of_output, in_place,
-    multi_output, expanded, dtype_view, dropout, half_precision, complex_numbers, lazy_negative, real_view,
+    multi_output, expanded, dtype_view, dropout, half_precision, rounded, complex_numbers, lazy_negative, real_view,
     wide_dtype_view, part_of_an_element, float8, scalar, empty, saved_twice, unbound, unsafe_split, overlapping,
     view_of_input, narrow, slice_of_big_base, neighbouring_slices, scattered_slices, slice_with_steps,
     slice_of_permuted, slice_and_living_base, slice_that_is_reduced, gaps, equal_copy, copy_of_copy, changed_copy,

@@ -108,8 +108,6 @@ def test_few_heads_of_keys_are_copied_on_many_gpus() -> None:
             r"heads=3 does not divide width=1024; right would be one of 1, 2",
         ),
         (lambda: dataclasses.replace(MODEL, kv_heads=3), "kv_heads=3 does not divide heads=16"),
-        (lambda: dataclasses.replace(MODEL, dtype="fp8"), "dtype='fp8' is unknown; right would be one of fp16, bf16"),
-        (lambda: Parallelism(zero=4), "zero='4' is unknown; right would be one of 0, 1, 2, 3"),
         (lambda: scenario(parallelism=Parallelism(tp=5)), "tp=5 does not divide heads=16; right would be one of 1, 2"),
         (lambda: scenario(parallelism=Parallelism(pp=3)), "pp=3 does not divide layers=8"),
         (lambda: scenario(batch=0), "batch=0 is too small"),

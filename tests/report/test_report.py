@@ -60,7 +60,7 @@ def test_the_five_lines_come_first_and_their_figures_are_those_of_the_run() -> N
     assert [name for name, _ in told] == ["memory", "cost", "drive", "plan", "next"]
     assert str(found).splitlines()[:5] == [f"{name:7} {said}" for name, said in told]
     figures = summary(found)
-    assert figures.measured_written_bytes == seen.written_bytes // 4
+    assert figures.measured_stall_s == seen.stall_s / 4
     assert figures.offloaded_bytes == seen.offloaded_bytes // 4
     assert figures.stay_bytes == 3 * HIDDEN  # the outputs, which are saved too
     assert figures.stock_stay_bytes == 3 * HIDDEN + seen.saved_bytes // 4
@@ -156,7 +156,7 @@ def test_values() -> None:
     assert block["write_from_s"] <= block["write_to_s"] <= block["used_s"] <= block["last_used_s"]
     again = json.loads(json.dumps(found.to_dict()))
     assert again["groups"] == rows
-    assert again["summary"]["measured_written_bytes"] == summary(found).measured_written_bytes
+    assert again["summary"]["measured_stall_s"] == summary(found).measured_stall_s
 
 
 def test_the_step_is_over_time_what_the_forecast_says() -> None:

@@ -221,6 +221,16 @@ class FakeGpu:
         self.overwrite(x, values)
         return x
 
+    @contextlib.contextmanager
+    def on_another_stream(self) -> Iterator[None]:
+        """Within this the test computes on a stream of its own."""
+        before = self.compute
+        self.compute = self.side(torch.device("cpu"))
+        try:
+            yield
+        finally:
+            self.compute = before
+
     def overwrite(self, x: Tensor, values: Tensor) -> None:
         """Queues a kernel that writes `values` to where `x` is now."""
         data = ctypes.string_at(values.data_ptr(), values.numel() * values.itemsize)

@@ -436,3 +436,42 @@ def test_the_fake_is_a_backend():
     fake = methods(FakeGpu)
     for name, parameters in methods(streams.CudaStreams).items():
         assert fake[name] == parameters
+
+
+# ---- several streams of the user
+
+
+@LATE
+def test_what_one_stream_makes_is_not_written_before_it_is_there(gpu):
+    """It is resident until a store on another stream pushes it out."""
+    config = config_json("", "memory", host_budget=8 * N, dirs=[])
+    values = torch.arange(N, dtype=torch.int64)
+    x = gpu.tensor(values)
+    handle = store(x, config)
+    assert lookup(handle).write is None
+    with gpu.on_another_stream():
+        y = gpu.tensor(values + 1)
+        other = store(y, config, slot=1)
+        release(other, y)
+    assert lookup(handle).write is not None
+    release(handle, x)
+    del x, y
+    settle(handle)
+    gpu.scrub()
+    assert gpu.bytes_of(load(handle, torch.empty(N, dtype=torch.int64))) == raw(values)
+
+
+@LATE
+def test_what_one_stream_read_ahead_no_other_gets(gpu):
+    """Its memory goes back to the stream that asked, which would reuse it too early."""
+    handle = on_disk(gpu, MEMORY, numbers())
+    entry = lookup(handle)
+    with gpu.on_another_stream():
+        entry.store.reader.ahead(entry)
+    address = entry.ahead.landing.data_ptr()
+    held = entry.ahead.landing
+    y = start_load(handle, torch.empty(N))
+    assert y.data_ptr() != address
+    assert entry.ahead is None
+    del held
+    assert gpu.bytes_of(wait(y, handle)) == raw(numbers())
