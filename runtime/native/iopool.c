@@ -136,14 +136,8 @@ Pool *pool_create(int threads) {
     return NULL;
 }
 
-/* Fills `counts` in the order of `Counts` in runtime/native/pool.py. */
-void pool_counts(Pool *p, uint64_t counts[5]) {
-    counts[0] = atomic_load(&p->summed_bytes);
-    counts[1] = atomic_load(&p->copied_bytes);
-    counts[2] = atomic_load(&p->staging_bytes);
-    counts[3] = atomic_load(&p->allocations);
-    counts[4] = atomic_load(&p->streams);
-}
+/* The bytes that checksums were computed of. */
+uint64_t pool_summed_bytes(Pool *p) { return atomic_load(&p->summed_bytes); }
 
 size_t req_size(void) { return sizeof(Request); }
 

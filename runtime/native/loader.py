@@ -38,7 +38,7 @@ class Library:
         self.request_type = ctypes.c_char * int(bind(held, "req_size", size)())
         placing = (i32, i32, pointer, size, i64, pointer, pointer, size)  # from `operation` to `content`
         self.init = bind(held, "req_init", None, pointer, pointer, *placing)
-        self.counts = bind(held, "pool_counts", None, pointer, pointer)
+        self.summed_bytes = bind(held, "pool_summed_bytes", ctypes.c_uint64, pointer)
         self.start = bind(held, "req_start", None, pointer, pointer)
         self.state = bind(held, "req_state", i32, pointer)
         self.wait = bind(released, "req_wait", i32, pointer, i32)

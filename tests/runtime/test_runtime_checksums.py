@@ -170,10 +170,10 @@ def test_read_into_another_phase_is_checked(engine):
 def test_every_byte_on_disk_is_summed_twice(engine):
     nbytes = 9 * MIB + SHORT
     extent = write(engine, bytes(nbytes))
-    assert engine._pool.counts().summed_bytes == nbytes
+    assert engine._pool.summed_bytes() == nbytes
     target = Aligned(nbytes)
     finish(engine.read(extent, target.memory))
-    assert engine._pool.counts().summed_bytes == 2 * nbytes
+    assert engine._pool.summed_bytes() == 2 * nbytes
     assert len(extent.sums) == 10
 
 
@@ -190,11 +190,11 @@ def damaged(config):
 
 def test_store_tries_again_and_raises(tmp_path):
     x, handle, engine, extent = damaged(config_json(tmp_path))
-    before = engine._pool.counts().summed_bytes
+    before = engine._pool.summed_bytes()
     with pytest.raises(OSError, match=r"slot 0 of graph 'g'.* failed 3 times: .*checksum mismatch") as raised:
         load(handle, x)
     assert raised.value.errno == errno.EIO
-    assert engine._pool.counts().summed_bytes - before == 3 * extent.body_bytes
+    assert engine._pool.summed_bytes() - before == 3 * extent.body_bytes
 
 
 def test_off_is_off(tmp_path):
@@ -202,7 +202,7 @@ def test_off_is_off(tmp_path):
     x, handle, engine, extent = damaged(config_json(tmp_path, checksums=False))
     y = load(handle, x)
     assert raw(y) == b"\xff" * 8 + raw(x)[8:]
-    assert engine._pool.counts().summed_bytes == 0
+    assert engine._pool.summed_bytes() == 0
     assert extent.sums is None
 
 
