@@ -68,7 +68,7 @@ def available(flags: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]
 
 def remark(name: str) -> str:
     if name.startswith("kvikio"):
-        found = cufile.status(cufile.Driver(), forced=name.endswith("-forced"))
+        found = cufile.status(forced=name.endswith("-forced"))
         return f"{found.version}, " + ("real GPUDirect Storage" if found.real else f"through the host: {found.reason}")
     return "through pinned host memory" if name == "posix" else "host memory, no drive"
 

@@ -62,10 +62,6 @@ class RuntimeConfig:
                 right = f"tiers are {list(TIERS)}, codecs {list(CODECS)}"
                 raise ValueError(f"compression {codec!r} of tier {tier!r} is not known; {right}")
 
-    def codec(self, tier: str) -> str:
-        """The codec of a tier, or the empty string."""
-        return dict(self.compression).get(tier, "")
-
 
 _TYPES: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(RuntimeConfig)}
 _TYPES |= {"dirs": list, "compression": dict}  # in JSON

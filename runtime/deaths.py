@@ -29,8 +29,8 @@ class _Watcher(weakref.ref):  # type: ignore[type-arg]
     item: Any
 
 
-class _Wake(NamedTuple):
-    """Wakes the janitor for the guard `item`; in its queue it looks like a `_Watcher`."""
+class _Given(NamedTuple):
+    """An item that comes of no death. In a queue it looks like a `_Watcher`."""
 
     item: Any
 
@@ -49,7 +49,7 @@ class Guard(Generic[T]):
     def reset(self) -> None:
         """For the child of a fork: a fresh lock, since a thread that does not exist here may have held the old one."""
         self.lock = threading.Lock()
-        self._queued: deque[T | _Watcher] = deque()
+        self._queued: deque[_Given | _Watcher] = deque()
         self._watchers: dict[int, tuple[_Watcher, _Watcher]] = {}
 
     def watch(self, thing: object, item: T, *, now: bool = True) -> None:
@@ -66,8 +66,8 @@ class Guard(Generic[T]):
 
     def soon(self, item: T) -> None:
         """Handles `item` in the janitor, for callers who hold a lock that `handle` takes."""
-        self._queued.append(item)
-        janitor().put(_Wake(self))
+        self._queued.append(_Given(item))
+        janitor().put(_Given(self))
 
     def drain(self) -> None:
         """Handles what was queued. This thread must not hold the lock."""
@@ -78,15 +78,12 @@ class Guard(Generic[T]):
 
     def _handle_first(self) -> None:
         first = self._queued[0]
-        if isinstance(first, _Watcher):
-            self._handle(first.item)
-            self._watchers.pop(id(first), None)
-        else:
-            self._handle(first)
+        self._handle(first.item)
+        self._watchers.pop(id(first), None)
         self._queued.popleft()  # after `handle`, so that an item that a signal interrupted is handled again
 
 
-_Queue = queue.SimpleQueue[_Watcher | _Wake]
+_Queue = queue.SimpleQueue[_Given | _Watcher]
 _wake: _Queue = queue.SimpleQueue()  # the janitor's
 _thread_of_process = 0
 when_idle: list[Callable[[], None]] = []

@@ -165,11 +165,6 @@ def of(store: "Store") -> list[Entry]:
     return [entry for entry in _entries.values() if entry.store is store]
 
 
-def has(store: "Store") -> bool:
-    """Whether `store` has entries. Called under the lock."""
-    return any(entry.store is store for entry in _entries.values())
-
-
 def forget() -> None:
     """Drops all entries, whose I/O must have ended. Afterwards `lookup` of their handles raises."""
     _entries.clear()

@@ -13,23 +13,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ssd_fx.runtime.entries import Entry
 
-_TYPE_NAMES = {
-    torch.float32: "FloatTensor",
-    torch.float64: "DoubleTensor",
-    torch.float16: "HalfTensor",
-    torch.bfloat16: "BFloat16Tensor",
-    torch.int64: "LongTensor",
-    torch.bool: "BoolTensor",
-}
-
 
 def changed_in_place(entry: Entry, version: int) -> RuntimeError:
     """Somebody wrote into the tensor after its store. The text begins as eager mode's does."""
-    module = "torch.cuda" if entry.device.type == "cuda" else "torch"
-    kind = _TYPE_NAMES.get(entry.layout.dtype, "Tensor")
+    kind = torch.empty(0, dtype=entry.layout.dtype, device=entry.device).type()
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{module}.{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {version}; "
+        f"[{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {version}; "
         f"expected version {entry.version} instead"
     )
 

@@ -46,7 +46,7 @@ class Habit:
 class Habits:
     """The habits of all slots of one store. Without `adapt` they are noted, and change nothing."""
 
-    adapt: bool = True
+    adapt: bool
     late: dict[tuple[str, int], None] = field(default_factory=dict)  # (graph, slot) to read before the plan says
     _slots: dict[tuple[str, int], Habit] = field(default_factory=dict)
     _unread: dict[str, tuple[int, int]] = field(default_factory=dict)  # by graph: one slot, and its deaths in a row

@@ -31,8 +31,9 @@ RELIES_ON = ("", "strides", "dtype", "address")
 
 def _is_non_overlapping_and_dense(size: Ints, stride: Ints) -> bool:
     """Whether the elements fill a range of memory without gap and overlap."""
+    dimensions = [(step, length) for length, step in zip(size, stride, strict=True) if length != 1]
     expected = 1
-    for step, length in sorted((t, s) for s, t in zip(size, stride, strict=True) if s != 1):
+    for step, length in sorted(dimensions):
         if step != expected:
             return False
         expected *= length

@@ -124,10 +124,8 @@ def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
         entry.store.wait_load_(entry, x, seq)
 
 
-def _fake_begin(
-    token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, about: str = ""
-) -> None:
-    return
+def _nothing(*_: object, **__: object) -> None:
+    """What the fake of an operator without results does."""
 
 
 def _fake_store(
@@ -144,14 +142,6 @@ def _fake_store(
     return stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
 
 
-def _fake_refuse_stand_ins(saved: Sequence[Tensor]) -> None:
-    return
-
-
-def _fake_wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
-    return
-
-
 def _fake_load(
     handle: Tensor,
     size: Sequence[int],
@@ -165,18 +155,14 @@ def _fake_load(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _fake_wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
-    return
-
-
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
-    "begin_": (_begin, _fake_begin),
+    "begin_": (_begin, _nothing),
     "store": (_store, _fake_store),
     "stand_in": (_stand_in, stand_in),
-    "refuse_stand_ins": (_refuse_stand_ins, _fake_refuse_stand_ins),
-    "wait_store_": (_wait_store, _fake_wait_store),
+    "refuse_stand_ins": (_refuse_stand_ins, _nothing),
+    "wait_store_": (_wait_store, _nothing),
     "load": (_load, _fake_load),
-    "wait_load_": (_wait_load, _fake_wait_load),
+    "wait_load_": (_wait_load, _nothing),
 }
 
 # flexible_layout: Inductor must pass us the buffer that it has, not a copy in another layout.

@@ -52,7 +52,7 @@ class Run:
 class Prefetcher:
     """Follows the runs, and prefetches up to `window` bytes, and `spare()` bytes more."""
 
-    def __init__(self, reader: Reader, habits: Habits, window: int, spare: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, reader: Reader, habits: Habits, window: int, spare: Callable[[], int]) -> None:
         self._reader = reader
         self._habits = habits
         self._window = window
@@ -86,21 +86,32 @@ class Prefetcher:
         run = entry.run
         if run is None or not run.waits_for(entry):
             return
+        self._note_asked(run, entry)
+        if not run.waiting:
+            self._plan_successor(run)
+        elif self._spare() and run.graph in self._slots:
+            self._plan_rest(run)
+        else:
+            self._upcoming.extend(self._late_ones(run, entry.slot))
+        self.advance()
+
+    def _note_asked(self, run: Run, entry: Entry) -> None:
         if not run.asked:
             self._order.append(run.key)
         run.asked.append(entry.slot)
         self._remove(run, entry)
-        if run.waiting and self._spare() and run.graph in self._slots:
-            if self._read_ahead is not run:
-                self._read_ahead = run
-                self._upcoming = deque(self._in_order(run))
-        elif run.waiting:
-            self._upcoming.extend(self._late_ones(run, entry.slot))
-        else:
-            self._slots[run.graph] = {slot: place for place, slot in enumerate(run.asked)}
-            successor = self._successor(run)
-            self._upcoming = deque(self._in_order(successor) if successor else ())
-        self.advance()
+
+    def _plan_successor(self, run: Run) -> None:
+        """The backward of `run` has asked for all: what the next one needs is read."""
+        self._slots[run.graph] = {slot: place for place, slot in enumerate(run.asked)}
+        successor = self._successor(run)
+        self._upcoming = deque(self._in_order(successor) if successor else ())
+
+    def _plan_rest(self, run: Run) -> None:
+        """There is memory to spare: all that the backward of `run` still needs is read."""
+        if self._read_ahead is not run:
+            self._read_ahead = run
+            self._upcoming = deque(self._in_order(run))
 
     def dead(self, entry: Entry) -> None:
         """Records that an entry dies. Called again if a signal ended it early."""

@@ -101,28 +101,30 @@ class Reader:
         A copy that cannot fail is waited for by the device, in the order of its stream, and not by the host.
         Takes the lock itself.
         """
+        assert load.read, "only asked for loads that read"
         if isinstance(load.read, Queued) and load.read.follow():
             self._account(entry, load)
             return None
-        error = outcome(load.read) if load.read else None
-        for _ in range(ATTEMPTS - 1):
-            if error is None:
-                break
-            try:
-                with GUARD.lock:
-                    load.read = self._engine.read(_extent(entry), Memory.of(load.landing))
-                    load.read.start()
-            except OSError as again:
-                error = again
-                continue
-            error = outcome(load.read)
-        if load.read:
-            how = "failed" if error else "ok"
-            span = load.read.span()
-            trace.transfer("read", entry.graph, entry.slot, load.seq, span, entry.moved_bytes, how, self._engine.name)
-        if error is None and load.read:
+        error = outcome(load.read)
+        attempts = 1
+        while error and attempts < ATTEMPTS:
+            error = self._read_again(entry, load)
+            attempts += 1
+        span, how = load.read.span(), "failed" if error else "ok"
+        trace.transfer("read", entry.graph, entry.slot, load.seq, span, entry.moved_bytes, how, self._engine.name)
+        if error is None:
             self._account(entry, load)
         return error
+
+    def _read_again(self, entry: Entry, load: Load) -> OSError | None:
+        """The error of another attempt, None if the bytes are there. Waits for its end."""
+        try:
+            with GUARD.lock:
+                load.read = self._engine.read(_extent(entry), Memory.of(load.landing))
+                load.read.start()
+        except OSError as error:
+            return error
+        return outcome(load.read)
 
     def _account(self, entry: Entry, load: Load) -> None:
         counters(entry.graph).read_bytes += entry.moved_bytes

@@ -41,7 +41,7 @@ class Residency:
         self,
         least: int,
         most: int,
-        available_bytes: Callable[[], int] = lambda: sys.maxsize,
+        available_bytes: Callable[[], int],
         clock: Callable[[], float] = time.perf_counter,
         waits: float = WAITS,
     ) -> None:
@@ -63,6 +63,11 @@ class Residency:
         self._patience = QUIET_STEPS
         self._part = FIRST
         self._enough = least  # bytes with which no step waited; in a trial more than `nbytes`
+
+    @property
+    def _on_trial(self) -> bool:
+        """Whether fewer bytes are tried than were enough."""
+        return self.nbytes < self._enough
 
     @property
     def more(self) -> int:
@@ -114,25 +119,27 @@ class Residency:
             return
         if share <= self._waits:
             self._quiet += 1
-            on_trial = self.nbytes < self._enough
-            if self.more and self._quiet >= (QUIET_STEPS if on_trial else self._patience):
+            if self.more and self._quiet >= (QUIET_STEPS if self._on_trial else self._patience):
                 self._try_less()
             return
         self._quiet = 0
-        if before <= self._waits:
-            return
-        if self.nbytes < self._enough:  # a trial failed
+        if before > self._waits:
+            self._take_more(min(share, before), limit)
+
+    def _take_more(self, share: float, limit: int) -> None:
+        """Each of the last two steps waited for `share` of its time or more."""
+        if self._on_trial:  # it failed
             wanted = self._enough
             self._patience = min(2 * self._patience, LONGEST)
         else:
-            late = math.ceil(min(share, before, 1.0) * self._stored)
+            late = math.ceil(min(share, 1.0) * self._stored)
             wanted = max(self.nbytes, min(self.nbytes + late, self.least + self._stored))
         self._part = FIRST
         self._enough = min(wanted, limit)
-        self._change(self._enough, f"the last two steps waited {min(share, before):.0%} of their time")
+        self._change(self._enough, f"the last two steps waited {share:.0%} of their time")
 
     def _try_less(self) -> None:
-        if self.nbytes < self._enough:  # the last trial did well
+        if self._on_trial:  # it did well
             self._patience = QUIET_STEPS
             self._part = max(1, self._part // 2)
         self._quiet = 0

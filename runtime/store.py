@@ -73,7 +73,7 @@ class Store:
         seen = TensorMeta(tuple(x.shape), x.stride(), x.dtype)
         layout = dense_form(x)
         self._device = x.device
-        nbytes = math.prod(layout.size) * x.itemsize if x.numel() else 0
+        nbytes = math.prod(layout.size) * x.itemsize
         entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding)
         entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
@@ -165,22 +165,31 @@ class Store:
         """
         started = now()
         load = _find(entry, x) if entry.nbytes else None
-        arrival = Arrival(entry.device) if load and load.read else None
-        error = self.reader.complete(entry, load) if load else None
-        stall = arrival.waited_s() if arrival else 0.0
+        if load and load.read:
+            self._wait_for_read(entry, load, seq, started)
+            return
         with GUARD.lock:
             if load:
                 self.reader.done(entry, load)
-                if load.read:
-                    self.residency.waited(stall)
-                if load.read and not entry.strict:
-                    self.habits.waited(entry.graph, entry.slot, stall)
                 self.prefetcher.advance()
+            counters(entry.graph).backward(seq)
+            self._record("wait", entry, seq, started, "memory")
+
+    def _wait_for_read(self, entry: Entry, load: Load, seq: int, started: float) -> None:
+        """`wait_load_` of a load that reads. Raises: as `wait_load_`."""
+        arrival = Arrival(entry.device)
+        error = self.reader.complete(entry, load)
+        stall = arrival.waited_s()
+        with GUARD.lock:
+            self.reader.done(entry, load)
+            self.residency.waited(stall)
+            if not entry.strict:
+                self.habits.waited(entry.graph, entry.slot, stall)
+            self.prefetcher.advance()
             c = counters(entry.graph)
             c.stall_s += stall
             c.backward(seq)
-            place, waited = ("disk", stall) if load and load.read else ("memory", 0.0)
-            self._record("wait", entry, seq, started, place, waited)
+            self._record("wait", entry, seq, started, "disk", stall)
         if error:
             raise errors.not_read(entry, ATTEMPTS, error) from error
 
@@ -204,17 +213,13 @@ class Store:
     def end(self) -> None:
         """Ends the use of the engine: what is in memory stays there, and what is not is lost.
 
-        A read that somebody waits for may still end well. Called under the lock; `close` follows.
+        A read that somebody waits for may still end well. Called under the lock. Then the engine is closed.
         """
         self.writer.end()
         for entry in entries.of(self):
             self.prefetcher.dead(entry)
             self.reader.drop_ahead(entry)
             entry.lost = entry.extent is not None
-
-    def close(self) -> None:
-        """Joins the threads and closes the files. Takes up to a second per GiB of files."""
-        self.engine.close()
 
     def _available_bytes(self) -> int:
         """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
@@ -285,12 +290,12 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
         store = _stores.get(config)
         if store is None:
             return
-        if entries.has(store):
+        if entries.of(store):
             store.when_left = when_left
             return
         store.end()
         del _stores[config]
-    store.close()  # without the lock: other graphs go on
+    store.engine.close()  # without the lock: other graphs go on
     if not _stores:
         CPU_ALLOCATOR.trim()
 
@@ -302,7 +307,7 @@ def close_stores() -> None:
         for config, store in list(_stores.items()):
             store.end()
             del _stores[config]
-            store.close()
+            store.engine.close()
     CPU_ALLOCATOR.trim()
 
 

@@ -39,8 +39,9 @@ class Writer:
         self._habits = habits
         self._residency = residency
         self._cap = config.inflight
-        self._codec = config.codec("ssd")
-        self._host_codec = config.codec("host")
+        codecs = dict(config.compression)
+        self._codec = codecs.get("ssd", "")
+        self._host_codec = codecs.get("host", "")
         self._resident: OrderedDict[Entry, None] = OrderedDict()  # binding ones first, then oldest first
         self._writing: dict[Entry, None] = {}  # oldest first
         self.resident_bytes = 0
@@ -54,22 +55,21 @@ class Writer:
 
         Takes the tensor over, and starts every write that is due.
         """
-        accepted = False
-        arrival: Arrival | None = None
-        while True:
+        with GUARD.lock:
+            self.reap()
+            self._hold(entry, x)
+            oldest = self._start_due()
+        if oldest is None:
+            return 0.0
+        arrival = Arrival(x.device)
+        while oldest:
+            write = oldest.write  # None: another thread saw its end
+            if write:
+                outcome(write)  # an error is left to `reap`
             with GUARD.lock:
                 self.reap()
-                if not accepted:
-                    self._hold(entry, x)
-                    accepted = True
-                self._start_due()
-                if not self._due():
-                    break
-                oldest = next(iter(self._writing)).write
-            arrival = arrival or Arrival(x.device)
-            if oldest:
-                outcome(oldest)  # an error is left to `reap`
-        return arrival.waited_s() if arrival else 0.0
+                oldest = self._start_due()
+        return arrival.waited_s()
 
     def reap(self) -> None:
         """Drops our references to the tensors that have been written."""
@@ -165,12 +165,14 @@ class Writer:
         oldest = None if self._ended else next(iter(self._resident), None)
         return oldest if oldest and (oldest.early or self.resident_bytes > self._residency.nbytes) else None
 
-    def _start_due(self) -> None:
+    def _start_due(self) -> Entry | None:
+        """Starts the writes that are due. Returns the entry whose write holds the next one up, or None."""
         while entry := self._due():
             if self._writing and self.writing_bytes + entry.moved_bytes > self._cap:
-                return
+                return next(iter(self._writing))
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
+        return None
 
     def _start(self, entry: Entry) -> None:
         self._remove_resident(entry)

@@ -99,8 +99,7 @@ class SwitchedEngine:
 
     def __init__(self) -> None:
         self._drive = MemoryEngine()
-        host = MemoryEngine()
-        self._tiered = TieredEngine(host, self._drive, host.located, 1 << 40, 1 << 40)
+        self._tiered = TieredEngine(MemoryEngine(), self._drive, 1 << 40, 1 << 40)
 
     def _of(self, extent: Extent) -> Engine:
         return self._tiered if isinstance(extent, TieredExtent) else self._drive

@@ -31,8 +31,8 @@ from ssd_fx.runtime.layout import Ints
 Check = Callable[[], None]
 """Called once a transfer is over; raises OSError if it went wrong."""
 
-Enqueue = Callable[["Stream"], Check]
-"""Queues a transfer on a stream."""
+Enqueue = Callable[["Stream"], Check | None]
+"""Queues a transfer on a stream. None: the transfer cannot go wrong."""
 
 
 class Event(Protocol):
@@ -253,10 +253,14 @@ class Queued:
     """
 
     __slots__ = (
-        "_anchor", "_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_may_fail", "_over", "_side"
+        "_anchor", "_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_may_fail", "_over",
+        "_side", "_streams",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, side: Stream, enqueue: Enqueue, *, may_fail: bool = True) -> None:
+        streams = of(device)
+        assert streams, "only made for devices with streams"
+        self._streams = streams
         self._may_fail = may_fail
         self._device = device
         self._side = side
@@ -270,10 +274,8 @@ class Queued:
         self._lock = threading.Lock()  # two threads may wait for one transfer, and both need its outcome
 
     def start(self) -> None:
-        streams = of(self._device)
-        assert streams, "only made for devices with streams"
-        with streams.on(self._device):
-            self._start(streams)
+        with self._streams.on(self._device):
+            self._start(self._streams)
 
     def _start(self, streams: Streams) -> None:
         self._anchor = anchor(streams, self._device)
@@ -292,7 +294,7 @@ class Queued:
     def done(self) -> bool:
         if self._ended is None:
             return False
-        with self._on_device():
+        with self._streams.on(self._device):
             return self._ended.query()
 
     def wait(self) -> None:
@@ -307,10 +309,8 @@ class Queued:
         """
         if self._may_fail or self._error or self._ended is None:
             return False
-        streams = of(self._device)
-        assert streams, "only made for devices with streams"
-        with streams.on(self._device):
-            streams.current(self._device).wait_event(self._ended)
+        with self._streams.on(self._device):
+            self._streams.current(self._device).wait_event(self._ended)
         return True
 
     def cancel(self) -> bool:
@@ -325,7 +325,7 @@ class Queued:
         """Returns when the device has come to the end, or at once if the transfer was never started."""
         if self._ended is None:
             return
-        with self._on_device():
+        with self._streams.on(self._device):
             self._ended.synchronize()
             self._read_end(self._ended)
 
@@ -341,8 +341,3 @@ class Queued:
                 except OSError as error:  # its frames would keep alive what `_check` keeps, which must die right here
                     self._error = error.with_traceback(None)
                 self._check = None
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        streams = of(self._device)
-        assert streams, "only made for devices with streams"
-        return streams.on(self._device)

@@ -126,18 +126,20 @@ def outcome(completion: Completion) -> OSError | None:
 class Copy:
     """A completion that copies `nbytes` at its start. It keeps `owner` alive, which has the engine's memory."""
 
-    __slots__ = ("_nbytes", "_owner", "_source", "_span", "_target")
+    __slots__ = ("_copied", "_nbytes", "_owner", "_source", "_span", "_target")
 
     def __init__(self, target: int, source: int, nbytes: int, owner: object = None) -> None:
         self._target = target
         self._source = source
         self._nbytes = nbytes
         self._owner = owner
+        self._copied = False
         self._span = (0.0, 0.0)
 
     def start(self) -> None:
         started = time.perf_counter()
         ctypes.memmove(self._target, self._source, self._nbytes)
+        self._copied = True
         self._span = (started, time.perf_counter())
 
     def done(self) -> bool:
@@ -147,7 +149,7 @@ class Copy:
         return
 
     def cancel(self) -> bool:
-        return self._span == (0.0, 0.0)
+        return not self._copied
 
     def span(self) -> tuple[float, float]:
         return self._span

@@ -23,6 +23,8 @@ import torch
 
 from ssd_fx.runtime.engines.base import Memory
 
+NAME = "kvikio"  # of the package and of the engine
+MISSING = "install the extra: pip install 'ssd_fx[gds]', for CUDA 12 'ssd_fx[gds-cu12]'"
 FIXED_OFFSETS_AND_SIZE = 1 | 2 | 4  # flags of cuFileStreamRegister: no argument of a transfer changes after its call
 _CONFIG = "CUFILE_ENV_PATH_JSON"
 SYSTEM = Path("/etc/cufile.json")  # the administrator's
@@ -30,9 +32,8 @@ SYSTEM = Path("/etc/cufile.json")  # the administrator's
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the driver can do on this machine. `real`: GPU and drive exchange data directly, in the background."""
+    """What kvikio can do on this machine. `real`: GPU and drive exchange data directly, in the background."""
 
-    name: str
     version: str
     real: bool
     reason: str
@@ -54,7 +55,7 @@ class Exposed:
 
 
 class DriverFile:
-    """A file that the driver has opened.
+    """A file that kvikio has opened. It keeps no reference to the memory of a transfer, so the completion does.
 
     `write` and `read` queue a transfer between device memory and a file offset on a stream. They return a function that
     returns the number of bytes moved, to be called once the stream has passed the transfer.
@@ -85,41 +86,39 @@ class DriverFile:
         return moved
 
 
-class Driver:
-    """Package kvikio. It keeps no reference to the memory of a transfer, so the completion does."""
+def _module(name: str) -> Any:
+    """A module of kvikio, loaded. Raises: ImportError or OSError if it is missing."""
+    return importlib.import_module(name)
 
-    name = "kvikio"
-    missing = "install the extra: pip install 'ssd_fx[gds]', for CUDA 12 'ssd_fx[gds-cu12]'"
 
-    def load(self) -> str:
-        """The version of the library, which is loaded. Raises: ImportError or OSError if it is missing."""
-        self._kvikio: Any = importlib.import_module("kvikio")
-        self._defaults: Any = importlib.import_module("kvikio.defaults")
-        self._cufile: Any = importlib.import_module("kvikio.cufile_driver")
-        return str(self._kvikio.__version__)
+def _obstacle() -> str:
+    """Why transfers would pass through the host or block, "" if they would not."""
+    if _module("kvikio.defaults").is_compat_mode_preferred():
+        return "kvikio is in compatibility mode (no libcufile, no /run/udev, or KVIKIO_COMPAT_MODE=ON)"
+    cufile = _module("kvikio.cufile_driver")
+    if cufile.get("is_gds_available") or not cufile.get("allow_compat_mode"):
+        return ""  # nvidia-fs is loaded, or cuFile fails rather than copy through the host
+    return "nvidia-fs is not loaded, and the configuration of cuFile allows copies through the host"
 
-    def obstacle(self) -> str:
-        """Why transfers would pass through the host or block, "" if they would not. To be called after `load`."""
-        if self._defaults.is_compat_mode_preferred():
-            return "kvikio is in compatibility mode (no libcufile, no /run/udev, or KVIKIO_COMPAT_MODE=ON)"
-        if self._cufile.get("is_gds_available") or not self._cufile.get("allow_compat_mode"):
-            return ""  # nvidia-fs is loaded, or cuFile fails rather than copy through the host
-        return "nvidia-fs is not loaded, and the configuration of cuFile allows copies through the host"
 
-    def open(self, path: str, forced: bool) -> DriverFile:
-        """The file, opened by name for reading and writing. `forced`: even if its transfers pass through the host.
+def open_file(path: str, forced: bool) -> DriverFile:
+    """The file, opened by name for reading and writing. `forced`: even if its transfers pass through the host.
 
-        Raises: RuntimeError if it cannot be opened so.
-        """
-        if forced:
-            return DriverFile(self._kvikio.CuFile(path, "r+"))
-        # `obstacle` must have been asked before: without a GPU driver this mode hangs.
-        with self._defaults.set({"compat_mode": self._kvikio.CompatMode.OFF}):
-            return DriverFile(self._kvikio.CuFile(path, "r+"))
+    `status` must have been asked before.
 
-    def register(self, stream: int) -> None:
-        """Registers a stream on which offsets and sizes are final when a transfer is queued."""
-        self._kvikio.stream_register(stream, FIXED_OFFSETS_AND_SIZE)
+    Raises: RuntimeError if it cannot be opened so.
+    """
+    kvikio = _module("kvikio")
+    if forced:
+        return DriverFile(kvikio.CuFile(path, "r+"))
+    # Without a GPU driver this mode hangs, and `status` says that there is none.
+    with _module("kvikio.defaults").set({"compat_mode": kvikio.CompatMode.OFF}):
+        return DriverFile(kvikio.CuFile(path, "r+"))
+
+
+def register(stream: int) -> None:
+    """Registers a stream on which offsets and sizes are final when a transfer is queued."""
+    _module("kvikio").stream_register(stream, FIXED_OFFSETS_AND_SIZE)
 
 
 def configure(forced: bool = False) -> None:
@@ -148,17 +147,19 @@ def current_device() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
-def status(driver: Driver, forced: bool = False) -> Status:
-    """What `driver` says that it can do on this machine. Loads it. Only a round trip shows whether it is true."""
+def status(forced: bool = False) -> Status:
+    """What kvikio says that it can do on this machine. Loads it. Only a round trip shows whether it is true."""
     if current_device() is None:
-        return Status(driver.name, "", False, "torch sees no CUDA device")
+        return Status("", False, "torch sees no CUDA device")
     configure(forced)
     try:
-        version = driver.load()
+        version = str(_module("kvikio").__version__)
+        for part in ("kvikio.defaults", "kvikio.cufile_driver"):
+            _module(part)
     except (ImportError, OSError) as error:
-        return Status(driver.name, "", False, f"{error}; {driver.missing}")
+        return Status("", False, f"{error}; {MISSING}")
     try:
-        obstacle = driver.obstacle()
+        obstacle = _obstacle()
     except RuntimeError as error:
         obstacle = f"cuFile does not answer: {error}"
-    return Status(driver.name, version, not obstacle, obstacle)
+    return Status(version, not obstacle, obstacle)

@@ -70,8 +70,8 @@ class BackingFile:
         self.directory = directory
         self.no_writes = Pause()  # while it lasts `room` raises
         self.no_growth = Pause()  # while it lasts only free extents are used
-        self.fd, self.direct = _open_direct_if_possible(directory, opened)
-        memory, offset = dio_alignment(self.fd) if self.direct else (1, 1)
+        self.fd, direct = _open_direct_if_possible(directory, opened)
+        memory, offset = dio_alignment(self.fd) if direct else (1, 1)
         self.align = max(memory, offset)
         self._granularity = max(PAGE, self.align)
         self._step = step
@@ -151,19 +151,9 @@ class BackingFile:
 
         Raises: OSError if it cannot grow.
         """
-        nbytes = self.nbytes + missing
-        if self._limit and nbytes > self._limit:  # no pause, because a smaller extent may still fit
-            message = f"the file would have {nbytes} B, and disk_limit is {self._limit} B"
-            raise OSError(errno.ENOSPC, message, self.directory)
-        if self.no_growth:
-            raise OSError(errno.ENOSPC, "the file could not grow earlier and has no room left", self.directory)
-        available = self._available()
-        if missing > available:  # no pause here either
-            message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
-            raise OSError(errno.ENOSPC, message, self.directory)
+        allowed = self._allowed(missing)
         if not self.nbytes:
             _log.info("activations go to a new file in %s; the first writes to it are slower", self.directory)
-        allowed = min(available, self._limit - self.nbytes) if self._limit else available
         share = self.nbytes // SHARE // self._granularity * self._granularity  # extents begin at multiples of it
         step = max(self._step, min(share, LARGEST_STEP))
         try:
@@ -173,6 +163,25 @@ class BackingFile:
             raise
         self._free.grow(added)
 
+    def _allowed(self, missing: int) -> int:
+        """The bytes by which the file may grow.
+
+        A refusal begins no pause, because a smaller extent may still fit.
+
+        Raises: OSError if these are fewer than `missing`.
+        """
+        nbytes = self.nbytes + missing
+        if self._limit and nbytes > self._limit:
+            message = f"the file would have {nbytes} B, and disk_limit is {self._limit} B"
+            raise OSError(errno.ENOSPC, message, self.directory)
+        if self.no_growth:
+            raise OSError(errno.ENOSPC, "the file could not grow earlier and has no room left", self.directory)
+        available = self._available()
+        if missing > available:
+            message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
+            raise OSError(errno.ENOSPC, message, self.directory)
+        return min(available, self._limit - self.nbytes) if self._limit else available
+
     def _available(self) -> int:
         return beyond_the_reserve(os.fstatvfs(self.fd))
 
@@ -181,17 +190,28 @@ class BackingFile:
 
         Raises: OSError if not even `missing` can be had.
         """
-        for nbytes in (wanted, missing):
-            try:
-                os.posix_fallocate(self.fd, self._free.end, nbytes)
-                return nbytes
-            except OSError as error:
-                reason = error
-            if reason.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # no fallocate: a sparse file serves
-                os.ftruncate(self.fd, self._free.end + nbytes)
-                return nbytes
+        if self._preallocate(wanted) is None:
+            return wanted
+        reason = self._preallocate(missing)
+        if reason is None:
+            return missing
         message = f"growing the file by {missing} B to {self._free.end + missing} B: {reason.strerror}"
         raise OSError(reason.errno, message, self.directory)
+
+    def _preallocate(self, nbytes: int) -> OSError | None:
+        """Why `nbytes` behind the end cannot be preallocated, None if they are now.
+
+        Raises: OSError if there is no fallocate and the sparse file cannot grow.
+        """
+        try:
+            os.posix_fallocate(self.fd, self._free.end, nbytes)
+            return None
+        except OSError as error:
+            reason = error
+        if reason.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            return reason
+        os.ftruncate(self.fd, self._free.end + nbytes)  # no fallocate: a sparse file serves
+        return None
 
 
 def beyond_the_reserve(status: os.statvfs_result) -> int:

@@ -27,7 +27,7 @@ from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, not_readable
-from ssd_fx.runtime.engines.cufile import Driver, DriverFile
+from ssd_fx.runtime.engines.cufile import DriverFile
 from ssd_fx.runtime.engines.extents import STEP, BackingFile
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import make_engine
@@ -50,11 +50,11 @@ class GdsExtent(Extent):
 
 
 class _GdsFile:
-    """A backing file, and the same file opened by the driver."""
+    """A backing file, and the same file opened by kvikio."""
 
-    def __init__(self, driver: Driver, directory: str, limit: int, forced: bool) -> None:
+    def __init__(self, directory: str, limit: int, forced: bool) -> None:
         opened: list[DriverFile] = []
-        self.backing = BackingFile(directory, STEP, limit, lambda path: opened.append(_opened(driver, path, forced)))
+        self.backing = BackingFile(directory, STEP, limit, lambda path: opened.append(_opened(path, forced)))
         self.driver = opened[0]
 
     def close(self) -> None:
@@ -62,31 +62,30 @@ class _GdsFile:
         self.backing.close()
 
 
-def _opened(driver: Driver, path: str, forced: bool) -> DriverFile:
+def _opened(path: str, forced: bool) -> DriverFile:
     try:
-        return driver.open(path, forced)
+        return cufile.open_file(path, forced)
     except RuntimeError as error:
-        raise OSError(_NO_ERRNO, f"{driver.name} cannot open a file here: {error}", os.path.dirname(path)) from error
+        raise OSError(_NO_ERRNO, f"{cufile.NAME} cannot open a file here: {error}", os.path.dirname(path)) from error
 
 
 class GdsEngine:
-    """One backing file in `directory`, with the other options of `config`. `driver` must be loaded.
+    """One backing file in `directory`, with the other options of `config`. `cufile.status` must have been asked.
 
     Raises: what `check_directory` raises; OSError if the file cannot be opened.
     """
 
+    name = cufile.NAME
     devices = frozenset({"cpu", "cuda"})
 
-    def __init__(self, driver: Driver, directory: str, config: RuntimeConfig, *, forced: bool = False) -> None:
+    def __init__(self, directory: str, config: RuntimeConfig, *, forced: bool) -> None:
         check_directory(directory, config.allow_tmpfs)
-        self.name = driver.name
         self._config = dataclasses.replace(config, engine="posix", dirs=(directory,))
         self._host: Engine | None = None
         # By transfer, its stream. A future that is dropped before its end blocks the host, so they are kept here.
         self._under_way: dict[streams.Queued, streams.Stream] = {}
         self._lanes: dict[torch.device, deque[streams.Stream]] = {}
-        self._driver = driver
-        self._file = _GdsFile(driver, str(Path(directory)), config.disk_limit, forced)
+        self._file = _GdsFile(str(Path(directory)), config.disk_limit, forced)
         _open_engines.append(self)
 
     @property
@@ -164,7 +163,7 @@ class GdsEngine:
             assert queued, "only asked for devices with streams"
             with queued.on(device):
                 idle = queued.side(device)
-                self._driver.register(idle.cuda_stream)
+                cufile.register(idle.cuda_stream)
         else:
             lanes.remove(idle)
         lanes.append(idle)
@@ -199,32 +198,32 @@ def _failure(what: str, extent: GdsExtent, how: str) -> OSError:
     return OSError(_NO_ERRNO, f"{place} {how}", extent.directory)
 
 
-def check_machine(driver: Driver, *, forced: bool = False) -> None:
+def check_machine(*, forced: bool) -> None:
     """Returns if this machine has GPUDirect Storage or, with `forced`, at least cuFile.
 
     Raises: RuntimeError, which names an engine that works here.
     """
-    found = cufile.status(driver, forced)
+    found = cufile.status(forced)
     if not found.version or not (found.real or forced):
-        name = f"{driver.name}-forced" if forced else driver.name
-        without = f"; engine='{driver.name}-forced' would go through cuFile's all the same" if found.version else ""
+        name = f"{cufile.NAME}-forced" if forced else cufile.NAME
+        without = f"; engine='{cufile.NAME}-forced' would go through cuFile's all the same" if found.version else ""
         raise RuntimeError(
             f"engine {name!r} has no {'cuFile' if forced else 'GPUDirect Storage'} here: {found.reason}. "
             f"Use engine='posix', which goes through pinned host memory{without}."
         )
 
 
-def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> Engine:
+def make(config: RuntimeConfig, *, forced: bool) -> Engine:
     """An engine that has passed a round trip in every directory.
 
     Raises: ValueError without directories; what `check_machine` and `GdsEngine` raise; OSError if a round trip fails.
     """
-    check_machine(driver, forced=forced)
+    check_machine(forced=forced)
     if not config.dirs:
-        raise ValueError(f"engine {driver.name!r} needs at least one directory on a drive in dirs")
+        raise ValueError(f"engine {cufile.NAME!r} needs at least one directory on a drive in dirs")
 
     def tried(directory: str) -> Engine:
-        engine = GdsEngine(driver, directory, config, forced=forced)
+        engine = GdsEngine(directory, config, forced=forced)
         try:
             _round_trip(engine)
         except BaseException:
@@ -235,12 +234,12 @@ def make(driver: Driver, config: RuntimeConfig, *, forced: bool = False) -> Engi
     return one_for_each(config.dirs, tried)
 
 
-def usable(driver: Driver, config: RuntimeConfig) -> Engine | None:
+def usable(config: RuntimeConfig) -> Engine | None:
     """The engine, or None unless this process computes on a GPU and GPUDirect Storage works in all directories."""
-    if not torch.cuda.is_initialized() or not cufile.status(driver).real:
+    if not torch.cuda.is_initialized() or not cufile.status().real:
         return None
     try:
-        return make(driver, config)
+        return make(config, forced=False)
     except (RuntimeError, OSError) as error:
         message = f"GPUDirect Storage seems to be there and does not work, so ssd_fx takes engine 'posix': {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -78,14 +78,13 @@ class MemoryEngine:
             return self._pinned.setdefault(device, Pinned(queued, device)).take(memory.nbytes)
 
     def _copy(self, queued: streams.Streams, memory: Memory, pinned: Piece, write: bool) -> Completion:
-        def enqueue(side: streams.Stream) -> streams.Check:
+        def enqueue(side: streams.Stream) -> None:
             ours = queued.view(memory.ptr, memory.nbytes, memory.device)
             theirs = pinned.tensor[: memory.nbytes]
             target, source = (theirs, ours) if write else (ours, theirs)
             queued.copy(side, target, source)
             if not write:
                 self._reads[copy] = pinned
-            return lambda: None
 
         copy = streams.Queued(memory.device, self._sides.get(memory.device, write), enqueue, may_fail=False)
         return copy

@@ -23,26 +23,24 @@ from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
 from ssd_fx.runtime.engines.extents import STEP, BackingFile
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.memory.buffers import Buffer
-from ssd_fx.runtime.native import driver, loader
-from ssd_fx.runtime.native.pool import CUDA_FAILED, OnDevice, Sums, sums_for
+from ssd_fx.runtime.native import driver, loader, pool
 
 POLL_MS = 100  # a thread that waits for I/O runs signal handlers this often
 
 
 class FileExtent(Extent):
-    """Room in a backing file.
+    """Room in an engine's file.
 
     `tail`: the last bytes of the tensor if they are not on disk. `sums`: the checksums of the others, None without
     checksums.
     """
 
-    __slots__ = ("file", "size", "sums", "tail")
+    __slots__ = ("size", "sums", "tail")
 
-    def __init__(self, nbytes: int, file: BackingFile, offset: int, size: int) -> None:
-        super().__init__(nbytes, file.directory, offset)
-        self.file = file
+    def __init__(self, nbytes: int, directory: str, offset: int, size: int) -> None:
+        super().__init__(nbytes, directory, offset)
         self.size = size
-        self.sums: Sums | None = None
+        self.sums: pool.Sums | None = None
         self.tail = b""
 
     @property
@@ -64,7 +62,7 @@ class Transfer:
         self,
         what: str,
         extent: FileExtent,
-        request: loader.Request,
+        request: pool.Request,
         bounce: Buffer | None = None,
         target: int = 0,
         record: Callable[[], driver.Event] | None = None,
@@ -81,26 +79,26 @@ class Transfer:
         self._request.start(self._record() if self._record else None, self._bounce)
 
     def done(self) -> bool:
-        return self._request.state() != loader.PENDING
+        return self._request.state() != pool.PENDING
 
     def wait(self) -> None:
-        while (state := self._request.wait(POLL_MS)) == loader.PENDING:
+        while (state := self._request.wait(POLL_MS)) == pool.PENDING:
             continue
         with self._copying:
             bounce, self._bounce = self._bounce, None
-            if state == loader.OK and self._target:
+            if state == pool.OK and self._target:
                 if bounce is None:  # `cancel` dropped it
-                    raise self._error(loader.CANCELLED)
+                    raise self._error(pool.CANCELLED)
                 ctypes.memmove(self._target, bounce.address, self._extent.nbytes)
                 self._target = 0
-        if state != loader.OK:
+        if state != pool.OK:
             raise self._error(state)
 
     def cancel(self) -> bool:
         state = self._request.cancel()
         with self._copying:
             self._bounce = None
-        return state != loader.OK
+        return state != pool.OK
 
     def span(self) -> tuple[float, float]:
         return self._request.span()
@@ -109,15 +107,15 @@ class Transfer:
         extent = self._extent
         file = f"the unlinked file in {extent.directory}"
         place = f"{self._what} of {extent.nbytes} B at offset {extent.offset} of {file}"
-        if state == loader.CANCELLED:
+        if state == pool.CANCELLED:
             return OSError(errno.ECANCELED, f"{place} was cancelled", extent.directory)
         code, where = self._request.error()
-        if code == loader.END_OF_FILE:
+        if code == pool.END_OF_FILE:
             return OSError(errno.EIO, f"{place} hit the end of the file at offset {where}", extent.directory)
-        if code == loader.CHECKSUM_MISMATCH:
+        if code == pool.CHECKSUM_MISMATCH:
             message = f"{place}: checksum mismatch in the block at offset {where}: it is not what was written there"
             return OSError(errno.EIO, message, extent.directory)
-        if code == CUDA_FAILED:
+        if code == pool.CUDA_FAILED:
             function, result = self._request.cuda_error()
             message = f"{place} failed at offset {where}: {function} returned CUDA error {result}"
             return OSError(errno.EIO, message, extent.directory)
@@ -162,16 +160,16 @@ class PosixEngine:
         return self._file.nbytes
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        return FileExtent(nbytes, self._file, *self._file.room(nbytes))
+        return FileExtent(nbytes, self._file.directory, *self._file.room(nbytes))
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, FileExtent)
-        extent.file.free(extent.offset, extent.size)
+        self._file.free(extent.offset, extent.size)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, FileExtent)
         ptr, nbytes, device, _ = memory
-        align = extent.file.align
+        align = self._file.align
         extent.tail = b""
         if device.type == "cuda":
             return self._staged(True, extent, ptr, device)
@@ -184,7 +182,7 @@ class PosixEngine:
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, FileExtent)
         ptr, _, device, _ = memory
-        align, body = extent.file.align, extent.body_bytes
+        align, body = self._file.align, extent.body_bytes
         if device.type == "cuda":
             return self._staged(False, extent, ptr, device)
         if ptr % align or body % align:
@@ -201,7 +199,7 @@ class PosixEngine:
         self._file.close()
 
     def _write_bounced(self, extent: FileExtent, ptr: int) -> Completion:
-        nbytes, padded = extent.nbytes, extent.file.padded(extent.nbytes)
+        nbytes, padded = extent.nbytes, self._file.padded(extent.nbytes)
         bounce = Buffer(padded)
         ctypes.memmove(bounce.address, ptr, nbytes)
         ctypes.memset(bounce.address + nbytes, 0, padded - nbytes)  # no bytes of other tensors go to the disk
@@ -209,7 +207,7 @@ class PosixEngine:
 
     def _read_bounced(self, extent: FileExtent, ptr: int) -> Completion:
         """Reads the body into a buffer, before the tail; `wait` copies both to `ptr`."""
-        padded = extent.file.padded(extent.body_bytes)
+        padded = self._file.padded(extent.body_bytes)
         bounce = Buffer(padded + len(extent.tail))
         ctypes.memmove(bounce.address + extent.body_bytes, extent.tail, len(extent.tail))
         return Transfer("read", extent, self._request(False, extent, bounce.address, padded), bounce, ptr)
@@ -221,13 +219,13 @@ class PosixEngine:
         assert device.index is not None, "the device of a tensor has a number"
         cuda, index = self._cuda(), device.index
         found = self._devices.get(index) or self._devices.setdefault(index, driver.describe(cuda, index))
-        padded = extent.file.padded(extent.nbytes)
-        request = self._request(write, extent, ptr, padded, OnDevice(ctypes.addressof(found), extent.nbytes))
+        padded = self._file.padded(extent.nbytes)
+        request = self._request(write, extent, ptr, padded, pool.OnDevice(ctypes.addressof(found), extent.nbytes))
         return Transfer("write" if write else "read", extent, request, record=lambda: cuda.record(index))
 
     def _request(
-        self, write: bool, extent: FileExtent, address: int, nbytes: int, on_device: OnDevice | None = None
-    ) -> loader.Request:
+        self, write: bool, extent: FileExtent, address: int, nbytes: int, on_device: pool.OnDevice | None = None
+    ) -> pool.Request:
         if write:
-            extent.sums = sums_for(nbytes) if self._checksums else None
-        return self._pool.request(write, extent.file.fd, address, nbytes, extent.offset, extent.sums, on_device)
+            extent.sums = pool.sums_for(nbytes) if self._checksums else None
+        return self._pool.request(write, self._file.fd, address, nbytes, extent.offset, extent.sums, on_device)

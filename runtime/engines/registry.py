@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -51,13 +52,10 @@ _GDS = {"kvikio": False, "kvikio-forced": True}
 """By engine, whether it may copy through the host."""
 
 
-def _gds(name: str) -> Callable[[RuntimeConfig], Engine]:
-    def make(config: RuntimeConfig) -> Engine:
-        from ssd_fx.runtime.engines import cufile, gds
+def _gds(config: RuntimeConfig, *, forced: bool) -> Engine:
+    from ssd_fx.runtime.engines import gds
 
-        return gds.make(cufile.Driver(), config, forced=_GDS[name])
-
-    return make
+    return gds.make(config, forced=forced)
 
 
 def check_engine(name: str) -> None:
@@ -65,26 +63,26 @@ def check_engine(name: str) -> None:
 
     Raises: RuntimeError, which names an engine that works here.
     """
-    from ssd_fx.runtime.engines import cufile, gds
+    from ssd_fx.runtime.engines import gds
     from ssd_fx.runtime.native import loader
 
     if name in _GDS:
-        gds.check_machine(cufile.Driver(), forced=_GDS[name])
+        gds.check_machine(forced=_GDS[name])
     if name != "memory":
         loader.library()
 
 
 def _auto(config: RuntimeConfig) -> Engine:
-    from ssd_fx.runtime.engines import cufile, gds
+    from ssd_fx.runtime.engines import gds
 
-    return gds.usable(cufile.Driver(), config) or _posix(config)
+    return gds.usable(config) or _posix(config)
 
 
 ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
     "auto": _auto,
     "posix": _posix,
     "memory": _memory,
-    **{name: _gds(name) for name in _GDS},
+    **{name: functools.partial(_gds, forced=forced) for name, forced in _GDS.items()},
 }
 
 _made: list[weakref.ref[Engine]] = []
@@ -107,8 +105,8 @@ def make_tiers(config: RuntimeConfig, moved: Callable[[int], None]) -> tuple[Eng
     from ssd_fx.runtime.engines.memory import MemoryEngine
     from ssd_fx.runtime.engines.tiered import TieredEngine
 
-    host = MemoryEngine()
-    return TieredEngine(host, engine, host.located, config.host_budget, config.inflight, moved), config.resident
+    tiers = TieredEngine(MemoryEngine(), engine, config.host_budget, config.inflight, moved)
+    return tiers, config.resident
 
 
 def make_engine(config: RuntimeConfig) -> Engine:

@@ -19,16 +19,6 @@ from ssd_fx.runtime.engines.chain import Chain
 from ssd_fx.runtime.memory.buffers import PAGE
 
 
-class StagedExtent(Extent):
-    """Room in an extent of the engine below, which has whole pages."""
-
-    __slots__ = ("below",)
-
-    def __init__(self, nbytes: int, below: Extent) -> None:
-        super().__init__(nbytes, below.directory, below.offset)
-        self.below = below
-
-
 class _Staging:
     """Host memory for a tensor of `nbytes`: `whole` has full pages, and `tensor` the bytes of the tensor."""
 
@@ -44,48 +34,11 @@ class _Staging:
         self.whole[nbytes:].zero_()  # no bytes of other tensors go to the disk
 
 
-class _InOrder:
-    """A read's copy to the device. It starts behind all work that its stream had when the read was started.
-
-    That work may still use the memory that the copy fills.
-    """
-
-    __slots__ = ("_file", "_memory", "_queued", "_ready")
-
-    def __init__(self, file: Completion, memory: Memory, queued: streams.Streams) -> None:
-        self._file = file
-        self._memory = memory
-        self._queued = queued
-        self._ready: streams.Event | None = None
-
-    def start(self) -> None:
-        device = self._memory.device
-        with self._queued.on(device):
-            self._ready = self._queued.record(self._queued.current(device))
-        self._file.start()
-
-    def copy(self, side: streams.Stream, staging: _Staging) -> streams.Check:
-        """Queue the copy on `side`."""
-        assert self._ready is not None, "the read has ended, so it was started"
-        side.wait_event(self._ready)
-        self._queued.copy(side, _on_device(self._memory, self._queued), staging.tensor)
-        return lambda: None
-
-    def done(self) -> bool:
-        return self._file.done()
-
-    def wait(self) -> None:
-        self._file.wait()
-
-    def cancel(self) -> bool:
-        return self._file.cancel()
-
-    def span(self) -> tuple[float, float]:
-        return self._file.span()
-
-
 class StagedEngine:
-    """`files`, an engine for host memory, with pinned memory between it and devices of the type `device`."""
+    """`files`, an engine for host memory, with pinned memory between it and devices of the type `device`.
+
+    The extents are those of `files`. They have whole pages.
+    """
 
     def __init__(self, files: Engine, device: str) -> None:
         self.name = files.name
@@ -105,42 +58,42 @@ class StagedEngine:
         return self._files.disk_bytes
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        return StagedExtent(nbytes, self._files.alloc(_pages(nbytes), tier))
+        return self._files.alloc(_pages(nbytes), tier)
 
     def free(self, extent: Extent) -> None:
-        assert isinstance(extent, StagedExtent)
-        self._files.free(extent.below)
+        self._files.free(extent)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, StagedExtent)
         queued = streams.of(memory.device)
         staging = _Staging(memory.nbytes, queued)
-        file = self._files.write(extent.below, Memory.of(staging.whole))
+        file = self._files.write(extent, Memory.of(staging.whole))
         if not queued:
             return Chain(Copy(staging.tensor.data_ptr(), memory.ptr, memory.nbytes), file, self._writes, staging)
 
-        def enqueue(side: streams.Stream) -> streams.Check:
+        def enqueue(side: streams.Stream) -> None:
             queued.copy(side, staging.tensor, _on_device(memory, queued))
-            return lambda: None
 
         copy = streams.Queued(memory.device, self._sides.get(memory.device, write=True), enqueue)
         return Chain(copy, file, self._writes, staging)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, StagedExtent)
         queued = streams.of(memory.device)
         staging = _Staging(memory.nbytes, queued)
-        file = self._files.read(extent.below, Memory.of(staging.whole))
+        file = self._files.read(extent, Memory.of(staging.whole))
         if not queued:
             return Chain(file, Copy(memory.ptr, staging.tensor.data_ptr(), memory.nbytes), self._reads, staging)
-        read = _InOrder(file, memory, queued)
-        side = self._sides.get(memory.device, write=False)
-        copy = streams.Queued(memory.device, side, lambda side: read.copy(side, staging))
-        return Chain(read, copy, self._reads, staging)
+        with queued.on(memory.device):  # what was queued before the caller got `memory` may still use it
+            ready = queued.record(queued.current(memory.device))
+
+        def enqueue(side: streams.Stream) -> None:
+            side.wait_event(ready)
+            queued.copy(side, _on_device(memory, queued), staging.tensor)
+
+        copy = streams.Queued(memory.device, self._sides.get(memory.device, write=False), enqueue)
+        return Chain(file, copy, self._reads, staging)
 
     def failed(self, extent: Extent, error: OSError) -> None:
-        assert isinstance(extent, StagedExtent)
-        self._files.failed(extent.below, error)
+        self._files.failed(extent, error)
 
     def close(self) -> None:
         self._writes.shutdown()

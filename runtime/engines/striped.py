@@ -103,17 +103,15 @@ class StripedTransfer:
 
 
 class StripedEngine:
-    """`engines`, one for each drive. Stripes have at least `stripe` bytes, so a tensor under two of these is not cut.
+    """`engines`, one for each drive. Stripes have at least `STRIPE` bytes, so a tensor under two of these is not cut.
 
     The engine of a drive that fails retires it, by refusing new room. What is stored there stays readable.
     """
 
-    def __init__(self, engines: Sequence[Engine], stripe: int = STRIPE) -> None:
+    def __init__(self, engines: Sequence[Engine]) -> None:
         assert engines, "there is a drive"
-        assert stripe >= PAGE, "every stripe has bytes"
         self.name = engines[0].name
         self.devices = frozenset.intersection(*(engine.devices for engine in engines))
-        self._stripe = stripe
         self._drives = [_Drive(engine) for engine in engines]
 
     @property
@@ -123,7 +121,7 @@ class StripedEngine:
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         drives = sorted(self._drives, key=_Drive.busy)
         while True:
-            used = drives[: max(1, nbytes // self._stripe)]
+            used = drives[: max(1, nbytes // STRIPE)]
             parts: list[_Part] = []
             try:
                 for drive, start, size in _stripes(used, nbytes):

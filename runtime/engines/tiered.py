@@ -9,8 +9,7 @@ On the CPU a tensor is in host memory already; there `runtime/writer.py` leaves 
 from collections.abc import Callable
 
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, outcome
-
-Locate = Callable[[Extent], Memory]
+from ssd_fx.runtime.engines.memory import MemoryEngine
 
 
 class TieredExtent(Extent):
@@ -37,7 +36,7 @@ class TieredExtent(Extent):
 
 
 class TieredEngine:
-    """Keeps up to `room` bytes in `host` and the rest in `drive`. `locate` returns the memory of an extent of `host`.
+    """Keeps up to `room` bytes in `host` and the rest in `drive`.
 
     The plan says which tensors stay in `host`; where it names no tier, the latest stay.
     A tensor that moves on takes host memory until it is written, so host memory holds up to `room + in_flight` bytes.
@@ -47,9 +46,8 @@ class TieredEngine:
 
     def __init__(
         self,
-        host: Engine,
+        host: MemoryEngine,
         drive: Engine,
-        locate: Locate,
         room: int,
         in_flight: int,
         moved: Callable[[int], None] = lambda nbytes: None,
@@ -58,7 +56,6 @@ class TieredEngine:
         self.devices = host.devices & drive.devices
         self._host = host
         self._drive = drive
-        self._locate = locate
         self._room = room
         self._cap = in_flight
         self._moved = moved
@@ -88,15 +85,18 @@ class TieredEngine:
     def _make_room(self, nbytes: int, tier: str) -> bool:
         """Whether host memory has room for `nbytes`. Moves older tensors on until it does."""
         while self.host_bytes - self.moving_bytes + nbytes > self._room:
-            filled = [extent for extent in self._in_host if extent.written]  # else a Ctrl-C came before the write
-            oldest = next((extent for extent in filled if not extent.planned), None)
-            if oldest is None and tier == "host":
-                oldest = next(iter(filled), None)
-            if oldest is None or (self._moving and self.moving_bytes + nbytes > self._cap):
+            if self._moving and self.moving_bytes + nbytes > self._cap:
                 return False
-            if not self._move(oldest):
+            extent = self._next_to_move(tier)
+            if extent is None or not self._move(extent):
                 return False
         return True
+
+    def _next_to_move(self, tier: str) -> TieredExtent | None:
+        """The extent that gives way to one of `tier`: the oldest that is not planned, else the oldest of all."""
+        filled = [extent for extent in self._in_host if extent.written]  # else a Ctrl-C came before the write
+        unplanned = next((extent for extent in filled if not extent.planned), None)
+        return next(iter(filled), None) if unplanned is None and tier == "host" else unplanned
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, TieredExtent)
@@ -148,7 +148,7 @@ class TieredEngine:
         self._moving[extent] = None
         self.moving_bytes += extent.nbytes
         try:
-            extent.moving = self._drive.write(extent.drive, self._locate(extent.host))
+            extent.moving = self._drive.write(extent.drive, self._host.located(extent.host))
             extent.moving.start()
         except OSError as error:
             self._finish_move(extent, error)

@@ -13,7 +13,7 @@ class Buffer:
     Raises: OSError if there is no memory.
     """
 
-    __slots__ = ("_memory", "address", "nbytes")
+    __slots__ = ("_memory", "address")
 
     def __init__(self, nbytes: int) -> None:
         try:
@@ -22,4 +22,3 @@ class Buffer:
             raise OSError(errno.ENOMEM, f"no memory for a buffer of {nbytes} B") from error
         start = self._memory.data_ptr()
         self.address = start + -start % PAGE
-        self.nbytes = nbytes

@@ -59,11 +59,6 @@ class CpuAllocator:
         self._observer: int | None = None
 
     @property
-    def installed(self) -> bool:
-        """Whether large CPU tensors come from here. Their memory begins at a page boundary then."""
-        return self._library is not None
-
-    @property
     def live_bytes(self) -> int:
         """The bytes of all tensors that came from here and live."""
         return int(self._library.live_bytes()) if self._library else 0

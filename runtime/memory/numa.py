@@ -39,15 +39,15 @@ def _cores(device: torch.device) -> set[int]:
     try:
         place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
         node = int((_PCI / place / "numa_node").read_text())
-        return _parsed((_NODES / f"node{node}" / "cpulist").read_text()) if node >= 0 else set()
+        return cores_in((_NODES / f"node{node}" / "cpulist").read_text()) if node >= 0 else set()
     except (AttributeError, OSError, ValueError):  # an older torch, a virtual machine without these files
         return set()
 
 
-def _parsed(text: str) -> set[int]:
-    """`0-3,8` as numbers."""
+def cores_in(text: str) -> set[int]:
+    """The numbers of a list such as `0-3,8`, which may be empty."""
     found: set[int] = set()
-    for part in text.strip().split(","):
+    for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     return found

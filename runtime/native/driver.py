@@ -73,7 +73,6 @@ class CudaDriver:
     """
 
     def __init__(self) -> None:
-        self._contexts: dict[int, int] = {}
         try:
             self._library = load_library("libcuda.so.1")
             self._functions = [_address(getattr(self._library, name)) for name in FUNCTIONS]
@@ -85,13 +84,11 @@ class CudaDriver:
         return self._functions
 
     def context(self, index: int) -> int:
-        if index not in self._contexts:  # retained once, and never released
-            device = ctypes.c_int()
-            context = ctypes.c_void_p()
-            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            self._contexts[index] = context.value or 0
-        return self._contexts[index]
+        device = ctypes.c_int()
+        context = ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # it is never released
+        return context.value or 0
 
     def record(self, index: int) -> Event:
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps

@@ -136,21 +136,16 @@ Pool *pool_create(int threads) {
     return NULL;
 }
 
-/* Fills `counts` in the order of `Counts` in runtime/native/pool.py. */
-void pool_counts(Pool *p, uint64_t counts[5]) {
-    counts[0] = atomic_load(&p->summed_bytes);
-    counts[1] = atomic_load(&p->copied_bytes);
-    counts[2] = atomic_load(&p->staging_bytes);
-    counts[3] = atomic_load(&p->allocations);
-    counts[4] = atomic_load(&p->streams);
-}
+/* The bytes that checksums were computed of. */
+uint64_t pool_summed_bytes(Pool *p) { return atomic_load(&p->summed_bytes); }
 
 size_t req_size(void) { return sizeof(Request); }
-size_t block_size(void) { return BLOCK; }
-size_t device_size(void) { return sizeof(Device); }
 
-/* `sums`: room for one number per block, or NULL. A write fills it, and the caller passes it to the read. */
-void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset, uint64_t *sums) {
+/* `sums`: room for one number per block, or NULL. A write fills it, and the caller passes it to the read.
+ * `device`: the memory is there, and has the first `content` of the request's bytes. NULL for host memory. The caller
+ * keeps `device` alive until `pool_destroy` has returned. */
+void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t bytes, int64_t offset, uint64_t *sums,
+              const Device *device, size_t content) {
     memset(r, 0, sizeof *r);
     r->pool = p;
     r->process = getpid();
@@ -160,14 +155,9 @@ void req_init(Request *r, Pool *p, int operation, int fd, void *memory, size_t b
     r->bytes = bytes;
     r->offset = offset;
     r->sums = sums;
-    atomic_init(&r->state, PENDING);
-}
-
-/* The memory is on `device`, and has the first `content` of the request's bytes. The caller keeps `device` alive until
- * `pool_destroy` has returned. */
-void req_on_device(Request *r, const Device *device, size_t content) {
     r->device = device;
     r->content = content;
+    atomic_init(&r->state, PENDING);
 }
 
 /* Queues the request. `event`: recorded on the device's compute stream, and kept alive until the request is final;

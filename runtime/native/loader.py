@@ -13,18 +13,7 @@ import subprocess
 from pathlib import Path
 
 from ssd_fx.runtime.build import cache_directory, compile_library, failure
-from ssd_fx.runtime.native.pool import (
-    CANCELLED,
-    CHECKSUM_MISMATCH,
-    END_OF_FILE,
-    FAILED,
-    OK,
-    PENDING,
-    Pool,
-    Request,
-)
-
-__all__ = ["CANCELLED", "CHECKSUM_MISMATCH", "END_OF_FILE", "FAILED", "OK", "PENDING", "Pool", "Request"]
+from ssd_fx.runtime.native.pool import Pool
 
 SOURCE = Path(__file__).with_name("iopool.c")
 
@@ -47,12 +36,9 @@ class Library:
         self.create = bind(released, "pool_create", pointer, i32)
         self.destroy = bind(released, "pool_destroy", None, pointer)
         self.request_type = ctypes.c_char * int(bind(held, "req_size", size)())
-        self.init = bind(held, "req_init", None, pointer, pointer, i32, i32, pointer, size, i64, pointer)
-        self.on_device = bind(held, "req_on_device", None, pointer, pointer, size)
-        self.counts = bind(held, "pool_counts", None, pointer, pointer)
-        self.block_bytes = int(bind(held, "block_size", size)())
-        self.device_bytes = int(bind(held, "device_size", size)())
-        self.checksum_by = bind(released, "checksum_by", i32, i32, pointer, size, pointer, pointer)
+        placing = (i32, i32, pointer, size, i64, pointer, pointer, size)  # from `operation` to `content`
+        self.init = bind(held, "req_init", None, pointer, pointer, *placing)
+        self.summed_bytes = bind(held, "pool_summed_bytes", ctypes.c_uint64, pointer)
         self.start = bind(held, "req_start", None, pointer, pointer)
         self.state = bind(held, "req_state", i32, pointer)
         self.wait = bind(released, "req_wait", i32, pointer, i32)
@@ -66,7 +52,7 @@ class Library:
         self.dio_alignment = bind(held, "dio_alignment", i32, i32, pointer, pointer)
 
 
-def make_pool(threads: int = 2) -> Pool:
+def make_pool(threads: int) -> Pool:
     """A pool of so many threads. Raises: what `library` and `Pool` raise."""
     return Pool(library(), threads)
 

@@ -81,5 +81,5 @@ typedef struct Pool {
     Request *head[2], *tail[2];
     int stopping, threads;
     Worker *workers;
-    _Atomic uint64_t summed_bytes, staging_bytes, allocations, streams, copied_bytes;
+    _Atomic uint64_t summed_bytes;
 } Pool;

@@ -30,35 +30,18 @@ class OnDevice(NamedTuple):
     nbytes: int
 
 
-class Counts(NamedTuple):
-    """What a pool has done so far."""
-
-    summed_bytes: int  # by checksums
-    copied_bytes: int  # from and to devices
-    staging_bytes: int  # pinned memory now
-    allocations: int  # of pinned memory
-    streams: int  # made
-
-
 class Request:
     """One transfer. It is *final* when nothing accesses its memory any more."""
 
-    __slots__ = ("_address", "_event", "_library", "_memory", "_sums", "_under_way")
+    __slots__ = ("_event", "_library", "_memory", "_sums", "_under_way", "address")
 
     def __init__(self, library: Library, under_way: dict[Request, object], sums: Sums | None) -> None:
         self._library = library
         self._under_way = under_way
         self._memory = library.request_type()
-        self._address = ctypes.addressof(self._memory)
+        self.address = ctypes.addressof(self._memory)
         self._event: Event | None = None
         self._sums = sums  # kept alive while a thread may fill it
-
-    def prepare(self, pool: int, write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
-        sums_at = self._sums.buffer_info()[0] if self._sums else None
-        self._library.init(self._address, pool, int(write), fd, address, nbytes, offset, sums_at)
-
-    def on_device(self, where: OnDevice) -> None:
-        self._library.on_device(self._address, where.device, where.nbytes)
 
     def start(self, event: Event | None = None, memory: object = None) -> None:
         """Queues the request, which its owner has noted down before (see `engines.base.Completion`).
@@ -68,31 +51,31 @@ class Request:
         """
         self._under_way[self] = memory
         self._event = event
-        self._library.start(self._address, event.cuda_event if event else None)
+        self._library.start(self.address, event.cuda_event if event else None)
 
     def state(self) -> int:
         """PENDING, OK, FAILED or CANCELLED. Does not block."""
-        return self._seen(int(self._library.state(self._address)))
+        return self._seen(int(self._library.state(self.address)))
 
     def wait(self, timeout_ms: int) -> int:
         """The state, after at most `timeout_ms`."""
-        return self._seen(int(self._library.wait(self._address, timeout_ms)))
+        return self._seen(int(self._library.wait(self.address, timeout_ms)))
 
     def cancel(self) -> int:
         """The final state, OK if all bytes were transferred. Drops what has not started, and waits for what runs."""
-        return self._seen(int(self._library.cancel(self._address)))
+        return self._seen(int(self._library.cancel(self.address)))
 
     def error(self) -> tuple[int, int]:
         """(errno or one of the codes above, file offset) of a request that FAILED."""
-        return int(self._library.error(self._address)), int(self._library.error_offset(self._address))
+        return int(self._library.error(self.address)), int(self._library.error_offset(self.address))
 
     def cuda_error(self) -> tuple[str, int]:
         """(function, result) of a request that failed with CUDA_FAILED."""
-        return FUNCTIONS[self._library.cuda_function(self._address)], int(self._library.cuda_code(self._address))
+        return FUNCTIONS[self._library.cuda_function(self.address)], int(self._library.cuda_code(self.address))
 
     def span(self) -> tuple[float, float]:
         """Start of the first piece and end of the last, in seconds of time.perf_counter."""
-        return float(self._library.started(self._address)), float(self._library.ended(self._address))
+        return float(self._library.started(self.address)), float(self._library.ended(self.address))
 
     def _seen(self, state: int) -> int:
         if state != PENDING:
@@ -129,16 +112,15 @@ class Pool:
         `sums`: one number per block of `BLOCK` bytes, which a write fills and a read compares.
         """
         made = Request(self._library, self._under_way, sums)
-        made.prepare(self._pool, write, fd, address, nbytes, offset)
-        if on_device:
-            made.on_device(on_device)
+        sums_at = sums.buffer_info()[0] if sums else None
+        device, content = on_device or (None, 0)
+        placing = (int(write), fd, address, nbytes, offset, sums_at, device, content)
+        self._library.init(made.address, self._pool, *placing)
         return made
 
-    def counts(self) -> Counts:
-        """What the pool has done so far."""
-        numbers = (ctypes.c_uint64 * len(Counts._fields))()
-        self._library.counts(self._pool, numbers)
-        return Counts(*numbers)
+    def summed_bytes(self) -> int:
+        """The bytes that checksums were computed of."""
+        return int(self._library.summed_bytes(self._pool))
 
     def close(self) -> None:
         """Cancels what has not started, waits for what runs, ends the threads."""

@@ -29,7 +29,6 @@ static void *lane(Worker *w, const Request *r, Failure *failure) {
         if (!succeeded(result, STREAM_CREATE, r->offset, failure)) return NULL;
         own->device = d;
         own->stream = stream;
-        atomic_fetch_add(&w->pool->streams, 1);
     }
     if (!w->allocated) {
         size_t bytes = 2 * HALF + 4096; /* the driver does not promise a page boundary */
@@ -39,8 +38,6 @@ static void *lane(Worker *w, const Request *r, Failure *failure) {
         w->allocated = memory;
         w->half[0] = (char *)(((uintptr_t)memory + 4095) & ~(uintptr_t)4095);
         w->half[1] = w->half[0] + HALF;
-        atomic_fetch_add(&w->pool->allocations, 1);
-        atomic_fetch_add(&w->pool->staging_bytes, bytes);
     }
     return own->stream;
 }
@@ -53,7 +50,6 @@ static int start_copy(const Request *r, char *half, size_t from, size_t bytes, v
     int write = r->operation == WRITE;
     if (write) memset(half + content, 0, bytes - content);
     if (!content) return 1;
-    atomic_fetch_add_explicit(&r->pool->copied_bytes, content, memory_order_relaxed);
     int result = r->device->cuda.copy(write ? host : device, write ? device : host, content, stream);
     return succeeded(result, COPY, r->offset + (int64_t)from, failure);
 }
@@ -116,7 +112,5 @@ static void free_staging(Worker *w) {
         d->cuda.stream_destroy(w->lanes[i].stream);
         last = d;
     }
-    if (!w->allocated) return;
-    last->cuda.host_free(w->allocated); /* portable: any context will do */
-    atomic_fetch_sub(&w->pool->staging_bytes, 2 * HALF + 4096);
+    if (w->allocated) last->cuda.host_free(w->allocated); /* portable: any context will do */
 }

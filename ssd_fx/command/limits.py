@@ -13,6 +13,7 @@ from ssd_fx.calibration import calibrate
 from ssd_fx.command.findings import Finding
 from ssd_fx.command.mounts import SYS, Drive, text_of
 from ssd_fx.runtime.memory.available import Group, memory_limit, own_groups
+from ssd_fx.runtime.memory.numa import cores_in
 from ssd_fx.sizes import format_bytes
 
 ROOT = Path("/")
@@ -108,19 +109,10 @@ def numa(drives: Sequence[Drive], sys: Path = SYS) -> Iterator[Finding]:
     far = {drive.numa_node for drive in drives} - {None}
     if len(nodes) < 2 or not far:
         return
-    near = set().union(*(_cores(text_of(nodes[node] / "cpulist")) for node in far if node in nodes))
+    near = set().union(*(cores_in(text_of(nodes[node] / "cpulist")) for node in far if node in nodes))
     if not own <= near:
         names = ",".join(map(str, sorted(node for node in far if node is not None)))
         says = f"the drives are on NUMA node {names}, and this process may run on others too"
         yield Finding(
             "NUMA", says, "warn", f"numactl --cpunodebind={names} --preferred={names.split(',')[0]} python ..."
         )
-
-
-def _cores(text: str) -> set[int]:
-    """The numbers of a list such as `0-3,8`."""
-    found: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found

@@ -32,7 +32,7 @@ def findings() -> Iterator[Finding]:
     yield _compiler()
     yield _pool()
     yield _device()
-    yield gpudirect(cufile.status(cufile.Driver()))
+    yield gpudirect(cufile.status())
     yield _options()
     yield from _rates()
 
@@ -84,8 +84,8 @@ def gpudirect(found: cufile.Status) -> Finding:
     figures = {"real": found.real}
     if found.real:
         says = "GPUDirect Storage is real; blocks are not verified with it, whatever `checksums` says"
-        return Finding(found.name, version + says, figures=figures)
-    return Finding(found.name, f"{version}no GPUDirect Storage: {found.reason}", figures=figures)
+        return Finding(cufile.NAME, version + says, figures=figures)
+    return Finding(cufile.NAME, f"{version}no GPUDirect Storage: {found.reason}", figures=figures)
 
 
 def _options() -> Finding:

@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest) -> str:
     if name == "posix" and "cuda" not in PosixEngine.devices:
         pytest.skip("engine posix takes CPU tensors only")
     if name.startswith("kvikio"):
-        found = cufile.status(cufile.Driver(), forced=name.endswith("forced"))
+        found = cufile.status(forced=name.endswith("forced"))
         if not found.version or not (found.real or name.endswith("forced")):
             pytest.skip(found.reason)
     return name

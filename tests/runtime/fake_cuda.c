@@ -26,7 +26,8 @@ static Queue compute;
 static size_t given, finished; /* work of the compute stream, in tasks */
 static Range memory[SLOTS], pinned[SLOTS];
 static int eager, countdown[FUNCTIONS], result_of[FUNCTIONS];
-static long counts[4]; /* streams alive, pinned blocks alive, copies given, copies not done */
+static long counts[7]; /* streams alive, pinned blocks alive, copies given, copies not done, bytes of the copies given,
+                        * pinned bytes alive, pinned blocks and streams made */
 static Event *events; /* never freed, so that the use of one that is gone can be told */
 static _Thread_local void *current;
 
@@ -106,6 +107,7 @@ int fake_stream_create(void **stream, unsigned flags) {
         s->context = current;
         *stream = s;
         counts[0]++;
+        counts[6]++;
     }
     LEAVE;
 }
@@ -150,6 +152,7 @@ int fake_copy(uint64_t target, uint64_t source, size_t bytes, void *stream) {
         put(&s->queue, (Task){.target = (char *)(uintptr_t)target, .source = (char *)(uintptr_t)source, .bytes = bytes});
         counts[2]++;
         counts[3]++;
+        counts[4] += (long)bytes;
         if (eager) run(s);
     }
     LEAVE;
@@ -166,6 +169,8 @@ int fake_host_alloc(void **at, size_t bytes, unsigned flags) {
         memset(r->at, 0xA5, bytes);
         *at = r->at;
         counts[1]++;
+        counts[5] += (long)bytes;
+        counts[6]++;
     }
     LEAVE;
 }
@@ -175,8 +180,9 @@ int fake_host_free(void *at) {
     if (!result) {
         Range *r = slot(pinned, at);
         free(r->allocated);
-        memset(r, 0, sizeof *r);
         counts[1]--;
+        counts[5] -= (long)r->bytes;
+        memset(r, 0, sizeof *r);
     }
     LEAVE;
 }

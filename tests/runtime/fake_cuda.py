@@ -87,6 +87,19 @@ class FakeDriver:
         return library().fake_count(2)
 
     @property
+    def copied_bytes(self):
+        return library().fake_count(4)
+
+    @property
+    def pinned_bytes(self):
+        return library().fake_count(5)
+
+    @property
+    def made(self):
+        """The pinned blocks and streams that were ever made."""
+        return library().fake_count(6)
+
+    @property
     def unfinished(self):
         """Copies that a stream has not done yet."""
         return library().fake_count(3)

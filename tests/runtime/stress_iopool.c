@@ -67,8 +67,7 @@ static void free_bytes(Bytes b) {
 /* Member 0's half of a transfer, in which member 1 takes part. */
 static int transfer_together(Pair *p, int operation, Bytes b, uint64_t *sums) {
     Request *r = p->request = malloc(sizeof *r);
-    req_init(r, p->pool, operation, p->fd, b.memory, b.bytes, p->offset, sums);
-    if (b.event) req_on_device(r, p->device, b.bytes);
+    req_init(r, p->pool, operation, p->fd, b.memory, b.bytes, p->offset, sums, b.event ? p->device : NULL, b.bytes);
     pthread_barrier_wait(&p->meet); /* before the start, so that it may be cancelled before it */
     req_start(r, b.event);
     finish_somehow(r, next(&p->seed) % 3 ? 1 : next(&p->seed));

@@ -39,7 +39,7 @@ def buffers(monkeypatch):
 def test_all_of_a_buffer_is_usable_and_aligned(nbytes):
     buffers = [Buffer(nbytes) for _ in range(5)]
     for i, buffer in enumerate(buffers):
-        assert (buffer.address % PAGE, buffer.nbytes) == (0, nbytes)
+        assert buffer.address % PAGE == 0
         ctypes.memset(buffer.address, i, nbytes)
     for i, buffer in enumerate(buffers):
         assert ctypes.string_at(buffer.address, nbytes) == bytes([i]) * nbytes

@@ -12,6 +12,7 @@ from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.native.pool import BLOCK, CHECKSUM_MISMATCH, CUDA_FAILED, END_OF_FILE
+from tests.runtime import native_parts
 from tests.runtime.harness import CPU, config_json, load, raw, settle, store
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -169,10 +170,10 @@ def test_read_into_another_phase_is_checked(engine):
 def test_every_byte_on_disk_is_summed_twice(engine):
     nbytes = 9 * MIB + SHORT
     extent = write(engine, bytes(nbytes))
-    assert engine._pool.counts().summed_bytes == nbytes
+    assert engine._pool.summed_bytes() == nbytes
     target = Aligned(nbytes)
     finish(engine.read(extent, target.memory))
-    assert engine._pool.counts().summed_bytes == 2 * nbytes
+    assert engine._pool.summed_bytes() == 2 * nbytes
     assert len(extent.sums) == 10
 
 
@@ -189,11 +190,11 @@ def damaged(config):
 
 def test_store_tries_again_and_raises(tmp_path):
     x, handle, engine, extent = damaged(config_json(tmp_path))
-    before = engine._pool.counts().summed_bytes
+    before = engine._pool.summed_bytes()
     with pytest.raises(OSError, match=r"slot 0 of graph 'g'.* failed 3 times: .*checksum mismatch") as raised:
         load(handle, x)
     assert raised.value.errno == errno.EIO
-    assert engine._pool.counts().summed_bytes - before == 3 * extent.body_bytes
+    assert engine._pool.summed_bytes() - before == 3 * extent.body_bytes
 
 
 def test_off_is_off(tmp_path):
@@ -201,7 +202,7 @@ def test_off_is_off(tmp_path):
     x, handle, engine, extent = damaged(config_json(tmp_path, checksums=False))
     y = load(handle, x)
     assert raw(y) == b"\xff" * 8 + raw(x)[8:]
-    assert engine._pool.counts().summed_bytes == 0
+    assert engine._pool.summed_bytes() == 0
     assert extent.sums is None
 
 
@@ -210,7 +211,7 @@ def test_off_is_off(tmp_path):
 
 def computed(hardware, data):
     crc, total = ctypes.c_uint32(), ctypes.c_uint64()
-    if not loader.library().checksum_by(hardware, data, len(data), ctypes.byref(crc), ctypes.byref(total)):
+    if not native_parts.library().checksum_by(hardware, data, len(data), ctypes.byref(crc), ctypes.byref(total)):
         pytest.skip("this CPU has no CRC32C instruction")
     return crc.value, total.value
 
@@ -251,7 +252,7 @@ def test_sum_depends_on_every_bit():
 
 
 def test_the_constants_agree():
-    assert loader.library().block_bytes == BLOCK
+    assert native_parts.library().block_size() == BLOCK
     header = (loader.SOURCE.parent / "pool.h").read_text()
     for name, code in {
         "END_OF_FILE": END_OF_FILE,

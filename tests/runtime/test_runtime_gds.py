@@ -63,7 +63,7 @@ def stored(gpu, config, slot=0):
 
 
 def test_status_of_a_machine_with_gds(stub):
-    assert cufile.status(cufile.Driver()) == cufile.Status("kvikio", stub_kvikio.VERSION, True, "")
+    assert cufile.status() == cufile.Status(stub_kvikio.VERSION, True, "")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_status_of_a_machine_with_gds(stub):
 def test_a_machine_without_gds_is_an_error_that_names_posix(stub, tmp_path, machine, reason):
     for name, value in machine.items():
         setattr(stub, name, value)
-    found = cufile.status(cufile.Driver())
+    found = cufile.status()
     assert (found.real, found.reason[: len(reason)]) == (False, reason)
     with pytest.raises(RuntimeError, match=rf"engine 'kvikio' has no GPUDirect Storage here: {reason}.*engine='posix'"):
         registry.make_engine(options(tmp_path))
@@ -120,7 +120,7 @@ def test_no_package(gpu, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_gpu(tmp_path):
-    assert cufile.status(cufile.Driver()).reason == "torch sees no CUDA device"
+    assert cufile.status().reason == "torch sees no CUDA device"
     with pytest.raises(RuntimeError, match="no CUDA device"):
         registry.make_engine(options(tmp_path))
 
@@ -176,7 +176,7 @@ def test_cufile_is_configured_before_it_is_loaded(stub, monkeypatch, tmp_path):
     monkeypatch.delenv("CUFILE_ENV_PATH_JSON")
     monkeypatch.setattr(cufile, "SYSTEM", tmp_path / "missing.json")
     monkeypatch.setattr(cufile.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    cufile.status(cufile.Driver())
+    cufile.status()
     path = os.environ["CUFILE_ENV_PATH_JSON"]
     assert stub.configured == path == str(tmp_path / "cufile.json")
     settings = json.loads(Path(path).read_text())
@@ -185,7 +185,7 @@ def test_cufile_is_configured_before_it_is_loaded(stub, monkeypatch, tmp_path):
 
 
 def test_the_users_configuration_of_cufile_stays(stub):
-    cufile.status(cufile.Driver())
+    cufile.status()
     assert stub.configured == "/somewhere/cufile.json"
 
 
@@ -193,7 +193,7 @@ def test_the_administrators_configuration_of_cufile_stays(stub, monkeypatch, tmp
     monkeypatch.delenv("CUFILE_ENV_PATH_JSON")
     (tmp_path / "cufile.json").write_text("{}")
     monkeypatch.setattr(cufile, "SYSTEM", tmp_path / "cufile.json")
-    cufile.status(cufile.Driver())
+    cufile.status()
     assert stub.configured == ""
 
 

@@ -117,7 +117,7 @@ def loaded(engine: Engine, gpu: FakeGpu, extent) -> bytes:
 def moved(drive: Engine, gpu: FakeGpu, data: bytes):
     """(tiers, extent) of a tensor that host memory had no room for when the next one came."""
     host = MemoryEngine()
-    engine = TieredEngine(host, drive, host.located, len(data), 1 << 30)
+    engine = TieredEngine(host, drive, len(data), 1 << 30)
     first = stored(engine, gpu, data)
     stored(engine, gpu, NOISE[-len(data) :])
     assert first.moving is not None
@@ -193,7 +193,7 @@ def test_a_drive_that_has_no_room_for_it_leaves_it_in_host_memory(drive: Engine,
 
     data = NOISE[:300_001]
     host = MemoryEngine()
-    engine = TieredEngine(host, drive, host.located, len(data), 1 << 30)
+    engine = TieredEngine(host, drive, len(data), 1 << 30)
     first = stored(engine, gpu, data)
     with monkeypatch.context() as patch:
         patch.setattr(drive, "write", full)

@@ -54,4 +54,4 @@ def test_other_devices_have_no_node():
 
 
 def test_a_list_of_cores():
-    assert numa._parsed("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert numa.cores_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ssd_fx.runtime.config import RuntimeConfig, parse
 from ssd_fx.runtime.layout import dense_form, is_alone
 from ssd_fx.runtime.native import loader
+from ssd_fx.runtime.native.pool import CANCELLED, END_OF_FILE, FAILED, OK, PENDING
 from tests.runtime.harness import CPU, begin, config_json, load, op, raw, settle, store, wait, watch
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -90,10 +91,10 @@ def test_pool_writes_and_reads(pool, scratch, nbytes):
     data = random.Random(1).randbytes(nbytes)
     source, target = memory_of(nbytes, data), memory_of(nbytes)
     write = submit(pool, True, scratch, ctypes.addressof(source), nbytes, 77)
-    assert write.wait(20_000) == loader.OK
+    assert write.wait(20_000) == OK
     assert os.pread(scratch, nbytes, 77) == data
     read = submit(pool, False, scratch, ctypes.addressof(target), nbytes, 77)
-    assert read.wait(20_000) == loader.OK
+    assert read.wait(20_000) == OK
     assert bytes(target) == data
     started, ended = read.span()
     assert write.span()[1] <= started <= ended <= time.perf_counter()
@@ -102,12 +103,12 @@ def test_pool_writes_and_reads(pool, scratch, nbytes):
 def test_pool_reports_errors(pool, scratch):
     buffer = memory_of(100)
     bad = submit(pool, True, 10_000, ctypes.addressof(buffer), 100, 5)
-    assert bad.wait(20_000) == loader.FAILED
+    assert bad.wait(20_000) == FAILED
     assert bad.error() == (9, 5)
     os.ftruncate(scratch, 60)
     short = submit(pool, False, scratch, ctypes.addressof(buffer), 100, 10)
-    assert short.wait(20_000) == loader.FAILED
-    assert short.error() == (loader.END_OF_FILE, 60)
+    assert short.wait(20_000) == FAILED
+    assert short.error() == (END_OF_FILE, 60)
 
 
 def test_pool_cancels_what_has_not_started(pool, scratch):
@@ -115,26 +116,26 @@ def test_pool_cancels_what_has_not_started(pool, scratch):
     big = memory_of(64 * MIB, bytes(64 * MIB))
     busy = [submit(pool, True, scratch, ctypes.addressof(big), 64 * MIB, 64 * MIB * i) for i in range(6)]
     waiting = submit(pool, True, scratch, ctypes.addressof(big), 100, 1000 * MIB)
-    assert waiting.cancel() == loader.CANCELLED
-    assert waiting.state() == loader.CANCELLED
-    assert waiting.wait(0) == loader.CANCELLED
+    assert waiting.cancel() == CANCELLED
+    assert waiting.state() == CANCELLED
+    assert waiting.wait(0) == CANCELLED
     final = [request.cancel() for request in busy]
-    assert final[-1] == loader.CANCELLED
+    assert final[-1] == CANCELLED
     assert os.fstat(scratch).st_size <= 6 * 64 * MIB
 
 
 def test_pool_cancel_after_the_end(pool, scratch):
     buffer = memory_of(100)
     done = submit(pool, True, scratch, ctypes.addressof(buffer), 100, 0)
-    assert done.wait(20_000) == loader.OK
-    assert done.cancel() == loader.OK
+    assert done.wait(20_000) == OK
+    assert done.cancel() == OK
 
 
 def test_request_that_was_never_started(pool, scratch):
     buffer = memory_of(100)
     request = pool.request(True, scratch, ctypes.addressof(buffer), 100, 0)
-    assert request.wait(1) == loader.PENDING
-    assert request.cancel() == loader.CANCELLED
+    assert request.wait(1) == PENDING
+    assert request.cancel() == CANCELLED
     assert os.fstat(scratch).st_size == 0
 
 
@@ -142,7 +143,7 @@ def test_closed_pool_takes_nothing(scratch):
     buffer = memory_of(100)
     made = loader.make_pool(2)
     made.close()
-    assert submit(made, True, scratch, ctypes.addressof(buffer), 100, 0).wait(1000) == loader.CANCELLED
+    assert submit(made, True, scratch, ctypes.addressof(buffer), 100, 0).wait(1000) == CANCELLED
 
 
 def test_request_dropped_under_way(scratch):
@@ -162,9 +163,9 @@ def test_reads_go_before_writes(pool, scratch):
     os.pwrite(scratch, b"x" * 100, 0)
     buffer = memory_of(100)
     read = submit(pool, False, scratch, ctypes.addressof(buffer), 100, 0)
-    assert read.wait(60_000) == loader.OK
+    assert read.wait(60_000) == OK
     last = writes[-1].cancel()  # on a busy machine all may be done before this thread is back
-    assert last == loader.CANCELLED or writes[-1].span()[0] >= read.span()[0]
+    assert last == CANCELLED or writes[-1].span()[0] >= read.span()[0]
     for write in writes:
         write.cancel()
 
@@ -174,14 +175,14 @@ def test_closing_ends_everything(scratch):
     made = loader.make_pool(2)
     requests = [submit(made, True, scratch, ctypes.addressof(big), 64 * MIB, 0) for _ in range(5)]
     made.close()
-    assert all(request.state() in (loader.OK, loader.CANCELLED) for request in requests)
-    assert requests[-1].state() == loader.CANCELLED
+    assert all(request.state() in (OK, CANCELLED) for request in requests)
+    assert requests[-1].state() == CANCELLED
 
 
 def test_wait_times_out(pool, scratch):
     big = memory_of(64 * MIB, bytes(64 * MIB))
     requests = [submit(pool, True, scratch, ctypes.addressof(big), 64 * MIB, 0) for _ in range(4)]
-    assert requests[-1].wait(1) == loader.PENDING
+    assert requests[-1].wait(1) == PENDING
     for request in requests:
         request.cancel()
 

@@ -8,6 +8,7 @@ import torch
 
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.entries import State
+from ssd_fx.runtime.store import get_store
 from tests.runtime.engines import DelayedEngine, registered
 from tests.runtime.harness import CPU, begin, config_json, load, op, raw, release, settle, store, watch
 
@@ -180,13 +181,13 @@ def test_bytes_are_on_the_disk(config, nbytes, phase):
     """An independent read of the file finds all but a tail that is shorter than the alignment."""
     x = at_phase(noise(nbytes + 8192), phase, nbytes)
     h = store(x, config)
-    extent = settle(h).extent
-    align = extent.file.align
+    extent, file = settle(h).extent, get_store(config).engine._file
+    align = file.align
     body = raw(x)[: extent.body_bytes]
     assert body + extent.tail == raw(x)
     assert len(extent.tail) == (nbytes % align if phase % align == 0 and nbytes >= align else 0)
     buffer = mmap.mmap(-1, -(-nbytes // 4096) * 4096)
-    os.preadv(extent.file.fd, [buffer], extent.offset)
+    os.preadv(file.fd, [buffer], extent.offset)
     assert buffer[: len(body)] == body
     buffer.close()
 
@@ -196,10 +197,10 @@ def test_padding_on_disk_is_zero(config):
     for value in (255, 1):
         x = torch.full((5,), value, dtype=torch.uint8)
         h = store(x, config)
-        extent = settle(h).extent
+        extent, file = settle(h).extent, get_store(config).engine._file
         buffer = mmap.mmap(-1, 4096)
-        os.preadv(extent.file.fd, [buffer], extent.offset)
-        assert buffer[5 : extent.file.align].count(0) == extent.file.align - 5
+        os.preadv(file.fd, [buffer], extent.offset)
+        assert buffer[5 : file.align].count(0) == file.align - 5
         buffer.close()
         dirty = noise(4000)
         settle(store(dirty, config))
@@ -238,9 +239,9 @@ def test_buffered_where_direct_is_refused(tmp_path, monkeypatch):
     for nbytes in (1, 70_001, MIB):
         x = noise(nbytes)
         h = store(x, config_json(tmp_path))
-        extent = settle(h).extent
-        assert extent.file.align == 1
-        assert os.pread(extent.file.fd, nbytes, extent.offset) == raw(x)
+        extent, file = settle(h).extent, get_store(config_json(tmp_path)).engine._file
+        assert file.align == 1
+        assert os.pread(file.fd, nbytes, extent.offset) == raw(x)
         assert torch.equal(load(h, x), x)
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ssd_fx.runtime.engines import posix
-from ssd_fx.runtime.native import driver, loader
+from ssd_fx.runtime.native import driver, loader, pool
+from tests.runtime import native_parts
 from tests.runtime.fake_cuda import ADDRESSES, DeviceMemory, FakeDriver, FakeEvent, library
 from tests.runtime.test_runtime_checksums import Aligned, Behind, expect_mismatch, finish
 
@@ -93,7 +94,7 @@ def round_trips(engine, sizes=SIZES):
     for nbytes in sizes:
         data = NOISE[-nbytes:]
         extent = write(engine, data)
-        padding = -nbytes % extent.file.align
+        padding = -nbytes % engine._file.align
         # Compared outside of the asserts: pytest's picture of how millions of bytes differ takes longer than all tests.
         with Behind(engine) as file:
             written = file.get(extent.offset, nbytes + padding) == data + bytes(padding)
@@ -109,11 +110,11 @@ def test_round_trip(make_engine, cuda, halves, checksums, scratch, monkeypatch):
     """A kernel launched before the write makes the bytes, one launched before the read still uses the target."""
     if halves == "1 MiB":
         small = with_small_halves(scratch)
-        monkeypatch.setattr(loader, "make_pool", lambda threads: loader.Pool(small, threads))
-    engine = make_engine(cuda, checksums=checksums)
+        monkeypatch.setattr(loader, "make_pool", lambda threads: pool.Pool(small, threads))
+    engine, before = make_engine(cuda, checksums=checksums), cuda.copied_bytes
     round_trips(engine)
-    assert engine._pool.counts().copied_bytes == 2 * sum(SIZES)
-    assert (engine._pool.counts().summed_bytes > 0) is checksums
+    assert cuda.copied_bytes - before == 2 * sum(SIZES)
+    assert (engine._pool.summed_bytes() > 0) is checksums
     assert cuda.unfinished == 0
 
 
@@ -137,7 +138,7 @@ def test_planted_faults_are_seen(make_engine, fault, tmp_path_factory, monkeypat
     """The tests of this file fail where the code does not do what it must."""
     directory = tmp_path_factory.mktemp("fault")
     faulty = built(directory, [FAULTS[fault]], ["-DHALF=((size_t)1<<20)"])
-    monkeypatch.setattr(loader, "make_pool", lambda threads: loader.Pool(faulty, threads))
+    monkeypatch.setattr(loader, "make_pool", lambda threads: pool.Pool(faulty, threads))
     with pytest.raises((AssertionError, OSError)):
         round_trips(make_engine(FakeDriver(), checksums=False), sizes=(4 * MIB + 1, 70_001))
 
@@ -165,18 +166,16 @@ def test_several_requests_at_a_time(engine, cuda):
 
 
 def test_staging_is_allocated_once_per_worker(make_engine, cuda):
-    engine = make_engine(cuda, threads=1)
-    assert engine._pool.counts().staging_bytes == 0
+    engine, before = make_engine(cuda, threads=1), cuda.made
+    assert cuda.pinned_bytes == 0
     for _ in range(5):
         for index in (0, 1, 0):
             extent = write(engine, NOISE[: 9 * MIB], index)
             assert read(engine, extent, index) == NOISE[: 9 * MIB]
-    counts = engine._pool.counts()
-    assert (counts.staging_bytes, counts.allocations, counts.streams) == (2 * 4 * MIB + 4096, 1, 2)
-    assert (cuda.pinned, cuda.streams) == (1, 2)
+    assert (cuda.pinned, cuda.streams, cuda.made - before) == (1, 2, 3)
+    assert cuda.pinned_bytes == 2 * 4 * MIB + 4096
     engine.close()
-    assert (cuda.pinned, cuda.streams) == (0, 0)
-    assert engine._pool.counts().staging_bytes == 0
+    assert (cuda.pinned, cuda.streams, cuda.pinned_bytes) == (0, 0, 0)
     engine.close = lambda: None
 
 
@@ -242,8 +241,10 @@ NTH = [(name, 1) for name in ON_EVERY_PATH] + [(n, i) for n in ("cuMemcpyAsync",
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_errors_of_the_driver(make_engine, cuda, function, nth, operation):
     """Each is named with its code, leaves no copy under way, and the next transfer works."""
-    first = write(make_engine(cuda, threads=1), NOISE[: 6 * MIB])
+    earlier = make_engine(cuda, threads=1)
+    first = write(earlier, NOISE[: 6 * MIB])
     engine = make_engine(cuda, threads=1)  # whose worker has no stream and no memory yet
+    os.dup2(earlier._file.fd, engine._file.fd)
     device = DeviceMemory(6 * MIB)
     device.write_late(NOISE[: 6 * MIB])
     extent = engine.alloc(6 * MIB) if operation == "write" else first
@@ -260,15 +261,15 @@ def test_errors_of_the_driver(make_engine, cuda, function, nth, operation):
 def test_errors_of_the_file_leave_no_copy_under_way(make_engine, cuda, scratch, monkeypatch):
     """The file ends in the middle of a piece, while the half before is on its way to the device."""
     small = with_small_halves(scratch)
-    monkeypatch.setattr(loader, "make_pool", lambda threads: loader.Pool(small, threads))
+    monkeypatch.setattr(loader, "make_pool", lambda threads: pool.Pool(small, threads))
     engine = make_engine(cuda)
     extent = write(engine, NOISE[: 6 * MIB])
-    os.ftruncate(extent.file.fd, extent.offset + 3 * MIB)
+    os.ftruncate(engine._file.fd, extent.offset + 3 * MIB)
     target = DeviceMemory(6 * MIB)
     failing(engine.read(extent, target.memory), "hit the end of the file")
     assert cuda.unfinished == 0
-    read_only = os.open(f"/proc/self/fd/{extent.file.fd}", os.O_RDONLY)
-    os.dup2(read_only, extent.file.fd)
+    read_only = os.open(f"/proc/self/fd/{engine._file.fd}", os.O_RDONLY)
+    os.dup2(read_only, engine._file.fd)
     os.close(read_only)
     device = DeviceMemory(6 * MIB)
     completion = engine.write(extent, device.memory)
@@ -335,7 +336,7 @@ def test_the_table_is_in_the_order_of_the_struct():
     }
     assert tuple(meanings[member] for member in members) == driver.FUNCTIONS
     assert f"#define DEVICES {driver.DEVICES}\n" in header
-    assert loader.library().device_bytes == ctypes.sizeof(driver.Device)
+    assert native_parts.library().device_size() == ctypes.sizeof(driver.Device)
 
 
 def test_too_many_devices():

@@ -29,8 +29,7 @@ def drive(tmp_path):
 
 
 def tiered(drive, room=2 * B, in_flight=10 * B, moved=lambda nbytes: None):
-    host = MemoryEngine()
-    return TieredEngine(host, drive, host.located, room, in_flight, moved)
+    return TieredEngine(MemoryEngine(), drive, room, in_flight, moved)
 
 
 def put(engine, x):

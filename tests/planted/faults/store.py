@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         "watchers_of_the_dead",
         "runtime/deaths.py",
-        "            self._watchers.pop(id(first), None)\n",
+        "        self._watchers.pop(id(first), None)\n",
         "",
         "every stored tensor leaves two objects behind: memory grows with each step",
         "tests/runtime/test_runtime_store.py::test_the_dead_are_watched_no_longer",
