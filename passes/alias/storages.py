@@ -45,7 +45,7 @@ _EMBEDDING_BAG = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embeddi
 def alias(partition: Partition, plan: Plan) -> Plan:
     """Fill `plan.groups`, in the order in which the storages are produced."""
     facts = _Facts.of(partition)
-    saved = nodes_by_storage(n for n in dict.fromkeys(partition.saved))
+    saved = nodes_by_storage(dict.fromkeys(partition.saved))
     keys = [key for key in saved if key not in facts.live]
     keys.sort(key=lambda key: facts.position[facts.owner(key)])
     return plan.with_(groups=tuple(_group(facts, slot, key, saved[key]) for slot, key in enumerate(keys)))
@@ -97,18 +97,14 @@ def _group(facts: _Facts, slot: int, key: int, saved: list[fx.Node]) -> AliasGro
     """The group of one storage."""
     owner = facts.owner(key)
     base = owner.meta["val"]
-    nbytes = base.untyped_storage().nbytes()
+    nbytes = int(hint(base.untyped_storage().nbytes()))
     found = _stored(facts, key, saved)
     if isinstance(found, str):  # sizes may be symbolic: nothing may be computed with them but a hint for the report
         members = tuple(Member(n.name, _NO_LAYOUT) for n in saved)
-        symbolic = not isinstance(nbytes, int)
-        return AliasGroup(slot, owner.name, None, members, int(hint(nbytes)), found, is_hint=symbolic)
+        return AliasGroup(slot, owner.name, None, members, nbytes, nbytes, found)
     members = tuple(Member(n.name, layout) for n, layout in zip(saved, found.members, strict=True))
-    if not isinstance(nbytes, int):
-        return AliasGroup(slot, owner.name, found.layout, members, int(hint(nbytes)), is_hint=True)
-    stored = found.layout.numel * base.itemsize
-    needed = stored if stored < nbytes else None
-    return AliasGroup(slot, owner.name, found.layout, members, nbytes, pack=found.pack, needed_nbytes=needed)
+    stored = min(nbytes, int(hint(found.layout.nbytes)))
+    return AliasGroup(slot, owner.name, found.layout, members, nbytes, stored, pack=found.pack)
 
 
 _NO_LAYOUT = Layout((), (), 0, torch.uint8, torch.device("meta"))
@@ -220,7 +216,7 @@ def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layou
     # Before torch 2.13 a graph has no method that makes nodes for symbolic sizes.
     if not free_symbols(parts) <= facts.symbols or not hasattr(fx.Graph, "materialize_symints"):
         return DYNAMIC
-    covers = statically_known_true(owner.numel * owner.dtype.itemsize == storage)
+    covers = statically_known_true(owner.nbytes == storage)
     alike = all(m.dtype == owner.dtype for m in members)
     if not (covers and alike and is_dense(owner) and statically_known_true(owner.offset == 0)):
         return DYNAMIC
