@@ -57,9 +57,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether what `node` yields, one tensor or several, is a view of its first argument, by its schema."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False  # other libraries' functions for metadata may have effects: they do not run a second time
-    schema = node.target._schema
-    views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
-    return views and not schema.is_mutable and schema.arguments[0].alias_info is not None
+    return node.target.is_view
 
 
 def _inferred(node: fx.Node, source: fx.Node) -> Value | None:
