@@ -56,8 +56,7 @@ _RANDOM = (prims.inductor_random, aten.native_dropout, aten.rand, aten.randn, at
 def time(partition: Partition, plan: Plan, *, machine: Machine) -> Plan:
     """Fill `plan.timeline`."""
     forward, backward = partition.once(both_kernels)
-    begin = next(i for i, n in enumerate(backward.nodes) if n.op != "placeholder")
-    return plan.with_(timeline=Timeline(_starts(forward, machine), _starts(backward, machine), begin))
+    return plan.with_(timeline=Timeline(_starts(forward, machine), _starts(backward, machine)))
 
 
 def _starts(kernels: Kernels, machine: Machine) -> tuple[float, ...]:
