@@ -21,7 +21,7 @@ from ssd_fx.passes.cost.machine import TIERS, Machine
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a simulated step took: seconds, of them stalled in releases and waits; bytes alive during every operator.
 
@@ -121,19 +121,19 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     play.compute(len(step.seconds))
     starts = (*play.starts, play.now)
     return Outcome(
-        play.now,
-        play.write_stall_s,
-        play.read_stall_s,
-        _memory(step, choices, transfers, starts, play.write_ends, firsts),
-        sum(step.columns.moved[i] for i, t in transfers.items() if t.tier == "ssd"),
-        starts,
-        tuple(play.ends),
-        play.write_ends,
-        _host_memory(step, transfers, firsts),
-        play.waits,
-        play.forwarded,
-        {i: end for i, end in play.read_ends.items() if i not in play.forwarded},
-        not play.late.isdisjoint(play.forwarded),
+        seconds=play.now,
+        write_stall_s=play.write_stall_s,
+        read_stall_s=play.read_stall_s,
+        memory=_memory(step, choices, transfers, starts, play.write_ends, firsts),
+        written=sum(step.columns.moved[i] for i, t in transfers.items() if t.tier == "ssd"),
+        starts=starts,
+        ends=tuple(play.ends),
+        write_ends=play.write_ends,
+        host=_host_memory(step, transfers, firsts),
+        waits=play.waits,
+        forwarded=play.forwarded,
+        read_ends={i: end for i, end in play.read_ends.items() if i not in play.forwarded},
+        idle_lane=not play.late.isdisjoint(play.forwarded),
     )
 
 
