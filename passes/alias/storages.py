@@ -166,13 +166,14 @@ def _stored_plain(facts: _Facts, key: int, saved: list[fx.Node], owner: Layout, 
     placeholders = [facts.placeholders[n.name] for n in saved]
     absolute = any(n.target is torch.ops.aten.as_strided.default for n in facts.nodes[key])
     placed = any(storage_of(p) in facts.absolute for p in placeholders)
-    relative = [_from_first(owner, m) for m in members]
-    if any(m is None for m in relative) or (absolute and owner.offset):
+    relative = [m for member in members if (m := _from_first(owner, member)) is not None]
+    if len(relative) < len(members) or (absolute and owner.offset):
         return "no node covers the storage"
     # An input is stored whole: the runtime sees by its storage whether the caller dropped it, and not by a copy's.
     part = not facts.inputs(key) and not placed
-    found = pack(owner, [m for m in relative if m is not None], part=part, restride=may_restride(placeholders))
-    if placed and (found is None or found.pack is not None or owner.offset or not _covers(facts.owner(key))):
+    found = pack(owner, relative, part=part, restride=may_restride(placeholders))
+    as_it_is = found is not None and found.pack is None and not owner.offset
+    if placed and not (as_it_is and _covers(facts.owner(key))):
         return "read by its place in the storage"
     return found or "no dense tensor holds the bytes needed"
 
