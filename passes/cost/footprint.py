@@ -71,8 +71,10 @@ def _reads(kernels: Kernels) -> Iterable[tuple[int, int]]:
     """Nodes, and the storages that they read; a view reads none. `copy_` is a view of its target that reads its
     source."""
     for reader, node in enumerate(kernels.nodes):
+        if node.op == "output":
+            continue
         own = kernels.storages[reader] if kernels.view[reader] else {}
-        for source in node.all_input_nodes if node.op != "output" else ():
+        for source in node.all_input_nodes:
             for key in kernels.storages[kernels.index[source]]:
                 if key in kernels.maker and key not in own:
                     yield reader, key
