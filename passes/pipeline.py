@@ -131,7 +131,8 @@ def decide(
     """
     plan = analysed.undecided() if analysed else analyse(partition, options)
     budget = options.budget if budget is None else budget
-    host_tier, machine = _device(partition).type != "cpu", _machine(partition, options)
+    host_tier = _device(partition).type != "cpu"
+    machine = _machine(partition, options)
     passes = decisions(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
     return _run(passes, partition, plan)
 
@@ -173,9 +174,8 @@ def decide_cut(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Part
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:
     """Put the nodes of the plan into both graphs. `about`: what the forward carries for reports."""
-    warn(
-        plan, options, host_tier=_device(partition).type != "cpu"
-    )  # first: if the rewrite fails, the user knows what was planned
+    host_tier = _device(partition).type != "cpu"
+    warn(plan, options, host_tier=host_tier)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config, about=about)

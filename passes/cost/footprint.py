@@ -45,7 +45,9 @@ class Buffers:
 def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     """Predict the buffers of a graph. Inputs named in `donated` may be written over when they die."""
     first = {key: kernels.at[i] for key, i in kernels.maker.items()}
-    last, read_last, read_first = dict(first), dict(kernels.maker), dict[int, int]()
+    last = dict(first)
+    read_last = dict(kernels.maker)
+    read_first: dict[int, int] = {}
     readers: dict[int, set[int]] = {key: set() for key in first}
     for reader, key in _reads(kernels):
         inside = kernels.inside[reader] or (reader,)

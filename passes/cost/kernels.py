@@ -92,7 +92,9 @@ class Kernels:
         keys = set().union(*(self.storages[k] for k in inputs), ())
         self.view.append(bool(self.storages[i]) and self.storages[i].keys() <= keys)
         inputs = inputs[:1] if self.view[i] else inputs
-        through = (s for k in inputs for s in (self._sources[k] if self.view[k] else [k]))
+        through: list[int] = []
+        for k in inputs:
+            through += self._sources[k] if self.view[k] else [k]
         self._sources.append(list(dict.fromkeys(s for s in through if self.storages[s])))
         if not self.view[i]:
             for source in self._sources[i]:

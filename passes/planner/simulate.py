@@ -76,8 +76,10 @@ class _Nodes:
 def _nodes(
     step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine, firsts: Sequence[int]
 ) -> _Nodes:
-    nodes, columns = _Nodes(), step.columns
-    extra, own = nodes.extra, {tier: step.seconds_of(machine, tier).own for tier in TIERS}
+    nodes = _Nodes()
+    extra = nodes.extra
+    last_use = step.columns.last_use
+    own = {tier: step.seconds_of(machine, tier).own for tier in TIERS}
     for i, choice in enumerate(choices):
         if choice is Choice.KEEP:
             continue
@@ -95,7 +97,7 @@ def _nodes(
         extra[first] = extra.get(first, 0.0) + seconds
     for together in nodes.stores.values():
         if len(together) > 1:  # what is waited for first
-            together.sort(key=lambda i: (not transfers[i].block, columns.last_use[i]))
+            together.sort(key=lambda i: (not transfers[i].block, last_use[i]))
     for together in nodes.loads.values():
         if len(together) > 1:  # soonest needed
             together.sort(key=firsts.__getitem__)

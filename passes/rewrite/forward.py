@@ -78,9 +78,10 @@ class ForwardWriter:
     def _named_shapes(self, group: AliasGroup) -> list[torch.Size]:
         """The shapes that the store of a group, and the stand-ins of its members, have as arguments."""
         base = self.by_name[group.base].meta["val"]
-        first, *others = [self.by_name[m.name].meta["val"] for m in group.members]
-        is_base = group.pack is None and _is_alike(first, base)
-        return [val.shape for val in (others if is_base else [first, *others])]
+        saved = [self.by_name[m.name].meta["val"] for m in group.members]
+        is_base = group.pack is None and _is_alike(saved[0], base)
+        named = saved[1:] if is_base else saved
+        return [val.shape for val in named]
 
     def _optional(self, group: AliasGroup, stored: torch.Tensor, first: torch.Tensor) -> list[Any]:
         """The optional arguments of a store, up to the last that is no default; `first`: the first member."""
