@@ -89,12 +89,12 @@ class _Placing:
 
     def _transfer(self, i: int) -> Transfer:
         return Transfer(
-            self.store_after[i],
-            self.release_after[i],
-            i in self.blocking,
-            self.load_before[i],
-            i in self.strict,
-            self._tier(i),
+            store_after=self.store_after[i],
+            release_after=self.release_after[i],
+            block=i in self.blocking,
+            load_before=self.load_before[i],
+            strict=i in self.strict,
+            tier=self._tier(i),
         )
 
     def _tier(self, i: int) -> Tier:
