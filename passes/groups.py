@@ -39,6 +39,10 @@ class Layout:
         return math.prod(self.size)
 
     @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         return (*self.size, *self.stride, self.offset)
 
@@ -122,9 +126,9 @@ class AliasGroup:
     """All saved tensors that share one storage or are copies of it: the unit of every decision.
 
     `base`: the forward node that owns the storage. The store writes the base itself, or what `pack` makes of it;
-    `layout` is the layout of what it writes. `obstacle`: why the group cannot be offloaded, or empty. `nbytes`: the
-    storages, which stay in memory if the group is kept. `needed_nbytes`: what a store writes and a load reads, if that
-    is less. `is_hint`: sizes are symbolic, and bytes are those of the call that was compiled.
+    `layout` is the layout of what it writes. `nbytes`: the storages, which stay in memory if the group is kept.
+    `stored_nbytes`: what is written once and read once. `obstacle`: why the group cannot be offloaded, or empty. Where
+    sizes are symbolic, bytes are those of the call that was compiled.
     """
 
     slot: int
@@ -132,12 +136,12 @@ class AliasGroup:
     layout: Layout | None
     members: tuple[Member, ...]
     nbytes: int
+    stored_nbytes: int
     obstacle: str = ""
     pack: Pack | None = None
-    needed_nbytes: int | None = None
-    is_hint: bool = False
 
     @property
-    def stored_nbytes(self) -> int:
-        """Bytes that are written once and read once."""
-        return self.nbytes if self.needed_nbytes is None else self.needed_nbytes
+    def stored(self) -> Layout:
+        """`layout`, of a group that has no obstacle."""
+        assert self.layout is not None
+        return self.layout

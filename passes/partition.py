@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
@@ -40,16 +40,18 @@ class Partition:
     @property
     def saved(self) -> list[fx.Node]:
         """The forward outputs that the backward receives, in order."""
-        outputs = self.fwd_output.args[0]
-        assert isinstance(outputs, (list, tuple))
-        return [n for n in outputs[self.num_fwd_outputs :] if isinstance(n, fx.Node)]
+        return [n for n in self._outputs[self.num_fwd_outputs :] if isinstance(n, fx.Node)]
 
     @property
     def kept_outputs(self) -> list[fx.Node]:
         """The forward outputs that the caller sees."""
+        return [n for n in self._outputs[: self.num_fwd_outputs] if isinstance(n, fx.Node)]
+
+    @property
+    def _outputs(self) -> Sequence[object]:
         outputs = self.fwd_output.args[0]
         assert isinstance(outputs, (list, tuple))
-        return [n for n in outputs[: self.num_fwd_outputs] if isinstance(n, fx.Node)]
+        return outputs
 
     @property
     def activation_inputs(self) -> list[fx.Node]:
@@ -125,10 +127,17 @@ def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that the node's operator writes into, by its schema."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
+    given = arguments_of(node)
+    targets = [given[a.name] for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]
+    return [n for n in tree_leaves(targets) if isinstance(n, fx.Node)]
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """What a node's operator is called with, by the names in its schema; defaults where it is given nothing."""
+    assert isinstance(node.target, torch._ops.OpOverload)
     arguments = node.target._schema.arguments
-    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
-    targets = (given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return [n for n in tree_leaves(tuple(targets)) if isinstance(n, fx.Node)]
+    given = dict(zip([a.name for a in arguments], node.args, strict=False))
+    return {a.name: a.default_value for a in arguments} | given | node.kwargs
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:

@@ -73,25 +73,11 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
 def decisions(
     options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool, host_tier: bool, quick: bool
 ) -> tuple[PlanPass, ...]:
-    """`host_tier`: the device has other memory than the host; if not, the host budget is for resident tensors.
-
-    `priced`, `quick`: as in `decide`.
-    """
+    """`priced`, `quick`: as in `decide`; `host_tier`: as in `select`."""
     return (
         *([price] if priced else []),  # needs the groups and the times
-        partial(  # decides and places together, since the cost of a decision depends on where its nodes can be
-            select,
-            budget=budget,
-            min_bytes=options.min_bytes,
-            machine=machine,
-            prefetch=options.prefetch,
-            host_budget=options.host_budget if host_tier else 0,
-            resident=0 if host_tier else options.host_budget,
-            shared=options.budget if isinstance(options.budget, int) else 0,
-            slowdown=options.slowdown,
-            shrinks=() if host_tier and options.host_budget else options.shrinks,  # each tier may have its codec
-            quick=quick,
-        ),
+        # decides and places together, since the cost of a decision depends on where its nodes can be
+        partial(select, options=options, machine=machine, budget=budget, host_tier=host_tier, quick=quick),
     )
 
 
@@ -145,7 +131,8 @@ def decide(
     """
     plan = analysed.undecided() if analysed else analyse(partition, options)
     budget = options.budget if budget is None else budget
-    host_tier, machine = _device(partition).type != "cpu", _machine(partition, options)
+    host_tier = _device(partition).type != "cpu"
+    machine = _machine(partition, options)
     passes = decisions(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
     return _run(passes, partition, plan)
 
@@ -187,9 +174,8 @@ def decide_cut(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Part
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:
     """Put the nodes of the plan into both graphs. `about`: what the forward carries for reports."""
-    warn(
-        plan, options, host_tier=_device(partition).type != "cpu"
-    )  # first: if the rewrite fails, the user knows what was planned
+    host_tier = _device(partition).type != "cpu"
+    warn(plan, options, host_tier=host_tier)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
     if plan.groups:
         insert(partition, plan, config=options.runtime_config, about=about)

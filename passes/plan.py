@@ -95,14 +95,10 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The predicted start of every node in ms, for both graphs. The last entry, one more than nodes, is the end.
-
-    `backward_begin`: the index of the first node of the backward that is no input.
-    """
+    """The predicted start of every node in ms, for both graphs. The last entry, one more than nodes, is the end."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    backward_begin: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,17 +91,12 @@ def _copied_argument(node: fx.Node) -> object:
 
 
 def _is_plain(group: AliasGroup) -> bool:
-    return not group.obstacle and group.pack is None and not group.is_hint
+    return not group.obstacle and group.pack is None and not group.stored.is_symbolic
 
 
 def _merge(into: AliasGroup, group: AliasGroup, copy: Copy | None) -> AliasGroup:
     members = tuple(replace(m, copy=copy) for m in group.members)
-    return replace(
-        into,
-        members=(*into.members, *members),
-        nbytes=into.nbytes + group.nbytes,
-        needed_nbytes=into.stored_nbytes,
-    )
+    return replace(into, members=(*into.members, *members), nbytes=into.nbytes + group.nbytes)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+from torch._prims_common import compute_required_storage_length
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ssd_fx.passes.groups import Box, Layout, Pack
@@ -58,7 +59,7 @@ def _pack_dense(
     core: Layout, expanded: tuple[int, ...], members: Sequence[Layout], *, part: bool, restride: bool
 ) -> Stored | None:
     """All of a dense owner, or the smallest box if that pays. `core`: the owner, expanded dimensions cut to one."""
-    if any(span(m) * m.dtype.itemsize > core.numel * core.dtype.itemsize for m in members):
+    if any(span(m) * m.dtype.itemsize > core.nbytes for m in members):
         return None
     box = smallest_box(core.numel, members) if part else None
     if box is None or box.numel == core.numel or not _is_worth_it(box, core.numel, restride):
@@ -141,9 +142,7 @@ def memory_order(layout: Layout) -> tuple[int, ...]:
 
 def span(layout: Layout) -> int:
     """The number of elements from the first of the storage to the last of the tensor, both included."""
-    if not all(layout.size):
-        return 0
-    return layout.offset + 1 + sum((n - 1) * t for n, t in zip(layout.size, layout.stride, strict=True))
+    return compute_required_storage_length(layout.size, layout.stride, layout.offset)
 
 
 def is_dense(layout: Layout) -> bool:
@@ -152,18 +151,13 @@ def is_dense(layout: Layout) -> bool:
     Sizes may be symbolic: the answer follows from the expressions alone, and adds no guard.
     """
     expected: int | torch.SymInt = 1
-    dims = [(n, t) for n, t in zip(layout.size, layout.stride, strict=True) if not statically_equal(n, 1)]
+    dims = [(n, t) for n, t in zip(layout.size, layout.stride, strict=True) if not statically_known_true(n == 1)]
     while dims:
-        fitting = next((i for i, (_, t) in enumerate(dims) if statically_equal(t, expected)), None)
+        fitting = next((i for i, (_, t) in enumerate(dims) if statically_known_true(t == expected)), None)
         if fitting is None:
             return False
         expected = expected * dims.pop(fitting)[0]
     return True
-
-
-def statically_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal for certain; asking adds no guard."""
-    return a == b if isinstance(a, int) and isinstance(b, int) else bool(statically_known_true(a == b))
 
 
 def _contiguous(like: Layout, size: tuple[int, ...]) -> Layout:
@@ -214,7 +208,7 @@ _EXACT = (
 def _is_view(node: fx.Node) -> bool:
     if tensor_of(node) is None or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+    return node.target.is_view
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -45,7 +45,7 @@ _EMBEDDING_BAG = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embeddi
 def alias(partition: Partition, plan: Plan) -> Plan:
     """Fill `plan.groups`, in the order in which the storages are produced."""
     facts = _Facts.of(partition)
-    saved = nodes_by_storage(n for n in dict.fromkeys(partition.saved))
+    saved = nodes_by_storage(dict.fromkeys(partition.saved))
     keys = [key for key in saved if key not in facts.live]
     keys.sort(key=lambda key: facts.position[facts.owner(key)])
     return plan.with_(groups=tuple(_group(facts, slot, key, saved[key]) for slot, key in enumerate(keys)))
@@ -97,18 +97,14 @@ def _group(facts: _Facts, slot: int, key: int, saved: list[fx.Node]) -> AliasGro
     """The group of one storage."""
     owner = facts.owner(key)
     base = owner.meta["val"]
-    nbytes = base.untyped_storage().nbytes()
+    nbytes = int(hint(base.untyped_storage().nbytes()))
     found = _stored(facts, key, saved)
     if isinstance(found, str):  # sizes may be symbolic: nothing may be computed with them but a hint for the report
         members = tuple(Member(n.name, _NO_LAYOUT) for n in saved)
-        symbolic = not isinstance(nbytes, int)
-        return AliasGroup(slot, owner.name, None, members, int(hint(nbytes)), found, is_hint=symbolic)
+        return AliasGroup(slot, owner.name, None, members, nbytes, nbytes, found)
     members = tuple(Member(n.name, layout) for n, layout in zip(saved, found.members, strict=True))
-    if not isinstance(nbytes, int):
-        return AliasGroup(slot, owner.name, found.layout, members, int(hint(nbytes)), is_hint=True)
-    stored = found.layout.numel * base.itemsize
-    needed = stored if stored < nbytes else None
-    return AliasGroup(slot, owner.name, found.layout, members, nbytes, pack=found.pack, needed_nbytes=needed)
+    stored = min(nbytes, int(hint(found.layout.nbytes)))
+    return AliasGroup(slot, owner.name, found.layout, members, nbytes, stored, pack=found.pack)
 
 
 _NO_LAYOUT = Layout((), (), 0, torch.uint8, torch.device("meta"))
@@ -170,13 +166,14 @@ def _stored_plain(facts: _Facts, key: int, saved: list[fx.Node], owner: Layout, 
     placeholders = [facts.placeholders[n.name] for n in saved]
     absolute = any(n.target is torch.ops.aten.as_strided.default for n in facts.nodes[key])
     placed = any(storage_of(p) in facts.absolute for p in placeholders)
-    relative = [_from_first(owner, m) for m in members]
-    if any(m is None for m in relative) or (absolute and owner.offset):
+    relative = [m for member in members if (m := _from_first(owner, member)) is not None]
+    if len(relative) < len(members) or (absolute and owner.offset):
         return "no node covers the storage"
     # An input is stored whole: the runtime sees by its storage whether the caller dropped it, and not by a copy's.
     part = not facts.inputs(key) and not placed
-    found = pack(owner, [m for m in relative if m is not None], part=part, restride=may_restride(placeholders))
-    if placed and (found is None or found.pack is not None or owner.offset or not _covers(facts.owner(key))):
+    found = pack(owner, relative, part=part, restride=may_restride(placeholders))
+    as_it_is = found is not None and found.pack is None and not owner.offset
+    if placed and not (as_it_is and _covers(facts.owner(key))):
         return "read by its place in the storage"
     return found or "no dense tensor holds the bytes needed"
 
@@ -220,7 +217,7 @@ def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layou
     # Before torch 2.13 a graph has no method that makes nodes for symbolic sizes.
     if not free_symbols(parts) <= facts.symbols or not hasattr(fx.Graph, "materialize_symints"):
         return DYNAMIC
-    covers = statically_known_true(owner.numel * owner.dtype.itemsize == storage)
+    covers = statically_known_true(owner.nbytes == storage)
     alike = all(m.dtype == owner.dtype for m in members)
     if not (covers and alike and is_dense(owner) and statically_known_true(owner.offset == 0)):
         return DYNAMIC

@@ -45,7 +45,9 @@ class Buffers:
 def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     """Predict the buffers of a graph. Inputs named in `donated` may be written over when they die."""
     first = {key: kernels.at[i] for key, i in kernels.maker.items()}
-    last, read_last, read_first = dict(first), dict(kernels.maker), dict[int, int]()
+    last = dict(first)
+    read_last = dict(kernels.maker)
+    read_first: dict[int, int] = {}
     readers: dict[int, set[int]] = {key: set() for key in first}
     for reader, key in _reads(kernels):
         inside = kernels.inside[reader] or (reader,)
@@ -71,8 +73,10 @@ def _reads(kernels: Kernels) -> Iterable[tuple[int, int]]:
     """Nodes, and the storages that they read; a view reads none. `copy_` is a view of its target that reads its
     source."""
     for reader, node in enumerate(kernels.nodes):
+        if node.op == "output":
+            continue
         own = kernels.storages[reader] if kernels.view[reader] else {}
-        for source in node.all_input_nodes if node.op != "output" else ():
+        for source in node.all_input_nodes:
             for key in kernels.storages[kernels.index[source]]:
                 if key in kernels.maker and key not in own:
                     yield reader, key

@@ -81,85 +81,108 @@ def _are_alike(a: Space, b: Space, reads: bool) -> bool:
     """Whether two loops can be one. `reads`: the second reads what the first writes."""
     if not a.on_cpu:
         summed, other = (a, b) if a.reduces else (b, a)
-        return summed == other or (summed.reduces > other.reduces and other.elements in (summed.elements, summed.outer))
+        return summed == other or (
+            summed.reduces and not other.reduces and other.elements in (summed.elements, summed.outer)
+        )
     if a.outer == b.outer:  # the outermost loop is one, and what is in it runs one behind the other
         return reads or a.elements == b.elements
     return reads and not a.reduces and not b.reduces and a.elements == b.elements == b.outer
 
 
+@dataclass(slots=True)
+class _Group:
+    """Loops that became one kernel, so many. `first`, `last`: of their places in the graph.
+
+    `results`: of its reductions, all of which have as many; None where it has none. `readers`: loops, of any group,
+    that read what it writes.
+    """
+
+    first: int
+    last: int
+    results: int | None
+    loops: int = 1
+    readers: set[int] = field(default_factory=set)
+
+    def merge(self, other: _Group) -> None:
+        self.first = min(self.first, other.first)
+        self.last = max(self.last, other.last)
+        self.results = other.results if self.results is None else self.results
+        self.loops += other.loops
+        self.readers |= other.readers
+
+
 class Groups:
-    """Loops that became one kernel; `next` has the groups that read what a group wrote."""
+    """The loops by group. A group is named by one of its loops, its root."""
 
     def __init__(self, loops: Mapping[int, Loop]) -> None:
-        self._group = {k: k for k in loops}
-        self._at = {k: loop.at for k, loop in loops.items()}  # by group: the last of its members
-        self._first = dict(self._at)
-        self._rank = {at: rank for rank, at in enumerate(sorted(self._at.values()))}
-        self._loops = dict.fromkeys(loops, 1)
-        self._results = {k: loop.space.outer for k, loop in loops.items() if loop.space and loop.space.reduces}
-        self._spans: list[tuple[int, int]] = []  # first and last member of every group that was made, by the first
-        self._next: dict[int, set[int]] = {k: set() for k in loops}
+        self._parent = {k: k for k in loops}  # a loop of the same group; the root is its own
+        self._groups: dict[int, _Group] = {}  # by root
+        for k, loop in loops.items():
+            results = loop.space.outer if loop.space is not None and loop.space.reduces else None
+            self._groups[k] = _Group(loop.at, loop.at, results)
         for k, loop in loops.items():
             for source in loop.behind:
-                self._next[source].add(k)
+                self._groups[source].readers.add(k)
+        self._rank = {at: rank for rank, at in enumerate(sorted(loop.at for loop in loops.values()))}
+        self._spans: list[tuple[int, int]] = []  # first and last of every group that was made, by the first
 
     def fuse(self, a: int, b: int, nbytes: int) -> None:
         """Makes two that share `nbytes` one kernel, unless refused, or something between reads one for the other."""
         a, b = self.of(a), self.of(b)
         if a == b or self._is_refused(a, b, nbytes) or self._path(a, b) or self._path(b, a):
             return
-        self._group[b] = a
-        self._loops[a] += self._loops[b]
-        if b in self._results:
-            self._results[a] = self._results[b]
-        self._at[a] = max(self._at[a], self._at[b])
-        self._first[a] = min(self._first[a], self._first[b])
-        self._next[a] |= self._next.pop(b)
-        bisect.insort(self._spans, (self._first[a], self._at[a]))
+        self._parent[b] = a
+        group = self._groups[a]
+        group.merge(self._groups.pop(b))
+        bisect.insort(self._spans, (group.first, group.last))
 
     def _is_refused(self, a: int, b: int, nbytes: int) -> bool:
         """By what holds for all kernels, or by what holds for those that do not read each other."""
-        if self._loops[a] + self._loops[b] > config.max_fusion_size:
+        one, other = self._groups[a], self._groups[b]
+        if one.loops + other.loops > config.max_fusion_size:
             return True
-        if len({self._results[g] for g in (a, b) if g in self._results}) > 1:
+        if None not in (one.results, other.results) and one.results != other.results:
             return True
-        span = self._rank[max(self._at[a], self._at[b])] - self._rank[min(self._first[a], self._first[b])]
+        span = self._rank[max(one.last, other.last)] - self._rank[min(one.first, other.first)]
         if span <= FARTHEST and nbytes >= config.score_fusion_memory_threshold:
             return False
-        return not any(self.of(n) == reader for read, reader in ((a, b), (b, a)) for n in self._next[read])
+        reads = any(self.of(n) == b for n in one.readers) or any(self.of(n) == a for n in other.readers)
+        return not reads
 
     def places(self) -> dict[int, int]:
         """When each loop runs: at the last one of its kernel, or earlier where a kernel that reads it does."""
-        at, readers = dict(self._at), {g: {self.of(n) for n in after} - {g} for g, after in self._next.items()}
-        for group in graphlib.TopologicalSorter(readers).static_order():
-            at[group] = min([at[group], *(at[r] for r in readers[group])])
-        return {k: at[self.of(k)] for k in self._group}
+        at = {root: group.last for root, group in self._groups.items()}
+        readers = {root: {self.of(n) for n in group.readers} - {root} for root, group in self._groups.items()}
+        for root in graphlib.TopologicalSorter(readers).static_order():
+            at[root] = min([at[root], *(at[r] for r in readers[root])])
+        return {k: at[self.of(k)] for k in self._parent}
 
     def of(self, kernel: int) -> int:
-        while self._group[kernel] != kernel:
-            self._group[kernel] = self._group[self._group[kernel]]
-            kernel = self._group[kernel]
+        """The root of a loop's group."""
+        while self._parent[kernel] != kernel:
+            self._parent[kernel] = self._parent[self._parent[kernel]]
+            kernel = self._parent[kernel]
         return kernel
 
     def _path(self, start: int, end: int) -> bool:
         """Whether there is a way from one to the other that is no single step."""
         latest = self._latest(end)
-        work = [g for n in self._next[start] if (g := self.of(n)) not in (start, end)]
+        work = [root for n in self._groups[start].readers if (root := self.of(n)) not in (start, end)]
         seen = set(work)
         while work:
-            for n in self._next[work.pop()]:
-                group = self.of(n)
-                if group == end:
+            for n in self._groups[work.pop()].readers:
+                root = self.of(n)
+                if root == end:
                     return True
-                if group not in seen and group != start and self._first[group] <= latest:
-                    seen.add(group)
-                    work.append(group)
+                if root not in seen and root != start and self._groups[root].first <= latest:
+                    seen.add(root)
+                    work.append(root)
         return False
 
     def _latest(self, end: int) -> int:
         """No way to `end` goes through a group that begins later: ways go forward, but back from the last member of a
         group to its first."""
-        latest = self._at[end]
+        latest = self._groups[end].last
         for first, last in self._spans:
             if first > latest:
                 break

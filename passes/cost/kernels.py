@@ -9,9 +9,10 @@ Inductor decides that later, by rules that are guessed here. Both the time (`tra
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -25,6 +26,23 @@ aten = torch.ops.aten
 
 # Operators that read no more of their first input than they yield.
 _LOOKUPS = (aten.embedding, aten.gather, aten.index, aten.index_select, torch.ops.prims.inductor_lookup_seed)
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a kernel does that computes a node inside itself.
+
+    `reads`: nodes in memory. `operations`: nodes, each counted as often as it is computed. `heavy`: one is in `HEAVY`.
+    """
+
+    reads: set[int]
+    operations: int
+    heavy: bool
+
+    def add(self, other: _Work) -> None:
+        self.reads |= other.reads
+        self.operations += other.operations
+        self.heavy |= other.heavy
 
 
 class Kernels:
@@ -74,45 +92,50 @@ class Kernels:
         keys = set().union(*(self.storages[k] for k in inputs), ())
         self.view.append(bool(self.storages[i]) and self.storages[i].keys() <= keys)
         inputs = inputs[:1] if self.view[i] else inputs
-        through = (s for k in inputs for s in (self._sources[k] if self.view[k] else [k]))
+        through: list[int] = []
+        for k in inputs:
+            through += self._sources[k] if self.view[k] else [k]
         self._sources.append(list(dict.fromkeys(s for s in through if self.storages[s])))
         if not self.view[i]:
             for source in self._sources[i]:
                 self._readers[source].append(i)
 
     def _inside(self, addmms: dict[int, int]) -> list[Collection[int]]:
-        realized = self._realized()
+        inlined = self._inlined()
         inside: list[Collection[int]] = [(i,) for i in range(len(self.nodes))]
         for i in reversed(range(len(self.nodes))):
             if i in addmms:
                 inside[i] = (addmms[i],)
-            elif not realized[i]:
+            elif i in inlined:
                 inside[i] = set().union(*(inside[r] for r in self._readers[i]))
         return inside
 
-    def _realized(self) -> list[bool]:
-        """Which nodes Inductor writes to memory, by its own rules: what a library call or the caller reads, and what
-        several readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in
-        its configuration, torch 2.13). It counts operations, of which a node has about two."""
-        realized, reads, sizes = [True] * len(self.nodes), [set[int]() for _ in self.nodes], [0] * len(self.nodes)
-        heavy = [False] * len(self.nodes)
+    def _inlined(self) -> Collection[int]:
+        """Which nodes Inductor does not write to memory, but computes inside their readers."""
+        inlined: dict[int, _Work] = {}
         for i, node in enumerate(self.nodes):
             if not self.computes[i] or not is_inlined(node) or i in self.calls:
                 continue
-            tensor = tensor_of(node)
-            on_cpu = tensor is not None and tensor.device.type == "cpu"
-            sizes[i], heavy[i] = 1, on_cpu and operator_of(node) in HEAVY
+            work = _Work(set(), 1, _is_on_cpu(node) and operator_of(node) in HEAVY)
             for source in self._sources[i]:
-                if realized[source]:
-                    reads[i].add(source)
+                if source in inlined:
+                    work.add(inlined[source])
                 else:
-                    reads[i] |= reads[source]
-                    sizes[i] += sizes[source]
-                    heavy[i] |= heavy[source]
-            asked = any(r in self.calls or self.nodes[r].op == "output" for r in self._readers[i])
-            costly = len(reads[i]) > config.realize_reads_threshold or sizes[i] > (25 if on_cpu else 15) or heavy[i]
-            realized[i] = asked or len(reads[i]) > (12 if on_cpu else 8) or (len(self._readers[i]) > 1 and costly)
-        return realized
+                    work.reads.add(source)
+            if not self._is_realized(i, work):
+                inlined[i] = work
+        return inlined
+
+    def _is_realized(self, i: int, work: _Work) -> bool:
+        """Whether Inductor writes a node to memory, by its own rules: what a library call or the caller reads, and what
+        several readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in
+        its configuration, torch 2.13). It counts operations, of which a node has about two."""
+        readers = self._readers[i]
+        most_reads, most_operations = (12, 25) if _is_on_cpu(self.nodes[i]) else (8, 15)
+        if len(work.reads) > most_reads or any(r in self.calls or self.nodes[r].op == "output" for r in readers):
+            return True
+        too_long = len(work.reads) > config.realize_reads_threshold or work.operations > most_operations
+        return len(readers) > 1 and (too_long or work.heavy)
 
     def _reads(self, i: int) -> dict[int, int]:
         """What the node itself reads from memory: storages, with the bytes that it reads of each."""
@@ -171,9 +194,10 @@ def hint(value: object) -> float:
 def _shape(node: fx.Node) -> Space:
     """What a loop that yields the node goes over: what it makes, or what it sums up or scatters."""
     of = (node, *node.all_input_nodes) if operator_of(node) in LOOPS else (node,)
-    elements, on_cpu = max(count(t) for n in of for t in tensors_of(n)), tensors_of(node)[0].device.type == "cpu"
+    elements = max(count(t) for n in of for t in tensors_of(n))
     reduces = operator_of(node) in REDUCTIONS
-    return Space(elements, max(map(count, tensors_of(node))) if reduces else elements, reduces, on_cpu)
+    outer = max(map(count, tensors_of(node))) if reduces else elements
+    return Space(elements, outer, reduces, on_cpu=tensors_of(node)[0].device.type == "cpu")
 
 
 def _rows(node: fx.Node) -> Space | None:
@@ -181,14 +205,25 @@ def _rows(node: fx.Node) -> Space | None:
     out = tensor_of(node)
     if out is None or out.device.type != "cpu" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return None
-    outer, sizes = count(out), [hint(size) for size in out.shape]
-    for tensor in (t for n in node.all_input_nodes for t in tensors_of(n)):
-        steps = [hint(step) * (hint(size) != 1) for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-        steps = [0.0] * (len(sizes) - len(steps)) + steps
-        dims = [(size, step) for size, step in zip(sizes, steps, strict=False) if size != 1]
-        breaks = (i for i in range(1, len(dims)) if dims[i - 1][1] != dims[i][0] * dims[i][1])
-        outer = min(outer, int(math.prod(size for size, _ in dims[: next(breaks, None)])))
-    return Space(count(out), outer, False, True)
+    sizes = [hint(size) for size in out.shape]
+    inputs = [t for n in node.all_input_nodes for t in tensors_of(n)]
+    outer = min([count(out), *(_outer(t, sizes) for t in inputs)])
+    return Space(count(out), outer, reduces=False, on_cpu=True)
+
+
+def _outer(tensor: torch.Tensor, sizes: list[float]) -> int:
+    """The iterations of the outermost of the loops over `sizes` that it takes to read a tensor, broadcast to these."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    steps = [0.0 if hint(size) == 1 else hint(step) for size, step in dims]
+    steps = [0.0] * (len(sizes) - len(steps)) + steps
+    loops = [(size, step) for size, step in zip(sizes, steps, strict=False) if size != 1]
+    breaks = (i for i, ((_, step), (size, inner)) in enumerate(itertools.pairwise(loops), 1) if step != size * inner)
+    return int(math.prod(size for size, _ in loops[: next(breaks, None)]))
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.device.type == "cpu"
 
 
 def count(tensor: torch.Tensor) -> int:

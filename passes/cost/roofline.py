@@ -10,7 +10,6 @@ The figures only place nodes; a wrong one costs a stall or some memory, never a 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,13 +20,13 @@ from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count, hint
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.operators import has_flops, is_attention, operator_of
 from ssd_fx.passes.cost.traffic import Traffic, traffic
-from ssd_fx.passes.partition import Partition, tensors_of
+from ssd_fx.passes.partition import Partition, arguments_of, tensors_of
 from ssd_fx.passes.plan import Plan, Timeline
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Keys per step of the CPU's and the GPU's fused attention: blocks wholly above the diagonal are skipped.
-_CAUSAL_BLOCK = {"cpu": 512}
+# Keys per step of fused attention: blocks wholly above the diagonal are skipped.
+_CAUSAL_BLOCK_CPU = 512
 _CAUSAL_BLOCK_GPU = 128
 # In error functions of equal time, for vectors of float32 in cache (AVX-512: 0.71, 0.36 and 0.22 ns an element).
 _SPECIAL: dict[object, float] = {
@@ -56,8 +55,7 @@ _RANDOM = (prims.inductor_random, aten.native_dropout, aten.rand, aten.randn, at
 def time(partition: Partition, plan: Plan, *, machine: Machine) -> Plan:
     """Fill `plan.timeline`."""
     forward, backward = partition.once(both_kernels)
-    begin = next(i for i, n in enumerate(backward.nodes) if n.op != "placeholder")
-    return plan.with_(timeline=Timeline(_starts(forward, machine), _starts(backward, machine), begin))
+    return plan.with_(timeline=Timeline(_starts(forward, machine), _starts(backward, machine)))
 
 
 def _starts(kernels: Kernels, machine: Machine) -> tuple[float, ...]:
@@ -87,21 +85,15 @@ def _flops(node: fx.Node) -> float:
 
 def _attention_flops(node: fx.Node) -> float:
     """Two products forward, five backward; of causal attention, the blocks that are not wholly above the diagonal."""
-    said = _arguments(node)
-    query, key, value = (said[name].meta["val"] for name in ("query", "key", "value"))
+    given = arguments_of(node)
+    query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
     pairs = hint(math.prod(query.shape[:-1])) * hint(key.shape[-2])  # [..., heads, length, size]; numel() would guard
     sizes = (3.0, 2.0) if _is_backward(node) else (1.0, 1.0)
     share = 1.0
-    if said.get("is_causal"):
-        block = _CAUSAL_BLOCK.get(query.device.type, _CAUSAL_BLOCK_GPU)
+    if given.get("is_causal"):
+        block = _CAUSAL_BLOCK_CPU if query.device.type == "cpu" else _CAUSAL_BLOCK_GPU
         share = min(1.0, 0.5 + 0.5 * block / max(hint(key.shape[-2]), 1.0))
     return 2.0 * share * pairs * (sizes[0] * hint(query.shape[-1]) + sizes[1] * hint(value.shape[-1]))
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
-    return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def _is_backward(node: fx.Node) -> bool:

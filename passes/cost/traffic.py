@@ -28,7 +28,8 @@ class Traffic:
 def traffic(kernels: Kernels) -> dict[fx.Node, Traffic]:
     """An entry for every node that is computed."""
     found = {n: Traffic() for n, computed in zip(kernels.nodes, kernels.computes, strict=True) if computed}
-    begun, read = set[int](), set[tuple[int, int]]()
+    begun = set[int]()
+    read = set[tuple[int, int]]()  # a storage, and a kernel that has read it
     written = {key for arg in kernels.nodes[-1].all_input_nodes for key in kernels.storages[kernels.index[arg]]}
     for node, one in found.items():
         i = kernels.index[node]
@@ -39,9 +40,11 @@ def traffic(kernels: Kernels) -> dict[fx.Node, Traffic]:
             begun |= inside
         for key, nbytes in kernels.reads[i].items():
             others = {k for k in inside if k != kernels.kernel.get(kernels.maker[key])}
-            one.read += nbytes * sum((key, k) not in read for k in others)
-            read.update((key, k) for k in others)
-            written |= {key} if others else set()
+            new = {(key, k) for k in others} - read
+            one.read += nbytes * len(new)
+            read |= new
+            if others:
+                written.add(key)
     for key in written & kernels.maker.keys():
         node = kernels.nodes[kernels.maker[key]]
         if node in found:

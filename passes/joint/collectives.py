@@ -14,7 +14,6 @@ collective runs on one rank only, or in another order there, the other ranks wai
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from ssd_fx.passes.partition import Partition
 
@@ -36,8 +35,6 @@ def may_communicate(target: object) -> bool:
 
 def communication(partition: Partition) -> tuple[list[str], list[str]]:
     """The names of the nodes that may communicate, in order: of the forward, and of the backward."""
-    return _named(partition.forward.graph), _named(partition.backward.graph)
-
-
-def _named(graph: fx.Graph) -> list[str]:
-    return [n.name for n in graph.nodes if may_communicate(n.target)]
+    forward = [n.name for n in partition.forward.graph.nodes if may_communicate(n.target)]
+    backward = [n.name for n in partition.backward.graph.nodes if may_communicate(n.target)]
+    return forward, backward

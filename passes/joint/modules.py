@@ -15,9 +15,10 @@ Once a method has set an attribute of an object, Dynamo looks for the others in 
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -70,13 +71,9 @@ def enclosing(node: fx.Node, roots: Sequence[str] = ()) -> tuple[str, ...]:
     """The names of all modules around a node, outermost first, with containers that have no `forward`."""
     names = {"": None}
     for path in paths(node):
-        names |= dict.fromkeys(_prefixes(name_of(path, roots)))
+        parts = name_of(path, roots).split(".")
+        names |= dict.fromkeys(itertools.accumulate(parts, "{}.{}".format))
     return tuple(names)
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
 def matches(pattern: str, name: str) -> bool:

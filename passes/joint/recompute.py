@@ -17,7 +17,6 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,27 +137,6 @@ def _clone(module: fx.GraphModule) -> fx.GraphModule:
     return clone
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """What a chain of recomputed nodes may read in the backward, by storage.
-
-    `saved`: each saved storage, with the slot of its alias group, or None where it is in no group. `unstable`: storages
-    that may hold other values by then, because the step or its caller writes into them.
-    """
-
-    saved: Mapping[int | None, int | None]
-    unstable: Collection[int | None]
-
-    @staticmethod
-    def of(partition: Partition, plan: Plan, nodes: Mapping[str, fx.Node]) -> _Sources:
-        saved: dict[int | None, int | None] = {storage_of(n): None for n in partition.saved}
-        saved |= {storage_of(nodes[g.base]): g.slot for g in plan.groups}
-        saved.pop(None, None)
-        activations = {storage_of(n) for n in partition.activation_inputs}
-        unstable = changed_inputs(partition.forward.graph) | (activations - saved.keys())
-        return _Sources(saved, unstable - {None})  # sizes are inputs without a storage, and never change
-
-
 def price(partition: Partition, plan: Plan) -> Plan:
     """Fill `plan.prices` for every group that can be computed again from saved tensors or from parameters.
 
@@ -169,10 +147,14 @@ def price(partition: Partition, plan: Plan) -> Plan:
     nodes = {n.name: n for n in partition.forward.graph.nodes}
     starts = plan.timeline.forward
     seconds = {n: (starts[i + 1] - starts[i]) / 1e3 for i, n in enumerate(nodes.values())}
-    sources = _Sources.of(partition, plan, nodes)
+    slots: dict[int | None, int | None] = {storage_of(n): None for n in partition.saved}
+    slots |= {storage_of(nodes[g.base]): g.slot for g in plan.groups}
+    slots.pop(None, None)
+    activations = {storage_of(n) for n in partition.activation_inputs} - {None}  # sizes, which never change, have none
+    unstable = changed_inputs(partition.forward.graph) | (activations - slots.keys())
     found = {}
     for group in plan.groups:
-        cost = None if group.obstacle else _price(nodes[group.base], sources, seconds)
+        cost = None if group.obstacle else _price(nodes[group.base], slots, unstable, seconds)
         if cost is not None:
             found[group.slot] = cost
     return plan.with_(prices=found)
@@ -184,8 +166,17 @@ def recomputed(plan: Plan) -> tuple[Recomputed, ...]:
     return tuple(Recomputed(g.base, plan.modules[g.slot], g.nbytes, plan.prices[g.slot].seconds) for g in groups)
 
 
-def _price(base: fx.Node, sources: _Sources, seconds: Mapping[fx.Node, float]) -> Price | None:
-    """The price of the nodes from the sources to `base`; None if one of them cannot or should not run twice."""
+def _price(
+    base: fx.Node,
+    slots: Mapping[int | None, int | None],
+    unstable: Collection[int | None],
+    seconds: Mapping[fx.Node, float],
+) -> Price | None:
+    """The price of the nodes from saved tensors to `base`; None if one of them cannot or should not run twice.
+
+    `slots`: each saved storage, with the slot of its alias group, or None where it is in no group. `unstable`: storages
+    that may hold other values in the backward, because the step or its caller writes into them.
+    """
     chain: dict[fx.Node, None] = {}
     needs: set[int | None] = set()
     work = [base]
@@ -198,10 +189,10 @@ def _price(base: fx.Node, sources: _Sources, seconds: Mapping[fx.Node, float]) -
         chain[node] = None
         for source in node.all_input_nodes:
             key = storage_of(source)
-            if key in sources.unstable:
+            if key in unstable:
                 return None
-            if key in sources.saved and key != storage_of(base):
-                needs.add(sources.saved[key])
+            if key in slots and key != storage_of(base):
+                needs.add(slots[key])
             elif source.op not in ("placeholder", "get_attr"):
                 work.append(source)
     names = frozenset(n.name for n in chain)

@@ -11,6 +11,7 @@ more, on the FakeTensor of its argument.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -57,9 +58,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether what `node` yields, one tensor or several, is a view of its first argument, by its schema."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False  # other libraries' functions for metadata may have effects: they do not run a second time
-    schema = node.target._schema
-    views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
-    return views and not schema.is_mutable and schema.arguments[0].alias_info is not None
+    return node.target.is_view
 
 
 def _inferred(node: fx.Node, source: fx.Node) -> Value | None:
@@ -68,23 +67,31 @@ def _inferred(node: fx.Node, source: fx.Node) -> Value | None:
     None where more than the storage would change, or where the result is no view of `source`.
     """
     before = tensors_of(node)
-    involved = [*before, *(t for n in node.all_input_nodes for t in tensors_of(n))]
-    if any(not isinstance(t, FakeTensor) or Layout.of(t).is_symbolic for t in involved):
+    if not _may_run_again([*before, *(t for n in node.all_input_nodes for t in tensors_of(n))]):
         return None
-    if len({id(t.fake_mode) for t in involved}) > 1:  # type: ignore[attr-defined]
+    found = source.meta["val"][node.args[1]] if node.target is operator.getitem else _run_again(node)
+    if found is None:
         return None
-    if node.target is operator.getitem:
-        found = source.meta["val"][node.args[1]]
-    else:
-        args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
-        try:
-            with torch.no_grad(), before[0].fake_mode:  # type: ignore[attr-defined]
-                found = node.target(*args, **kwargs)  # type: ignore[operator]
-        except (RuntimeError, ValueError):  # these strides allow no view: Inductor makes a copy there
-            return None
     after = [found] if isinstance(found, torch.Tensor) else list(found)
     alike = [Layout.of(t) for t in after] == [Layout.of(t) for t in before]
     return found if alike and {storage_key(t) for t in after} <= _storages(source) else None
+
+
+def _may_run_again(involved: Sequence[torch.Tensor]) -> bool:
+    """Whether an operator can run on these tensors without a guard: fake ones of one mode, with plain sizes."""
+    if any(not isinstance(t, FakeTensor) or Layout.of(t).is_symbolic for t in involved):
+        return False
+    return len({id(t.fake_mode) for t in involved}) <= 1  # type: ignore[attr-defined]
+
+
+def _run_again(node: fx.Node) -> Value | None:
+    """What the operator yields now; None where the strides allow no view, and Inductor makes a copy."""
+    args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+    try:
+        with torch.no_grad(), tensors_of(node)[0].fake_mode:  # type: ignore[attr-defined]
+            return node.target(*args, **kwargs)  # type: ignore[operator, no-any-return]
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _storages(node: fx.Node) -> set[int | None]:

@@ -28,7 +28,8 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
-from ssd_fx.passes.verify.errors import VerifyError, require
+from ssd_fx.passes.lowering.order import called
+from ssd_fx.passes.verify.errors import VerifyError, around, require
 
 ops = torch.ops.ssd_fx
 _LINES = (
@@ -72,7 +73,7 @@ def audit_schedule(graph: GraphLowering, nodes: Sequence[BaseSchedulerNode]) -> 
     """Check the kernels: none mutates a buffer that is being stored or loaded."""
     in_flight = _InFlight(graph)
     for node in nodes:
-        if _kind(node.node) is not None:
+        if called(node.node) is not None:
             in_flight.step(node.node, node.get_name())
             continue
         for part in node.get_nodes():
@@ -87,7 +88,7 @@ def audit_lines(graph: GraphLowering, lines: Sequence[Any]) -> None:
         where = _text(line)
         try:
             match line:
-                case lines_of.ExternKernelAllocLine(node=node) if (kind := _kind(node)) is not None:
+                case lines_of.ExternKernelAllocLine(node=node) if (kind := called(node)) is not None:
                     in_flight.step(node, where)
                     if kind == "wait_store_" and _argument(node, "hand_over") and not graph.cpp_wrapper:
                         drop = f"del {_input(node, 1)}"
@@ -102,7 +103,7 @@ def audit_lines(graph: GraphLowering, lines: Sequence[Any]) -> None:
                     for name in _touched(graph, line):
                         in_flight.touched(name, where)
         except VerifyError as error:
-            raise VerifyError(f"{error}\n{_around(lines, i)}") from None
+            raise VerifyError(f"{error}\n{around(lines, i, _text)}") from None
     in_flight.finish()
 
 
@@ -122,7 +123,7 @@ class _InFlight:
 
     def step(self, node: Any, where: str) -> None:
         """Check one of our kernels, and note what it begins or ends."""
-        kind = _kind(node)
+        kind = called(node)
         if kind in ("begin_", "stand_in", "refuse_stand_ins"):
             return
         seq = _argument(node, "seq")
@@ -194,21 +195,13 @@ class _InFlight:
             buffer = self.graph.name_to_buffer.get(name)
             if name in self.alias:
                 name = self.alias[name]
-            elif isinstance(buffer, ir.MultiOutput) and _kind(buffer.inputs[0]) is not None:
+            elif isinstance(buffer, ir.MultiOutput) and called(buffer.inputs[0]) is not None:
                 name = _input(buffer, 0)  # our operators return one tensor, which Inductor takes out of a tuple
             else:
                 name = next(iter(buffer.get_inputs_that_alias_output()), "") if buffer is not None else ""
 
     def _root(self, name: str) -> str:
         return list(self._chain(name))[-1]
-
-
-def _kind(node: Any) -> str | None:
-    """The name of our operator that a kernel calls, such as `store`; None for other kernels."""
-    overload = getattr(node, "op_overload", None)
-    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace != "ssd_fx":
-        return None
-    return str(overload._schema.name.split("::")[1])
 
 
 def _argument(node: Any, name: str) -> Any:
@@ -259,10 +252,3 @@ def _next(lines: Sequence[Any], index: int) -> str:
     """The next line that is no comment and defines no size."""
     silent = (lines_of.CommentLine, lines_of.LineContext, lines_of.UnbackedSymbolDefsLine)
     return next((_text(line) for line in lines[index + 1 :] if not isinstance(line, silent)), "")
-
-
-def _around(lines: Sequence[Any], index: int, reach: int = 5) -> str:
-    """The lines around a fault, with an arrow at it."""
-    first = max(0, index - reach)
-    near = lines[first : index + reach + 1]
-    return "\n".join(f"{'-->' if first + k == index else '   '} {_text(line)}" for k, line in enumerate(near))

@@ -23,7 +23,7 @@ ops = torch.ops.ssd_fx
 
 def loads(graph: fx.Graph) -> bool:
     """Whether the graph has loads of ours."""
-    return any(True for _ in graph.find_nodes(op="call_function", target=ops.load.default))
+    return bool(graph.find_nodes(op="call_function", target=ops.load.default))
 
 
 def wait_in_place(graph: fx.Graph) -> None:

@@ -18,6 +18,7 @@ whose plans differ fuse differently, and must still agree on that order.
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,17 +44,30 @@ _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_g
 
 
 @dataclass(frozen=True)
-class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
-    """Makes the planned order the only one that Inductor's later passes can choose, in graphs with our nodes.
-
-    `version`: of the package's source, for compile caches. `before`: the user's pass, which runs first.
-    """
+class _Ordering(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
+    """`version`: of the package's source, for compile caches. `before`: the user's pass, which runs first."""
 
     version: str
     before: Any = None
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        nodes = nodes if self.before is None else self.before(nodes)
+        return self.order(nodes if self.before is None else self.before(nodes))
+
+    @abstractmethod
+    def order(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]: ...
+
+    def uuid(self) -> str:
+        """The identity in caches. The user's pass may have none: then it is new each time, so that no old result is
+        returned."""
+        if self.before is None:
+            return self.version
+        return self.version + (str(self.before.uuid()) if hasattr(self.before, "uuid") else uuid4().hex)
+
+
+class PinOrder(_Ordering):
+    """Makes the planned order the only one that Inductor's later passes can choose, in graphs with our nodes."""
+
+    def order(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         if not any(is_ours(n) for n in nodes):
             return nodes
         order = planned_order(nodes)
@@ -61,19 +75,11 @@ class PinOrder(_SchedulerPass):  # type: ignore[misc]  # the base depends on tor
             _pin(before, after)
         return order
 
-    def uuid(self) -> str:
-        return self.version + _uuid(self.before)
 
+class KeepCommunication(_Ordering):
+    """Chains what may communicate in the order of the graph."""
 
-@dataclass(frozen=True)
-class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
-    """Chains what may communicate in the order of the graph; `version`, `before` as in `PinOrder`."""
-
-    version: str
-    before: Any = None
-
-    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        nodes = nodes if self.before is None else self.before(nodes)
+    def order(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         lowered = {id(operation): i for i, operation in enumerate(V.graph.operations)}  # as Inductor orders its own
         chain = sorted((n for n in nodes if _may_communicate(n)), key=lambda n: lowered[id(n.node)])
         for first, second in itertools.pairwise(chain):
@@ -82,16 +88,6 @@ class KeepCommunication(_SchedulerPass):  # type: ignore[misc]  # the base depen
             chain[0].scheduler.compute_ancestors()
         return nodes
 
-    def uuid(self) -> str:
-        return self.version + _uuid(self.before)
-
-
-def _uuid(before: Any) -> str:
-    """The identity of the user's pass; a new one each time if it has none, so that no cache returns an old result."""
-    if before is None:
-        return ""
-    return str(before.uuid()) if hasattr(before, "uuid") else uuid4().hex
-
 
 def _may_communicate(node: BaseSchedulerNode) -> bool:
     return may_communicate(getattr(node.node, "op_overload", None))
@@ -99,9 +95,15 @@ def _may_communicate(node: BaseSchedulerNode) -> bool:
 
 def is_ours(node: BaseSchedulerNode) -> bool:
     """Whether a kernel calls one of our operators, or takes an item of its result."""
-    kernel = node.node.inputs[0] if isinstance(node.node, ir.MultiOutput) else node.node
+    return called(node.node.inputs[0] if isinstance(node.node, ir.MultiOutput) else node.node) is not None
+
+
+def called(kernel: object) -> str | None:
+    """The name of our operator that a kernel calls, such as `store`; None for other kernels."""
     overload = getattr(kernel, "op_overload", None)
-    return isinstance(overload, torch._ops.OpOverload) and overload.namespace == "ssd_fx"
+    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace != "ssd_fx":
+        return None
+    return str(overload._schema.name.removeprefix("ssd_fx::"))
 
 
 def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
@@ -116,8 +118,18 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """
     in_graph = {n: i for i, n in enumerate(V.graph.graph.nodes)}
     position = [_position(n, in_graph) for n in nodes]
+    graph = _constraints(nodes, position)
+    _refuse_circle(graph, nodes)
+    parts = [[_position(part, in_graph) for part in node.get_nodes()] for node in nodes]
+    begins = [min([at, *first]) for at, first in zip(position, parts, strict=True)]
+    wanted = _targets(graph, position, begins)
+    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
+
+
+def _constraints(nodes: list[BaseSchedulerNode], position: list[int]) -> nx.DiGraph[int]:
+    """Which kernels must run before which, by their indices."""
     index = {b.get_name(): i for i, n in enumerate(nodes) for b in n.get_outputs()}
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[int] = nx.DiGraph()
     graph.add_nodes_from(range(len(nodes)))
     for i, node in enumerate(nodes):
         graph.add_edges_from((index[d.name], i) for d in node.unmet_dependencies if index.get(d.name, i) != i)
@@ -125,22 +137,36 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     ours = sorted((i for i, n in enumerate(nodes) if is_ours(n)), key=position.__getitem__)
     graph.add_edges_from(itertools.pairwise(ours))  # our nodes never overtake each other
     _readers_before_release(graph, nodes, position)
-    if not nx.is_directed_acyclic_graph(graph):
-        circle = " -> ".join(_named(nodes[before]) for before, _ in nx.find_cycle(graph))
-        text = (
-            "no order has the nodes of ours as they are planned: each of these would run before the next, in a circle"
-        )
-        require(False, f"{text}: {circle}", "order")
-    ready = [0] * len(nodes)  # when the inputs are there, in the order of the FX graph
-    wanted = list(position)
+    return graph
+
+
+def _refuse_circle(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode]) -> None:
+    """Check that some order keeps the constraints.
+
+    Raises:
+        VerifyError: none does.
+    """
+    if nx.is_directed_acyclic_graph(graph):
+        return
+    circle = " -> ".join(_named(nodes[before]) for before, _ in nx.find_cycle(graph))
+    text = "no order has the nodes of ours as they are planned: each of these would run before the next, in a circle"
+    require(False, f"{text}: {circle}", "order")
+
+
+def _targets(graph: nx.DiGraph[int], position: list[int], begins: list[int]) -> list[int]:
+    """The positions at which the kernels should run: their own, or earlier ones, of kernels that need them.
+
+    None is before the inputs are there; those may be there where the first node of their kernel is, at `begins`.
+    """
     order = list(nx.topological_sort(graph))
+    ready = [0] * len(order)
     for i in order:
-        first = [_position(part, in_graph) for part in nodes[i].get_nodes()]
         for k in graph.successors(i):
-            ready[k] = max(ready[k], ready[i], min([position[i], *first]))
+            ready[k] = max(ready[k], ready[i], begins[i])
+    wanted = list(position)
     for i in reversed(order):
         wanted[i] = max(ready[i], min([wanted[i], *(wanted[k] for k in graph.successors(i))]))
-    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
+    return wanted
 
 
 def _readers_before_release(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode], position: list[int]) -> None:
@@ -165,8 +191,10 @@ def _readers_before_release(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNod
 
 def _released(node: BaseSchedulerNode) -> str:
     """The buffer that a release drops; empty for other nodes."""
-    release = _calls(node, torch.ops.ssd_fx.wait_store_.default)
-    kept = node.node.inputs[1] if release and isinstance(node.node, ir.FallbackKernel) else None
+    kernel = node.node
+    if called(kernel) != "wait_store_" or not isinstance(kernel, ir.FallbackKernel):
+        return ""
+    kept = kernel.inputs[1]
     return str(kept.get_name()) if isinstance(kept, ir.IRNode) else ""
 
 
@@ -198,18 +226,11 @@ def _readers_of_waits(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int
     A wait mutates its buffer, so its readers depend on it. But Inductor on the CPU forgets that dependency when it
     splits the loops of a kernel to fuse it with another (torch 2.13, `SchedulerNode.recompute_size_and_body`).
     """
-    waits = {m: i for i, n in enumerate(nodes) if _is_wait(n) for b in n.get_outputs() for m in b.get_mutations()}
+    loaded = [(i, n) for i, n in enumerate(nodes) if called(n.node) == "wait_load_"]
+    waits = {m: i for i, n in loaded for b in n.get_outputs() for m in b.get_mutations()}
     for i, node in enumerate(nodes):
         if not is_ours(node):
             yield from ((waits[d.name], i) for d in node.read_writes.reads if d.name in waits)
-
-
-def _is_wait(node: BaseSchedulerNode) -> bool:
-    return _calls(node, torch.ops.ssd_fx.wait_load_.default)
-
-
-def _calls(node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> bool:
-    return getattr(node.node, "op_overload", None) is overload
 
 
 def _position(node: BaseSchedulerNode, in_graph: dict[torch.fx.Node, int]) -> int:

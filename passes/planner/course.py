@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -26,18 +25,18 @@ def stock(plan: Plan, modelled: Modelled) -> Stock:
 def course(plan: Plan, modelled: Modelled, solution: Solution, machine: Machine) -> Course:
     """The step that `solution` was chosen for."""
     outcome, step = solution.outcome, modelled.step
-    at = _Operators(modelled)
     items = {slot: i for i, slot in enumerate(modelled.slots)}
     lives = {}
-    for slot, life in plan.lifetimes.items():
-        found = Life(
-            produced=outcome.ends[at.forward(life.produced)],
-            released=outcome.ends[at.forward(life.last_fwd_use)],
-            used=outcome.starts[at.backward(life.first_bwd_use)],
-            last_used=outcome.ends[at.backward(life.last_bwd_use)],
+    for slot in plan.lifetimes:
+        place = modelled.places[slot]
+        life = Life(
+            produced=outcome.ends[place.produced],
+            released=outcome.ends[place.last_use],
+            used=outcome.starts[place.first_use],
+            last_used=outcome.ends[place.last_bwd_use],
         )
         transfer = solution.transfers.get(items.get(slot, -1))
-        lives[slot] = found if transfer is None else _moved(found, items[slot], transfer, modelled, solution, machine)
+        lives[slot] = life if transfer is None else _moved(life, items[slot], transfer, modelled, solution, machine)
     return Course(outcome.starts, outcome.memory, step.forward, MappingProxyType(lives))
 
 
@@ -59,16 +58,3 @@ def _moved(life: Life, i: int, transfer: Transfer, modelled: Modelled, solution:
         read=(read - lane.latency - lane.read[i], read),
         gone=(gone, max(load, gone)),
     )
-
-
-class _Operators:
-    """The operators of a modelled step by the nodes of its graphs."""
-
-    def __init__(self, modelled: Modelled) -> None:
-        self._count, self._begins = modelled.step.forward, modelled.begins
-
-    def forward(self, node: int) -> int:
-        return max(0, bisect_right(self._begins, node, 0, self._count) - 1)
-
-    def backward(self, node: int) -> int:
-        return max(self._count, bisect_right(self._begins, node, self._count) - 1)

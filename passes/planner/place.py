@@ -13,8 +13,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 from ssd_fx.passes.cost.machine import Machine, Tier
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
@@ -48,29 +50,32 @@ def place(
     return _Placing(step, choices, machine, limit, prefetch, played, margin, deferred, hosted).run()
 
 
+@dataclass
 class _Placing:
-    def __init__(
-        self,
-        step: Step,
-        choices: Sequence[Choice],
-        machine: Machine,
-        limit: float,
-        prefetch: float,
-        played: Outcome | None,
-        margin: float,
-        deferred: AbstractSet[int],
-        hosted: AbstractSet[int],
-    ) -> None:
-        self.margin, self.deferred, self.hosted = margin, deferred, hosted
-        self.step, self.machine, self.limit, self.prefetch = step, machine, limit, prefetch
-        self.firsts = first_uses(step, choices)
-        self.offloaded = [i for i, c in enumerate(choices) if c is Choice.OFFLOAD]
-        self.starts = self._starts(choices) if played is None else played.starts
-        self.ends = self.starts[1:] if played is None else played.ends
-        self.free = self._free(choices)  # bytes under the limit, per operator, each item gone as early as it can be
+    """What `place` is given, and what it has found so far."""
+
+    step: Step
+    choices: Sequence[Choice]
+    machine: Machine
+    limit: float
+    prefetch: float
+    played: Outcome | None
+    margin: float
+    deferred: AbstractSet[int]
+    hosted: AbstractSet[int]
+
+    def __post_init__(self) -> None:
+        self.firsts = first_uses(self.step, self.choices)
+        self.offloaded = [i for i, c in enumerate(self.choices) if c is Choice.OFFLOAD]
+        self.starts = self._starts() if self.played is None else self.played.starts
+        self.ends = self.starts[1:] if self.played is None else self.played.ends
+        self.free = self._free()  # bytes under the limit, per operator, each item gone as early as it can be
         self.written: dict[int, float] = {}
         self.store_after: dict[int, int] = {}
-        self.released: dict[int, tuple[int, bool]] = {}
+        self.release_after: dict[int, int] = {}
+        self.blocking: set[int] = set()  # their releases wait for their writes
+        self.load_before: dict[int, int] = {}
+        self.strict: set[int] = set()  # only memory keeps their loads from standing earlier
 
     def run(self) -> dict[int, Transfer] | None:
         if min(self.free, default=0) < 0:
@@ -79,16 +84,26 @@ class _Placing:
         if not self._force_releases(order):
             return None
         self._release_when_written(order)
-        loads = self._loads()
-        return {i: Transfer(self.store_after[i], *self.released[i], *loads[i], self._tier(i)) for i in self.offloaded}
+        self._load()
+        return {i: self._transfer(i) for i in self.offloaded}
+
+    def _transfer(self, i: int) -> Transfer:
+        return Transfer(
+            store_after=self.store_after[i],
+            release_after=self.release_after[i],
+            block=i in self.blocking,
+            load_before=self.load_before[i],
+            strict=i in self.strict,
+            tier=self._tier(i),
+        )
 
     def _tier(self, i: int) -> Tier:
         return "host" if i in self.hosted else "ssd"
 
-    def _starts(self, choices: Sequence[Choice]) -> list[float]:
+    def _starts(self) -> Sequence[float]:
         """When every operator starts if nothing stalls."""
         seconds, machine = list(self.step.seconds), self.machine
-        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, choices, strict=True)):
+        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, self.choices, strict=True)):
             if choice is Choice.RECOMPUTE:
                 seconds[first] += item.recompute_s
             elif choice is Choice.OFFLOAD:
@@ -97,15 +112,13 @@ class _Placing:
                 seconds[first] += own
         return [0.0, *itertools.accumulate(seconds)]
 
-    def _free(self, choices: Sequence[Choice]) -> list[float]:
-        change = [0.0] * (len(self.step.seconds) + 1)
-        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, choices, strict=True)):
-            change[item.produced] += item.nbytes
-            change[item.last_bwd_use + 1] -= item.nbytes
+    def _free(self) -> list[float]:
+        change = self.step.columns.change.copy()
+        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, self.choices, strict=True)):
             if choice is not Choice.KEEP and i not in self.deferred:
                 change[item.last_use + 1] -= item.nbytes
                 change[first] += item.nbytes
-        return [self.limit - b - u for b, u in zip(self.step.base, itertools.accumulate(change), strict=False)]
+        return [self.limit - nbytes for nbytes in itertools.accumulate(change[:-1])]
 
     def _write_order(self) -> list[int]:
         """The order in which the writes end, and when their lanes have done each."""
@@ -120,23 +133,25 @@ class _Placing:
 
         A tensor that the forward reads for a long time yet can wait. Deferred items come last.
         """
-        items, lane, lanes = self.step.items, 0.0, self.machine.lanes(tier)
-        coming = sorted(offloaded, key=lambda i: (items[i].produced, items[i].last_use, i))
+        items = self.step.items
+        lanes = self.machine.lanes(tier)
+        coming = deque(sorted(offloaded, key=lambda i: (items[i].produced, items[i].last_use, i)))
+        waiting: list[tuple[bool, int, int, int]] = []  # a heap; the last number is the item
         order: list[int] = []
-        waiting: list[tuple[bool, int, int, int]] = []
-        at = position = 0
-        while at < len(coming) or waiting:
+        free = 0.0  # when the lane has written all of `order`
+        position = 0
+        while coming or waiting:
             if not waiting:
-                lane = max(lane, self.ends[items[coming[at]].produced])
-            while at < len(coming) and self.ends[items[coming[at]].produced] <= lane:
-                i = coming[at]
+                free = max(free, self.ends[items[coming[0]].produced])
+            while coming and self.ends[items[coming[0]].produced] <= free:
+                i = coming.popleft()
                 heapq.heappush(waiting, (i in self.deferred, items[i].last_use, items[i].produced, i))
-                at += 1
-            best = heapq.heappop(waiting)[-1]
+            _, _, _, best = heapq.heappop(waiting)
             order.append(best)
-            lane += items[best].moved_nbytes / lanes.write_bw
-            self.written[best] = lane + lanes.latency_s
-            position = self.store_after[best] = max(position, items[best].produced)
+            free += items[best].moved_nbytes / lanes.write_bw
+            self.written[best] = free + lanes.latency_s
+            position = max(position, items[best].produced)
+            self.store_after[best] = position
         return order
 
     def _force_releases(self, order: list[int]) -> bool:
@@ -157,7 +172,8 @@ class _Placing:
                 if not releasable:
                     return False
                 _, i = heapq.heappop(releasable)
-                self.released[i] = (p - 1, True)
+                self.release_after[i] = p - 1
+                self.blocking.add(i)
                 held -= items[i].nbytes
             for entry in ready.get(p, ()):
                 heapq.heappush(releasable, entry)
@@ -171,33 +187,32 @@ class _Placing:
         """
         items, last = self.step.items, self.step.forward - 1
         for i in order:
-            if i not in self.released:
+            if i not in self.release_after:
                 done = bisect_left(self.starts, self.written[i]) - 1
-                self.released[i] = (min(max(items[i].last_use, self.store_after[i], done), last), False)
+                self.release_after[i] = min(max(items[i].last_use, self.store_after[i], done), last)
         for i in order:
-            at, block = self.released[i]
-            if block or at < last or i in self.deferred:
+            if i in self.blocking or self.release_after[i] < last or i in self.deferred:
                 continue
             until = min(bisect_left(self.starts, self.written[i]), self.firsts[i])
             span = range(self.step.forward, until)
             if any(self.free[p] < items[i].nbytes for p in span):
-                self.released[i] = (last, True)
+                self.blocking.add(i)
                 continue
             for p in span:
                 self.free[p] -= items[i].nbytes
 
-    def _loads(self) -> dict[int, tuple[int, bool]]:
-        """Where each load stands, and whether only memory keeps it from standing earlier."""
+    def _load(self) -> None:
+        """Place each load as early as it is wanted, or as memory allows."""
         items, free = self.step.items, self.free
         by_deadline = sorted(self.offloaded, key=lambda i: (self.firsts[i], i))
         wanted = self._latest_starts(by_deadline)
-        loads: dict[int, tuple[int, bool]] = {}
         window: list[int] = []
         ahead = earliest = 0
         for i in by_deadline:
             item = items[i]
             if i in self.deferred:
-                loads[i] = (self.step.forward if self.written[i] > self.starts[self.step.forward] else wanted[i], False)
+                is_late = self.written[i] > self.starts[self.step.forward]
+                self.load_before[i] = self.step.forward if is_late else wanted[i]
                 continue
             ahead += item.nbytes
             window.append(i)
@@ -211,8 +226,9 @@ class _Placing:
                 at -= 1
             for p in range(at, self.firsts[i]):
                 free[p] -= item.nbytes
-            loads[i] = (at, at > begin)
-        return loads
+            self.load_before[i] = at
+            if at > begin:
+                self.strict.add(i)
 
     def _latest_starts(self, by_deadline: list[int]) -> dict[int, int]:
         lane, wanted = {"ssd": float("inf"), "host": float("inf")}, {}
@@ -226,20 +242,14 @@ class _Placing:
 
 def floor(step: Step) -> int:
     """The peak in bytes with all that can be offloaded or recomputed gone, and infinitely fast I/O."""
-    return _peak(step, lambda c: Choice.OFFLOAD in c or Choice.RECOMPUTE in c)
+    change = step.columns.change.copy()
+    for item in step.items:
+        if item.choices != {Choice.KEEP}:
+            change[item.last_use + 1] -= item.nbytes
+            change[item.first_use] += item.nbytes
+    return max(itertools.accumulate(change[:-1]), default=0)
 
 
 def everything(step: Step) -> int:
     """The peak in bytes with everything kept."""
-    return _peak(step, lambda c: False)
-
-
-def _peak(step: Step, is_gone: Callable[[frozenset[Choice]], bool]) -> int:
-    change = [0] * (len(step.seconds) + 1)
-    for item in step.items:
-        change[item.produced] += item.nbytes
-        change[item.last_bwd_use + 1] -= item.nbytes
-        if is_gone(item.choices):
-            change[item.last_use + 1] -= item.nbytes
-            change[item.first_use] += item.nbytes
-    return max((b + u for b, u in zip(step.base, itertools.accumulate(change), strict=False)), default=0)
+    return max(itertools.accumulate(step.columns.change[:-1]), default=0)

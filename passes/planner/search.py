@@ -129,12 +129,19 @@ class Search:
             wishes[i] = (Choice.RECOMPUTE, False)
         for i in order[:count]:
             wishes[i] = (Choice.OFFLOAD, False)
-        over = kept_bytes(self.step, _choices(wishes)) - self.share_bytes
-        for i in order[count:] if defer else ():
-            if over > 0 or wishes[i][0] is Choice.OFFLOAD:
-                over -= self.step.items[i].nbytes if wishes[i][0] is Choice.KEEP else 0
-                wishes[i] = (Choice.OFFLOAD, True)
+        if defer:
+            self._defer(wishes, order[count:])
         return tuple(wishes)
+
+    def _defer(self, wishes: list[Wish], others: list[int]) -> None:
+        """Defer the first of `others` until the share is met, and all of them that are offloaded."""
+        over = kept_bytes(self.step, _choices(wishes)) - self.share_bytes
+        for i in others:
+            choice, _ = wishes[i]
+            if over > 0 or choice is Choice.OFFLOAD:
+                wishes[i] = (Choice.OFFLOAD, True)
+                if choice is Choice.KEEP:
+                    over -= self.step.items[i].nbytes
 
     def solution(self, wishes: Wishes) -> Solution | None:
         """The wishes placed and simulated; None where the budget is not met. The best is remembered."""
@@ -144,18 +151,17 @@ class Search:
         found = None
         self.left -= len(wishes)  # wishes that are not placed take time too
         if kept_bytes(self.step, _choices(wishes)) <= self.share_bytes:
-            found = self._placed(wishes)
+            play = partial(self._placed_with, wishes)
+            found = host_tier.filled(self.step, _choices(wishes), play)
         self.seen[wishes] = found
         if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
             self.best, self.asked = found, wishes
         return found
 
-    def _placed(self, wishes: Wishes) -> Solution | None:
-        return host_tier.filled(self.step, _choices(wishes), partial(self._placed_with, wishes))
-
     def exchange_hosted(self) -> None:
         """Give the best choices other items in host memory, one by one."""
-        if self.best is not None and self.step.host_budget:
+        assert self.best is not None
+        if self.step.host_budget:
             self.left = effort_of(self.step) // 2
             play = partial(self._placed_with, self.asked)
             self.best = host_tier.exchanged(self.step, self.best, play, lambda: self.left > 0)
@@ -197,24 +203,24 @@ class Search:
 
     def improve(self) -> None:
         """Try every choice of a small step; of others, change single items while the step gets better."""
-        if self.best is None:
-            return
         if math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE:
             for wishes in itertools.product(*self.allowed):
                 if self.left > 0:
                     self.solution(wishes)
-            return
-        self._descend(self.asked)
+        else:
+            self._descend()
 
-    def _descend(self, wishes: Wishes) -> None:
-        """Change to the first better neighbour while there is one."""
+    def _descend(self) -> None:
+        """From the best, change to the first better neighbour while there is one."""
+        wishes = self.asked
         now = self.solution(wishes)
+        assert now is not None
         moved = True
         while moved and self.left > 0:
             moved = False
             for neighbour in self._neighbours(wishes):
                 found = self.solution(neighbour)
-                if found is not None and (now is None or better(found.outcome, now.outcome)):
+                if found is not None and better(found.outcome, now.outcome):
                     wishes, now, moved = neighbour, found, True
                     break
                 if self.left <= 0:

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from ssd_fx.passes.cost.machine import Machine, Rates, dtype_name
+from ssd_fx.passes.cost.machine import Machine, dtype_name
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.marks import forced, prefers_offload
+from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Decision, Forecast, Keep, Limits, Offload, Plan, Points, Recompute
 from ssd_fx.passes.planner.course import course, stock
@@ -38,16 +39,11 @@ def select(
     partition: Partition,
     plan: Plan,
     *,
-    budget: Budget,
-    min_bytes: int,
+    options: PlanOptions,
     machine: Machine,
-    prefetch: int,
-    host_budget: int = 0,
-    resident: int = 0,
-    shared: int = 0,
-    slowdown: float = 0.0,
-    shrinks: Rates = (),
-    quick: bool = False,
+    budget: Budget,
+    host_tier: bool,
+    quick: bool,
 ) -> Plan:
     """Fill `plan.decisions`, `plan.points` and `plan.forecast`.
 
@@ -56,24 +52,26 @@ def select(
     * A share, a float from 0 to 1. That much of the bytes that can be offloaded may stay. The peak of memory may lie
       that far between the floor and the peak with everything kept.
     * Bytes, an int. Everything that can be offloaded is. The peak may lie so many bytes above the floor.
-    * `"auto"`: the least share above 0 whose step waits for `slowdown` of its time at most. It is found before groups
-      may be recomputed.
+    * `"auto"`: the least share above 0 whose step waits for `options.slowdown` of its time at most. It is found before
+      groups may be recomputed.
 
-    Groups under `min_bytes` and those with an obstacle are kept. Those with a price may be recomputed. Marks come
-    before all that. A group that only prefers to be offloaded is offloaded, unless everything may stay.
+    Groups under `options.min_bytes` and those with an obstacle are kept. Those with a price may be recomputed. Marks
+    come before all that. A group that only prefers to be offloaded is offloaded, unless everything may stay.
 
-    `host_budget`: bytes that may go to host memory instead of the drive. `resident`, `shared`: bytes that the runtime
-    keeps resident, of this device's host memory and of the latest tensors of all graphs; they are noted for the dump.
-    `shrinks`: as in `PlanOptions`. `quick`: see `solve`.
+    `host_tier`: the device has other memory than the host, so groups may go there instead of to the drive. If not, the
+    host budget is for tensors that the runtime keeps resident. `quick`: see `solve`.
 
     Raises:
         BudgetError: a budget in bytes, other than 0, is less than what always stays.
     """
+    min_bytes = options.min_bytes
+    host_budget = options.host_budget if host_tier else 0
+    shrinks = {} if host_budget else dict(options.shrinks)  # each tier may have its codec
     if isinstance(budget, int) and budget:
         _check_room(plan, budget, min_bytes)
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
-    modelled = _with_host(_compressed(model(partition, plan, allowed), plan, dict(shrinks)), plan, host_budget)
-    solution, at = solve_for(modelled.step, budget, machine, prefetch, quick, slowdown)
+    modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
+    solution, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
@@ -81,7 +79,7 @@ def select(
     return plan.with_(
         decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups},
         points={slot: _points(plan, modelled, slot, transfer) for slot, transfer in transfers.items()},
-        forecast=_forecast(plan, modelled, solution, at, resident, shared),
+        forecast=_forecast(plan, modelled, solution, at, options),
         course=course(plan, modelled, solution, machine),
         stock=plan.stock if plan.recomputed else stock(plan, modelled),
     )
@@ -112,7 +110,7 @@ def _stays(plan: Plan, group: AliasGroup, min_bytes: int) -> str:
             return reason
         case Offload():
             return ""
-    return _reason(group, min_bytes)
+    return group.obstacle or ("below min_bytes" if group.nbytes < min_bytes else "")
 
 
 def _binds(plan: Plan, group: AliasGroup) -> bool:
@@ -184,7 +182,7 @@ def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer) -> Po
     )
 
 
-def _forecast(plan: Plan, modelled: Modelled, solution: Solution, at: Limits, resident: int, shared: int) -> Forecast:
+def _forecast(plan: Plan, modelled: Modelled, solution: Solution, at: Limits, options: PlanOptions) -> Forecast:
     step, outcome = modelled.step, solution.outcome
     assert plan.timeline is not None
     peak = outcome.memory.index(outcome.peak)
@@ -203,8 +201,8 @@ def _forecast(plan: Plan, modelled: Modelled, solution: Solution, at: Limits, re
         everything=everything(step),
         host_peak=outcome.host_peak,
         host_budget=step.host_budget,
-        resident=resident,
-        shared=shared,
+        resident=options.host_budget - step.host_budget,  # all of it where host memory is no tier
+        shared=options.budget if isinstance(options.budget, int) else 0,
     )
 
 
@@ -264,7 +262,3 @@ def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: 
         return found, at
     full, _ = solve_for(step, at, machine, prefetch)
     return (full if full.outcome.stall_s <= allowed_s else found), at
-
-
-def _reason(group: AliasGroup, min_bytes: int) -> str:
-    return group.obstacle or ("below min_bytes" if group.nbytes < min_bytes else "")

@@ -21,7 +21,7 @@ from ssd_fx.passes.cost.machine import TIERS, Machine
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a simulated step took: seconds, of them stalled in releases and waits; bytes alive during every operator.
 
@@ -76,8 +76,10 @@ class _Nodes:
 def _nodes(
     step: Step, choices: Sequence[Choice], transfers: Mapping[int, Transfer], machine: Machine, firsts: Sequence[int]
 ) -> _Nodes:
-    nodes, columns = _Nodes(), step.columns
-    extra, own = nodes.extra, {tier: step.seconds_of(machine, tier).own for tier in TIERS}
+    nodes = _Nodes()
+    extra = nodes.extra
+    last_use = step.columns.last_use
+    own = {tier: step.seconds_of(machine, tier).own for tier in TIERS}
     for i, choice in enumerate(choices):
         if choice is Choice.KEEP:
             continue
@@ -95,7 +97,7 @@ def _nodes(
         extra[first] = extra.get(first, 0.0) + seconds
     for together in nodes.stores.values():
         if len(together) > 1:  # what is waited for first
-            together.sort(key=lambda i: (not transfers[i].block, columns.last_use[i]))
+            together.sort(key=lambda i: (not transfers[i].block, last_use[i]))
     for together in nodes.loads.values():
         if len(together) > 1:  # soonest needed
             together.sort(key=firsts.__getitem__)
@@ -121,19 +123,19 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     play.compute(len(step.seconds))
     starts = (*play.starts, play.now)
     return Outcome(
-        play.now,
-        play.write_stall_s,
-        play.read_stall_s,
-        _memory(step, choices, transfers, starts, play.write_ends, firsts),
-        sum(step.columns.moved[i] for i, t in transfers.items() if t.tier == "ssd"),
-        starts,
-        tuple(play.ends),
-        play.write_ends,
-        _host_memory(step, transfers, firsts),
-        play.waits,
-        play.forwarded,
-        {i: end for i, end in play.read_ends.items() if i not in play.forwarded},
-        not play.late.isdisjoint(play.forwarded),
+        seconds=play.now,
+        write_stall_s=play.write_stall_s,
+        read_stall_s=play.read_stall_s,
+        memory=_memory(step, choices, transfers, starts, play.write_ends, firsts),
+        written=sum(step.columns.moved[i] for i, t in transfers.items() if t.tier == "ssd"),
+        starts=starts,
+        ends=tuple(play.ends),
+        write_ends=play.write_ends,
+        host=_host_memory(step, transfers, firsts),
+        waits=play.waits,
+        forwarded=play.forwarded,
+        read_ends={i: end for i, end in play.read_ends.items() if i not in play.forwarded},
+        idle_lane=not play.late.isdisjoint(play.forwarded),
     )
 
 

@@ -39,7 +39,7 @@ def solve(
     """The best choices found with memory never above `limit` bytes, and at most `share_bytes` kept of the items that
     have a choice.
 
-    `quick`: only the families are looked at, unless none of them fits; what is found is no faster than without.
+    `quick`: only the families are looked at; what is found is no faster than without.
 
     Raises:
         BudgetError: no choices meet `limit`; the message says the least that can be met.
@@ -57,10 +57,10 @@ def solve(
     search.families()
     if search.best is None:  # what is handed over was held for longer than the placement reckoned with
         search.wait_for_writes()
-    if search.best is None or not (quick or search.is_cheapest()):
-        search.improve()
     if search.best is None:
         raise BudgetError(limit, least)
+    if not (quick or search.is_cheapest()):
+        search.improve()
     if not (quick or search.is_cheapest()):
         search.exchange_hosted()
     return search.best if plain is None or better(search.best.outcome, plain.outcome) else plain

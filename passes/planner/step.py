@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ssd_fx.passes.cost.footprint import both_buffers
+from ssd_fx.passes.cost.footprint import Buffers, both_buffers
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition, storage_of
 from ssd_fx.passes.plan import Plan
@@ -22,10 +22,14 @@ from ssd_fx.passes.planner.items import Choice, Item, Step
 
 @dataclass(frozen=True)
 class Modelled:
-    """`step`, the slot of each of its items, and per operator the first and last node of its graph."""
+    """`step`, the slot of each of its items, and per operator the first and last node of its graph.
+
+    `places`: by slot, the operators of every group with a lifetime, also of those that are no item.
+    """
 
     step: Step
     slots: tuple[int, ...]
+    places: Mapping[int, Item]
     begins: tuple[int, ...]
     ends: tuple[int, ...]
 
@@ -35,12 +39,17 @@ def model(partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choi
     return _Modelling(partition, plan, choices).run()
 
 
+@dataclass
 class _Modelling:
-    def __init__(self, partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]]) -> None:
-        assert plan.timeline is not None
-        self.partition, self.plan, self.choices = partition, plan, choices
-        self.timeline, self.lifetimes = plan.timeline, plan.lifetimes
-        self.groups = [g for g in plan.groups if g.slot in plan.lifetimes]
+    partition: Partition
+    plan: Plan
+    choices: Mapping[int, frozenset[Choice]]
+
+    def __post_init__(self) -> None:
+        assert self.plan.timeline is not None
+        self.timeline = self.plan.timeline
+        self.lifetimes = self.plan.lifetimes
+        self.groups = [g for g in self.plan.groups if g.slot in self.lifetimes]
 
     def run(self) -> Modelled:
         forward, backward = self._forward_cuts(), self._backward_cuts()
@@ -54,7 +63,7 @@ class _Modelling:
             self._linked(items),
         )
         operators = [*itertools.pairwise(forward), *itertools.pairwise(backward)]
-        return Modelled(step, tuple(items), tuple(b for b, _ in operators), tuple(e - 1 for _, e in operators))
+        return Modelled(step, tuple(items), found, tuple(b for b, _ in operators), tuple(e - 1 for _, e in operators))
 
     def _seconds(self, forward: list[int], backward: list[int]) -> tuple[float, ...]:
         pairs = ((forward, self.timeline.forward), (backward, self.timeline.backward))
@@ -86,7 +95,8 @@ class _Modelling:
         return sorted({0, *ends, count - 1, count})  # nothing of ours stands behind the output
 
     def _backward_cuts(self) -> list[int]:
-        starts, begin = self.timeline.backward, self.timeline.backward_begin
+        starts = self.timeline.backward
+        begin = next(i for i, n in enumerate(self.partition.backward.graph.nodes) if n.op != "placeholder")
         cuts = {i for i in range(begin + 1, len(starts)) if starts[i] > starts[i - 1]}
         for group in self.groups:
             life = self.lifetimes[group.slot]
@@ -94,19 +104,20 @@ class _Modelling:
         return sorted({begin, *cuts, len(starts) - 1})
 
     def _item(self, group: AliasGroup, forward: list[int], backward: list[int]) -> Item:
-        life, count = self.lifetimes[group.slot], len(forward) - 1
+        life, price = self.lifetimes[group.slot], self.plan.prices.get(group.slot)
+        count = len(forward) - 1
 
         def at(cuts: list[int], node: int) -> int:
             return max(bisect_right(cuts, node) - 1, 0)
 
         return Item(
-            group.nbytes,
-            at(forward, life.produced),
-            at(forward, life.last_fwd_use),
-            count + at(backward, life.first_bwd_use),
-            count + at(backward, life.last_bwd_use),
-            self.plan.prices[group.slot].seconds if group.slot in self.plan.prices else math.inf,
-            self.choices[group.slot],
+            nbytes=group.nbytes,
+            produced=at(forward, life.produced),
+            last_use=at(forward, life.last_fwd_use),
+            first_use=count + at(backward, life.first_bwd_use),
+            last_bwd_use=count + at(backward, life.last_bwd_use),
+            recompute_s=price.seconds if price else math.inf,
+            choices=self.choices[group.slot],
             stored_nbytes=group.stored_nbytes,
         )
 
@@ -117,16 +128,20 @@ class _Modelling:
     def _base(self) -> tuple[list[int], list[int]]:
         """Bytes alive during every node of both graphs that are no group's: transients, gradients, outputs, and what
         has an obstacle."""
-        forward, backward = self.partition.forward.graph, self.partition.backward.graph
-        ours = set()
-        saved = {n.name: n for n in self.partition.saved}
+        forward, backward = self.partition.once(both_buffers)
+        return self._forward_base(forward), self._backward_base(backward)
+
+    def _forward_base(self, buffers: Buffers) -> list[int]:
+        graph = self.partition.forward.graph
+        ours = {m.name for group in self.groups for m in group.members}
+        elsewhere = {storage_of(n) for n in self.partition.saved if n.name in ours}  # counted as items
+        elsewhere |= {storage_of(n) for n in graph.find_nodes(op="placeholder")}  # there before the step
+        return buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
+
+    def _backward_base(self, buffers: Buffers) -> list[int]:
+        graph = self.partition.backward.graph
+        placeholders = graph.find_nodes(op="placeholder")
         stuck = {m.name for g in self.plan.groups if g.slot not in self.lifetimes for m in g.members}
-        for group in self.groups:
-            ours |= {storage_of(saved[m.name]) for m in group.members if m.name in saved}
-        fwd, bwd = self.partition.once(both_buffers)
-        inputs = [{storage_of(n) for n in g.nodes if n.op == "placeholder"} for g in (forward, backward)]
-        kept = {storage_of(n) for n in backward.nodes if n.op == "placeholder" and n.name in stuck}
-        loaded = {storage_of(n) for n in backward.nodes if n.op == "placeholder" and n.name in saved} - kept
-        fwd_keys = [k for k in fwd.first if k not in ours and k not in inputs[0]]
-        bwd_keys = [k for k in bwd.first if k not in loaded and (k not in inputs[1] or k in kept)]
-        return fwd.alive(fwd_keys, len(forward.nodes)), bwd.alive(bwd_keys, len(backward.nodes))
+        kept = {storage_of(n) for n in placeholders if n.name in stuck}
+        elsewhere = {storage_of(n) for n in placeholders} - kept
+        return buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))

@@ -64,8 +64,7 @@ class BackwardWriter:
         return node
 
     def _load(self, group: AliasGroup, seq: int) -> None:
-        layout = group.layout
-        assert layout is not None
+        layout = group.stored
         where = (self.sizes.of(layout.size), self.sizes.of(layout.stride), layout.dtype, layout.device)
         strict = self.plan.points[group.slot].strict
         args = (self.handles[group.slot], *where, seq, strict, _relies_on(group))
@@ -75,19 +74,15 @@ class BackwardWriter:
 
     def _wait(self, group: AliasGroup, seq: int) -> None:
         loaded = self.loads[group.slot]
-        layout = group.layout
-        assert layout is not None
         node = self.graph.call_function(ops.wait_load_.default, (loaded, self.handles[group.slot], seq))
         node.meta["val"] = None
         for member in group.members:
             if member.copy is None:
-                self._replace(member, loaded, layout, self.plan.points[group.slot].wait_before)
+                self._replace(member, loaded, group.stored, self.plan.points[group.slot].wait_before)
 
     def _copy_again(self, group: AliasGroup) -> None:
         """Make each copy of the group right before it is first needed, and rebuild its members from it."""
-        layout = group.layout
-        assert layout is not None
-        made: dict[Copy | None, tuple[fx.Node, Layout]] = {None: (self.loads[group.slot], layout)}
+        made: dict[Copy | None, tuple[fx.Node, Layout]] = {None: (self.loads[group.slot], group.stored)}
         for copy, position in self._first_reads(group).items():
             target, arguments = copies.again(self.forward[copy.node])
             with self.graph.inserting_before(self.nodes[position]):
@@ -130,14 +125,12 @@ class BackwardWriter:
 
 
 def _layouts(group: AliasGroup) -> list[Layout]:
-    assert group.layout is not None
-    return [group.layout, *(m.layout for m in group.members)]
+    return [group.stored, *(m.layout for m in group.members)]
 
 
 def _relies_on(group: AliasGroup) -> str:
     """What the nodes that rebuild the members rely on; `runtime/layout.py` has the values."""
-    stored = group.layout
-    assert stored is not None
+    stored = group.stored
     sources = [m.copy.chain[0].source if m.copy else m.layout for m in group.members]
     if any(source.dtype != stored.dtype for source in sources):
         return "dtype"

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import Argument
 
-from ssd_fx.passes.alias.packing import statically_equal
 from ssd_fx.passes.groups import AliasGroup, Member
 from ssd_fx.passes.partition import NOT_CHECKED, STORED, Partition
 from ssd_fx.passes.plan import Offload, Plan
@@ -55,10 +55,11 @@ class ForwardWriter:
         with self.graph.inserting_before(first_compute(self.nodes)):
             device = next((g.layout.device for g in self.plan.offloaded if g.layout), torch.device("cpu"))
             token = rebuild.call(self.graph, aten.empty.memory_format, [0], dtype=torch.int64, device=device)
-            totals = self.sizes.all(_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
+            totals = (_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
+            self.sizes.prepare(totals)
             # Here and not at the stores: a size may be read off an input, which could be released by then.
             self.sizes.prepare(i for g in self.plan.offloaded for shape in self._named_shapes(g) for i in shape)
-            args = (token, self.config, self.plan.graph, *totals, *filter(None, [self.about]))
+            args = (token, self.config, self.plan.graph, *self.sizes.of(totals), *filter(None, [self.about]))
             begin = self.graph.call_function(ops.begin_.default, args)
             begin.meta["val"] = None
 
@@ -68,7 +69,7 @@ class ForwardWriter:
         saved = [self.by_name[m.name].meta["val"] for m in group.members]
         optional = self._optional(group, stored.meta["val"], saved[0])
         args: tuple[Argument, ...] = (stored, self.config, self.plan.graph, group.slot, seq, *optional)
-        name = handle_name(group)
+        name = f"ssd_fx_handle_{group.slot}"
         self.handles[group.slot] = self._save_instead(group.members[0], ops.store.default, args, name)
         for k in range(1, len(saved)):
             args = (self.sizes.of(saved[k].shape), saved[k].dtype, saved[k].device)
@@ -77,15 +78,16 @@ class ForwardWriter:
     def _named_shapes(self, group: AliasGroup) -> list[torch.Size]:
         """The shapes that the store of a group, and the stand-ins of its members, have as arguments."""
         base = self.by_name[group.base].meta["val"]
-        first, *others = [self.by_name[m.name].meta["val"] for m in group.members]
-        is_base = group.pack is None and first.dtype == base.dtype and _same(first.shape, base.shape)
-        return [val.shape for val in (others if is_base else [first, *others])]
+        saved = [self.by_name[m.name].meta["val"] for m in group.members]
+        is_base = group.pack is None and _is_alike(saved[0], base)
+        named = saved[1:] if is_base else saved
+        return [val.shape for val in named]
 
     def _optional(self, group: AliasGroup, stored: torch.Tensor, first: torch.Tensor) -> list[Any]:
         """The optional arguments of a store, up to the last that is no default; `first`: the first member."""
         decision = self.plan.decisions[group.slot]
         assert isinstance(decision, Offload)
-        if stored.dtype != first.dtype or not _same(stored.shape, first.shape):
+        if not _is_alike(stored, first):
             return [decision.tier, decision.binding, self.sizes.of(first.shape), first.dtype]
         if decision.binding:
             return [decision.tier, True]
@@ -133,17 +135,11 @@ class ForwardWriter:
                 node = source
 
 
-def handle_name(group: AliasGroup) -> str:
-    return f"ssd_fx_handle_{group.slot}"
-
-
 def _nbytes(groups: Iterable[AliasGroup]) -> int | torch.SymInt:
     """The bytes of the groups; symbolic where their sizes are."""
-    return sum(g.layout.numel * g.layout.dtype.itemsize if g.layout and g.is_hint else g.nbytes for g in groups)
+    return sum(g.layout.nbytes if g.layout and g.layout.is_symbolic else g.nbytes for g in groups)
 
 
-def _same(a: Iterable[int | torch.SymInt], b: Iterable[int | torch.SymInt]) -> bool:
-    """Whether two shapes are equal for certain; asking adds no guard."""
-    first = list(a)
-    second = list(b)
-    return len(first) == len(second) and all(map(statically_equal, first, second))
+def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype and, for certain, one shape; asking adds no guard."""
+    return a.dtype == b.dtype and bool(statically_known_true(sym_eq(a.shape, b.shape)))

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.utils._pytree import tree_map_only
 
-from ssd_fx.passes.alias.packing import statically_equal
 from ssd_fx.passes.groups import AliasGroup, Layout
 from ssd_fx.passes.partition import storage_key, tensor_of, tensors_of
 
@@ -82,10 +82,6 @@ class Sizes:
     def of(self, values: Sequence[int | torch.SymInt]) -> list[fx.Node | int]:
         return [self._nodes[v.node.expr] if isinstance(v, torch.SymInt) else v for v in values]
 
-    def all(self, *values: int | torch.SymInt) -> list[fx.Node | int]:
-        self.prepare(values)
-        return self.of(values)
-
 
 def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes: Sizes) -> fx.Node:
     """A node of layout `wanted` on the bytes of `source`, which is dense and has layout `held`."""
@@ -106,7 +102,7 @@ def member(graph: fx.Graph, source: fx.Node, held: Layout, wanted: Layout, sizes
 
 def same_view(a: Layout, b: Layout) -> bool:
     """Whether two layouts have the same sizes, strides and offset for certain; asking adds no guard."""
-    return len(a.size) == len(b.size) and all(map(statically_equal, a.numbers, b.numbers))
+    return bool(statically_known_true(sym_eq(a.numbers, b.numbers)))
 
 
 def refresh(replaced: fx.Node, old: int, mode: FakeTensorMode) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 from torch import fx
 
-REACH = 5  # nodes shown on either side of the fault
+T = TypeVar("T")
+REACH = 5  # lines shown on either side of the fault
 
 
 class VerifyError(RuntimeError):
@@ -17,15 +21,17 @@ def require(holds: bool, text: str, culprit: str, at: fx.Node | None = None) -> 
     Raises:
         VerifyError: with `text`, `culprit` and the nodes around `at`.
     """
-    if not holds:
-        where = f"\n{_around(at)}" if at is not None else ""
-        raise VerifyError(f"{text}; see pass {culprit!r}{where}")
+    if holds:
+        return
+    message = f"{text}; see pass {culprit!r}"
+    if at is not None:
+        nodes = list(at.graph.nodes)
+        message += f"\n{around(nodes, nodes.index(at), lambda n: n.format_node() or n.name)}"
+    raise VerifyError(message)
 
 
-def _around(node: fx.Node) -> str:
-    """The nodes around `node` in its graph, one a line, with an arrow at it."""
-    nodes = list(node.graph.nodes)
-    index = nodes.index(node)
+def around(lines: Sequence[T], index: int, text: Callable[[T], str]) -> str:
+    """The lines around a fault, with an arrow at it; `text` is how each is shown."""
     first = max(0, index - REACH)
-    near = nodes[first : index + REACH + 1]
-    return "\n".join(f"{'-->' if n is node else '   '} {n.format_node() or n}" for n in near)
+    near = enumerate(lines[first : index + REACH + 1], first)
+    return "\n".join(f"{'-->' if i == index else '   '} {text(line)}" for i, line in near)

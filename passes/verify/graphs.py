@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, cast
 
 import torch
 from torch import fx
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
-from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of, tensor_of, written
+from ssd_fx.passes.partition import Partition, arguments_of, nodes_by_storage, storage_of, tensor_of, written
 from ssd_fx.passes.plan import Offload, Plan
 from ssd_fx.passes.verify.errors import require
 from ssd_fx.passes.verify.interface import Before
@@ -62,7 +61,7 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
     position = {n: i for i, n in enumerate(nodes)}
     stores = [n for n in nodes if n.target is ops.store.default]
     require(len(stores) == len(plan.offloaded), "stores and offloaded groups differ in number", "insert")
-    slots = {_argument(n, "slot") for n in stores}
+    slots = {arguments_of(n)["slot"] for n in stores}
     require(slots == {g.slot for g in plan.offloaded}, f"slots {slots} are stored, others planned", "insert")
     by_storage = nodes_by_storage(nodes)
     saved = Counter(partition.saved)
@@ -83,9 +82,10 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
 
 def _verify_store(store: fx.Node, plan: Plan) -> fx.Node:
     """The release of a store. The store does what the plan says, and the release holds the tensor that was stored."""
-    tier: Any = _argument(store, "tier") if len(store.args) > 5 else ""
-    binding: Any = _argument(store, "binding") if len(store.args) > 6 else False
-    planned = plan.decisions[cast(int, _argument(store, "slot"))]
+    given = arguments_of(store)
+    tier = given["tier"]
+    binding = given["binding"]
+    planned = plan.decisions[given["slot"]]
     text = f"store {store.name!r} goes to tier {tier!r}, binding {binding}, and the plan says {planned}"
     require(planned == Offload(tier, binding), text, "insert", store)
     releases = [u for u in store.users if u.target is ops.wait_store_.default]
@@ -144,11 +144,6 @@ def _writes(user: fx.Node, alias: fx.Node) -> bool:
 def _verify_sequence(nodes: list[fx.Node], targets: tuple[object, object], name: str) -> None:
     """Our nodes are in the order of their `seq` argument, which counts from 0 without a gap."""
     for expected, node in enumerate(n for n in nodes if n.target in targets):
-        seq = _argument(node, "seq")
+        seq = arguments_of(node)["seq"]
         text = f"{name} nodes are out of order: {node.name!r} has seq {seq} and stands at {expected}"
         require(seq == expected, text, "insert", node)
-
-
-def _argument(node: fx.Node, name: str) -> object:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return node.args[[a.name for a in node.target._schema.arguments].index(name)]

@@ -62,14 +62,14 @@ def _verify_host(plan: Plan, found: Forecast) -> None:
 
 def _verify_members(group: AliasGroup) -> None:
     """What is stored is dense, and every member lies within it."""
-    stored = group.layout
-    require(stored is not None and is_dense(stored), f"what is stored of {group.base!r} has gaps", "alias")
-    assert stored is not None
+    dense = group.layout is not None and is_dense(group.layout)
+    require(dense, f"what is stored of {group.base!r} has gaps", "alias")
+    stored = group.stored
     if stored.is_symbolic:
         return  # then all of a storage is stored, and views cannot lie outside of it
     for member in group.members:
         layout = member.copy.chain[0].source if member.copy else member.layout
-        inside = span(layout) * layout.dtype.itemsize <= stored.numel * stored.dtype.itemsize
+        inside = span(layout) * layout.dtype.itemsize <= stored.nbytes
         require(inside, f"member {member.name!r} lies outside of what is stored of {group.base!r}", "alias")
 
 
