@@ -80,10 +80,12 @@ slow-drive: $(STAMP)
 # Of what the suites below found, in git: no page needs all of them run at once.
 RESULTS := docs/results
 RECORDED := COMPATIBILITY_RESULTS=$(RESULTS)/tests.jsonl
+# MKL's products then have the same bits wherever their inputs lie (docs/faq.md).
+SAME_BITS := MKL_CBWR=COMPATIBLE
 
 zoo: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,zoo]'
-	$(RECORDED) $(PY) -m pytest -m "" tests/zoo $(PYTEST_FLAGS)
+	$(SAME_BITS) $(RECORDED) $(PY) -m pytest -m "" tests/zoo $(PYTEST_FLAGS)
 
 loops: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,trainers]'
@@ -133,7 +135,7 @@ nightly:
 
 test-slow: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,docs]'
-	$(PY) -m pytest -m slow --ignore tests/loops --ignore tests/trainers --ignore tests/distributed --ignore tests/zoo \
+	$(SAME_BITS) $(PY) -m pytest -m slow --ignore tests/loops --ignore tests/trainers --ignore tests/distributed --ignore tests/zoo \
 		$(PYTEST_FLAGS)
 
 # Runs in .venv if there is one, else with $(PYTHON) as it is: a GPU machine often has its torch already, and no network.

@@ -31,6 +31,8 @@ def _passing(error: ValueError | OSError) -> Exception:
 
     both = type(kind.__name__, (ShortenTraceback, kind), {"__str__": kind.__str__})
     made: Exception = kind.__new__(both, *error.args)  # its own `__init__` may want other arguments than `args`
+    if isinstance(error, UnicodeError):
+        kind.__init__(made, *error.args)  # its text is in fields that only this sets
     if isinstance(error, OSError):
         numbered = error.errno is not None  # then `args` lacks the file's name
         OSError.__init__(made, *((error.errno, error.strerror, error.filename) if numbered else error.args))

@@ -93,8 +93,12 @@ def janitor() -> _Queue:
     """The queue of the janitor, which is started once per process."""
     global _thread_of_process
     if _thread_of_process != os.getpid():
-        threading.Thread(target=_follow_up, args=(_wake,), daemon=True, name="ssd_fx-janitor").start()
-        _thread_of_process = os.getpid()  # after it: where no thread can be started now, the next call tries again
+        _thread_of_process = os.getpid()  # before it starts: other threads may ask meanwhile
+        try:
+            threading.Thread(target=_follow_up, args=(_wake,), daemon=True, name="ssd_fx-janitor").start()
+        except RuntimeError:  # no thread can be started now: the next call tries again
+            _thread_of_process = 0
+            raise
     return _wake
 
 

@@ -162,7 +162,7 @@ def living() -> list[Entry]:
 
 def of(store: "Store") -> list[Entry]:
     """The entries in `store`. Called under the lock."""
-    return [entry for entry in _entries.values() if entry.store is store]
+    return [entry for entry in list(_entries.values()) if entry.store is store]
 
 
 def forget() -> None:

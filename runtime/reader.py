@@ -140,7 +140,8 @@ class Reader:
         assert held is not None, "in memory"
         if entry.encoded:
             load = Load(self._new(entry, layout), held, None, seq, same)
-            _place(entry, load)
+            with streams.in_turn_with(entry.stream, entry.device):
+                _place(entry, load)
             return load
         if consume and same and _may_begin_there(held, relies_on) and is_alone(held):
             out = alias(held, layout)  # before `cancel`, which drops `held` if the write has ended meanwhile

@@ -96,9 +96,11 @@ class Writer:
             drop(entry)
             return
         c.count("kept", entry.slot, entry.nbytes, str(error))
-        if error.errno not in NOT_OF_THE_DRIVE and entry.extent is not None:
-            self._engine.failed(entry.extent, error)  # before `free`, after which an extent may not know its drive
-        self._free_extent(entry)
+        try:
+            if error.errno not in NOT_OF_THE_DRIVE and entry.extent is not None:
+                self._engine.failed(entry.extent, error)  # before `free`, after which an extent may not know its drive
+        finally:  # its warning may be an error
+            self._free_extent(entry)
         if error.errno == errno.ENOMEM and not self._said_no_memory:
             self._said_no_memory = True
             warnings.warn(
@@ -254,6 +256,7 @@ class Writer:
         entry.held = payload
         entry.encoded = encoded
         entry.borrowed = False
+        entry.stream = streams.current(entry.device)  # the payload's memory is of this thread's stream
         _drop(entry, x)
 
 

@@ -129,9 +129,12 @@ def _json_error() -> Exception:
     return caught.value
 
 
+NO_TEXT = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+
 @pytest.mark.parametrize(
     "error",
-    [ValueError("plain", 3), OSError("no number"), FileNotFoundError(2, "not there", "file"), _json_error()],
+    [ValueError("plain", 3), OSError("no number"), FileNotFoundError(2, "not there", "file"), _json_error(), NO_TEXT],
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_reaches_the_user_as_what_it_is(error: Exception) -> None:

@@ -135,7 +135,8 @@ def _is_saved_and_read(node: torch.fx.Node | None) -> bool:
 
     Inductor rounds such a result to its dtype, bfloat16 or float16, before the forward goes on with it. It looks for
     the node among the outputs of the graph, where ours has a handle. Without this a GPU's forward would compute with
-    other bits than the same graph without offloading.
+    other bits than the same graph without offloading. A node that a later pass of Inductor puts in the place of a
+    saved one is not known here.
     """
     if _SAVED_AND_READ is not None and _SAVED_AND_READ(node):
         return True
