@@ -3,6 +3,7 @@
 python benchmarks/paper --dir /mnt/nvme                      # everything, with 15 rounds: about two hours
 python benchmarks/paper --dir /mnt/nvme --minutes 35         # the most valuable cases of every part, within the time
 python benchmarks/paper --dir /mnt/nvme --only peaks curve   # parts
+python benchmarks/paper --dir /mnt/nvme --more               # the cases that have no result yet, or too few rounds
 python benchmarks/paper --page                               # the page alone, of the results that are there
 python benchmarks/paper --dir /mnt/nvme --device cuda --amp --shapes 8192x4 12288x3 16384x2 --seq 1024 --head 128
 
@@ -13,10 +14,12 @@ A case that has begun gets five rounds at least, so it may take longer.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the other benchmarks
@@ -63,18 +66,31 @@ def measure(flags: argparse.Namespace, parts: Sequence[Part]) -> None:
     for number, part in enumerate(parts):
         left = end - time.monotonic()
         share = part.share / sum(each.share for each in parts[number:])
-        setup = setup_of(flags, time.monotonic() + share * left if math.isfinite(left) else math.inf)
+        before = measured(flags, part) if flags.more else {}
+        done = frozenset(label for label, case in before.items() if case["rounds"] >= flags.rounds)
+        until = time.monotonic() + share * left if math.isfinite(left) else math.inf
         start = time.monotonic()
-        result = part.measure(setup)
+        result = part.measure(replace(setup_of(flags, until), done=done))
         print(f"{part.name}: {(time.monotonic() - start) / 60:.1f} minutes", file=sys.stderr, flush=True)
         if result["cases"]:
-            write(flags, part, where, result)
+            run = {"command": flags.command, "quick": flags.quick, "system": where}
+            for case in result["cases"].values():
+                case["run"] = run
+            known = before | result["cases"]
+            result["cases"] = {label: known[label] for label in result["planned"] if label in known}
+            write(flags, part, result)
             write_page(flags)
 
 
-def write(flags: argparse.Namespace, part: Part, where: dict[str, str], result: Result) -> None:
-    found = {"command": flags.command, "quick": flags.quick, "system": where, "result": result}
-    system.write_json(flags.json_dir / f"{part.name}.json", found)
+def measured(flags: argparse.Namespace, part: Part) -> dict[str, Result]:
+    """The cases of an earlier run."""
+    path = flags.json_dir / f"{part.name}.json"
+    found: dict[str, Result] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    return found
+
+
+def write(flags: argparse.Namespace, part: Part, result: Result) -> None:
+    system.write_json(flags.json_dir / f"{part.name}.json", result)
     if part.plot:
         (flags.json_dir / f"{part.name}.svg").write_text(part.plot(result))
 
@@ -92,6 +108,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--only", nargs="+", choices=[part.name for part in PARTS], help="parts; default: all")
     add("--json-dir", type=Path, default=RESULTS, help="where results are; elsewhere than %(default)s the page too")
     add("--minutes", type=float, default=math.inf, help="stop beginning cases behind so many; default: no limit")
+    add("--more", action="store_true", help="only cases without a result of --rounds rounds; the others stay")
     add("--page", action="store_true", help="measure nothing")
     add("--quick", action="store_true", help="tiny shapes that only show that everything runs")
     add("--rounds", type=int, default=15, help="of every case; default %(default)s")

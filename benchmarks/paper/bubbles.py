@@ -110,11 +110,13 @@ def _timed(stage: PipelineStage) -> list[float]:
 def _measure(setup: Setup) -> Result:
     samples, (width, layers) = (4 if setup.quick else 32), setup.shapes[0]
     about = {"layers": max(layers // RANKS, 1), "width": width, "heads": max(width // setup.head, 1), "seq": setup.seq}
-    about |= {"vocabulary": setup.vocabulary, "samples": samples, "warmup": setup.warmup, "rounds": setup.few.rounds}
+    about |= {"vocabulary": setup.vocabulary, "samples": samples, "warmup": setup.warmup, "rounds": setup.rounds}
     sizes = (2,) if setup.quick else (4, 1, 8, 2, 16)
     cases = {f"{way}, micro-batch {m}": {"way": way, "micro": m} for m in sizes for way in ("inductor", "ssd_fx")}
     found: Result = {"planned": list(cases), "cases": {}}
     for label, case in cases.items():
+        if label in setup.done:
+            continue
         if setup.is_over:
             break
         steps = _ranks({**about, **case, "dir": setup.dir})

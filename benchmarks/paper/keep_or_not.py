@@ -50,7 +50,7 @@ def _flops(setup: Setup, width: int, batch: int) -> float:
 
 
 def _measure(setup: Setup) -> Result:
-    found = measure_all(setup.few, _cases(setup))
+    found = measure_all(setup, _cases(setup))
     for label, case in found["cases"].items():
         width, batch = _sizes(label)
         case["flops"] = _flops(setup, width, batch)

@@ -2,8 +2,9 @@
 
 A result is a dictionary of plain values, which goes to a JSON file:
     {"planned": [labels], "cases": {label: {"rounds": 15, "modes": {mode: figures}, "failed": {mode: why}}}}
-A case that was planned and not measured is in "planned" alone. Figures: lists have one entry for every round; peaks are
-the highest of all rounds; other numbers are medians.
+A case that was planned and not measured is in "planned" alone; so is one that `Setup.done` names. Figures: lists have
+one entry for every round; peaks are the highest of all rounds; other numbers are medians. The runner adds "run" to
+every case: its command and machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from workers import Ended, Workers
 Case = Mapping[str, Task]
 Result = dict[str, Any]
 
-FEW = 7  # rounds where many ways are shown beside each other, and no ratio is claimed
 LEAST = 5  # rounds of a case that has begun
 CLAIM = 15  # rounds from which on a ratio is more than a hint
 HIGHEST = ("peak_bytes", "resident_peak_bytes", "resident_before_bytes")
@@ -33,7 +33,8 @@ EVERY = ("time_s", "graph_s", "cpu_s")
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """How to measure. `until`: the moment of time.monotonic() after which no case begins, and rounds beyond `LEAST` are
-    not made. `shapes`: widths and layers. `head`: width of an attention head. Models and sizes are those of the flags.
+    not made. `shapes`: widths and layers. `head`: width of an attention head. `done`: labels of cases that an earlier
+    run has measured. Models and sizes are those of the flags.
     """
 
     dir: str
@@ -50,6 +51,7 @@ class Setup:
     amp: bool
     device: str
     jemalloc: str
+    done: frozenset[str] = frozenset()
 
     def model(self, family: Family, width: int, layers: int, batch: int = 0) -> Model:
         shape = {"layers": layers, "width": width, "heads": max(width // self.head, 1), "seq": self.seq}
@@ -67,19 +69,16 @@ class Setup:
         return replace(self.plain(model, "ssd_fx", without=without), options=given)
 
     @property
-    def few(self) -> Setup:
-        """The same with fewer rounds."""
-        return replace(self, rounds=min(self.rounds, FEW))
-
-    @property
     def is_over(self) -> bool:
         return time.monotonic() > self.until
 
 
 def measure_all(setup: Setup, cases: Mapping[str, Case]) -> Result:
-    """The cases in order, until the time is over."""
+    """The cases that are not done, in order, until the time is over."""
     found: Result = {"planned": list(cases), "cases": {}}
     for label, case in cases.items():
+        if label in setup.done:
+            continue
         if setup.is_over:
             break
         print(f"-- {label}", file=sys.stderr, flush=True)

@@ -86,7 +86,7 @@ PART = Part(
     share=0.1,
     paper="Figure 8a: throughput rises with the batch, and most of the gain is the weight update.",
     not_shown="Products of matrices are already large enough for two cores at a micro-batch of 1, unlike on a GPU.",
-    measure=lambda setup: measure_all(setup.few, _cases(setup)),
+    measure=lambda setup: measure_all(setup, _cases(setup)),
     section=_section,
     plot=_plot,
 )

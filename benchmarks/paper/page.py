@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from paper.measure import Result
 from paper.part import Part
 from paper.text import NOT_MEASURED
 
@@ -35,20 +36,31 @@ def _section(part: Part, results: Path, plots: str) -> Iterator[str]:
     yield f"## {part.title}"
     yield f"The paper: {part.paper}"
     path = results / f"{part.name}.json"
-    found = json.loads(path.read_text()) if path.exists() else {"result": {"cases": {}}}
-    if not found["result"]["cases"]:
+    found: Result = json.loads(path.read_text()) if path.exists() else {"cases": {}}
+    if not found["cases"]:
         yield f"**{NOT_MEASURED.capitalize()}** (`python benchmarks/paper --only {part.name} --dir DIR`)."
         return
-    yield " \\\n".join(
-        textwrap.wrap(found["command"], COLUMNS - 10, initial_indent="    ", subsequent_indent="        ")
-    )
-    yield "; ".join(f"{name}: {value}" for name, value in found["system"].items()) + "."
-    if found["quick"]:
-        yield "**These are shapes that only show that it runs.**"
-    yield part.section(found["result"])
+    yield from _runs(found)
+    yield part.section(found)
     if (results / f"{part.name}.svg").exists():
         yield f"![{part.title}]({plots}/{part.name}.svg)"
     yield f"Not shown: {part.not_shown}"
+
+
+def _runs(found: Result) -> Iterator[str]:
+    """The command and the machine of every run that the cases are of, with their labels where there are several."""
+    runs: dict[str, tuple[Result, list[str]]] = {}
+    for label, case in found["cases"].items():
+        runs.setdefault(json.dumps(case["run"]), (case["run"], []))[1].append(label)
+    for run, labels in runs.values():
+        if len(runs) > 1:
+            yield f"{'; '.join(labels)}:"
+        yield " \\\n".join(
+            textwrap.wrap(run["command"], COLUMNS - 10, initial_indent="    ", subsequent_indent="        ")
+        )
+        yield "; ".join(f"{name}: {value}" for name, value in run["system"].items()) + "."
+        if run["quick"]:
+            yield "**These are shapes that only show that it runs.**"
 
 
 def _wrapped(text: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from paper import ablations, bubbles, fits, instead, keep_or_not, micro, peaks, 
 from paper.__main__ import DOCS, PARTS, RESULTS, main, parse, setup_of
 from paper.measure import measure, measure_all
 from paper.page import page
+from paper.part import Part
 from ssdtrain import Cache, Stored
 from training import Model, Step, Task
 from ways import Way, blocks, compiled, disk_hooks
@@ -82,11 +84,35 @@ def test_every_part_comes_to_its_page(size: list[str], tmp_path: Path) -> None:
     assert str(tmp_path) not in written.replace(f"--json-dir {tmp_path}", "")
     assert [line for line in written.splitlines() if len(line) > 120] == []
     for part in PARTS:
-        result = json.loads((tmp_path / f"{part.name}.json").read_text())["result"]
+        result = json.loads((tmp_path / f"{part.name}.json").read_text())
         assert list(result["cases"]) == result["planned"]
         assert (tmp_path / f"{part.name}.svg").exists() == bool(part.plot)
     if size != ["--quick"]:
         assert "| Inductor | 24 |" in written, "the largest batch that fits"
+
+
+@pytest.mark.usefixtures("without_processes")
+@pytest.mark.parametrize("part", PARTS, ids=[part.name for part in PARTS])
+def test_more_measures_what_is_missing_and_keeps_the_rest(part: Part, tmp_path: Path) -> None:
+    """The page names both runs, and the cases of each."""
+    flags = ["--dir", str(tmp_path), "--json-dir", str(tmp_path), "--only", part.name, "--rounds", "15"]
+    results = tmp_path / f"{part.name}.json"
+    main(flags)
+    whole = json.loads(results.read_text())
+    first, *rest = whole["planned"]
+    kept = set(rest[:-1])
+    cut = copy.deepcopy(whole)
+    cut["cases"].pop(first)
+    for case in list(cut["cases"].values())[-1:]:
+        case["rounds"] = 14
+    results.write_text(json.dumps(cut))
+    main([*flags, "--more"])
+    again = json.loads(results.read_text())
+    assert list(again["cases"]) == whole["planned"]
+    measured = {label for label, case in again["cases"].items() if "--more" in case["run"]["command"]}
+    assert measured == {first, *rest[-1:]}
+    assert all(again["cases"][label] == whole["cases"][label] for label in kept)
+    assert (tmp_path / "benchmarks.md").read_text().count("    python benchmarks/paper") == 1 + bool(kept)
 
 
 @pytest.mark.usefixtures("without_processes")
@@ -112,7 +138,7 @@ def test_a_quick_run_fills_every_part(tmp_path: Path) -> None:
     assert "**Not measured**" not in written
     assert "failed" not in written
     for part in PARTS:
-        result = json.loads((tmp_path / f"{part.name}.json").read_text())["result"]
+        result = json.loads((tmp_path / f"{part.name}.json").read_text())
         assert list(result["cases"]) == result["planned"]
 
 
