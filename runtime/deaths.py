@@ -48,7 +48,7 @@ class Guard(Generic[T]):
 
     def reset(self) -> None:
         """For the child of a fork: a fresh lock, since a thread that does not exist here may have held the old one."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # of one owner at a time; `is_mine` is why it knows its owner
         self._queued: deque[_Given | _Watcher] = deque()
         self._watchers: dict[int, tuple[_Watcher, _Watcher]] = {}
 
@@ -69,8 +69,20 @@ class Guard(Generic[T]):
         self._queued.append(_Given(item))
         janitor().put(_Given(self))
 
+    def is_mine(self) -> bool:
+        """Whether this thread holds the lock. So a signal handler or a `__del__` has interrupted the owner's code."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined] # as threading.Condition asks it
+
     def drain(self) -> None:
-        """Handles what was queued. This thread must not hold the lock."""
+        """Handles what was queued.
+
+        Raises: RuntimeError if this thread holds the lock: the state is half changed then.
+        """
+        if self.is_mine():
+            raise RuntimeError(
+                "a signal handler or a __del__ uses ssd_fx, and has interrupted ssd_fx itself; right would be to set a "
+                "flag there, and to look at it between steps"
+            )
         while self._queued:
             with self.lock:
                 while self._queued:

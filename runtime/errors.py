@@ -1,6 +1,6 @@
 """What the runtime says when a stored tensor cannot be had: one function for each error that an operator raises.
 
-And the text of an error of the system, for people.
+`without_number` and `first_line` shorten an error of the system for a message.
 """
 
 from __future__ import annotations

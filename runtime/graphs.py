@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ssd_fx.runtime import plans
+from ssd_fx.runtime import entries, plans
 from ssd_fx.runtime.config import RuntimeConfig, parse
 from ssd_fx.runtime.deaths import Guard
 from ssd_fx.runtime.store import close_stores, end_unused
@@ -43,17 +43,24 @@ def close() -> None:
     Compiled graphs still work: the next forward makes new stores. A backward whose forward ran before this call finds
     what is still in memory; its load of a tensor on the drive raises a RuntimeError. Without this call a store ends
     when no graph with its options is left, after `torch._dynamo.reset()` or the model's death, and no backward that
-    loads from it can come any more.
+    loads from it can come any more. A signal handler or a `__del__` that has interrupted ssd_fx itself gets the end of
+    the stores a moment later, in another thread.
     """
+    if _GUARD.is_mine() or entries.GUARD.is_mine():
+        _GUARD.soon(None)
+        return
     _GUARD.drain()
     close_stores()
 
 
-def _check(graph: _Graph) -> None:
+def _check(graph: _Graph | None) -> None:
     """Ends the store of a graph that died if no other graph uses it. `_NO_GRAPH`: one of the store's entries died.
 
-    Called once more if a signal ended it early.
+    None: ends all stores. Called once more if a signal ended it early.
     """
+    if graph is None:
+        close_stores()
+        return
     living = _living.get(graph.config, set())
     living.discard(graph.number)
     if not living:
@@ -62,7 +69,7 @@ def _check(graph: _Graph) -> None:
         end_unused(graph.config, functools.partial(_GUARD.soon, _Graph(graph.config, _NO_GRAPH)))
 
 
-_GUARD: Guard[_Graph] = Guard(_check)
+_GUARD: Guard[_Graph | None] = Guard(_check)
 """Its lock is taken before that of `entries`."""
 
 

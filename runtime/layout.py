@@ -91,6 +91,15 @@ def is_alone(x: Tensor) -> bool:
     return _holders(x) == _ALONE
 
 
+def is_foreign(x: Tensor) -> bool:
+    """Whether the memory of `x` belongs to somebody else than torch: a NumPy array, a mapped file, another process.
+
+    Its owner may use it when no tensor is left. Most such storages cannot be resized; shared memory can.
+    """
+    storage = x.untyped_storage()
+    return not storage.resizable() or (x.device.type == "cpu" and storage.is_shared())
+
+
 def is_trained_leaf(x: Tensor) -> bool:
     """Whether `x` is a parameter or an input whose gradient is accumulated. Its owner keeps it in any case."""
     return x.requires_grad and x.is_leaf

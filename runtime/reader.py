@@ -14,7 +14,7 @@ from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.streams import Queued
 from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
-from ssd_fx.runtime.layout import TensorMeta, alias, is_alone, returned
+from ssd_fx.runtime.layout import TensorMeta, alias, is_alone, is_foreign, returned
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
@@ -133,7 +133,7 @@ class Reader:
     def _forward(self, entry: Entry, layout: TensorMeta, seq: int, consume: bool, relies_on: str) -> Load:
         """The load from memory: the stored tensor is donated if the backward may consume it and nobody else has it.
 
-        Else it is copied.
+        Else it is copied. The backward writes into what is donated.
         """
         held = entry.held
         same = layout == entry.seen
@@ -143,7 +143,7 @@ class Reader:
             with streams.in_turn_with(entry.stream, entry.device):
                 _place(entry, load)
             return load
-        if consume and same and _may_begin_there(held, relies_on) and is_alone(held):
+        if consume and same and _may_begin_there(held, relies_on) and is_alone(held) and not is_foreign(held):
             out = alias(held, layout)  # before `cancel`, which drops `held` if the write has ended meanwhile
             self._writer.cancel(entry)
             drop(entry)

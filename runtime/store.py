@@ -39,7 +39,7 @@ class Store:
         most = config.resident_at_most if config.adapt else 0
         self.residency = Residency(resident_bytes, most, self._available_bytes, waits=config.slowdown)
         self._ranks = config.ranks
-        self._device = torch.device("cpu")  # of the tensor that was stored last
+        self.device = torch.device("cpu")  # of the tensor that was stored last
         self.habits = Habits(config.adapt)
         self.writer = Writer(self.engine, config, self.habits, self.residency)
         self.reader = Reader(self.engine, self.writer)
@@ -72,7 +72,7 @@ class Store:
         base.check_device(self.engine, x.device)
         seen = TensorMeta(tuple(x.shape), x.stride(), x.dtype)
         layout = dense_form(x)
-        self._device = x.device
+        self.device = x.device
         nbytes = math.prod(layout.size) * x.itemsize
         entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding)
         entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
@@ -223,7 +223,7 @@ class Store:
 
     def _available_bytes(self) -> int:
         """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
-        return available_bytes() // self._ranks if self._device.type == "cpu" else 0
+        return available_bytes() // self._ranks if self.device.type == "cpu" else 0
 
     def _spare(self) -> int:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
@@ -311,7 +311,12 @@ def close_stores() -> None:
     CPU_ALLOCATOR.trim()
 
 
+_inherited: list[tuple[Store, list[Entry]]] = []
+"""In the child of a fork: what has objects of a device. Their destructors are the parent's to run."""
+
+
 def _after_fork() -> None:
+    _inherited.extend((store, entries.of(store)) for store in _stores.values() if store.device.type != "cpu")
     _stores.clear()
     registry.forget_engines()
     entries.after_fork()

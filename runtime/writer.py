@@ -172,8 +172,11 @@ class Writer:
         while entry := self._due():
             if self._writing and self.writing_bytes + entry.moved_bytes > self._cap:
                 return next(iter(self._writing))
+            assert entry.held is not None, "a resident entry holds its tensor"
+            storage = entry.held.untyped_storage()  # an encoding reads it until `in_turn_with` has ended
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
+            del storage
         return None
 
     def _start(self, entry: Entry) -> None:

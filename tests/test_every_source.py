@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
 from tests import sources
@@ -98,3 +100,25 @@ INDUCTOR = (toys.views_only, toys.narrow, condition)  # shared, with an offset, 
 )
 def test_toys_through_inductor(toy: toys.Toy) -> None:
     every_source(toy, "inductor")
+
+
+def patched(array: Tensor, index: Tensor, w: Tensor) -> Tensor:
+    return (torch.index_put(array, (index,), w).sin() * w.mean()).sum()
+
+
+def patched_again(array: Tensor, index: Tensor, w: Tensor) -> Tensor:
+    """The backward patches the loaded array once more, and Inductor does that in place."""
+    return checkpoint(patched, array, index, w, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_an_array_that_only_the_forward_had_is_not_written_into() -> None:
+    """`torch.from_numpy(array)` without a name: after the forward no tensor of the caller's is on its memory."""
+    options = sources.OPTIONS | {"inner": "inductor"}
+    compiled = torch.compile(patched_again, backend=ssd_fx.backend, options=options)
+    index, w = torch.arange(4), torch.randn(4, 64, requires_grad=True)
+    array = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
+    before = array.copy()
+    for source in sources.ALL:
+        with source.forced():
+            compiled(torch.from_numpy(array), index, w).backward()
+        assert (array == before).all(), source.name

@@ -289,7 +289,11 @@ class Queued:
         except OSError as error:
             self._error = error
         finally:
-            self._ended = streams.record(self._side)
+            try:
+                self._ended = streams.record(self._side)
+            except BaseException:  # Ctrl-C: without an end, what is queued would count as never started
+                self._ended = streams.record(self._side)
+                raise
 
     def done(self) -> bool:
         if self._ended is None:

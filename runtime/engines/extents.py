@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 
 from ssd_fx.runtime.memory.buffers import PAGE
@@ -71,6 +72,7 @@ class BackingFile:
         self.no_writes = Pause()  # while it lasts `room` raises
         self.no_growth = Pause()  # while it lasts only free extents are used
         self.fd, direct = _open_direct_if_possible(directory, opened)
+        _open_files.add(self)
         memory, offset = dio_alignment(self.fd) if direct else (1, 1)
         self.align = max(memory, offset)
         self._granularity = max(PAGE, self.align)
@@ -212,6 +214,21 @@ class BackingFile:
             return reason
         os.ftruncate(self.fd, self._free.end + nbytes)  # no fallocate: a sparse file serves
         return None
+
+
+_open_files: weakref.WeakSet[BackingFile] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Closes the child's descriptors of the parent's files: their room comes back when the last descriptor closes."""
+    for file in list(_open_files):
+        fd, file.fd = file.fd, -1
+        if fd >= 0:
+            os.close(fd)
+    _open_files.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def beyond_the_reserve(status: os.statvfs_result) -> int:

@@ -86,7 +86,6 @@ class GdsEngine:
         self._under_way: dict[streams.Queued, streams.Stream] = {}
         self._lanes: dict[torch.device, deque[streams.Stream]] = {}
         self._file = _GdsFile(str(Path(directory)), config.disk_limit, forced)
-        _open_engines.append(self)
 
     @property
     def disk_bytes(self) -> int:
@@ -137,8 +136,6 @@ class GdsEngine:
         self._file.close()
         if self._host:
             self._host.close()
-        if self in _open_engines:
-            _open_engines.remove(self)
 
     def _queued(self, what: str, extent: GdsExtent, memory: Memory) -> Completion:
         file = self._file.driver
@@ -177,11 +174,6 @@ class GdsEngine:
                 raise _failure(what, extent, f"moved {nbytes} B only")
         finally:
             self._under_way.pop(transfer, None)
-
-
-_open_engines: list[GdsEngine] = []
-"""Keeps engines alive until they are closed. The child of a fork drops its stores without closing them, and must not
-run the destructors of the parent's cuFile handles."""
 
 
 def _checked(what: str, extent: GdsExtent, call: Callable[[], Any]) -> Any:

@@ -195,8 +195,10 @@ class PosixEngine:
         self._file.failed(extent.nbytes, error)
 
     def close(self) -> None:
-        self._pool.close()
-        self._file.close()
+        try:
+            self._pool.close()
+        finally:  # a Ctrl-C comes out of the call that waits for the threads
+            self._file.close()
 
     def _write_bounced(self, extent: FileExtent, ptr: int) -> Completion:
         nbytes, padded = extent.nbytes, self._file.padded(extent.nbytes)

@@ -10,25 +10,30 @@ from __future__ import annotations
 import errno
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import torch
 
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Completion, Copy, Engine, Extent, Memory
 from ssd_fx.runtime.engines.chain import Chain
-from ssd_fx.runtime.memory.buffers import PAGE
+from ssd_fx.runtime.memory.buffers import ALIGN
 
 
 class _Staging:
-    """Host memory for a tensor of `nbytes`: `whole` has full pages, and `tensor` the bytes of the tensor."""
+    """Host memory for a tensor of `nbytes`: `tensor` has the bytes of the tensor, and `whole` the padding too.
+
+    The write to the file is set up before the copy has filled the memory. So the engine of the files must not copy
+    from it: what is aligned is written from where it is, and has no tail.
+    """
 
     def __init__(self, nbytes: int, queued: streams.Streams | None) -> None:
-        padded = _pages(nbytes)
+        padded = _padded(nbytes)
         try:
-            found = queued.pinned(padded + PAGE) if queued else torch.empty(padded + PAGE, dtype=torch.uint8)
+            found = queued.pinned(padded + ALIGN) if queued else torch.empty(padded + ALIGN, dtype=torch.uint8)
         except RuntimeError as error:
             raise OSError(errno.ENOMEM, f"no pinned memory for a tensor of {nbytes} B") from error
-        start = -found.data_ptr() % PAGE
+        start = -found.data_ptr() % ALIGN
         self.tensor = found[start : start + nbytes]
         self.whole = found[start : start + padded]
         self.whole[nbytes:].zero_()  # no bytes of other tensors go to the disk
@@ -37,7 +42,7 @@ class _Staging:
 class StagedEngine:
     """`files`, an engine for host memory, with pinned memory between it and devices of the type `device`.
 
-    The extents are those of `files`. They have whole pages.
+    The extents are those of `files`, of multiples of `ALIGN`.
     """
 
     def __init__(self, files: Engine, device: str) -> None:
@@ -58,7 +63,7 @@ class StagedEngine:
         return self._files.disk_bytes
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        return self._files.alloc(_pages(nbytes), tier)
+        return self._files.alloc(_padded(nbytes), tier)
 
     def free(self, extent: Extent) -> None:
         self._files.free(extent)
@@ -96,9 +101,10 @@ class StagedEngine:
         self._files.failed(extent, error)
 
     def close(self) -> None:
-        self._writes.shutdown()
-        self._reads.shutdown()
-        self._files.close()
+        with ExitStack() as closing:  # if one fails, or a Ctrl-C comes, the others are closed too
+            closing.callback(self._files.close)
+            closing.callback(self._reads.shutdown)
+            closing.callback(self._writes.shutdown)
 
 
 def needed() -> str | None:
@@ -107,8 +113,8 @@ def needed() -> str | None:
     return None if found is None or (found == "cuda" and torch.version.hip is None) else found
 
 
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 def _on_device(memory: Memory, queued: streams.Streams) -> torch.Tensor:

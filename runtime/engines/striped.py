@@ -6,10 +6,11 @@ for each drive, so that a single load has the bandwidth of all drives.
 
 import errno
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, outcome
-from ssd_fx.runtime.memory.buffers import PAGE
+from ssd_fx.runtime.memory.buffers import ALIGN
 
 STRIPE = 1 << 20  # the shortest stripe; a drive has its full bandwidth from 256 KiB on
 
@@ -164,8 +165,9 @@ class StripedEngine:
                 part.drive.engine.failed(part.extent, failure)
 
     def close(self) -> None:
-        for drive in self._drives:
-            drive.engine.close()
+        with ExitStack() as closing:  # if one fails, or a Ctrl-C comes, the others are closed too
+            for drive in self._drives:
+                closing.callback(drive.engine.close)
 
 
 def one_for_each(directories: Sequence[str], make: Callable[[str], Engine]) -> Engine:
@@ -190,8 +192,8 @@ def _copy(error: OSError) -> OSError:
 
 
 def _stripes(drives: list[_Drive], nbytes: int) -> list[tuple[_Drive, int, int]]:
-    """(drive, start, bytes) of about equal stripes, which start at multiples of a page."""
-    starts = [nbytes * i // len(drives) // PAGE * PAGE for i in range(len(drives))]
+    """(drive, start, bytes) of about equal stripes, which start at multiples of `ALIGN`."""
+    starts = [nbytes * i // len(drives) // ALIGN * ALIGN for i in range(len(drives))]
     ends = [*starts[1:], nbytes]
     return [(drive, start, end - start) for drive, start, end in zip(drives, starts, ends, strict=True)]
 

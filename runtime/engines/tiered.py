@@ -7,6 +7,7 @@ On the CPU a tensor is in host memory already; there `runtime/writer.py` leaves 
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
@@ -130,10 +131,11 @@ class TieredEngine:
             self._drive.failed(extent.drive, error)
 
     def close(self) -> None:
-        for extent in list(self._moving):
-            self._stop(extent)
-        self._drive.close()
-        self._host.close()
+        with ExitStack() as closing:  # if one fails, or a Ctrl-C comes, the others are closed too
+            closing.callback(self._host.close)
+            closing.callback(self._drive.close)
+            for extent in list(self._moving):
+                self._stop(extent)
 
     def _move(self, extent: TieredExtent) -> bool:
         """Whether the write of an extent from host memory to the drive has started."""

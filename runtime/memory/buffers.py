@@ -5,6 +5,7 @@ import errno
 import torch
 
 PAGE = 4096
+ALIGN = 64 << 10  # the coarsest alignment that direct I/O asks for, on drives with large blocks
 
 
 class Buffer:

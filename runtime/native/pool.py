@@ -93,6 +93,7 @@ class Pool:
     def __init__(self, library: Library, threads: int) -> None:
         self._library = library
         self._pool = library.create(threads)
+        self._closed = False
         self._under_way: dict[Request, object] = {}  # the C code has pointers to these, and to memory of the values
         if not self._pool:
             raise MemoryError(f"could not start {threads} I/O threads")
@@ -123,6 +124,8 @@ class Pool:
         return int(self._library.summed_bytes(self._pool))
 
     def close(self) -> None:
-        """Cancels what has not started, waits for what runs, ends the threads."""
-        self._library.destroy(self._pool)
+        """Cancels what has not started, waits for what runs, ends the threads. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._library.destroy(self._pool)
         self._under_way.clear()

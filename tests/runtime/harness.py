@@ -111,6 +111,9 @@ def between_locks(monkeypatch: Any, action: Callable[[], object]) -> threading.T
         def __enter__(self) -> None:
             inner.acquire()
 
+        def _is_owned(self) -> bool:
+            return inner._is_owned()
+
         def __exit__(self, *_: object) -> None:
             inner.release()
             if GUARD.lock is not inner:

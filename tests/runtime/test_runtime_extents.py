@@ -451,3 +451,19 @@ def test_after_a_failed_write(tmp_path, monkeypatch, code, again):
     drive.now += 4000
     assert drive.takes() is again
     drive.file.close()
+
+
+def test_the_child_of_a_fork_keeps_no_file(tmp_path):
+    """A worker of a data loader lives on. The room comes back when the last descriptor is closed."""
+    file = BackingFile(str(tmp_path))
+    fd = file.fd
+    child = os.fork()
+    if child == 0:
+        try:
+            os.fstat(fd)
+        except OSError:
+            os._exit(0 if file.fd < 0 else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    os.fstat(fd)
+    file.close()

@@ -1,7 +1,9 @@
 """A store ends when no graph uses it and no handle can be loaded any more."""
 
+import time
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from ssd_fx.runtime import entries, graphs
@@ -59,3 +61,26 @@ def test_a_graph_that_came_meanwhile_keeps_it(tmp_path):
     assert not has_ended(config)
     del second
     assert has_ended(config)
+
+
+@pytest.mark.parametrize("lock", [entries.GUARD, graphs._GUARD], ids=["entries", "graphs"])
+def test_close_in_a_signal_handler_that_interrupted_us(lock, tmp_path):
+    """It would wait for a lock that its own thread has, and a job that is to end would hang."""
+    config = config_json(tmp_path)
+    get_store(config)
+    with lock.lock:
+        graphs.close()
+        assert parse(config) in _stores
+    until = time.monotonic() + 20
+    while parse(config) in _stores and time.monotonic() < until:
+        time.sleep(0.01)
+    assert parse(config) not in _stores
+
+
+def test_an_operator_in_a_signal_handler_that_interrupted_us(tmp_path):
+    """The state is half changed there."""
+    config = config_json(tmp_path)
+    handle = store(torch.randn(50_000), config)
+    for use in (entries.living, lambda: store(torch.randn(8), config), lambda: entries.lookup(handle)):
+        with entries.GUARD.lock, pytest.raises(RuntimeError, match="has interrupted ssd_fx itself"):
+            use()

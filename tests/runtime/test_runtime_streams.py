@@ -4,14 +4,17 @@ x is "in the making" where its kernel is queued and has not run. Every engine th
 So does every accelerator of this machine, in the one order that it has.
 """
 
+import contextlib
 import ctypes
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime import entries, stats
+from ssd_fx.runtime import entries, stats, writer
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile, staged
 from ssd_fx.runtime.engines.base import Memory
@@ -348,6 +351,27 @@ def test_an_interrupt_before_the_transfer_was_queued_is_no_success():
         del x
 
 
+def test_an_interrupt_while_the_end_is_noted_does_not_lose_a_transfer(monkeypatch):
+    """Its memory would be free for others while the device still copies."""
+    with installed("lazy") as fake:
+        x, transfer = queued(fake, lambda: None)
+        recorded = []
+
+        def record(stream):
+            recorded.append(FakeGpu.record(fake, stream))
+            if len(recorded) == 3:  # behind the compute stream, before the copy, behind the copy
+                raise KeyboardInterrupt
+            return recorded[-1]
+
+        monkeypatch.setattr(fake, "record", record)
+        with pytest.raises(KeyboardInterrupt):
+            transfer.start()
+        assert not transfer.done()
+        assert not transfer.cancel()
+        assert fake.sides[0].ran == 1
+        del x
+
+
 def test_span_is_as_long_as_the_device_says():
     with installed("lazy") as fake:
         x, transfer = queued(fake, lambda: None)
@@ -459,6 +483,38 @@ def test_what_one_stream_makes_is_not_written_before_it_is_there(gpu):
     settle(handle)
     gpu.scrub()
     assert gpu.bytes_of(load(handle, torch.empty(N, dtype=torch.int64))) == raw(values)
+
+
+@LATE
+def test_what_another_stream_encodes_stays_until_its_own_waits(gpu, tmp_path, monkeypatch):
+    """Its memory goes back to the stream that made it, which does not know yet that the other one reads it."""
+    config = config_json(tmp_path, "memory", host_budget=N, dirs=[], compression={"ssd": "bitpack"})
+    encoded = SimpleNamespace(nbytes=N // 8, lossy=False)
+    monkeypatch.setattr(
+        writer.codec, "encode", lambda name, x: (gpu.tensor(torch.ones(N // 8, dtype=torch.int8)), encoded)
+    )
+    x = gpu.tensor(torch.arange(N) % 2 == 0)
+    handle = store(x, config)
+    release(handle, x)
+    memory = StorageWeakRef(x.untyped_storage())
+    del x
+    found = streams.in_turn_with
+    alive = []
+
+    @contextlib.contextmanager
+    def noting(*about):
+        with found(*about):
+            yield
+            alive.append(not memory.expired())
+
+    monkeypatch.setattr(writer.streams, "in_turn_with", noting)
+    with gpu.on_another_stream():
+        y = gpu.tensor(torch.arange(N) % 3 == 0)
+        other = store(y, config, slot=1)
+    assert lookup(handle).encoded
+    assert alive[0]
+    assert memory.expired()
+    del y, other
 
 
 @LATE

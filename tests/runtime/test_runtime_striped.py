@@ -24,6 +24,7 @@ from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
 from ssd_fx.runtime.engines.striped import STRIPE, StripedEngine
 from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.memory.buffers import ALIGN
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
 from tests import fresh
@@ -102,20 +103,20 @@ def test_round_trip_of_every_size(drives, count):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 200), st.integers(1, 2**40), st.integers(12, 21))
+@given(st.integers(1, 200), st.integers(1, 2**40), st.integers(16, 21))
 def test_stripes_tile_the_tensor(count, nbytes, shift):
-    """They are contiguous, begin at multiples of a page, and differ by a page at most."""
+    """They are contiguous, begin at multiples of 64 KiB, and differ by that at most."""
     drives = [striped._Drive(MemoryEngine()) for _ in range(count)][: max(1, nbytes >> shift)]
     cut = striped._stripes(drives, nbytes)
     at = 0
     for drive, (used, start, size) in zip(drives, cut, strict=True):
         assert used is drive
-        assert (start, start % 4096) == (at, 0)
+        assert (start, start % ALIGN) == (at, 0)
         assert size > 0
         at += size
     assert at == nbytes
     sizes = [size for _, _, size in cut]
-    assert max(sizes) - min(sizes) < 2 * 4096
+    assert max(sizes) - min(sizes) < 2 * ALIGN
 
 
 def test_a_large_tensor_uses_all_directories_and_a_small_one_the_idlest(drives):
@@ -442,3 +443,17 @@ def test_two_processes_leave_the_reserve_free_together(small_file_system, monkey
     assert free() == 64 * MIB - taken[take_here]
     assert take_here() == MIB
     ours.close()
+
+
+def test_a_ctrl_c_while_one_drive_is_closed_leaves_no_other_open(drives, monkeypatch):
+    """Closing waits for threads and for the file system, so that is when people press it."""
+    engine = StripedEngine(drives(3))
+    files = [drive.engine._file for drive in engine._drives]
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._drives[-1].engine._pool, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert [file.fd for file in files] == [-1] * 3

@@ -52,6 +52,14 @@ FAULTS = (
         "tests/runtime/test_runtime_store.py::test_forwarded_view_of_a_larger_storage",
     ),
     Fault(
+        "foreign_memory_is_given_away",
+        "runtime/reader.py",
+        " and is_alone(held) and not is_foreign(held)",
+        " and is_alone(held)",
+        "the backward writes into the NumPy array that the forward read",
+        "tests/test_every_source.py::test_an_array_that_only_the_forward_had_is_not_written_into",
+    ),
+    Fault(
         "dropped_prefetch_takes_the_window",
         "runtime/reader.py",
         "ahead.read.cancel()\n        self._count(ahead, 0)",
