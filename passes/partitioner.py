@@ -58,7 +58,7 @@ class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph and offloads its saved tensors.
 
     `keeps_all`: nothing is offloaded, and PyTorch's own partition is used. `survey`: the graph is only looked at.
-    `log`: like `report`, but what a compile cache returns is not told, and `is_traced` says whether it wants the code.
+    `log`: like `report`, but it does not get what a compile cache returns. `is_traced` says whether it wants the code.
     `during`: a context that the planning runs in. `about`: None for a graph that tells nobody.
     `report`, `log`, `during`, `survey` and `about` are pickled, so each is a function of a module, or a partial of one.
     """
@@ -94,8 +94,8 @@ class Partitioner(CustomPartitionerFn):
         pipeline.finish(partition, stages)
         for module in (partition.forward, partition.backward):
             module.meta[GRAPH_NAME] = plan.graph
-        for told in filter(None, (self.report, self.log)):
-            told(Rewritten(partition, plan, names, stages, about))
+        for report in filter(None, (self.report, self.log)):
+            report(Rewritten(partition, plan, names, stages, about))
         return partition.forward, partition.backward
 
     def __getstate__(self) -> dict[str, Any]:

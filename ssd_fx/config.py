@@ -1,7 +1,7 @@
 """The options: names, types, meanings and defaults. `docs/options.md` is made from the docstring of `Config`.
 
 Options come from `torch.compile(..., options={...})`, else from `SSD_FX_<NAME>` in the environment, else from the
-defaults. Only this module reads the environment, and versions.py for `SSD_FX_ANY_TORCH`.
+defaults. Only this module reads options from the environment. `SSD_FX_ANY_TORCH` is no option (`versions.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Config:
     them. All other options belong to one process.
 
     dirs (a directory or a list of them; in the environment separated by `:`): Directories on the drives. A large
-        tensor is striped over all of them; a small one goes to the least busy drive. Default: the system's temporary
-        directory.
+        tensor is striped over all of them; a small one goes to the least busy drive. Several ranks divide the
+        directories among them. Default: the system's temporary directory.
     budget (a size, a share or `"auto"`): Saved tensors that may stay in memory. A size (`"2GiB"`) is one budget over
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
         memory is an error that names the least possible size. A number below a MiB without a unit is an error, because
@@ -54,14 +54,15 @@ class Config:
         comparisons. `"auto"` takes GPUDirect Storage for tensors on a GPU where it works, else direct file I/O. On
         accelerators that are not NVIDIA's, files are reached through pinned memory, which is slower.
     inner (a name): The compiler that gets the rewritten graphs: `"inductor"` or `"aot_eager"`.
-    inflight (a size above 0): Bytes that may be waiting to be written. A store beyond it waits.
+    inflight (a size above 0): The most bytes that may be on their way to the drives. A store that would exceed it waits
+        for the oldest write.
     prefetch (a size): Bytes that may be read before the graph asks for them.
     dump (a directory): Gets the plan and both rewritten graphs of everything that is compiled. The directory is made
         if it is missing. With this option no compiled graph comes from the compile cache.
     allow_tmpfs (a flag): Accept a directory that is in memory, which saves no memory.
     checksums (a flag): Compute a checksum of every block that is written, and compare it when the block is read.
-    disk_limit (a size): The most bytes that the file in one directory may have, for each set of options. Default: no
-        limit but the free space.
+    disk_limit (a size): The most bytes that one set of options may take in each directory. Ranks divide it among their
+        files. Default: no limit but the free space.
     drive_tbw (a number of TB): What the drives of `dirs` are rated to be written in all, summed over them: 1200 for two
         drives of 600 TBW. Only `ssd_fx.stats()` uses it, to say how long new drives would last at the present speed.
         It is not read from the drives, because SMART needs root and does not have the rating; `ssd-fx doctor` says what

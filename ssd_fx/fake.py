@@ -1,7 +1,7 @@
 """Tensors without memory, so that a model larger than the machine can be looked at.
 
-PyTorch's FakeTensors have shape, dtype and device, and no data. What a model is asked of is of that kind: how large the
-tensors are that its step saves, and how long its operators take.
+PyTorch's FakeTensors have shape, dtype and device, and no data. That is enough to say how large the tensors are that a
+step saves, and how long its operators take.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ PLANNING_S, MEASURING_S = 10.0, 0.5  # work that is shorter goes unmentioned
 
 
 @contextmanager
-def told(what: str, after_s: float) -> Iterator[None]:
+def announced(what: str, after_s: float) -> Iterator[None]:
     """Within, `what` is under way. Says so after `after_s` seconds, and then at the end how long it took."""
     started = time.perf_counter()
     timer = threading.Timer(after_s, _say, (f"{what} ...",))
@@ -30,7 +30,7 @@ def told(what: str, after_s: float) -> Iterator[None]:
             _say(f"{what}: {took:.1f} s")
 
 
-planning = partial(told, "planning what goes to the drive; recompute=False plans faster", PLANNING_S)
+planning = partial(announced, "planning what goes to the drive; recompute=False plans faster", PLANNING_S)
 """Within, a graph is planned."""
 
 

@@ -2,10 +2,11 @@
 
     2 directories, 4 ranks      ranks 0 and 2 write to the first, 1 and 3 to the second
     4 directories, 2 ranks      two each: 0 and 2, 1 and 3
+    4 directories, 6 ranks      two groups of two: ranks 0, 2 and 4 to one, 1, 3 and 5 to the other
     3 directories, 2 ranks      both ranks stripe over all three
 
-Every rank has the same share. Directories are dealt out in as many hands as the greatest common divisor of both
-numbers, so that few ranks meet on a drive. The ranks of a hand stripe over all its directories.
+Every rank has the same share. Directories are divided into as many groups as the greatest common divisor of both
+numbers, so that few ranks meet on a drive. The ranks of a group stripe over all its directories.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Ranks:
 
 def dealt(dirs: Sequence[str], ranks: Ranks) -> tuple[str, ...]:
     """The directories that a rank stripes over."""
-    hands = math.gcd(len(dirs), ranks.count)
-    return tuple(dirs[ranks.rank % hands :: hands])
+    groups = math.gcd(len(dirs), ranks.count)
+    return tuple(dirs[ranks.rank % groups :: groups])
 
 
 def in_a_directory(dirs: Sequence[str], ranks: Ranks) -> int:

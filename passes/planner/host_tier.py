@@ -1,9 +1,8 @@
 """Which of the offloaded items go to host memory, under a budget of bytes there.
 
-All that is offloaded is out of the device's memory at the end of the forward, so host memory is fullest there, and what
-fits is a matter of a sum. What the drive is relieved of is not: a write delays all writes behind it, and a read all
-reads behind it. So there are a few ways to fill the room, the simulator says which is best, and then single items
-change places.
+Host memory is fullest at the end of the forward, because all that is offloaded is there or on the drive then. So items
+fit if their sizes add up to the budget at most. How much time a choice saves is harder to say: each write delays all
+later ones, and each read too. So the simulator compares a few ways to fill the room. Then single items change places.
 """
 
 from __future__ import annotations

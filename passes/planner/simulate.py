@@ -6,7 +6,7 @@
 
 Everything is counted in operators of one step, forward and backward behind each other. Memory is a matter of
 positions, not of times: what the plan releases at an operator is gone there, because a release that the budget needs
-waits for its write. Time is that of the operators and of such waits and of the waits for loads. There are no tensors
+waits for its write. Time is that of the operators, of such waits, and of the waits for loads. There are no tensors
 and no graphs here, so a thousand groups take milliseconds.
 """
 

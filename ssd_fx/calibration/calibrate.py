@@ -96,7 +96,8 @@ def _learn(config: RuntimeConfig, device: torch.device, again: bool, though_busy
         for section, key in _keys(config, device).items():
             found = None if again else kept[section].get(key)
             if found is None:
-                with progress.told(f"measuring {_WHAT[section].format(device=device)}, once", progress.MEASURING_S):
+                what = f"measuring {_WHAT[section].format(device=device)}, once"
+                with progress.announced(what, progress.MEASURING_S):
                     found = _measured(section, measure[section], device)
             _known[section][key] = found
             if found:

@@ -67,8 +67,8 @@ def run(flags: argparse.Namespace) -> int:
         print(f"ssd-fx: {error}", file=sys.stderr)
         return 1
     if flags.json:
-        told = {"shape": asdict(shape), "options": options, **figures(pairs)}
-        print(json.dumps(told | {"steps": [[asdict(step) for step in pair] for pair in pairs]}, indent=1))
+        shown = {"shape": asdict(shape), "options": options, **figures(pairs)}
+        print(json.dumps(shown | {"steps": [[asdict(step) for step in pair] for pair in pairs]}, indent=1))
     else:
         print(table(pairs))
     return 0

@@ -56,8 +56,8 @@ def run(flags: argparse.Namespace) -> int:
     status = worst(everything)
     if flags.json:
         by_directory = {path: [asdict(finding) for finding in each] for path, each in found.items()}
-        told = {"status": status, "machine": [asdict(each) for each in machine], "directories": by_directory}
-        print(json.dumps(told, indent=1))
+        shown = {"status": status, "machine": [asdict(each) for each in machine], "directories": by_directory}
+        print(json.dumps(shown, indent=1))
     else:
         print(f"\n{summary(everything)}")
     return 1 if status == "bad" else 0

@@ -7,7 +7,7 @@ import re
 import torch
 from torch import fx
 
-_ABOUT = re.compile(r"(ssd_fx\.begin_\.default\(.*), '[\w=-]{100,}'\)")  # the plan, which is told elsewhere
+_ABOUT = re.compile(r"(ssd_fx\.begin_\.default\(.*), '[\w=-]{100,}'\)")  # the plan, which reports show elsewhere
 _CALL = re.compile(r"^.*\btorch\.ops\.ssd_fx\.(\w+?)_?\.default\(.*$", re.MULTILINE)
 _WORDS = {"wait_store": "release", "wait_load": "wait", "begin": "begin"}  # the nodes by their names in plans
 

@@ -19,7 +19,7 @@ _LINES, _WIDTH = 3, 48  # source lines that a row names, and their columns
 
 @dataclass(slots=True)
 class Folded:
-    """Groups of all layers that are told in one row."""
+    """Groups of all layers that are shown in one row."""
 
     module: str
     layers: dict[int, None] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class Folded:
 
 def text(report: Report) -> str:
     """The report as people read it in a terminal: at most one screen."""
-    told = [f"{name:7} {said}" for name, said in lines(report)]
-    return "\n".join([*told, *_unfreed(report), "", *_table(report), *_foot(report)])
+    shown = [f"{name:7} {said}" for name, said in lines(report)]
+    return "\n".join([*shown, *_unfreed(report), "", *_table(report), *_foot(report)])
 
 
 def _unfreed(report: Report) -> list[str]:
@@ -113,10 +113,10 @@ def _numbers(numbers: Sequence[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    told = [str(a) if a == b else f"{a}..{b}" for a, b in spans]
-    if len(told) == 1 and ".." not in told[0]:
-        return told[0]
-    return f"{{{','.join(told if len(told) <= 4 else [*told[:3], '..', told[-1]])}}}"
+    shown = [str(a) if a == b else f"{a}..{b}" for a, b in spans]
+    if len(shown) == 1 and ".." not in shown[0]:
+        return shown[0]
+    return f"{{{','.join(shown if len(shown) <= 4 else [*shown[:3], '..', shown[-1]])}}}"
 
 
 def _more(left: Sequence[Folded]) -> list[str]:

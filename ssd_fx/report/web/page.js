@@ -175,24 +175,24 @@
   }
   const measuredPoints = () => (seen ? seen.points.map(([x, y]) => [at(x), y]) : []);
   function memoryTip(list) {
-    const x = list[0].axisValue, told = [`<b>${time(x)}</b>`];
+    const x = list[0].axisValue, text = [`<b>${time(x)}</b>`];
     const curves = [["without ssd_fx", data.stock.points], ["with, predicted", own.points], ["with, measured", measuredPoints()]];
     for (const [name, points] of curves) {
       const found = valueAt(points, x);
-      if (found !== null) told.push(`${name} <b>${bytes(found)}</b>`);
+      if (found !== null) text.push(`${name} <b>${bytes(found)}</b>`);
     }
-    return told.join("<br>");
+    return text.join("<br>");
   }
   function groupTip(params) {
     const row = data.groups[params.value[4]];
     if (params.value[3] === PARTS.layer)
       return `<b>${escaped(layerOf(row))}</b><br>${bytes(params.value[5])} of ${bytes(params.value[6])} in memory<br>` +
         `${time(params.value[0])} to ${time(params.value[1])}<br>click to unfold`;
-    const told = [`<b>${escaped(called(row))}</b>`, escaped(row.source || row.name),
+    const text = [`<b>${escaped(called(row))}</b>`, escaped(row.source || row.name),
       `${bytes(row.nbytes)}, ${escaped(row.decision)}${row.reason ? `: ${escaped(row.reason)}` : ""}`];
     const what = ["in memory", "not in memory", "write", "read", "wait", "measured transfer"][params.value[3]];
-    told.push(`${what}: ${time(params.value[0])} to ${time(params.value[1])}`);
-    return told.join("<br>");
+    text.push(`${what}: ${time(params.value[0])} to ${time(params.value[1])}`);
+    return text.join("<br>");
   }
   function laneTip(params) {
     const [a, b, , kind, measured] = params.value;
