@@ -9,7 +9,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    AOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+)
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
@@ -24,13 +32,13 @@ class Partition:
 
     `num_fwd_outputs` is the number of leading forward outputs that are not saved tensors (user outputs, mutated inputs,
     intermediate bases, tokens). Each saved forward output has the name of its backward placeholder. `activations`:
-    names of the forward's inputs that are new in every step, unlike parameters and buffers.
+    names of the forward's inputs that are new in every step, unlike parameters and buffers; None if that is not known.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_fwd_outputs: int
-    activations: frozenset[str] = frozenset()
+    activations: frozenset[str] | None = frozenset()
     _found: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -55,17 +63,26 @@ class Partition:
 
     @property
     def activation_inputs(self) -> list[fx.Node]:
-        """The forward's inputs that are new in every step."""
-        return [n for n in self.forward.graph.nodes if n.op == "placeholder" and n.name in self.activations]
+        """The forward's inputs that are known to be new in every step."""
+        return [] if self.activations is None else self.caller_inputs
+
+    @property
+    def caller_inputs(self) -> list[fx.Node]:
+        """The forward's inputs that the caller may write into before the backward: all where parameters are not known.
+
+        Parameters and buffers are not among them, because the caller changes them between steps.
+        """
+        inputs = [n for n in self.forward.graph.nodes if n.op == "placeholder"]
+        return inputs if self.activations is None else [n for n in inputs if n.name in self.activations]
 
     @property
     def shared_with_caller(self) -> frozenset[str]:
-        """Names of the outputs, and of the inputs that are new in every step, that share a storage with a saved tensor.
+        """Names of the outputs, and of `caller_inputs`, that share a storage with a saved tensor.
 
         Hazard: the caller has these too, and may write into them before the backward reads them.
         """
         saved = {storage_of(n) for n in self.saved} - {None}
-        return frozenset(n.name for n in (*self.kept_outputs, *self.activation_inputs) if storage_of(n) in saved)
+        return frozenset(n.name for n in (*self.kept_outputs, *self.caller_inputs) if storage_of(n) in saved)
 
     @property
     def bwd_placeholders(self) -> dict[str, fx.Node]:
@@ -92,15 +109,15 @@ def node_names(partition: Partition) -> Names:
     return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
 
 
-def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> frozenset[str]:
-    """Names of the joint graph's inputs that are known to be no parameters or buffers.
+def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> frozenset[str] | None:
+    """Names of the joint graph's inputs that are no parameters or buffers; None if that is not known.
 
     `static`: the indices of inputs that live longer than a step, or None where that is not known. They count from the
-    first primal; a graph with effect tokens, which come before it, has no known activations.
+    first primal. So they do not fit a graph with effect tokens, which come before it, or with parts of subclasses.
     """
     inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
     if static is None or any(type(n.meta.get("desc")) not in (PlainAOTInput, TangentAOTInput) for n in inputs):
-        return frozenset()
+        return None
     lasting = set(static)
     names = {n.name for i, n in enumerate(inputs) if i not in lasting}
     return frozenset(names - {n.name for n in inputs if isinstance(n.meta["desc"], TangentAOTInput)})
@@ -117,10 +134,18 @@ def changed_inputs(graph: fx.Graph) -> frozenset[int]:
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     by_desc = {n.meta["desc"]: n for n in inputs if "desc" in n.meta}
     descs = graph.output_node().meta.get("desc", ())
-    after = [by_desc.get(d.mutated_input) for d in descs if isinstance(d, InputMutationAOTOutput)]
+    after = [by_desc.get(overwritten) for d in descs if (overwritten := _overwritten(d))]
     inside = [arg for n in graph.nodes for arg in written(n)]
     keys = {storage_of(n) for n in (*after, *inside) if n is not None}
     return frozenset(keys & {storage_of(n) for n in inputs} - {None})  # type: ignore[arg-type]
+
+
+def _overwritten(output: AOTOutput) -> AOTInput | None:
+    """The input, or the part of a subclass, that is overwritten with an output when the graph has run."""
+    if isinstance(output, SubclassGetAttrAOTOutput):
+        whole = _overwritten(output.base)
+        return None if whole is None else SubclassGetAttrAOTInput(whole, output.attr)
+    return output.mutated_input if isinstance(output, InputMutationAOTOutput) else None
 
 
 def written(node: fx.Node) -> list[fx.Node]:

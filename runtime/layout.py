@@ -101,8 +101,12 @@ def is_foreign(x: Tensor) -> bool:
 
 
 def is_trained_leaf(x: Tensor) -> bool:
-    """Whether `x` is a parameter or an input whose gradient is accumulated. Its owner keeps it in any case."""
-    return x.requires_grad and x.is_leaf
+    """Whether `x` is a parameter, a view of one, or an input whose gradient is accumulated.
+
+    Its owner keeps it in any case. FSDP1 gives views of a flat parameter to its modules, and frees their memory behind
+    the forward, whoever reads it.
+    """
+    return (x.requires_grad and x.is_leaf) or (x._is_view() and isinstance(x._base, torch.nn.Parameter))
 
 
 _VERSIONED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)

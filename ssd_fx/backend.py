@@ -95,7 +95,7 @@ def compile_graph(
         arguments = patterns.arguments(gm)
         partitioner = Partitioner(
             plan,
-            keeps_all=_keeps_all(),
+            keeps_all=_keeps_all(gm),
             log=partial(artifacts.tell, arguments),
             during=progress.planning,
             survey=survey,
@@ -143,22 +143,31 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
     return config
 
 
-def _keeps_all() -> bool:
+def _keeps_all(gm: fx.GraphModule) -> bool:
     """Whether all tensors of the graph compiled now must stay in memory; warns if so.
 
-    They must where autograd's saved tensors are in somebody else's hands. A checkpoint drops them, and recomputes them
-    right before they are needed. Its second forward may be another graph (for dynamic sizes). That one's saved tensors
-    then go to the backward of the first graph, which can take plain tensors only.
+    * The graph computes on several streams. Transfers follow the current one, and Inductor runs the kernel that makes a
+      tensor, or reads it, on another.
+    * Autograd's saved tensors are in somebody else's hands. A checkpoint drops them, and recomputes them right before
+      they are needed. Its second forward may be another graph (for dynamic sizes). That one's saved tensors then go to
+      the backward of the first graph, which can take plain tensors only.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
     elif hooks_are_compiled_in():
         reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"
+    elif any("stream" in (n.meta.get("custom") or ()) for m in _graphs(gm) for n in m.graph.nodes):
+        reason = "it computes on several streams, and transfers would follow only one"
     else:
         return False
     warnings.warn(f"ssd_fx keeps all tensors of a graph in memory: {reason}", RuntimeWarning, stacklevel=2)
     return True
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """`gm` and the graphs of regions within it."""
+    return [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
 
 
 def _make_dump(directory: str) -> None:

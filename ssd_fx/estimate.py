@@ -153,8 +153,8 @@ def _survey(look: Look[T], joint: Joint, options: PlanOptions, keeps_all: bool) 
         )
     if keeps_all:
         raise ValueError(
-            "nothing is offloaded under torch.utils.checkpoint or saved_tensors_hooks around the compiled code, so all "
-            "budgets are alike; right would be the model without them"
+            "nothing is offloaded under torch.utils.checkpoint or saved_tensors_hooks around the compiled code, or "
+            "where it computes on several streams, so all budgets are alike; right would be the model without them"
         )
     raise _Surveyed(look(joint, options))
 

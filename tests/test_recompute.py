@@ -12,12 +12,20 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint import recompute
-from ssd_fx.passes.partition import storage_of
+from ssd_fx.passes.partition import changed_inputs, storage_of
 from ssd_fx.sizes import format_bytes
 from tests.communicating import calls, exchange
 from tests.models import Shape, assert_same_bits, deterministic, train
@@ -143,10 +151,11 @@ def test_toys_computed_again_have_the_same_gradients(toy: toys.Toy) -> None:
     assert groups[0] > 0 or toy in NEVER_COMPUTED_AGAIN
 
 
-@pytest.mark.parametrize("changed", ["output", "input"])
+@pytest.mark.parametrize("changed", ["output", "input", "input beside a subclass"])
 def test_what_the_caller_may_change_is_not_computed_from(changed: str) -> None:
     """Eager autograd saves what `tanh` returns, not what that is computed from: the output `h`, or the input `x` (the
-    weights are frozen), which are the caller's. Written through `data`, no version tells."""
+    weights are frozen), which are the caller's. Written through `data`, no version tells. Where a weight is of a tensor
+    subclass, PyTorch does not say which inputs are weights."""
 
     def loss_of(x: torch.Tensor, w: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
         h = x @ w + p
@@ -157,12 +166,14 @@ def test_what_the_caller_may_change_is_not_computed_from(changed: str) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         w, p, x = torch.randn(64, 64) / 8, torch.nn.Parameter(torch.randn(64)), torch.randn(64, 64)
+        if changed == "input beside a subclass":
+            w, p = TwoTensor(w, w.clone()), torch.nn.Parameter(TwoTensor(p.detach(), p.detach().clone()))
         *outputs, loss = torch.compile(loss_of, backend=backend, options=options or None)(x, w, p)
         for mine in (x, *outputs):
             mine.data.fill_(7)
         loss.backward()
         assert p.grad is not None
-        return p.grad
+        return p.grad.a if isinstance(p.grad, TwoTensor) else p.grad
 
     with deterministic(), everything_recomputed() as groups:
         ours = gradient(ssd_fx.backend, inner="aot_eager", min_bytes=0, budget=1.0, machine=SLOW, recompute=True)
@@ -244,7 +255,18 @@ class Counting(torch.nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.parametrize("module", [Counting, BatchNormalized])
+class CountingInParts(Counting):
+    """The same where all tensors are of a subclass: its parts are the graph's inputs and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            for name, p in list(layer.named_parameters()):
+                setattr(layer, name, torch.nn.Parameter(TwoTensor(p.detach(), p.detach().clone())))
+        self.count = TwoTensor(torch.ones(64), torch.ones(64))
+
+
+@pytest.mark.parametrize("module", [Counting, CountingInParts, BatchNormalized])
 def test_what_depends_on_a_buffer_that_changes_is_not_recomputed(module: type[torch.nn.Module]) -> None:
     """Behind the forward the buffer has its new value: autograd refuses to read it in the backward, or overlooks it."""
     options: dict[str, Any] = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "machine": SLOW}
@@ -256,13 +278,37 @@ def test_what_depends_on_a_buffer_that_changes_is_not_recomputed(module: type[to
         run = torch.compile(model, backend=ssd_fx.backend, options=options | more) if more else model
         for _ in range(2):
             run(torch.ones(256, 64)).backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        return [g.a if isinstance(g, TwoTensor) else g for g in found]
 
     kept = gradients(budget=1.0, recompute=False)
     for ours, eager in zip(kept, gradients(), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)
     for budget in (0.5, 0.0):
         assert_same_bits(gradients(budget=budget, recompute=True), kept)
+
+
+def test_random_numbers_are_not_drawn_again() -> None:
+    """On a GPU a kernel of another shape draws other numbers of the same seed, so the mask would be another one."""
+    graph = fx.Graph()
+    for operator in ("inductor_random", "inductor_randint"):
+        drawn = graph.call_function(getattr(torch.ops.prims, operator).default)
+        assert not recompute._may_run_twice(drawn)
+
+
+@pytest.mark.parametrize("of_a_subclass", [False, True])
+def test_an_input_that_is_overwritten_with_an_output(of_a_subclass: bool) -> None:
+    """A change that autograd sees is no node of the graph: the graph returns the new value."""
+    mutated, output = PlainAOTInput(0), InputMutationAOTOutput(PlainAOTInput(0))
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output((x,))
+    with FakeTensorMode():
+        x.meta["val"], y.meta["val"] = torch.empty(4), torch.empty(4)
+    x.meta["desc"] = SubclassGetAttrAOTInput(mutated, "a") if of_a_subclass else mutated
+    y.meta["desc"] = SubclassGetAttrAOTInput(mutated, "b") if of_a_subclass else PlainAOTInput(1)
+    graph.output_node().meta["desc"] = (SubclassGetAttrAOTOutput(output, "a") if of_a_subclass else output,)
+    assert changed_inputs(graph) == {storage_of(x)}
 
 
 def noisy(x: torch.Tensor) -> torch.Tensor:

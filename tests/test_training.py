@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import ssd_fx
 from examples.train_gpt import Shape
+from ssd_fx.backend import _keeps_all
 from ssd_fx.runtime import trace
 from ssd_fx.sizes import format_bytes
 from tests import sources
@@ -141,6 +142,39 @@ def test_inference_and_graphs_that_save_nothing_cost_nothing(options: dict[str, 
 
 def curve(t: torch.Tensor) -> torch.Tensor:
     return (t @ t).sin().exp().sum()
+
+
+def test_a_graph_of_several_streams_keeps_all() -> None:
+    """Transfers follow the current stream. The annotation is what Dynamo makes of `torch.cuda.stream(...)`."""
+    found = []
+
+    def backend(gm: fx.GraphModule, inputs: object) -> Callable[..., object]:
+        found.append(_keeps_all(gm))
+        return gm.forward
+
+    def loss_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.fx.traceback.annotate({"stream": 1}):
+            h = (x @ w).relu()
+        return (h @ w).sum()
+
+    with pytest.warns(RuntimeWarning, match="keeps all tensors.*it computes on several streams"):
+        torch.compile(loss_of, backend=backend)(torch.randn(16, 16), torch.randn(16, 16))
+    torch.compile(curve, backend=backend)(torch.randn(16, 16))
+    assert found == [True, False]
+
+
+def test_overlap_scheduling_is_off(options: dict[str, object]) -> None:
+    """It would move every wait for a load behind the readers of the tensor."""
+    x = torch.randn(16, 16, requires_grad=True)
+    compiled = torch.compile(curve, backend=ssd_fx.backend, options=options)
+    overlapping = {"aten_distributed_optimizations.enable_overlap_scheduling": True}
+    with (
+        torch._inductor.config.patch(overlapping),
+        pytest.warns(RuntimeWarning, match="without Inductor's overlap scheduling"),
+    ):
+        (ours,) = torch.autograd.grad(compiled(x), x)
+    assert ssd_fx.stats().stores > 0
+    torch.testing.assert_close(ours, torch.autograd.grad(curve(x), x)[0])
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

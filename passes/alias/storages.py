@@ -234,7 +234,8 @@ def _from_first(owner: Layout, member: Layout) -> Layout | None:
 
 def _live_anyway(forward: list[fx.Node], partition: Partition) -> set[int]:
     """Storages that stay in memory whatever is saved: of parameters, buffers, constants, outputs, changed inputs."""
-    held = [n for n in forward if n.op == "placeholder" and n.name not in partition.activations]
+    new = set(partition.activation_inputs)
+    held = [n for n in forward if n.op == "placeholder" and n not in new]
     held += [n for n in forward if n.op == "get_attr"] + partition.kept_outputs
     held += [target for node in forward for target in written(node)]
     return set(nodes_by_storage(held))

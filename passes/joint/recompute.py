@@ -33,6 +33,7 @@ from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
 # A key in the annotations of nodes, from torch 2.13 on.
 _REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
+_DRAWN = ("prims::inductor_random", "prims::inductor_randint")  # on a GPU kernels of other shapes draw other numbers
 LONGEST = 200  # nodes of a chain; a longer one is not worth its time
 
 
@@ -150,8 +151,8 @@ def price(partition: Partition, plan: Plan) -> Plan:
     slots: dict[int | None, int | None] = {storage_of(n): None for n in partition.saved}
     slots |= {storage_of(nodes[g.base]): g.slot for g in plan.groups}
     slots.pop(None, None)
-    activations = {storage_of(n) for n in partition.activation_inputs} - {None}  # sizes, which never change, have none
-    unstable = changed_inputs(partition.forward.graph) | (activations - slots.keys())
+    callers = {storage_of(n) for n in partition.caller_inputs} - {None}  # sizes, which never change, have none
+    unstable = changed_inputs(partition.forward.graph) | (callers - slots.keys())
     found = {}
     for group in plan.groups:
         cost = None if group.obstacle else _price(nodes[group.base], slots, unstable, seconds)
@@ -208,5 +209,7 @@ def _may_run_twice(node: fx.Node) -> bool:
     if getattr(target, "__name__", "") == "getitem":
         return True
     if not isinstance(target, torch._ops.OpOverload) or not is_silent(target):
+        return False
+    if target.name() in _DRAWN:
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable

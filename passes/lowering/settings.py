@@ -30,6 +30,14 @@ def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> 
     if found.get("triton.cudagraphs", config.triton.cudagraphs) or getattr(annotation, "fwd", False):
         found["triton.cudagraphs"] = False
         warn_no_cuda_graphs(inputs)
+    if config.aten_distributed_optimizations.enable_overlap_scheduling:
+        found["aten_distributed_optimizations.enable_overlap_scheduling"] = False
+        warnings.warn(
+            "ssd_fx compiles without Inductor's overlap scheduling, which moves every wait for a load behind the "
+            "kernels that read the tensor",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     if compiled_autograd.loads(gm.graph):
         found["reorder_for_locality"] = False  # used for inference only: it moves loads to the first use of the tensor
     return found

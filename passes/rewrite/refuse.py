@@ -38,6 +38,6 @@ def _is_kept(node: fx.Node, partition: Partition) -> bool:
     if tensor_of(node) is None or node.target in (ops.store.default, ops.stand_in.default):
         return False
     if node.op == "placeholder":
-        return node.name in partition.activations
+        return node.name in (partition.activations or ())
     made_by = node.args[0] if node.target is operator.getitem else node
     return not isinstance(made_by, fx.Node) or made_by.target is not torch.ops.higher_order.invoke_subgraph

@@ -206,6 +206,15 @@ def test_a_leaf_is_never_written(tmp_path):
     assert stats().held_bytes == B
 
 
+def test_a_view_of_a_parameter_is_never_written(tmp_path):
+    """FSDP1 frees the flat parameter behind the forward, while a write would still read it."""
+    flat = torch.nn.Parameter(torch.randn(2 * N))
+    x = flat[:N]
+    h = store(x, config_json(tmp_path))
+    assert lookup(h).write is None
+    assert raw(load(h, x)) == raw(x)
+
+
 def test_a_leaf_is_not_copied_at_its_release(tmp_path):
     """Its owner may change it through `.data`, and PyTorch's backward then computes with the new value."""
     config = config_json(tmp_path)
