@@ -30,13 +30,17 @@ class Ranks:
 
 def dealt(dirs: Sequence[str], ranks: Ranks) -> tuple[str, ...]:
     """The directories that a rank stripes over."""
-    groups = math.gcd(len(dirs), ranks.count)
+    groups = _groups(dirs, ranks)
     return tuple(dirs[ranks.rank % groups :: groups])
 
 
 def in_a_directory(dirs: Sequence[str], ranks: Ranks) -> int:
     """How many ranks have a file in each directory."""
-    return ranks.count // math.gcd(len(dirs), ranks.count)
+    return ranks.count // _groups(dirs, ranks)
+
+
+def _groups(dirs: Sequence[str], ranks: Ranks) -> int:
+    return math.gcd(len(dirs), ranks.count)
 
 
 def on_a_drive(dirs: Sequence[str], ranks: Ranks, drive_of: Callable[[str], object]) -> int:

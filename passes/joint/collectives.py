@@ -9,6 +9,8 @@ collective runs on one rank only, or in another order there, the other ranks wai
 * `recompute.py` never chooses to compute such an operator again.
 * `proposals.py` drops a partition that has them in another order than PyTorch's own.
 * `lowering/order.py` keeps them in order among Inductor's kernels.
+
+`alias/storages.py` keeps what an asynchronous collective returns, because the result of its wait is the same memory.
 """
 
 from __future__ import annotations

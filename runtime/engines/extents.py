@@ -22,7 +22,7 @@ from ssd_fx.runtime.native.loader import dio_alignment
 
 _log = logging.getLogger("ssd_fx")
 
-STEP = 32 << 20  # a file grows by at least that much, and by at most LARGEST_STEP
+STEP = 32 << 20  # a file grows by at least that much where there is room, and by at most LARGEST_STEP
 LARGEST_STEP = 1 << 30
 SHARE = 8  # in between by 1/SHARE of its size, so that little more is reserved than a step needs
 RESERVE = 1 << 30

@@ -30,8 +30,8 @@ FAULTS = (
     Fault(
         "failed_move_keeps_its_room",
         "runtime/engines/tiered.py",
-        "        if error:\n            self._drive.free(drive)",
-        "        if error:",
+        "self._drive.failed(drive, error)\n            self._drive.free(drive)",
+        "self._drive.failed(drive, error)",
         "each write that fails on the way from host memory leaves a hole in the file",
         "tests/runtime/test_runtime_tiered.py::test_a_move_that_failed_gives_its_room_back",
     ),
