@@ -100,7 +100,7 @@ def is_foreign(x: Tensor) -> bool:
     return not storage.resizable() or (x.device.type == "cpu" and storage.is_shared())
 
 
-def is_trained_leaf(x: Tensor) -> bool:
+def is_parameter(x: Tensor) -> bool:
     """Whether `x` is a parameter, a view of one, or an input whose gradient is accumulated.
 
     Its owner keeps it in any case. FSDP1 gives views of a flat parameter to its modules, and frees their memory behind

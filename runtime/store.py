@@ -18,7 +18,7 @@ from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
 from ssd_fx.runtime.habits import Habits
-from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_trained_leaf
+from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_parameter
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -100,7 +100,7 @@ class Store:
         started = now()
         if keepalive.data_ptr() != entry.ptr:
             raise errors.another_buffer(entry)
-        moves = not hand_over and not is_trained_leaf(keepalive)
+        moves = not hand_over and not is_parameter(keepalive)
         with GUARD.lock:
             self.writer.reap()
             write = entry.write if block or not hand_over else None

@@ -23,7 +23,7 @@ from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import PLAIN, Habits
-from ssd_fx.runtime.layout import alias, drop_storage, is_trained_leaf, versioned_alias
+from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.residency import Residency
 from ssd_fx.runtime.stats import counters
@@ -148,9 +148,9 @@ class Writer:
             entry.counter = counter
             entry.version = x._version
         entry.storage = StorageWeakRef(x.untyped_storage())
-        if is_trained_leaf(x) or self._habits.of(entry.graph, entry.slot).keep:
+        if is_parameter(x) or self._habits.of(entry.graph, entry.slot).keep:
             entry.storage = None
-            why = "a leaf that requires a gradient" if is_trained_leaf(x) else ""
+            why = "a parameter or another leaf that requires a gradient" if is_parameter(x) else ""
             counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
             return
         entry.early = entry.binding or self._outstanding.add(entry) > self._residency.nbytes
