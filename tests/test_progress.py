@@ -1,4 +1,4 @@
-"""What takes long is told, on a terminal too; what does not is not."""
+"""What takes long is announced, on a terminal too; what does not is not."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ssd_fx import progress
 
 
 def test_work_that_takes_long(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "ssd_fx"), progress.told("measuring", 0.05):
+    with caplog.at_level(logging.INFO, "ssd_fx"), progress.announced("measuring", 0.05):
         time.sleep(0.2)
     assert caplog.messages[0] == "measuring ..."
     assert caplog.messages[1].startswith("measuring: 0.")
 
 
 def test_work_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "ssd_fx"), pytest.raises(ZeroDivisionError), progress.told("measuring", 0.05):
+    with caplog.at_level(logging.INFO, "ssd_fx"), pytest.raises(ZeroDivisionError), progress.announced("measuring", 0.05):
         _ = 1 / 0
     time.sleep(0.1)
     assert caplog.messages == []
@@ -34,15 +34,15 @@ def test_on_a_terminal_alone(
     terminal: bool, lines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with progress.told("measuring", 0.02):
+    with progress.announced("measuring", 0.02):
         time.sleep(0.1)
     assert capsys.readouterr().err.count("ssd_fx: measuring") == lines
 
 
-def test_planning_and_the_first_file_are_told(
+def test_planning_and_the_first_file_are_announced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "planning", partial(progress.told, progress.planning.args[0], 0.0))
+    monkeypatch.setattr(progress, "planning", partial(progress.announced, progress.planning.args[0], 0.0))
     options = {"inner": "aot_eager", "dirs": [str(tmp_path)], "min_bytes": 0, "allow_tmpfs": True, "engine": "posix"}
     with caplog.at_level(logging.INFO, "ssd_fx"):
         compiled = torch.compile(torch.nn.Linear(8, 8), backend=ssd_fx.backend, options=options)
