@@ -23,7 +23,8 @@ def test_work_that_takes_long(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_work_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "ssd_fx"), pytest.raises(ZeroDivisionError), progress.announced("measuring", 0.05):
+    within = progress.announced("measuring", 0.05)
+    with caplog.at_level(logging.INFO, "ssd_fx"), pytest.raises(ZeroDivisionError), within:
         _ = 1 / 0
     time.sleep(0.1)
     assert caplog.messages == []
