@@ -48,7 +48,7 @@ class Guard(Generic[T]):
 
     def reset(self) -> None:
         """For the child of a fork: a fresh lock, since a thread that does not exist here may have held the old one."""
-        self.lock = threading.RLock()  # of one owner at a time; `is_mine` is why it knows its owner
+        self.lock = threading.RLock()  # not a Lock, because `is_mine` asks which thread holds it
         self._queued: deque[_Given | _Watcher] = deque()
         self._watchers: dict[int, tuple[_Watcher, _Watcher]] = {}
 

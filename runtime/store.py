@@ -12,7 +12,7 @@ from torch import Tensor
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.deaths import janitor, when_idle
-from ssd_fx.runtime.device import clock, device_trace
+from ssd_fx.runtime.device import clock, device_trace, streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
@@ -316,7 +316,7 @@ _inherited: list[tuple[Store, list[Entry]]] = []
 
 
 def _after_fork() -> None:
-    _inherited.extend((store, entries.of(store)) for store in _stores.values() if store.device.type != "cpu")
+    _inherited.extend((store, entries.of(store)) for store in _stores.values() if streams.of(store.device))
     _stores.clear()
     registry.forget_engines()
     entries.after_fork()

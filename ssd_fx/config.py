@@ -54,8 +54,7 @@ class Config:
         comparisons. `"auto"` takes GPUDirect Storage for tensors on a GPU where it works, else direct file I/O. On
         accelerators that are not NVIDIA's, files are reached through pinned memory, which is slower.
     inner (a name): The compiler that gets the rewritten graphs: `"inductor"` or `"aot_eager"`.
-    inflight (a size above 0): The most bytes that may be on their way to the drives. A store that would exceed it waits
-        for the oldest write.
+    inflight (a size above 0): The most bytes that may be on their way to the drives. A store beyond it waits for room.
     prefetch (a size): Bytes that may be read before the graph asks for them.
     dump (a directory): Gets the plan and both rewritten graphs of everything that is compiled. The directory is made
         if it is missing. With this option no compiled graph comes from the compile cache.

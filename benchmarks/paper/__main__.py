@@ -1,6 +1,6 @@
 """The reference paper's experiments, measured here: JSON and a plot for each part, then the page of all.
 
-python benchmarks/paper --dir /mnt/nvme                      # everything, with 15 rounds: about two hours
+python benchmarks/paper --dir /mnt/nvme                      # everything, with 15 rounds: four hours or so
 python benchmarks/paper --dir /mnt/nvme --minutes 35         # the most valuable cases of every part, within the time
 python benchmarks/paper --dir /mnt/nvme --only peaks curve   # parts
 python benchmarks/paper --dir /mnt/nvme --more               # the cases that have no result yet, or too few rounds

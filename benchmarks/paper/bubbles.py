@@ -114,11 +114,7 @@ def _measure(setup: Setup) -> Result:
     sizes = (2,) if setup.quick else (4, 1, 8, 2, 16)
     cases = {f"{way}, micro-batch {m}": {"way": way, "micro": m} for m in sizes for way in ("inductor", "ssd_fx")}
     found: Result = {"planned": list(cases), "cases": {}}
-    for label, case in cases.items():
-        if label in setup.done:
-            continue
-        if setup.is_over:
-            break
+    for label, case in setup.due(cases):
         steps = _ranks({**about, **case, "dir": setup.dir})
         found["cases"][label] = {**case, "microbatches": samples // int(str(case["micro"])), "steps": steps}
         found["cases"][label]["rounds"] = len(steps[0])

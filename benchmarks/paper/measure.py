@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from families import Family
 from training import Model, Step, Task
 from workers import Ended, Workers
 
+T = TypeVar("T")
 Case = Mapping[str, Task]
 Result = dict[str, Any]
 
@@ -72,15 +73,19 @@ class Setup:
     def is_over(self) -> bool:
         return time.monotonic() > self.until
 
+    def due(self, cases: Mapping[str, T]) -> Iterator[tuple[str, T]]:
+        """The cases that are not done, in order, until the time is over."""
+        for label, case in cases.items():
+            if label not in self.done:
+                if self.is_over:
+                    return
+                yield label, case
+
 
 def measure_all(setup: Setup, cases: Mapping[str, Case]) -> Result:
-    """The cases that are not done, in order, until the time is over."""
+    """The cases that are due."""
     found: Result = {"planned": list(cases), "cases": {}}
-    for label, case in cases.items():
-        if label in setup.done:
-            continue
-        if setup.is_over:
-            break
+    for label, case in setup.due(cases):
         print(f"-- {label}", file=sys.stderr, flush=True)
         found["cases"][label] = measure(setup, case)
     return found

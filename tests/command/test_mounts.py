@@ -10,7 +10,7 @@ from ssd_fx.command import directories, limits, mounts
 
 TABLE = r"""
 22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
-30 22 0:25 / /tmp rw,nosuid - tmpfs tmpfs rw
+30 22 0:25 / /ram rw,nosuid - tmpfs tmpfs rw
 31 22 252:0 / /mnt/my\040drive rw,noatime shared:3 - xfs /dev/mapper/fast rw,prjquota
 """
 
@@ -22,7 +22,7 @@ def table(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("path", "kind"), [("/srv/run", "ext4"), ("/tmp/x", "tmpfs"), ("/mnt/my drive/run", "xfs"), ("/tmpx", "ext4")]
+    ("path", "kind"), [("/srv/run", "ext4"), ("/ram/x", "tmpfs"), ("/mnt/my drive/run", "xfs"), ("/ramx", "ext4")]
 )
 def test_the_mount_with_the_longest_path(path: str, kind: str, table: Path) -> None:
     found = mounts.mount_of(path, table)
@@ -85,7 +85,7 @@ def test_the_drives_of_a_volume(table: Path, sys: Path) -> None:
 
 
 def test_a_file_system_without_a_drive(table: Path, sys: Path) -> None:
-    mount = mounts.mount_of("/tmp/x", table)
+    mount = mounts.mount_of("/ram/x", table)
     assert mount is not None
     assert mounts.drives_of(mount, sys) == []
 
