@@ -17,7 +17,8 @@ from paper.part import Part
 KEEP = "Inductor"
 TIMES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # batches that are tried
 ANYTHING = 1 << 62  # bytes
-SLACK = 1.02  # of the limit over what the probe was seen to have
+SLACK = 1.02  # of the limit over what the probe was seen to have, and from one limit that is tried to the next
+MOST = 1.5  # of the limit over what the probe was seen to have
 LOOK_S = 0.001  # between two looks
 STEPS = 3
 
@@ -41,13 +42,27 @@ def _measure(setup: Setup) -> Result:
     found: Result = {"planned": [label], "cases": {}}
     if setup.is_over or label in setup.done:
         return found
-    limit = int(SLACK * _needs(replace(_tasks(setup, setup.batch)[KEEP], limit_bytes=ANYTHING)))
+    limit = _limit(_tasks(setup, setup.batch)[KEEP])
     tried = {name: _tried(setup, name, limit) for name in _tasks(setup, setup.batch)}
     largest = {name: batch for name, tries in tried.items() for batch, fits in tries.items() if fits}
     tasks = {name: _tasks(setup, batch)[name] for name, batch in largest.items()}
     case = measure(setup, {name: replace(task, limit_bytes=limit) for name, task in tasks.items()})
     found["cases"][label] = case | {"limit_bytes": limit, "batches": largest, "tried": tried}
     return found
+
+
+def _limit(task: Task) -> int:
+    """The least limit in which a process was seen to compile and train so, to 2%.
+
+    The probe may miss a peak that is shorter than the time between two looks, so what it saw is only where to begin.
+    """
+    seen = _needs(replace(task, limit_bytes=ANYTHING))
+    limit = int(SLACK * seen)
+    while not _fits(replace(task, limit_bytes=limit)):
+        limit = int(SLACK * limit)
+        if limit > MOST * seen:
+            raise Ended(f"{KEEP} at batch {task.model.batch} does not train in {MOST} times what it was seen to have")
+    return limit
 
 
 def _tried(setup: Setup, name: str, limit: int) -> dict[int, bool]:

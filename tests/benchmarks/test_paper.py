@@ -318,6 +318,19 @@ def test_the_largest_batch_is_shown_with_what_fails() -> None:
     assert "| checkpoint | none |  |  |  | 16 |" in section
 
 
+@pytest.mark.parametrize("missed", [1.0, 1.2, 9.0])
+def test_the_limit_holds_a_peak_that_the_probe_missed(monkeypatch: pytest.MonkeyPatch, missed: float) -> None:
+    """`missed`: what the process needs over what the probe was seen to have."""
+    task = Task(Model(1, 64, 1, 4, 64, 0.0, amp=False, seed=0, lr=0.1), "inductor")
+    monkeypatch.setattr(fits, "_needs", lambda task: 1000)
+    monkeypatch.setattr(fits, "_fits", lambda task: task.limit_bytes >= 1000 * missed)
+    if missed > fits.MOST:
+        with pytest.raises(Ended, match="at batch 4 does not train"):
+            fits._limit(task)
+    else:
+        assert 1000 * missed <= fits._limit(task) <= 1000 * missed * fits.SLACK**2
+
+
 @pytest.mark.parametrize(("count", "cut"), [(1, 0), (2, 0), (5, 0), (6, 0), (8, 0), (9, 1), (10, 1), (15, 3), (20, 5)])
 def test_the_interval_is_that_of_the_sign_test(count: int, cut: int) -> None:
     """`cut` values are left out at either end: as in tables of the sign test for 95%."""
