@@ -34,7 +34,11 @@ PAUSE_S = 0.05  # between turns: OpenMP's threads spin for some milliseconds aft
 
 
 class Ended(SystemExit):
-    """A worker has ended, which ends the benchmark unless it knows what to make of it."""
+    """A worker has ended, which ends the benchmark unless it knows what to make of it. `worker`: its name."""
+
+    def __init__(self, worker: str, text: str) -> None:
+        super().__init__(text)
+        self.worker = worker
 
 
 def _settings(task: Task) -> dict[str, str]:
@@ -66,7 +70,7 @@ class Worker:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise Ended(f"the {self.name} worker ended with {self._process.wait()}; its message is above")
+            raise Ended(self.name, f"the {self.name} worker ended with {self._process.wait()}; its message is above")
         return Step(**json.loads(answer))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
 from statistics import median
@@ -42,26 +43,42 @@ def _measure(setup: Setup) -> Result:
     found: Result = {"planned": [label], "cases": {}}
     if setup.is_over or label in setup.done:
         return found
-    limit = _limit(_tasks(setup, setup.batch)[KEEP])
+    limit = _limit(_tasks(setup, setup.batch)[KEEP], setup.warmup + setup.rounds)
     tried = {name: _tried(setup, name, limit) for name in _tasks(setup, setup.batch)}
-    largest = {name: batch for name, tries in tried.items() for batch, fits in tries.items() if fits}
-    tasks = {name: _tasks(setup, batch)[name] for name, batch in largest.items()}
-    case = measure(setup, {name: replace(task, limit_bytes=limit) for name, task in tasks.items()})
-    found["cases"][label] = case | {"limit_bytes": limit, "batches": largest, "tried": tried}
+    found["cases"][label] = _largest(setup, tried, limit) | {"limit_bytes": limit, "tried": tried}
     return found
 
 
-def _limit(task: Task) -> int:
-    """The least limit in which a process was seen to compile and train so, to 2%.
+def _largest(setup: Setup, tried: dict[str, dict[int, bool]], limit: int) -> Result:
+    """The rounds of each mode's largest batch. One that fails after some rounds is noted in `tried`, and the rounds
+    begin again with the next smaller batch of that mode."""
+    while True:
+        batches = {name: batch for name, tries in tried.items() for batch, fits in tries.items() if fits}
+        tasks = {name: _tasks(setup, batch)[name] for name, batch in batches.items()}
+        try:
+            case = measure(setup, {name: replace(task, limit_bytes=limit) for name, task in tasks.items()})
+        except Ended as ended:
+            print(f"{ended}: batch {batches[ended.worker]} does not fit", file=sys.stderr, flush=True)
+            tried[ended.worker][batches[ended.worker]] = False
+            continue
+        if not case["failed"]:
+            return case | {"batches": batches}
+        for name in case["failed"]:
+            tried[name][batches[name]] = False
+
+
+def _limit(task: Task, steps: int) -> int:
+    """The least limit in which a process was seen to compile and make `steps` steps, to 2%.
 
     The probe may miss a peak that is shorter than the time between two looks, so what it saw is only where to begin.
     """
     seen = _needs(replace(task, limit_bytes=ANYTHING))
     limit = int(SLACK * seen)
-    while not _fits(replace(task, limit_bytes=limit)):
+    while not _fits(replace(task, limit_bytes=limit), steps):
         limit = int(SLACK * limit)
         if limit > MOST * seen:
-            raise Ended(f"{KEEP} at batch {task.model.batch} does not train in {MOST} times what it was seen to have")
+            text = f"{KEEP} at batch {task.model.batch} does not train in {MOST} times what it was seen to have"
+            raise Ended(KEEP, text)
     return limit
 
 
@@ -102,12 +119,12 @@ def _needs(task: Task) -> int:
     return seen[0]
 
 
-def _fits(task: Task) -> bool:
-    """Whether a process with so much memory compiles and makes `STEPS` steps."""
+def _fits(task: Task, steps: int = STEPS) -> bool:
+    """Whether a process with so much memory compiles and makes `steps` more steps."""
     with Workers({"limited": task}) as workers:
         try:
             workers.compile()
-            list(workers.rounds(STEPS))
+            list(workers.rounds(steps))
         except Ended:
             return False
     return True

@@ -50,12 +50,13 @@ class FakeWorker:
     process = os.getpid()
 
     def __init__(self, name: str, task: Task) -> None:
+        self.name = name
         self.task = task
 
     def step(self) -> Step:
         about = self.task.model
         if 0 < self.task.limit_bytes < fits.ANYTHING and about.batch > self.BATCH:
-            raise Ended("no memory")
+            raise Ended(self.name, "no memory")
         seconds = 0.01 * about.batch * self.task.micro + 0.001
         return Step(seconds, seconds - 0.001, seconds, None, about.batch << 20, 1.0, stores=1, loads=1)
 
@@ -323,12 +324,35 @@ def test_the_limit_holds_a_peak_that_the_probe_missed(monkeypatch: pytest.Monkey
     """`missed`: what the process needs over what the probe was seen to have."""
     task = Task(Model(1, 64, 1, 4, 64, 0.0, amp=False, seed=0, lr=0.1), "inductor")
     monkeypatch.setattr(fits, "_needs", lambda task: 1000)
-    monkeypatch.setattr(fits, "_fits", lambda task: task.limit_bytes >= 1000 * missed)
+    monkeypatch.setattr(fits, "_fits", lambda task, steps: task.limit_bytes >= 1000 * missed)
     if missed > fits.MOST:
         with pytest.raises(Ended, match="at batch 4 does not train"):
-            fits._limit(task)
+            fits._limit(task, steps=18)
     else:
-        assert 1000 * missed <= fits._limit(task) <= 1000 * missed * fits.SLACK**2
+        assert 1000 * missed <= fits._limit(task, steps=18) <= 1000 * missed * fits.SLACK**2
+
+
+@pytest.mark.usefixtures("without_processes")
+@pytest.mark.parametrize("at", [1, 8])
+def test_a_batch_that_fails_after_some_steps_does_not_fit(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The mode goes on with its next smaller batch. `at`: the step that fails, the first one included."""
+
+    class Leaks(FakeWorker):
+        taken = 0
+
+        def step(self) -> Step:
+            self.taken += 1
+            if self.task.model.batch == 24 and self.taken == at:
+                raise Ended(self.name, "no memory")
+            return super().step()
+
+    monkeypatch.setattr(workers, "Worker", Leaks)
+    setup = setup_of(parse(["--dir", ".", "--rounds", "15"]), until=math.inf)
+    tried = {fits.KEEP: {16: True, 24: True}, "checkpoint": {16: True}}
+    case = fits._largest(setup, tried, limit=1 << 30)
+    assert case["batches"] == {fits.KEEP: 16, "checkpoint": 16}
+    assert tried == {fits.KEEP: {16: True, 24: False}, "checkpoint": {16: True}}
+    assert case["rounds"] == 15
 
 
 @pytest.mark.parametrize(("count", "cut"), [(1, 0), (2, 0), (5, 0), (6, 0), (8, 0), (9, 1), (10, 1), (15, 3), (20, 5)])
