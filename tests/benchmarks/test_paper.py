@@ -355,6 +355,29 @@ def test_a_batch_that_fails_after_some_steps_does_not_fit(monkeypatch: pytest.Mo
     assert case["rounds"] == 15
 
 
+@pytest.mark.usefixtures("without_processes")
+def test_the_limit_grows_until_keep_makes_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of Inductor made its steps in 1000 bytes, and the next one needs 1030."""
+
+    class Grows(FakeWorker):
+        taken = 0
+
+        def step(self) -> Step:
+            self.taken += 1
+            if self.name == fits.KEEP and self.taken == 5 and self.task.limit_bytes < 1030:
+                raise Ended(self.name, "no memory")
+            return super().step()
+
+    monkeypatch.setattr(workers, "Worker", Grows)
+    monkeypatch.setattr(fits, "_limit", lambda task, steps: 1000)
+    monkeypatch.setattr(fits, "_fits", lambda task: task.model.batch <= 16)
+    setup = setup_of(parse(["--dir", ".", "--rounds", "15"]), until=math.inf)
+    (case,) = fits.PART.measure(setup)["cases"].values()
+    assert case["limit_bytes"] == 1040
+    assert case["batches"][fits.KEEP] == 16
+    assert case["rounds"] == 15
+
+
 @pytest.mark.parametrize(("count", "cut"), [(1, 0), (2, 0), (5, 0), (6, 0), (8, 0), (9, 1), (10, 1), (15, 3), (20, 5)])
 def test_the_interval_is_that_of_the_sign_test(count: int, cut: int) -> None:
     """`cut` values are left out at either end: as in tables of the sign test for 95%."""
