@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_sy
 from ssd_fx.passes.alias.packing import Stored, is_dense, may_restride, pack
 from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
-from ssd_fx.passes.joint.collectives import may_communicate
+from ssd_fx.passes.joint.collectives import is_silent, may_communicate
 from ssd_fx.passes.partition import (
     COPIED,
     NOT_CHECKED,
@@ -54,7 +54,7 @@ def alias(partition: Partition, plan: Plan) -> Plan:
 def untrusted(partition: Partition) -> set[int]:
     """Storages of the forward whose FakeTensors may be wrong about what shares them."""
     forward = list(partition.forward.graph.nodes)
-    return _disputed(forward) | _nested(forward)
+    return _disputed(forward) | _undeclared(forward) | _nested(forward)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Facts:
     placeholders: dict[str, fx.Node]  # of the backward
     symbols: frozenset[object]  # sizes that the backward knows
     live: set[int]  # in memory anyway
-    disputed: set[int]
+    disputed: set[int]  # it is unknown what shares them
     nested: set[int]
     absolute: set[int]  # the backward reads them by positions counted from their start
     changed: set[int]  # the backward writes into them
@@ -80,7 +80,7 @@ class _Facts:
             partition.bwd_placeholders,
             known_symbols(partition.backward.graph),
             _live_anyway(forward, partition),
-            _disputed(forward),
+            _disputed(forward) | _undeclared(forward),
             _nested(forward),
             _absolute(partition.backward.graph),
             set(nodes_by_storage(target for node in partition.backward.graph.nodes for target in written(node))),
@@ -260,6 +260,32 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
                 if len(keys) > 1:
                     disputed |= {key for key in keys if key is not None}
     return disputed
+
+
+def _undeclared(forward: list[fx.Node]) -> set[int]:
+    """Storages that results of an operator share with its arguments or with each other, by their FakeTensors alone.
+
+    By its schema, a result of another library's operator is a new tensor. The fake implementation may still return an
+    argument, as `x.contiguous()` does. PyTorch's own fake implementations share what their operators share.
+
+    Hazard: result and argument would be one group, and the backward would get the wrong one of them
+    (tests/test_untrue_fakes.py).
+    """
+    undeclared: set[int] = set()
+    for node in forward:
+        if node.op != "call_function" or node.target is operator.getitem or _may_share(node.target):
+            continue
+        given = {storage_of(source) for source in node.all_input_nodes}
+        made = [key for tensor in tensors_of(node) if (key := storage_key(tensor)) is not None]
+        undeclared |= {key for key in made if key in given or made.count(key) > 1}
+    return undeclared
+
+
+def _may_share(target: object) -> bool:
+    """Whether what an operator's FakeTensors share is shared in memory too."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return is_silent(target) or any(result.alias_info is not None for result in target._schema.returns)
 
 
 def _nested(forward: list[fx.Node]) -> set[int]:

@@ -82,15 +82,15 @@ class Joint:
         """The partition whose backward computes the nodes `recomputed` again, and saves the nodes `saved` if needed.
 
         A node keeps a tag that it has already. Views of a recomputed node get its tag too: to PyTorch a cut through a
-        view is as cheap, and saves the same bytes. The graph is as the first cut left it: common subexpressions are
-        merged, and PyTorch's own tags are set.
+        view is as cheap, and saves the same bytes. What may not run twice is no view, whatever its FakeTensor says.
+        The graph is as the first cut left it: common subexpressions are merged, and PyTorch's own tags are set.
         """
         module = _clone(self._module)
         again = {storage_of(n) for n in module.graph.nodes if n.name in recomputed} - {None}
         for node in module.graph.nodes:
             if node.op != "call_function" or "recompute" in node.meta:
                 continue
-            if node.name in recomputed or storage_of(node) in again:
+            if node.name in recomputed or (storage_of(node) in again and _may_run_twice(node)):
                 _tag_to_recompute(node)
             elif node.name in saved:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
