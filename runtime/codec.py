@@ -159,7 +159,8 @@ def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor,
     def decode(payload: Tensor, out: Tensor) -> None:
         scales = payload[: 4 * blocks].view(torch.float32).view(blocks, 1)
         numbers = payload[4 * blocks :].view(dtype).view(blocks, BLOCK)
-        values = numbers.float().mul_(scales)
+        limit = torch.finfo(out.dtype).max  # a scale is rounded, so the largest number times it may lie above
+        values = numbers.float().mul_(scales).clamp_(-limit, limit)
         flatten(out).copy_(values.view(-1)[:count])
 
     return payload, Encoded(payload.numel(), True, decode)

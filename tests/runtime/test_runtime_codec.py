@@ -105,6 +105,19 @@ def test_sizes_that_are_known_before(name):
         assert payload.numel() == encoded.nbytes == share * x.nbytes
 
 
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lossy_makes_no_infinities(name, dtype):
+    """A scale is rounded, so the largest number times it may be too large for the dtype: int8 and float32's maximum."""
+    x = torch.zeros(300, dtype=dtype)
+    x[:150] = torch.finfo(dtype).max
+    x[150:] = torch.finfo(dtype).min
+    payload, encoded = codec.encode(name, x)
+    out = torch.empty_like(x)
+    encoded.decode(payload, out)
+    assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_lossy_leaves_infinities_alone(poison):
     x = torch.randn(N)

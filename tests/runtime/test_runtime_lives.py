@@ -40,6 +40,20 @@ def run(code, *arguments):
     return done.stdout, done.stderr, done.returncode
 
 
+def test_imported_where_another_device_is_the_default():
+    """As models too large for memory are built: the runtime's own tensors are on the CPU all the same."""
+    code = """
+        import sys, torch
+        with torch.device("meta"):
+            from ssd_fx.runtime.layout import drop_storage
+        x = torch.ones(4)
+        drop_storage(x)
+        print(x.device, x.numel())
+    """
+    done = fresh.run(textwrap.dedent(code), timeout_s=60)
+    assert done.stdout == "cpu 0\n", done.stderr
+
+
 def test_fork(tmp_path):
     """The child: the parent's handles are refused, its own work, nothing hangs. The parent goes on."""
     code = """
