@@ -70,6 +70,7 @@ class _Facts:
     nested: set[int]
     absolute: set[int]  # the backward reads them by positions counted from their start
     changed: set[int]  # the backward writes into them
+    returned: set[int]  # the backward returns them, or views of them
 
     @staticmethod
     def of(partition: Partition) -> _Facts:
@@ -84,6 +85,7 @@ class _Facts:
             _nested(forward),
             _absolute(partition.backward.graph),
             set(nodes_by_storage(target for node in partition.backward.graph.nodes for target in written(node))),
+            set(nodes_by_storage(partition.backward.graph.output_node().all_input_nodes)),
         )
 
     def owner(self, key: int) -> fx.Node:
@@ -138,6 +140,8 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
         return "aliases disagree"
     if any(storage_of(facts.placeholders[n.name]) in facts.changed for n in saved):
         return "the backward writes into it"  # mostly an input, whose owner must see the write
+    if any(storage_of(facts.placeholders[n.name]) in facts.returned for n in saved):
+        return "the backward returns it"  # compiled autograd would accumulate it before the wait
     if COPIED in facts.owner(key).meta:  # Inductor would take the copy out, and the store would write the input
         return "copy of an input that the step changes"
     if _may_be_in_flight(facts.owner(key)):

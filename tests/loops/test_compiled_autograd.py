@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.compiled_autograd import _enable
+from torch._dynamo.utils import counters
 
 import ssd_fx
 from ssd_fx.runtime import trace
+from tests import sources
 from tests.faults.toys import settle
 from tests.loops.loops import Compile, Net, assert_all_read_back, assert_no_bit_changes, backward, batch, gradients, run
+from tests.passes import toys
 
 INNERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -30,9 +33,11 @@ def whole_step(compile: Compile) -> list[Tensor]:
         loss.backward()
         return loss
 
-    compiled = compile(step)
+    counters["compiled_autograd"].clear()
     with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = compile(step)  # here: torch.compile itself looks at the setting
         losses = [compiled(batch(i)).detach() for i in range(2)]
+    assert counters["compiled_autograd"]["captures"], "the backward was compiled"
     return [*losses, *gradients(model)]
 
 
@@ -62,6 +67,38 @@ def test_loads_are_not_moved_to_their_uses(tmp_path: Path) -> None:
     planned = [e.seq for e in trace.events() if e.kind in ("load", "wait")]
     half = len(planned) // 2
     assert planned == 2 * list(range(half))
+
+
+class ReturnsWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.sin())
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return ctx.saved_tensors[0]  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_gradient_that_is_a_saved_tensor(inner: str) -> None:
+    """Compiled autograd accumulates a gradient as soon as it is there: right behind the load, before the wait."""
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        deep, here = ReturnsWhatItSaved.apply(x @ w), ReturnsWhatItSaved.apply(x)  # type: ignore[no-untyped-call]
+        loss: Tensor = (deep @ w).sum() + here.sum()
+        loss.backward()
+        return loss
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(step, backend=ssd_fx.backend, options=sources.OPTIONS | {"inner": inner})
+        for source in sources.ALL:
+            x, w = toys.inputs(64)
+            with source.forced():
+                compiled(x, w)
+            assert x.grad is not None
+            product = (x @ w).detach()
+            torch.testing.assert_close(x.grad, x.detach().sin() + product.sin() @ w.detach().T, msg=source.name)
 
 
 @pytest.mark.parametrize("other", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
