@@ -24,6 +24,7 @@ PAYS = 0.75  # a sparse tensor must shrink to this share, because encoding it co
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LOSSY: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 CODECS = ("bitpack", *_LOSSY)
+_LARGEST = torch.finfo(torch.float32).max * (1 - torch.finfo(torch.float32).eps)
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -149,6 +150,7 @@ def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor,
     scales = padded.abs().amax(1, keepdim=True) / largest
     if not bool(scales.isfinite().all()):
         return None
+    scales.clamp_(max=_LARGEST / largest)  # a scale is rounded: the largest number times it may be an infinity
     scales[scales == 0] = 1.0
     padded /= scales
     padded.clamp_(-largest, largest)  # a denormal scale is coarse: a quotient may be too large, and int8 would wrap
@@ -159,8 +161,7 @@ def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor,
     def decode(payload: Tensor, out: Tensor) -> None:
         scales = payload[: 4 * blocks].view(torch.float32).view(blocks, 1)
         numbers = payload[4 * blocks :].view(dtype).view(blocks, BLOCK)
-        limit = torch.finfo(out.dtype).max  # a scale is rounded, so the largest number times it may lie above
-        values = numbers.float().mul_(scales).clamp_(-limit, limit)
+        values = numbers.float().mul_(scales)
         flatten(out).copy_(values.view(-1)[:count])
 
     return payload, Encoded(payload.numel(), True, decode)

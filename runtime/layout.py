@@ -134,4 +134,4 @@ def drop_storage(alias: Tensor) -> None:
     alias.data = _NOTHING if alias.device.type == "cpu" else torch.empty(0, device=alias.device)
 
 
-_NOTHING = torch.empty(0, device="cpu")  # by name: the import may lie within `torch.device("meta")`
+_NOTHING = torch.empty(0, device="cpu")  # the default device may be another one while this is imported

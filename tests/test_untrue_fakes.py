@@ -7,27 +7,29 @@ result and the argument were one tensor, and the backward got the wrong one of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 import ssd_fx
+from ssd_fx.passes import pipeline
 from tests import sources
 from tests.models import assert_same_bits
 from tests.passes import toys
 
 FAKES: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x.contiguous(),
-    "reshape": lambda x: x.reshape(-1).reshape(x.shape),
-    "detach": lambda x: x.detach(),
-    "to": lambda x: x.to(torch.float32),
+    "contiguous": lambda x: x.contiguous(),  # the argument itself
+    "reshape": lambda x: x.reshape(-1).reshape(x.shape),  # a view of it
 }
 OPTIONS = sources.OPTIONS | {"inner": "aot_eager"}
 
 
 def shifted(name: str) -> Callable[[Tensor], Tensor]:
-    """sin(x) + 1, whose derivative is wrongly but visibly the result itself."""
+    """sin(x) + 1. Its gradient is made of the result, which is wrong as a derivative, and shows which tensor came."""
 
     @torch.library.custom_op(f"untrue_fakes::{name}", mutates_args=())
     def op(x: Tensor) -> Tensor:
@@ -81,13 +83,13 @@ def of_every_source(toy: toys.Toy) -> None:
 
 @pytest.mark.parametrize("name", FAKES)
 def test_the_result_is_not_the_argument(name: str) -> None:
-    """Only the result is saved: its storage seemed to be made by the product before."""
+    """Only the result is saved. The product before it seemed to own the result's memory, so the product was stored."""
     of_every_source(lambda x, w: SHIFTED[name](x @ w).sum())
 
 
 @pytest.mark.parametrize("name", FAKES)
 def test_result_and_argument_are_two_tensors(name: str) -> None:
-    """Both are saved: they seemed to be one group, of which one tensor was stored."""
+    """Both are saved. They seemed to be one group, so one of them was stored for both."""
 
     def toy(x: Tensor, w: Tensor) -> Tensor:
         product = (x @ w).sigmoid()
@@ -107,3 +109,31 @@ def test_two_results_are_two_tensors() -> None:
 def test_the_dump_says_why_they_stay() -> None:
     (found,) = ssd_fx.explain(lambda x, w: SHIFTED["contiguous"](x @ w).sum(), options=OPTIONS)(*toys.inputs()).dumps
     assert "aliases disagree" in found.table
+
+
+@torch.library.custom_op("untrue_fakes::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_fake(lambda x: x.contiguous())
+doubled.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+def test_recomputing_the_argument_does_not_run_the_operator_again() -> None:
+    """Views of what is computed again are tagged with it, and the result seems to be one."""
+
+    def toy(x: Tensor, w: Tensor) -> Tensor:
+        return doubled((x @ w).relu().view(-1)).exp().sum()
+
+    def tagged(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> set[str]:
+        joint = pipeline.joint_of(gm, inputs, kwargs)
+        joint.partition()
+        with mock.patch.object(joint, "_cut") as cut:
+            joint.partition_again({"relu"}, ())
+        (module,) = cut.call_args.args
+        return {n.name for n in module.graph.nodes if n.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE}
+
+    found = toys.with_joint(toy, toys.inputs(), tagged)
+    assert {"relu", "view"} <= found
+    assert "doubled" not in found

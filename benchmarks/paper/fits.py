@@ -43,52 +43,43 @@ def _measure(setup: Setup) -> Result:
     found: Result = {"planned": [label], "cases": {}}
     if setup.is_over or label in setup.done:
         return found
-    limit = _limit(_tasks(setup, setup.batch)[KEEP], setup.warmup + setup.rounds)
-    while True:
-        tried = {name: _tried(setup, name, limit) for name in _tasks(setup, setup.batch)}
-        case = _largest(setup, tried, limit)
-        if KEEP in case["modes"]:
-            found["cases"][label] = case | {"limit_bytes": limit, "tried": tried}
-            return found
-        limit = int(SLACK * limit)  # heaps differ from run to run: what held the steps before did not hold these
+    seen = _needs(replace(_tasks(setup, setup.batch)[KEEP], limit_bytes=ANYTHING))
+    limit = int(SLACK * seen)
+    while (case := _case(setup, limit)) is None:
+        limit = int(SLACK * limit)
+        if limit > MOST * seen:
+            raise Ended(KEEP, f"{KEEP} at batch {setup.batch} does not train in {MOST} times what it was seen to have")
+    found["cases"][label] = case
+    return found
 
 
-def _largest(setup: Setup, tried: dict[str, dict[int, bool]], limit: int) -> Result:
-    """The rounds of each mode's largest batch.
+def _case(setup: Setup, limit: int) -> Result | None:
+    """The rounds of each mode's largest batch; None if `KEEP` does not fit, so that the limit is too small.
 
-    A mode that fails after some rounds is noted in `tried`, and the rounds begin again with its next smaller batch.
-    They end at once when `KEEP` has none left, for the limit is what `KEEP` needs.
+    The probe may have missed a peak between two looks. And heaps differ from run to run, so a mode may fail after some
+    rounds. Then all rounds are made again, with the next smaller batch of that mode.
     """
-    while True:
-        batches = {name: batch for name, tries in tried.items() for batch, fits in tries.items() if fits}
-        if KEEP not in batches:
-            return {"modes": {}}
+    if not _fits(replace(_tasks(setup, setup.batch)[KEEP], limit_bytes=limit)):
+        return None
+    tried = {name: _tried(setup, name, limit) for name in _tasks(setup, setup.batch)}
+    while KEEP in (batches := _largest(tried)):
         tasks = {name: _tasks(setup, batch)[name] for name, batch in batches.items()}
         try:
             case = measure(setup, {name: replace(task, limit_bytes=limit) for name, task in tasks.items()})
+            failed = list(case["failed"])
         except Ended as ended:
-            print(f"{ended}: batch {batches[ended.worker]} does not fit", file=sys.stderr, flush=True)
-            tried[ended.worker][batches[ended.worker]] = False
-            continue
-        if not case["failed"]:
-            return case | {"batches": batches}
-        for name in case["failed"]:
+            failed = [ended.worker]
+        if not failed:
+            return case | {"limit_bytes": limit, "batches": batches, "tried": tried}
+        for name in failed:
+            print(f"{name}: batch {batches[name]} does not fit after all", file=sys.stderr, flush=True)
             tried[name][batches[name]] = False
+    return None
 
 
-def _limit(task: Task, steps: int) -> int:
-    """The least limit in which a process was seen to compile and make `steps` steps, to 2%.
-
-    The probe may miss a peak that is shorter than the time between two looks, so what it saw is only where to begin.
-    """
-    seen = _needs(replace(task, limit_bytes=ANYTHING))
-    limit = int(SLACK * seen)
-    while not _fits(replace(task, limit_bytes=limit), steps):
-        limit = int(SLACK * limit)
-        if limit > MOST * seen:
-            text = f"{KEEP} at batch {task.model.batch} does not train in {MOST} times what it was seen to have"
-            raise Ended(KEEP, text)
-    return limit
+def _largest(tried: dict[str, dict[int, bool]]) -> dict[str, int]:
+    """The largest batch that fits, of every mode that has one."""
+    return {name: batch for name, tries in tried.items() for batch, fits in tries.items() if fits}
 
 
 def _tried(setup: Setup, name: str, limit: int) -> dict[int, bool]:
@@ -128,12 +119,12 @@ def _needs(task: Task) -> int:
     return seen[0]
 
 
-def _fits(task: Task, steps: int = STEPS) -> bool:
-    """Whether a process with so much memory compiles and makes `steps` more steps."""
+def _fits(task: Task) -> bool:
+    """Whether a process with so much memory compiles and makes `STEPS` steps."""
     with Workers({"limited": task}) as workers:
         try:
             workers.compile()
-            list(workers.rounds(steps))
+            list(workers.rounds(STEPS))
         except Ended:
             return False
     return True

@@ -54,7 +54,7 @@ def alias(partition: Partition, plan: Plan) -> Plan:
 def untrusted(partition: Partition) -> set[int]:
     """Storages of the forward whose FakeTensors may be wrong about what shares them."""
     forward = list(partition.forward.graph.nodes)
-    return _disputed(forward) | _undeclared(forward) | _nested(forward)
+    return _disputed(forward) | _nested(forward)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _Facts:
             partition.bwd_placeholders,
             known_symbols(partition.backward.graph),
             _live_anyway(forward, partition),
-            _disputed(forward) | _undeclared(forward),
+            _disputed(forward),
             _nested(forward),
             _absolute(partition.backward.graph),
             set(nodes_by_storage(target for node in partition.backward.graph.nodes for target in written(node))),
@@ -246,6 +246,11 @@ def _live_anyway(forward: list[fx.Node], partition: Partition) -> set[int]:
 
 
 def _disputed(forward: list[fx.Node]) -> set[int]:
+    """Storages where an operator's schema and its FakeTensors disagree on what shares memory."""
+    return _declared_only(forward) | _undeclared(forward)
+
+
+def _declared_only(forward: list[fx.Node]) -> set[int]:
     """Storages of nodes that are views of an argument by their operator's schema, but not by their FakeTensors.
 
     Passes that run before the partitioner may produce such metadata. What the storages share is then unknown.
@@ -256,7 +261,7 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
             continue
         schema = node.target._schema
         views = {storage_key(out) for out in tensors_of(node)}
-        if not views or all(result.alias_info is None for result in schema.returns):
+        if not views or not _declares_views(node.target):
             continue
         for arg, info in zip(node.args, schema.arguments, strict=False):
             if info.alias_info is not None and isinstance(arg, fx.Node):
@@ -277,7 +282,9 @@ def _undeclared(forward: list[fx.Node]) -> set[int]:
     """
     undeclared: set[int] = set()
     for node in forward:
-        if node.op != "call_function" or node.target is operator.getitem or _may_share(node.target):
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if isinstance(node.target, torch._ops.OpOverload) and (is_silent(node.target) or _declares_views(node.target)):
             continue
         given = {storage_of(source) for source in node.all_input_nodes}
         made = [key for tensor in tensors_of(node) if (key := storage_key(tensor)) is not None]
@@ -285,11 +292,8 @@ def _undeclared(forward: list[fx.Node]) -> set[int]:
     return undeclared
 
 
-def _may_share(target: object) -> bool:
-    """Whether what an operator's FakeTensors share is shared in memory too."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return is_silent(target) or any(result.alias_info is not None for result in target._schema.returns)
+def _declares_views(target: torch._ops.OpOverload) -> bool:
+    return any(result.alias_info is not None for result in target._schema.returns)
 
 
 def _nested(forward: list[fx.Node]) -> set[int]:

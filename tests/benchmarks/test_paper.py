@@ -319,17 +319,32 @@ def test_the_largest_batch_is_shown_with_what_fails() -> None:
     assert "| checkpoint | none |  |  |  | 16 |" in section
 
 
-@pytest.mark.parametrize("missed", [1.0, 1.2, 9.0])
-def test_the_limit_holds_a_peak_that_the_probe_missed(monkeypatch: pytest.MonkeyPatch, missed: float) -> None:
-    """`missed`: what the process needs over what the probe was seen to have."""
-    task = Task(Model(1, 64, 1, 4, 64, 0.0, amp=False, seed=0, lr=0.1), "inductor")
+@pytest.mark.usefixtures("without_processes")
+@pytest.mark.parametrize("at", [1, 8])
+@pytest.mark.parametrize("needs", [1000, 1200, 9000])
+def test_the_limit_grows_until_keep_makes_all_rounds(monkeypatch: pytest.MonkeyPatch, needs: int, at: int) -> None:
+    """The probe saw 1000 bytes. `at`: the step that fails with fewer than `needs`."""
+
+    class Grows(FakeWorker):
+        taken = 0
+
+        def step(self) -> Step:
+            self.taken += 1
+            if self.taken == at and self.task.limit_bytes < needs:
+                raise Ended(self.name, "no memory")
+            return super().step()
+
+    monkeypatch.setattr(workers, "Worker", Grows)
     monkeypatch.setattr(fits, "_needs", lambda task: 1000)
-    monkeypatch.setattr(fits, "_fits", lambda task, steps: task.limit_bytes >= 1000 * missed)
-    if missed > fits.MOST:
-        with pytest.raises(Ended, match="at batch 4 does not train"):
-            fits._limit(task, steps=18)
+    setup = setup_of(parse(["--dir", "."]), until=math.inf)
+    if needs > 1000 * fits.MOST:
+        with pytest.raises(Ended, match="at batch 16 does not train"):
+            fits.PART.measure(setup)
     else:
-        assert 1000 * missed <= fits._limit(task, steps=18) <= 1000 * missed * fits.SLACK**2
+        (case,) = fits.PART.measure(setup)["cases"].values()
+        assert needs <= case["limit_bytes"] <= fits.SLACK**2 * needs
+        assert case["batches"][fits.KEEP] == 24
+        assert case["rounds"] == 15
 
 
 @pytest.mark.usefixtures("without_processes")
@@ -337,44 +352,20 @@ def test_the_limit_holds_a_peak_that_the_probe_missed(monkeypatch: pytest.Monkey
 def test_a_batch_that_fails_after_some_steps_does_not_fit(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The mode goes on with its next smaller batch. `at`: the step that fails, the first one included."""
 
-    class Leaks(FakeWorker):
+    class Fails(FakeWorker):
         taken = 0
 
         def step(self) -> Step:
             self.taken += 1
-            if self.task.model.batch == 24 and self.taken == at:
+            if self.name == "checkpoint" and self.task.model.batch == 24 and self.taken == at:
                 raise Ended(self.name, "no memory")
             return super().step()
 
-    monkeypatch.setattr(workers, "Worker", Leaks)
-    setup = setup_of(parse(["--dir", ".", "--rounds", "15"]), until=math.inf)
-    tried = {fits.KEEP: {16: True, 24: True}, "checkpoint": {16: True}}
-    case = fits._largest(setup, tried, limit=1 << 30)
-    assert case["batches"] == {fits.KEEP: 16, "checkpoint": 16}
-    assert tried == {fits.KEEP: {16: True, 24: False}, "checkpoint": {16: True}}
-    assert case["rounds"] == 15
-
-
-@pytest.mark.usefixtures("without_processes")
-def test_the_limit_grows_until_keep_makes_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of Inductor made its steps in 1000 bytes, and the next one needs 1030."""
-
-    class Grows(FakeWorker):
-        taken = 0
-
-        def step(self) -> Step:
-            self.taken += 1
-            if self.name == fits.KEEP and self.taken == 5 and self.task.limit_bytes < 1030:
-                raise Ended(self.name, "no memory")
-            return super().step()
-
-    monkeypatch.setattr(workers, "Worker", Grows)
-    monkeypatch.setattr(fits, "_limit", lambda task, steps: 1000)
-    monkeypatch.setattr(fits, "_fits", lambda task: task.model.batch <= 16)
-    setup = setup_of(parse(["--dir", ".", "--rounds", "15"]), until=math.inf)
-    (case,) = fits.PART.measure(setup)["cases"].values()
-    assert case["limit_bytes"] == 1040
-    assert case["batches"][fits.KEEP] == 16
+    monkeypatch.setattr(workers, "Worker", Fails)
+    (case,) = fits.PART.measure(setup_of(parse(["--dir", "."]), until=math.inf))["cases"].values()
+    assert case["batches"]["checkpoint"] == 16
+    assert case["batches"][fits.KEEP] == 24
+    assert case["tried"]["checkpoint"] == {16: True, 24: False, 32: False}
     assert case["rounds"] == 15
 
 

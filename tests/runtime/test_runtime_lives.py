@@ -41,9 +41,9 @@ def run(code, *arguments):
 
 
 def test_imported_where_another_device_is_the_default():
-    """As models too large for memory are built: the runtime's own tensors are on the CPU all the same."""
+    """`torch.device("meta")` is how large models are built. The runtime's own tensors are on the CPU all the same."""
     code = """
-        import sys, torch
+        import torch
         with torch.device("meta"):
             from ssd_fx.runtime.layout import drop_storage
         x = torch.ones(4)
