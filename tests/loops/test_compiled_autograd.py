@@ -78,6 +78,37 @@ def test_loads_are_not_moved_to_their_uses(tmp_path: Path) -> None:
     assert planned == 2 * list(range(half))
 
 
+class Halves(Net):
+    """`Net` with a graph break in its middle."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = x + self.blocks[1](x)
+        return x.square().mean()
+
+
+def step_of_two_graphs(compile: Compile) -> list[Tensor]:
+    """Compiled autograd traces the backwards of two plans into one graph."""
+    model = Halves()
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        settle_eagerly()
+        loss.backward()
+        return loss
+
+    with compiled_autograd():
+        compiled = compile(step)
+        losses = [compiled(batch(i)).detach() for i in range(2)]
+    return [*losses, *gradients(model)]
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_the_backwards_of_two_graphs_in_one(tmp_path: Path, inner: str) -> None:
+    assert_no_bit_changes(step_of_two_graphs, tmp_path, inner)
+
+
 class ReturnsWhatItSaved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
