@@ -2,8 +2,8 @@
 
     first    PyTorch's own partition, and its plan
     propose  a plan of the first partition in which groups may be computed again at a price
-    cut      the partition that computes them again
-    judge    its plan must be predicted to be faster than the first one
+    cut      the partition that computes them again, if the proposal is predicted to be faster
+    judge    its plan must be predicted to be faster, too
 
 If the plan of the new partition needs more memory than the budget allows, a tighter limit gives the next proposal.
 """
@@ -63,7 +63,7 @@ def fastest(joint: Joint, own: Candidate, decide: Decide) -> Candidate:
     tried = {frozenset[str]()}
     for _ in range(ROUNDS):
         proposal = _propose(first, decide, tight)
-        if proposal is None or proposal.recomputed_nodes in tried:
+        if proposal is None or proposal.recomputed_nodes in tried or not _gains(proposal, first):
             return first
         tried.add(proposal.recomputed_nodes)
         partition_again = _cut_so(joint, first, proposal)
@@ -78,8 +78,13 @@ def fastest(joint: Joint, own: Candidate, decide: Decide) -> Candidate:
             tight = Limits(tight.memory - missing, tight.kept)
             continue
         again = Candidate(partition_again, plan.with_(recomputed=recomputed(proposal), stock=first.plan.stock))
-        return again if again.forecast.seconds < (1 - GAIN) * first.forecast.seconds else first
+        return again if _gains(again.plan, first) else first
     return first
+
+
+def _gains(plan: Plan, first: Candidate) -> bool:
+    assert plan.forecast is not None
+    return plan.forecast.seconds < (1 - GAIN) * first.forecast.seconds
 
 
 def _could_gain(first: Candidate) -> bool:

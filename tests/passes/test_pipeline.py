@@ -22,10 +22,13 @@ from tests.passes import toys
 
 
 class Decisions:
-    """Stands in for `pipeline.decide`: a second partition fails with `least`; `asked` has the limits of the others."""
+    """Stands in for `pipeline.decide`: a second partition fails with `least`; `asked` has the limits of the others.
 
-    def __init__(self, least: int) -> None:
-        self.least = least
+    A step is predicted to take `proposed_s` where groups may be computed again, and 2 s elsewhere.
+    """
+
+    def __init__(self, least: int, proposed_s: float = 1.5) -> None:
+        self.least, self.proposed_s = least, proposed_s
         self.asked: list[Limits] = []
 
     def __call__(
@@ -35,7 +38,7 @@ class Decisions:
             raise BudgetError(budget.memory, self.least)
         if priced:
             self.asked.append(budget)
-        forecast = SimpleNamespace(limits=Limits(100, 50), seconds=2.0, compute_s=1.0)
+        forecast = SimpleNamespace(limits=Limits(100, 50), seconds=self.proposed_s if priced else 2.0, compute_s=1.0)
         nodes = frozenset({f"relu_{len(self.asked)}"})
         return SimpleNamespace(graph="g", forecast=forecast, recomputed_nodes=nodes, saved_nodes=frozenset())
 
@@ -85,6 +88,15 @@ def test_a_limit_is_only_ever_tightened(least: int, memory: list[int]) -> None:
     assert [limits.memory for limits in decisions.asked] == memory
     assert {limits.kept for limits in decisions.asked} == {50}
     assert partition is joint.partition.return_value
+
+
+@pytest.mark.parametrize(("proposed_s", "cuts"), [(1.98, 1), (1.995, 0), (2.0, 0)])
+def test_a_proposal_that_gains_too_little_is_not_cut(proposed_s: float, cuts: int) -> None:
+    """A cut takes a second and more with many layers."""
+    joint = joint_of(exchanging("a", "b"), exchanging("a", "b"))
+    with mock.patch.object(pipeline, "decide", Decisions(100, proposed_s)):
+        pipeline.decide_joint(joint, toys.options(recompute=True))
+    assert joint.partition_again.call_count == cuts
 
 
 def test_a_partition_that_pytorch_cannot_make_is_done_without_aloud() -> None:
