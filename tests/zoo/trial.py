@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import ssd_fx
+from tests.faults.toys import settle
 from tests.models import close
 from tests.zoo.models import Builder
 
@@ -66,7 +67,7 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 def train(build: Builder, dropout: float, options: Mapping[str, Any] | None) -> Trial:
     """`options`: of ssd_fx; None for plain Inductor."""
-    return Compiled(build, dropout, options).train()
+    return Compiled(build, dropout, options).train(settled=True)
 
 
 class Compiled:
@@ -82,7 +83,8 @@ class Compiled:
             torch.compile(self._model, backend="inductor") if options is None else _ours(self._model, options)
         )
 
-    def train(self) -> Trial:
+    def train(self, *, settled: bool = False) -> Trial:
+        """`settled`: every write ends before the backward begins, so that it reads however slow the drive is."""
         torch._dynamo.utils.counters.clear()
         ssd_fx.reset_stats()
         self._model.load_state_dict(self._start)
@@ -92,6 +94,8 @@ class Compiled:
         for step in range(STEPS):
             torch.manual_seed(step)
             loss = self._case.loss(self._compiled(**self._case.inputs))
+            if settled:
+                settle()
             loss.backward()
             values[f"{step} loss"] = loss.detach().reshape(1).clone()
             for name, parameter in self._model.named_parameters():
