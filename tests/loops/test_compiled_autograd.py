@@ -34,9 +34,9 @@ def compiled_autograd() -> Iterator[None]:
     assert counters["compiled_autograd"]["captures"], "no backward was compiled"
 
 
-def whole_step(compile: Compile) -> list[Tensor]:
+def whole_step(compile: Compile, model: Net | None = None) -> list[Tensor]:
     """Forward and backward in one compiled function, as the documentation of compiled autograd has it."""
-    model = Net(blocks=1)
+    model = model or Net(blocks=1)
 
     def step(x: Tensor) -> Tensor:
         loss: Tensor = model(x)
@@ -90,18 +90,7 @@ class Halves(Net):
 
 def step_of_two_graphs(compile: Compile) -> list[Tensor]:
     """Compiled autograd traces the backwards of two plans into one graph."""
-    model = Halves()
-
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        settle_eagerly()
-        loss.backward()
-        return loss
-
-    with compiled_autograd():
-        compiled = compile(step)
-        losses = [compiled(batch(i)).detach() for i in range(2)]
-    return [*losses, *gradients(model)]
+    return whole_step(compile, Halves())
 
 
 @pytest.mark.parametrize("inner", INNERS)
