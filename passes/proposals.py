@@ -83,6 +83,7 @@ def fastest(joint: Joint, own: Candidate, decide: Decide) -> Candidate:
 
 
 def _gains(plan: Plan, first: Candidate) -> bool:
+    """Whether a plan is predicted to be faster than the first one by more than figures are coarse."""
     assert plan.forecast is not None
     return plan.forecast.seconds < (1 - GAIN) * first.forecast.seconds
 

@@ -39,5 +39,6 @@ def first_compute(nodes: list[fx.Node]) -> fx.Node:
 
 def stand_in(mode: FakeTensorMode, saved: torch.Tensor) -> torch.Tensor:
     """The FakeTensor of what is saved instead of `saved`."""
-    with mode:  # equal to what the operators return, in less time
-        return torch.empty_strided(saved.shape, (0,) * saved.dim(), dtype=saved.dtype, device=saved.device)
+    with mode:
+        made: torch.Tensor = torch.ops.ssd_fx.stand_in(saved.shape, saved.dtype, saved.device)
+    return made

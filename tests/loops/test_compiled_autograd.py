@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
 
@@ -34,14 +34,18 @@ def compiled_autograd() -> Iterator[None]:
     assert counters["compiled_autograd"]["captures"], "no backward was compiled"
 
 
-def whole_step(compile: Compile, model: Net | None = None) -> list[Tensor]:
+def whole_step(compile: Compile) -> list[Tensor]:
     """Forward and backward in one compiled function, as the documentation of compiled autograd has it."""
-    model = model or Net(blocks=1)
+    return step_of(compile, Net(blocks=1))
+
+
+def step_of(compile: Compile, model: Net, leaves: list[nn.Parameter] | None = None) -> list[Tensor]:
+    """`leaves`: those whose gradient is asked for; None for all."""
 
     def step(x: Tensor) -> Tensor:
         loss: Tensor = model(x)
         settle_eagerly()
-        loss.backward()
+        loss.backward(inputs=leaves)
         return loss
 
     with compiled_autograd():
@@ -90,12 +94,23 @@ class Halves(Net):
 
 def step_of_two_graphs(compile: Compile) -> list[Tensor]:
     """Compiled autograd traces the backwards of two plans into one graph."""
-    return whole_step(compile, Halves())
+    return step_of(compile, Halves())
 
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_the_backwards_of_two_graphs_in_one(tmp_path: Path, inner: str) -> None:
     assert_no_bit_changes(step_of_two_graphs, tmp_path, inner)
+
+
+def step_of_some(compile: Compile) -> list[Tensor]:
+    """The backward is traced without what only the other gradients need."""
+    model = Net(blocks=2)
+    return step_of(compile, model, list(model.blocks[1].parameters())[:3])
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_gradients_that_nobody_asks_for(tmp_path: Path, inner: str) -> None:
+    assert_no_bit_changes(step_of_some, tmp_path, inner)
 
 
 class ReturnsWhatItSaved(torch.autograd.Function):
