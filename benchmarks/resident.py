@@ -1,7 +1,8 @@
 """The memory of the process and the step time: plain Inductor, a checkpoint per block, ssd_fx, and other mallocs.
 
 python benchmarks/resident.py --dir /mnt/nvme --rounds 15
-python benchmarks/resident.py --dir /mnt/nvme --ways inductor budget0 malloc inductor+jemalloc --jemalloc LIB.so
+python benchmarks/resident.py --dir /mnt/nvme --ways inductor 0.05 checksums=false budget=0,cpu_allocator=false
+python benchmarks/resident.py --dir /mnt/nvme --ways inductor budget0 inductor+jemalloc --jemalloc LIB.so
 
 How it is measured: a process for each way, in rounds of one step of each (workers.py). Resident memory is the highest
 of all rounds (VmHWM, reset before every step); live memory that of the tensors (training.py). Times are compared within
@@ -11,6 +12,7 @@ a round.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -32,12 +34,18 @@ def task(model: Model, name: str, flags: argparse.Namespace) -> Task:
         return Task(model, "inductor", preload=preload)
     if way == "checkpoint":
         return Task(model, "checkpoint", preload=preload)
-    options: dict[str, Any] = {"dirs": [flags.dir]} if flags.dir else {}
-    if way != "default":
-        options["budget"] = 0 if way in ("budget0", "malloc") else way
-    if way == "malloc":
-        options["cpu_allocator"] = False
-    return Task(model, "ssd_fx", options=options, preload=preload)
+    where = {"dirs": [flags.dir]} if flags.dir else {}
+    return Task(model, "ssd_fx", options=where | options_of(way), preload=preload)
+
+
+def options_of(way: str) -> dict[str, Any]:
+    """Of ssd_fx: none by "default", else a budget, or options with values in JSON."""
+    if way == "default":
+        return {}
+    if "=" in way:
+        pairs = (option.partition("=") for option in way.split(","))
+        return {name: json.loads(value) for name, _, value in pairs}
+    return {"budget": 0 if way == "budget0" else way}
 
 
 def row(name: str, steps: Sequence[Step], reference: Sequence[Step]) -> str:
@@ -65,7 +73,7 @@ def main() -> int:
     train_gpt.add_model_flags(parser)
     parser.set_defaults(layers=12, seq=512, lr=3e-4)
     parser.add_argument(
-        "--ways", nargs="+", default=list(WAYS), help="also a budget such as auto, malloc, WAY+jemalloc"
+        "--ways", nargs="+", default=list(WAYS), help="also a budget, OPTION=VALUE[,...], WAY+jemalloc"
     )
     parser.add_argument("--jemalloc", type=Path, help="the library for WAY+jemalloc")
     parser.add_argument("--mimalloc", type=Path, help="the library for WAY+mimalloc")
