@@ -72,9 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     train_gpt.add_model_flags(parser)
     parser.set_defaults(layers=12, seq=512, lr=3e-4)
-    parser.add_argument(
-        "--ways", nargs="+", default=list(WAYS), help="also a budget, OPTION=VALUE[,...], WAY+jemalloc"
-    )
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="also a budget, OPTION=VALUE[,...], WAY+jemalloc")
     parser.add_argument("--jemalloc", type=Path, help="the library for WAY+jemalloc")
     parser.add_argument("--mimalloc", type=Path, help="the library for WAY+mimalloc")
     parser.add_argument("--rounds", type=int, default=15)
