@@ -14,8 +14,10 @@ WORKERS ?= 2
 # A default test that takes longer hangs: it fails then, and every thread's traceback is printed.
 HUNG_S ?= 300
 
-# For "make paper": after so many minutes no other case begins; extra flags for benchmarks/paper, e.g. "--only peaks".
+# For "make paper": after so many minutes no other case begins; libjemalloc.so, as one of the rivals; extra flags for
+# benchmarks/paper, e.g. "--only peaks".
 MINUTES ?= 120
+JEMALLOC ?=
 PAPER_FLAGS ?=
 
 # For "make gpu": the drive, where the results go, extra flags for benchmarks/gpu_parts.py (--dry-run shows what it runs).
@@ -46,7 +48,7 @@ help:
 	@echo "make docs      the pages as a site, in $(SITE)/index.html"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
 	@echo "make gpu       on a GPU: tests, rates, bandwidth, steps (25 minutes); gpu-PART: one of its parts, GPU_FLAGS=--dry-run"
-	@echo "make paper     the reference paper's experiments, and docs/benchmarks.md (MINUTES=120; QUICK=1: tiny, ten minutes)"
+	@echo "make paper     the reference paper's experiments, to demo-out/paper/ (MINUTES=120; QUICK=1: tiny, ten minutes)"
 	@echo "make bench     the demo at its full size;  make clean"
 
 setup: $(STAMP)
@@ -108,10 +110,11 @@ compatibility: $(STAMP)
 matrix:
 	$(PYTHON) -m tests.matrix $(VERSIONS) --results $(RESULTS)/matrix.jsonl --pip "$(PIP_FLAGS)" --pytest "$(PYTEST_FLAGS)"
 
-# Where the results of "make paper QUICK=1" go; without QUICK they go to docs/, and docs/benchmarks.md is made of them.
+# PAPER_FLAGS="--json-dir docs/results/paper --more" goes on with the results of docs/benchmarks.md instead.
 paper: $(STAMP)
 	@mkdir -p demo-out/paper
-	$(PY) benchmarks/paper --dir demo-out $(if $(QUICK),--quick --json-dir demo-out/paper,--minutes $(MINUTES)) $(PAPER_FLAGS)
+	$(PY) benchmarks/paper --dir demo-out --json-dir demo-out/paper $(if $(QUICK),--quick,--minutes $(MINUTES)) \
+		$(if $(JEMALLOC),--jemalloc $(JEMALLOC)) $(PAPER_FLAGS)
 
 planted: $(STAMP)
 	$(PY) -m tests.planted --results $(RESULTS)/planted.jsonl

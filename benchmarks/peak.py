@@ -20,6 +20,8 @@ from types import TracebackType
 
 import torch
 
+# What PyTorch's launcher sets for jemalloc (torch/backends/xeon/run_cpu.py).
+JEMALLOC_CONF = "oversize_threshold:1,background_thread:true,metadata_thp:auto"
 SOURCE = Path(__file__).with_name("memtrack.c")
 
 
@@ -41,7 +43,8 @@ def library() -> Path:
 def environment(preload: str = "") -> dict[str, str]:
     """What to add to the environment of a process that is to be measured, and that has `preload` too."""
     libraries = (str(library()), preload, os.environ.get("LD_PRELOAD", ""))
-    return {"LD_PRELOAD": ":".join(filter(None, libraries))}
+    settings = {"MALLOC_CONF": JEMALLOC_CONF} if "jemalloc" in Path(preload).name else {}
+    return {"LD_PRELOAD": ":".join(filter(None, libraries))} | settings
 
 
 def is_preloaded() -> bool:

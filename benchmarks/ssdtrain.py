@@ -37,13 +37,14 @@ class Stored:
         self.lock = threading.Lock()
         self.loading: Future[None] | None = None
 
-    def store(self) -> None:
-        """Write the file and drop the tensor, unless a load has come meanwhile."""
+    def store(self) -> int:
+        """Write the file and drop the tensor, unless a load has come meanwhile. The bytes written."""
         x = self.held
         assert x is not None, "dropped by this method only"
         file = os.open(self.path, os.O_CREAT | os.O_WRONLY)
         try:
             view = memoryview(_bytes(x, self.extent))
+            nbytes = len(view)
             while view:
                 view = view[os.write(file, view) :]
             os.fdatasync(file)
@@ -53,6 +54,7 @@ class Stored:
         with self.lock:
             if self.loading is None:
                 self.held = None
+        return nbytes
 
     def load(self) -> None:
         """Bring the tensor back into memory."""
@@ -91,6 +93,7 @@ class Cache:
         self.writes = ThreadPoolExecutor(1)
         self.reads = ThreadPoolExecutor(1)
         self.count = 0
+        self.writing: list[Future[int]] = []
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, at=number: self._begin(at))
             layer.register_forward_hook(lambda *_, at=number: self._end(at))
@@ -102,6 +105,11 @@ class Cache:
         self.saved.clear()
         self.now = -1
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def written_bytes(self) -> int:
+        """Of the stores since the last call. Waits for them, and raises what one of them raised."""
+        ended, self.writing = self.writing, []
+        return sum(each.result() for each in ended)
 
     def _begin(self, layer: int) -> None:
         self.now = layer
@@ -119,12 +127,13 @@ class Cache:
             self.count += 1
             found = self.known[key] = Stored(x.detach(), os.path.join(self.directory, str(self.count)))
             self.saved.setdefault(self.now, []).append(found)
-            self.writes.submit(found.store)
+            self.writing.append(self.writes.submit(found.store))
         return found
 
     def _prefetch(self, layer: int) -> None:
         for stored in self.saved.pop(layer, []):
-            stored.loading = self.reads.submit(stored.load)
+            with stored.lock:
+                stored.loading = stored.loading or self.reads.submit(stored.load)
 
     def _unpack(self, packed: Tensor | Stored) -> Tensor:
         if isinstance(packed, Tensor):

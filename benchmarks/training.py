@@ -118,7 +118,7 @@ def train(task: Task) -> Iterator[Step]:
     shape = train_gpt.Shape(about.layers, about.width, about.heads, about.seq, about.dropout)
     model = families.make(about.family, shape, about.vocabulary).to(task.device)
     optimizer = _optimizer(task, model)
-    forward, around = compiled(model, task.way, task.budget, task.options, task.directory)
+    forward, hooks = compiled(model, task.way, task.budget, task.options, task.directory)
     data = families.batches(about.family, about.batch, about.seq, about.seed)
     tracker = peak.on(task.device)
     if task.way == "ssd_fx" and isinstance(tracker, peak.Peak):
@@ -134,7 +134,7 @@ def train(task: Task) -> Iterator[Step]:
         start, cpu, io_cpu = time.perf_counter(), time.process_time(), io_cpu_s()
         with tracker as memory:
             for inputs, targets in batches:
-                with torch.autocast(task.device, torch.bfloat16, enabled=about.amp), around():
+                with torch.autocast(task.device, torch.bfloat16, enabled=about.amp), hooks.around():
                     loss = forward(inputs, targets)
                 (loss / task.micro).backward()
             peak.wait(task.device)
@@ -148,7 +148,8 @@ def train(task: Task) -> Iterator[Step]:
         figures |= {"peak_bytes": memory.peak_bytes, "loss": loss.item()}
         figures |= {"resident_peak_bytes": resident_peak_bytes(), "resident_before_bytes": before}
         del loss
-        yield Step(**figures, **_offloading(task, start))
+        moved = _offloading(task, start) if task.way == "ssd_fx" else {"written_bytes": hooks.written_bytes()}
+        yield Step(**figures, **moved)
 
 
 def _optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -165,8 +166,6 @@ def _reset(task: Task) -> None:
 
 def _offloading(task: Task, since: float) -> dict[str, Any]:
     """What ssd_fx did since `_reset`, which was at `since`, under the names of `Step`."""
-    if task.way != "ssd_fx":
-        return {}
     from ssd_fx.runtime import trace
 
     found = Step.figures(train_gpt.stats())

@@ -8,6 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import ssdtrain  # a neighbour of this file
@@ -20,7 +21,14 @@ HOOKED = ("disk_hooks", "ssdtrain")
 SMALL = 1000  # elements: what the tutorial keeps in memory
 
 Forward = Callable[[Tensor, Tensor], Tensor]
-Context = Callable[[], AbstractContextManager[Any]]  # around every forward
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """`around`: what stands around every forward. `written_bytes`: what its hooks have written since the last call."""
+
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    written_bytes: Callable[[], int] = lambda: 0
 
 
 class Checkpointed(nn.Module):
@@ -37,8 +45,8 @@ class Checkpointed(nn.Module):
 
 def compiled(
     model: nn.Module, way: Way, budget: float, options: Mapping[str, Any], directory: str
-) -> tuple[Forward, Context]:
-    """The model, to be compiled at its first call, and what stands around its forward.
+) -> tuple[Forward, Hooks]:
+    """The model, to be compiled at its first call, and the hooks around its forward.
 
     "inductor"; "recompute": Inductor with torch's own solver under `budget`, a share from 0 to 1; "checkpoint":
     Inductor, every layer under torch.utils.checkpoint; "ssd_fx" with `options`; "layers": Inductor, every layer a graph
@@ -48,21 +56,24 @@ def compiled(
     if way == "ssd_fx":
         import ssd_fx
 
-        return torch.compile(model, backend=ssd_fx.backend, options=dict(options)), contextlib.nullcontext
+        return torch.compile(model, backend=ssd_fx.backend, options=dict(options)), Hooks()
     if way in ("layers", *HOOKED):
         for block in blocks(model):
             block.compile(backend="inductor")
         if way == "layers":
-            return model, contextlib.nullcontext
+            return model, Hooks()
         where = tempfile.mkdtemp(dir=directory or None)
-        return model, ssdtrain.Cache(model, blocks(model), where).hooks if way == "ssdtrain" else disk_hooks(where)
+        if way == "disk_hooks":
+            return model, disk_hooks(where)
+        cache = ssdtrain.Cache(model, blocks(model), where)
+        return model, Hooks(cache.hooks, cache.written_bytes)
     if way == "recompute":
         torch._functorch.config.activation_memory_budget = budget
     if way == "checkpoint":
         for name, child in list(model.named_children()):
             if isinstance(child, nn.ModuleList):
                 setattr(model, name, nn.ModuleList(Checkpointed(block) for block in child))
-    return torch.compile(model, backend="inductor"), contextlib.nullcontext
+    return torch.compile(model, backend="inductor"), Hooks()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -78,14 +89,16 @@ class _TemporaryFile:
         os.remove(self.name)
 
 
-def disk_hooks(directory: str) -> Context:
+def disk_hooks(directory: str) -> Hooks:
     """Hooks as PyTorch's tutorial "Hooks for autograd saved tensors" has them: one file for every saved tensor."""
+    written = [0]
 
     def pack(x: Tensor) -> Tensor | _TemporaryFile:
         if x.numel() < SMALL:
             return x
         file = _TemporaryFile(directory)
         torch.save(x, file.name)
+        written[0] += os.path.getsize(file.name)
         return file
 
     def unpack(packed: Tensor | _TemporaryFile) -> Tensor:
@@ -94,4 +107,8 @@ def disk_hooks(directory: str) -> Context:
         x: Tensor = torch.load(packed.name)
         return x
 
-    return lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    def written_bytes() -> int:
+        since, written[0] = written[0], 0
+        return since
+
+    return Hooks(lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack), written_bytes)

@@ -5,6 +5,7 @@ python benchmarks/paper --dir /mnt/nvme --minutes 35         # the most valuable
 python benchmarks/paper --dir /mnt/nvme --only peaks curve   # parts
 python benchmarks/paper --dir /mnt/nvme --more               # the cases that have no result yet, or too few rounds
 python benchmarks/paper --page                               # the page alone, of the results that are there
+python benchmarks/paper --dir /mnt/nvme --beside "a build"   # for the page: what else used the machine
 python benchmarks/paper --dir /mnt/nvme --device cuda --amp --shapes 8192x4 12288x3 16384x2 --seq 1024 --head 128
 
 With `--minutes` every part has its share of the time that is left, and what a part leaves over goes to those behind it.
@@ -63,6 +64,7 @@ def measure(flags: argparse.Namespace, parts: Sequence[Part]) -> None:
     end = time.monotonic() + 60 * flags.minutes
     where = system.machine(flags.dir)
     where["directory"] = where["directory"].rpartition(" on ")[2]
+    where |= {"beside": flags.beside} if flags.beside else {}
     for number, part in enumerate(parts):
         left = end - time.monotonic()
         share = part.share / sum(each.share for each in parts[number:])
@@ -121,6 +123,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--vocabulary", type=int, default=2048, help="default %(default)s")
     add("--amp", action="store_true", help="bfloat16 autocast")
     add("--device", default="cpu", help="cpu or cuda")
+    add("--beside", default="", metavar="TEXT", help="what else uses the machine, for the page")
     add("--jemalloc", default="", help="the library, for Inductor under jemalloc")
     flags = parser.parse_args(arguments)
     if not (flags.page or flags.dir):

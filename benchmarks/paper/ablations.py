@@ -21,7 +21,10 @@ SWITCHED = """\
 "no planner": everything is stored where it is made, released behind its last use, and loaded where it is used. Alias
 groups cannot be switched off: views of one storage would be released one by one while others hold it. Nor can order
 pins: without them Inductor ran nodes in another order than planned, and the audit refused the code. Nor can forwarding:
-what is still being written has no other source. "not read back" is what it saved."""
+what is still being written has no other source. "not read back" is what it saved. What was still waiting to be written
+then is not written at all, so "written" of equal plans may differ by such a tensor. A part that the planner counts also
+changes the plan: without checksums a GPT recomputes nothing, and stores more. "no prefetch" has no learning either,
+which would read ahead too. "no packing" changes nothing here, because no tensor of these models has gaps."""
 ALL, KEEP = "all of it", "Inductor"
 OPTIONS: dict[str, dict[str, Any]] = {
     "checksums": {"checksums": False},

@@ -133,7 +133,7 @@ def _fits(task: Task) -> bool:
 def _section(result: Result) -> str:
     parts = []
     for label, case in result["cases"].items():
-        head = ("mode", "largest batch", "tokens/s", "to Inductor", "live peak, MiB", "fails at")
+        head = ("mode", "largest batch", "tokens/s", "time per token to Inductor", "live peak, MiB", "fails at")
         limit = f"The memory of {label}: {text.mib(case['limit_bytes'])} MiB of private memory, all of the process"
         rows = [_row(name, case) for name in case["tried"]]
         parts.append(f"{limit}; {text.rounds(case)}.\n\n{text.table(head, rows)}")
@@ -145,14 +145,13 @@ def _row(name: str, case: Result) -> tuple[str, ...]:
     mode, keep = case["modes"].get(name), case["modes"].get(KEEP)
     if mode is None:
         return name, "none", "", "", "", fails
-    least = f"{_speed(mode) / _speed(keep):.3f}" if keep else ""
-    batch, speed = str(case["batches"][name]), f"{_speed(mode):.0f}"
-    return name, batch, speed, least, text.mib(mode["peak_bytes"]), fails
+    ratio = str(text.Ratio.of(_per_token(mode), _per_token(keep))) if keep else ""
+    batch, speed = str(case["batches"][name]), f"{mode['tokens'] / median(mode['time_s']):.0f}"
+    return name, batch, speed, ratio, text.mib(mode["peak_bytes"]), fails or "not tried further"
 
 
-def _speed(mode: Result) -> float:
-    """Tokens a second."""
-    return float(mode["tokens"] / median(mode["time_s"]))
+def _per_token(mode: Result) -> Result:
+    return {"time_s": [seconds / mode["tokens"] for seconds in mode["time_s"]]}
 
 
 PART = Part(

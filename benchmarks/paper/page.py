@@ -16,10 +16,13 @@ HEAD = """
 # Benchmarks: the experiments of the reference paper
 
 SSDTrain (arXiv 2408.10013) promises a lower peak of activations at no cost, and larger micro-batches, for BERT, T5 and
-GPT. This page has its experiments on a small machine. `make paper` measures and writes it; `make paper QUICK=1` only
-shows that everything runs. A part that has no figures here is marked as not measured.
+GPT. This page has its experiments on two small machines, in several runs: their commands stand with the figures.
+`make paper` measures all of it, and writes such a page to `demo-out/paper/`; `make paper QUICK=1` only shows that
+everything runs. A part that has no figures here is marked as not measured.
 
 - Modes of one case train in processes of their own that make steps in turns (`benchmarks/workers.py`).
+- Ratios are of times, so below 1 is faster, unless their column says otherwise.
+- "Commit" with a `+`: of that commit with changes that were committed later. "Beside": what else used the machine.
 - A ratio is the median of the ratios within each round. In brackets stands the interval that holds it with 95%, by the
   sign test. It takes fifteen rounds to claim anything.
 - A live peak is that of tensors above the level before the step, exact. A resident peak is that of the whole process.

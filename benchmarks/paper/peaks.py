@@ -17,7 +17,9 @@ from paper.part import Part
 KEEP, ZERO, AUTO = "Inductor", "budget 0", "default (auto)"
 LEAST = """\
 "Least possible" is the peak with everything offloaded that can be and drives of infinite speed. With two to four layers
-the tensors of one layer are a quarter of all and more, and the new gradients count too."""
+the tensors of one layer are a quarter of all and more, and the new gradients count too. "In the median": the interval
+goes beyond what is aimed at, so more rounds could decide otherwise. A T5 of 12 layers is slower than these:
+[measurements.md](measurements.md)."""
 CLAIMS = {AUTO: (0.45, 1.02), ZERO: (0.80, 1.05)}  # of the peak below Inductor's, at a ratio of at most
 
 
@@ -64,11 +66,19 @@ def _claims(result: Result) -> str:
             if {name, KEEP} <= set(case["modes"]):
                 mode, keep = case["modes"][name], case["modes"][KEEP]
                 ratio, change = text.Ratio.of(mode, keep), mode["peak_bytes"] / keep["peak_bytes"] - 1
-                met = "yes" if change <= -less and ratio.median <= slower else "no"
-                met = met if ratio.rounds >= CLAIM else "too few rounds"
+                met = _met(ratio, slower) if change <= -less else "no"
                 least = f"{case['least_bytes'] / keep['peak_bytes'] - 1:+.0%}" if "least_bytes" in case else ""
                 rows.append((label, name, f"-{less:.0%}, {slower}", f"{change:+.0%}, {ratio}", least, met))
     return text.table(("", "mode", "aimed at: peak, time", "measured", "least possible", "met"), rows)
+
+
+def _met(ratio: text.Ratio, slower: float) -> str:
+    """Whether a ratio is at most `slower`: of the whole interval, of the median alone, or not."""
+    if ratio.rounds < CLAIM:
+        return "too few rounds"
+    if ratio.high <= slower:
+        return "yes"
+    return "in the median" if ratio.median <= slower else "no"
 
 
 def _section(result: Result) -> str:

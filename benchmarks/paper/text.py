@@ -63,7 +63,7 @@ def change(nbytes: float, reference: float) -> str:
     return f"{100 * (nbytes / reference - 1):+.0f}%"
 
 
-HEAD = ("mode", "step, s", "to the first", "live peak, MiB", "", "resident peak, MiB", "written, MiB")
+HEAD = ("mode", "step, s", "time to the first", "live peak, MiB", "to the first", "resident peak, MiB", "written, MiB")
 
 
 def modes(case: Result) -> str:
