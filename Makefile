@@ -124,11 +124,16 @@ bigger-than-memory: $(STAMP)
 	@mkdir -p demo-out
 	$(PY) benchmarks/bigger_than_memory.py --dir demo-out --json demo-out/bigger.json
 
+# Of its requirements those that it needs for what is compared; the others would change the environment.
+LLM_ANALYSIS := llm-analysis==0.2.2 "fire<0.6" termcolor six
+
 # Without TESTS it says how to get PyTorch's tests.
 peers: $(STAMP)
 	@mkdir -p demo-out
 	rm -rf demo-out/peers
-	PEERS_RESULTS=$(RESULTS)/peers.jsonl $(PY) -m pytest -m peers tests/peers $(PYTEST_FLAGS)
+	$(PY) -m pip install --quiet $(PIP_FLAGS) --no-deps --upgrade --target demo-out/peers/llm-analysis $(LLM_ANALYSIS)
+	PEERS_RESULTS=$(RESULTS)/peers.jsonl PYTHONPATH=demo-out/peers/llm-analysis \
+		$(PY) -m pytest -m peers tests/peers $(PYTEST_FLAGS)
 	$(PY) -m tests.peers.run $(addprefix --tests ,$(TESTS)) --results $(RESULTS)/peers.jsonl
 	$(PY) -m tests.peers.results $(RESULTS)/peers.jsonl
 

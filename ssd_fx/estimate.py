@@ -62,7 +62,7 @@ def estimate(
         budgets: as the option `budget`.
         options: those of `ssd_fx.Config`; `dynamic` and `mode` are those of `torch.compile`.
         memory: marks the fastest budget whose tensors fit in so many bytes ("8GiB").
-        drive_tbw: a number of TB that the drives are rated for, 0 if not known.
+        drive_tbw: a number of TB that all drives of the node are rated for; 0 for that of the options.
         batch: another batch size than that of the inputs, if they have it first.
         optimizers: their state counts.
 
@@ -77,7 +77,8 @@ def estimate(
     if not asked:
         raise ValueError("budgets is empty; right would be e.g. [0, 0.5]")
     limit, rated = parsed_size("memory", memory), parse_tbw("drive_tbw", drive_tbw)
-    check_options(options)
+    config = check_options(options)
+    rated = (rated or config.drive_tbw) / config.ranks.count  # the other ranks write to them too
     model, call = fake.off_meta(uncompiled(model), called_with(inputs))
     if batch is not None:
         call = fake.with_batch(call, parsed_batch(batch))

@@ -210,6 +210,16 @@ def checkpointed(x: torch.Tensor, w: torch.Tensor) -> Any:
     return checkpoint(ssd_fx.estimate, toys.relu_chain, (x, w), options=TOY, use_reentrant=False)
 
 
+def test_the_drives_wear_by_what_all_ranks_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks write to the drives of the node, so each has half of their life. The option counts as the argument."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    one = ssd_fx.estimate(model, x, budgets=[0], options=TOY, drive_tbw=600)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    two = ssd_fx.estimate(model, x, budgets=[0], options=TOY | {"ranks": 2}, drive_tbw=600)
+    by_option = ssd_fx.estimate(model, x, budgets=[0], options=TOY | {"ranks": 2, "drive_tbw": 600})
+    assert [one.drive_tbw, two.drive_tbw, by_option.drive_tbw] == [600, 300, 300]
+
+
 def test_what_a_model_logs_breaks_no_graph() -> None:
     """Hugging Face models warn of their loss; Dynamo breaks there, unless it is told to leave loggers out."""
 

@@ -48,6 +48,7 @@ _GPU = {
 _DRIVE = {
     "write_gbps": "10^9 bytes a second that one drive writes",
     "read_gbps": "10^9 bytes a second that one drive reads",
+    "capacity_tb": "10^12 bytes that one drive holds",
     "tbw": "rated endurance of one drive, in 10^12 bytes",
 }
 
@@ -176,11 +177,13 @@ def scenario(flags: argparse.Namespace) -> Scenario:
     machine = MACHINES[flags.machine or preset.machine]
     memory = {} if flags.memory_gib is None else {"memory_gib": flags.memory_gib}
     head = preset.head if flags.head is None else flags.head
+    tflops, source = _tflops(flags, preset, machine.device)
     return Scenario(
         model=_given(preset.model, flags),
         parallelism=_given(preset.parallelism, flags),
         batch=preset.batch if flags.batch is None else flags.batch,
-        tflops=_tflops(flags, preset, machine.device),
+        tflops=tflops,
+        tflops_source=source,
         device=dataclasses.replace(machine.device, **memory),
         drives=_drives(flags, machine),
         head=head,
@@ -204,18 +207,24 @@ def _given(preset: Any, flags: argparse.Namespace) -> Any:
     return dataclasses.replace(preset, **{name: value for name, value in given.items() if value is not None})
 
 
-def _tflops(flags: argparse.Namespace, preset: Run, device: Device) -> float:
-    """What a GPU achieves: as given, else a part of the peak as given, else of the preset, else of the machine."""
+def _tflops(flags: argparse.Namespace, preset: Run, device: Device) -> tuple[float, str]:
+    """What a GPU achieves, and who says so: as given, else a part of the peak as given, else of the preset, else of the
+    machine."""
     if flags.tflops is not None:
-        return float(flags.tflops)
+        return float(flags.tflops), "as given"
+    if flags.dtype == "fp32":
+        raise ValueError("--dtype=fp32 has no rate, because peaks are those of 16 bits; right would be with --tflops")
     share = UTILISATION if flags.utilisation is None else float(flags.utilisation)
     if not 0 < share <= 1:
         raise ValueError(f"utilisation={share:g} is not possible; right would be above 0 and at most 1, e.g. 0.4")
+    part = f"{share:.0%} of its peak" + (", a guess" if flags.utilisation is None else "")
     if flags.peak_tflops is not None:
         positive("peak_tflops", flags.peak_tflops, "TFLOP/s")
-        return share * float(flags.peak_tflops)
+        return share * float(flags.peak_tflops), part
     measured = preset.tflops if device == MACHINES[preset.machine].device else 0.0
-    return measured if measured and flags.utilisation is None else share * device.peak_tflops
+    if measured and flags.utilisation is None:
+        return measured, "of the preset"
+    return share * device.peak_tflops, part
 
 
 def _drives(flags: argparse.Namespace, machine: Machine) -> Drives:

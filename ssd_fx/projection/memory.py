@@ -21,8 +21,10 @@ class Memory:
     """Bytes on one GPU, and the micro-batches that fit; 0 if not even one sequence does.
 
     state_bytes: weights, gradients, optimizer.
-    kept_bytes: activations if all are kept. offloaded_bytes: if only two layers and the head are in memory.
-    largest_drive_bytes: activations on the drives with the largest micro-batch.
+    kept_bytes: activations if all are kept. offloaded_bytes: if two layers, the head, and what drives are too slow for
+    are in memory.
+    largest_drive_bytes: activations on the drives with the largest micro-batch. is_of_drives: they have no room for
+    more; else the GPU has none.
     """
 
     state_bytes: float
@@ -31,20 +33,23 @@ class Memory:
     largest_batch_kept: int
     largest_batch_offloaded: int
     largest_drive_bytes: float
+    is_of_drives: bool
 
 
-def memory(scenario: Scenario) -> Memory:
-    """The memory of the GPU that needs the most."""
+def memory(scenario: Scenario, share: float = 1.0) -> Memory:
+    """The memory of the GPU that needs the most. share: the part of the activations that drives keep up with."""
     state, room = state_bytes(scenario), scenario.device.memory_gib * 2**30
-    kept, offloaded = kept_bytes(scenario, 1), offloaded_bytes(scenario, 1)
-    largest = max(0, int((room - state) / offloaded))
+    kept, offloaded = kept_bytes(scenario, 1), offloaded_bytes(scenario, 1, share)
+    fits = max(0, int((room - state) / offloaded))
+    largest = min(fits, int(scenario.drives.nbytes / (share * kept)))
     return Memory(
         state_bytes=state,
         kept_bytes=kept * scenario.batch,
         offloaded_bytes=offloaded * scenario.batch,
         largest_batch_kept=max(0, int((room - state) / kept)),
         largest_batch_offloaded=largest,
-        largest_drive_bytes=kept * largest,
+        largest_drive_bytes=share * kept * largest,
+        is_of_drives=largest < fits,
     )
 
 
@@ -65,10 +70,11 @@ def kept_bytes(scenario: Scenario, batch: int) -> float:
     return max(split.pp * layers, layers + _head(scenario, batch))
 
 
-def offloaded_bytes(scenario: Scenario, batch: int) -> float:
-    """Activations that are in memory at a time when all are offloaded."""
+def offloaded_bytes(scenario: Scenario, batch: int, share: float = 1.0) -> float:
+    """Activations that are in memory at a time when `share` of all is offloaded."""
     layers = min(LAYERS_IN_MEMORY, scenario.layers_per_gpu)
-    return layers * layer_bytes(scenario.model, scenario.parallelism, batch) + _head(scenario, batch)
+    passing = layers * layer_bytes(scenario.model, scenario.parallelism, batch) + _head(scenario, batch)
+    return passing + (1 - share) * (kept_bytes(scenario, batch) - passing)
 
 
 def _head(scenario: Scenario, batch: int) -> float:

@@ -86,8 +86,9 @@ def _memory(axes: Any, found: Projection) -> None:
     room, state = scenario.device.memory_gib, memory.state_bytes / 2**30
     last = max(memory.largest_batch_offloaded, 2 * scenario.batch, 4)
     batches = [last * i / _POINTS for i in range(_POINTS + 1)]
-    for name, nbytes in (("all kept", kept_bytes), ("offloaded", offloaded_bytes)):
-        each = nbytes(scenario, 1) / 2**30
+    kept, offloaded = kept_bytes(scenario, 1), offloaded_bytes(scenario, 1, found.share)
+    for name, nbytes in (("all kept", kept), ("offloaded", offloaded)):
+        each = nbytes / 2**30
         axes.plot(batches, [state + each * b for b in batches], label=name)
     axes.axhline(room, color="black", linestyle="--", label=f"{scenario.device.name}: {room:g} GiB")
     axes.axvline(scenario.batch, color="grey", linestyle=":", label=f"micro-batch {scenario.batch}")

@@ -39,10 +39,10 @@ class Machine:
 DRIVES = {
     drive.name: drive
     for drive in (
-        Drive(name="samsung-980-pro-1tb", write_gbps=5.0, read_gbps=7.0, tbw=600, price_usd=90),
-        Drive(name="samsung-pm9d3a-7.68tb-u2", write_gbps=6.8, read_gbps=12.0, tbw=14016),
-        Drive(name="micron-9550-max-6.4tb-u2", write_gbps=10.0, read_gbps=14.0, tbw=35040),
-        Drive(name="micron-9550-pro-7.68tb-e1s", write_gbps=10.0, read_gbps=14.0, tbw=14016),
+        Drive(name="samsung-980-pro-1tb", capacity_tb=1.0, write_gbps=5.0, read_gbps=7.0, tbw=600, price_usd=90),
+        Drive(name="samsung-pm9d3a-7.68tb-u2", capacity_tb=7.68, write_gbps=6.8, read_gbps=12.0, tbw=14016),
+        Drive(name="micron-9550-max-6.4tb-u2", capacity_tb=6.4, write_gbps=10.0, read_gbps=14.0, tbw=35040),
+        Drive(name="micron-9550-pro-7.68tb-e1s", capacity_tb=7.68, write_gbps=10.0, read_gbps=14.0, tbw=14016),
     )
 }
 

@@ -41,6 +41,7 @@ def project(scenario: Scenario) -> Projection:
     forward_s = flops / (split.tp * scenario.tflops * 1e12)
     nbytes = scenario.layers_per_gpu * layer + outside
     traffic = Traffic(nbytes=nbytes, forward_s=forward_s, step_s=3 * forward_s)
+    share = traffic.share(scenario.drives)
     return Projection(
         scenario=scenario,
         parameters=parameters(model),
@@ -49,7 +50,7 @@ def project(scenario: Scenario) -> Projection:
         outside_bytes=outside,
         traffic=traffic,
         hides=traffic.hides(scenario.drives),
-        share=traffic.share(scenario.drives),
-        memory=memory(scenario),
+        share=share,
+        memory=memory(scenario, share),
         endurance=endurance(traffic, scenario.drives),
     )

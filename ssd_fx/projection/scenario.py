@@ -111,12 +111,13 @@ class Device(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Drive(_Part):
-    """One drive. Rates in 10^9 bytes a second; tbw: rated endurance in 10^12 bytes; price_usd: 0 if not known."""
+    """One drive. Rates in 10^9 bytes a second; capacity and tbw, its rated endurance, in 10^12 bytes."""
 
-    UNITS: ClassVar = {"write_gbps": "GB/s", "read_gbps": "GB/s", "tbw": "TB"}
+    UNITS: ClassVar = {"write_gbps": "GB/s", "read_gbps": "GB/s", "capacity_tb": "TB", "tbw": "TB"}
 
     write_gbps: float
     read_gbps: float
+    capacity_tb: float
     tbw: float
 
 
@@ -139,6 +140,11 @@ class Drives:
         return self.count * self.drive.read_gbps * 1e9
 
     @property
+    def nbytes(self) -> float:
+        """What they hold."""
+        return self.count * self.drive.capacity_tb * 1e12
+
+    @property
     def rated_tb(self) -> float:
         """What they may be written in all, as rated, in 10^12 bytes."""
         return self.count * self.drive.tbw
@@ -153,7 +159,7 @@ class Scenario:
     """All that a projection needs.
 
     batch: the micro-batch, in sequences.
-    tflops: what one GPU achieves, in 10^12 floating point operations a second.
+    tflops: what one GPU achieves, in 10^12 floating point operations a second. tflops_source: who says so.
     head: count the embedding's dropout, the last norm and the head too; the paper counts the layers alone.
     """
 
@@ -165,6 +171,7 @@ class Scenario:
     drives: Drives
     head: bool = True
     optimizer: str = "adam"
+    tflops_source: str = "as given"
 
     def __post_init__(self) -> None:
         whole("batch", self.batch)

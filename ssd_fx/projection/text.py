@@ -46,18 +46,20 @@ def _inputs(found: Projection) -> Rows:
     size = f"{found.parameters / 1e9:.4g} B parameters, {model.layers} layers, width {model.width}, {model.heads} heads"
     extra = [f"{model.kv_heads} of them for keys and values"] if model.kv_heads else []
     extra += ["gated MLP"] if model.gated else []
+    rate = f"{scenario.tflops:.4g} TFLOP/s ({scenario.tflops_source})"
     parallel = f"TP {split.tp}, PP {split.pp}, DP {split.dp}"
     parallel += ", sequence parallel" if split.sp else ""
     parallel += f", ZeRO {split.zero}" if split.zero else ""
     return [
         ("model", ", ".join([size, *extra, f"sequence {model.sequence}, {model.dtype}"])),
-        ("GPU", f"{scenario.device.name} at {scenario.tflops:.4g} TFLOP/s; {parallel}; micro-batch {scenario.batch}"),
+        ("GPU", f"{scenario.device.name} at {rate}; {parallel}; micro-batch {scenario.batch}"),
     ]
 
 
 def _drives(drives: Drives) -> str:
     rates = f"{drives.write_bytes_s / 1e9:.3g} GB/s written, {drives.read_bytes_s / 1e9:.3g} read"
-    return f"{drives.count} x {drives.drive.name} per GPU: {rates}, {drives.rated_tb:.6g} TB rated"
+    each = f"{drives.nbytes / 1e12:.4g} TB, {rates}, {drives.rated_tb:.6g} TB rated"
+    return f"{drives.count} x {drives.drive.name} per GPU: {each}"
 
 
 def _activations(found: Projection) -> Rows:
@@ -96,9 +98,11 @@ def _memory(found: Projection) -> Rows:
     state = f"{format_bytes(memory.state_bytes)} of {format_bytes(room)} for weights, gradients and {optimizer}"
     kept, offloaded = memory.largest_batch_kept, memory.largest_batch_offloaded
     space = f"{LAYERS_IN_MEMORY} layers in memory, {memory.largest_drive_bytes / 1e12:.3g} TB on the drives"
+    space += ", which have room for no more" if memory.is_of_drives else ""
+    space += f", {1 - found.share:.2g} of the activations kept" if found.share < 1 else ""
     largest = f"at most {offloaded} offloaded ({space}), {kept} with all kept"
     if not offloaded:
-        largest = "not even 1 fits"
+        largest = "not even 1 fits" + (" on the drives" if memory.is_of_drives else "")
     return [("memory", state), ("micro-batch", largest)]
 
 

@@ -42,11 +42,16 @@ class Traffic:
         return self.nbytes / self.step_s * DAY_S
 
     def hides(self, drives: Drives) -> Hides:
-        """Where the writes hide: within the forward, within half the step, or not at all."""
+        """Where the writes hide: within the forward, or half the step. "no": not, or reads are too slow."""
+        if self.share(drives) < 1:
+            return "no"
         if drives.write_bytes_s >= self.forward_write_bytes_s:
             return "forward"
-        return "half" if drives.write_bytes_s >= self.write_bytes_s else "no"
+        return "half"
 
     def share(self, drives: Drives) -> float:
-        """The part of the activations that drives take within half the step, and give back within the backward."""
+        """The part of the activations that drives take within half the step, and give back within the backward.
+
+        Half a step reaches into the backward. Drives are taken to write and read at their full rates at once there.
+        """
         return min(1.0, drives.write_bytes_s / self.write_bytes_s, drives.read_bytes_s / self.read_bytes_s)

@@ -55,7 +55,7 @@ class Estimate:
         state_bytes: of the optimizer.
         predictions: one for each budget.
         memory: the bytes that all tensors together may have, if asked for.
-        drive_tbw: 10^12 bytes that the drives are rated for; 0 if not known.
+        drive_tbw: this rank's share of what the drives are rated for, in 10^12 bytes; 0 if that is not known.
         rates: where the rates behind the times come from: "measured", "typical", "typical compute", "given".
     """
 

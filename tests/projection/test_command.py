@@ -68,6 +68,29 @@ def test_a_model_by_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["outside_bytes"] == 32 * 2 * (2 * 64 + 9)
     assert found["layer_bytes"] == 32 * 2 * (4 * 64 + 2 * 64 + 2 * 32 + 3 * 256)
     assert found["scenario"]["tflops"] == pytest.approx(0.4 * 989.4)
+    assert found["scenario"]["tflops_source"] == "40% of its peak, a guess"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--tflops 99", "at 99 TFLOP/s (as given);"),
+        ("--utilisation 0.5", "at 156 TFLOP/s (50% of its peak);"),
+        ("--peak-tflops 1000", "at 400 TFLOP/s (40% of its peak, a guess);"),
+        ("", "at 135 TFLOP/s (of the preset);"),
+    ],
+)
+def test_the_text_says_where_the_rate_is_from(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in printed(capsys, "--model", "megatron-18b", *flags.split())
+
+
+def test_the_text_says_what_limits_the_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    full = printed(capsys, "--model", "megatron-1t", "--drives", "2")
+    assert "2 TB on the drives, which have room for no more)" in full
+    assert "not even 1 fits on the drives" in printed(capsys, "--model", "megatron-1t", "--capacity-tb", "0.001")
+    slow = printed(capsys, "--model", "megatron-18b", "--drives", "1")
+    assert "the drives are too slow: they keep up with 0.25 of the activations" in slow
+    assert ", 0.75 of the activations kept)" in slow
 
 
 def test_another_gpu_does_not_have_the_rate_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +175,8 @@ def test_wrong_values_in_a_plan(
         ("--model megatron-18b --batch 9999999999", "batch=9999999999 is too large; right would be at most 1000000000"),
         ("--model megatron-18b --layers -3", "layers=-3 is too small; right would be a whole number from 1 on"),
         ("--model megatron-18b --tp 5", "tp=5 does not divide heads=48; right would be one of 1, 2, 3, 4, 6, 8"),
+        ("--model megatron-18b --dtype fp32", "--dtype=fp32 has no rate, because peaks are those of 16 bits; right"),
+        ("--model megatron-18b --capacity-tb 0", "capacity_tb=0 is not possible; right would be a number of TB"),
         ("--model megatron-18b --utilisation 2", "utilisation=2 is not possible; right would be above 0 and at most 1"),
         ("--model megatron-18b --tbw nan", "tbw=nan is not possible; right would be a number of TB above 0"),
         ("--model megatron-18b --step-ms 3", "--step-ms=3 is for --of; right would be --tflops for a model"),

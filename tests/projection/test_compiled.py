@@ -58,11 +58,12 @@ class Gated(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def test_a_compiled_gated_layer_saves_what_the_formulas_say() -> None:
+@pytest.mark.parametrize("kv_heads", [HEADS, 1])
+def test_a_compiled_gated_layer_saves_what_the_formulas_say(kv_heads: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(BATCH, SEQUENCE, WIDTH, requires_grad=True)
-    plan = offloaded(Gated(HEADS, 320), x)
-    shape = Model(
-        layers=1, width=WIDTH, heads=HEADS, ffn=320, gated=True, dropout=False, sequence=SEQUENCE, dtype="fp32"
-    )
+    plan = offloaded(Gated(kv_heads, 320), x)
+    mlp: dict[str, Any] = {"ffn": 320, "gated": True}
+    heads = {"heads": HEADS, "kv_heads": kv_heads}
+    shape = Model(layers=1, width=WIDTH, **heads, **mlp, dropout=False, sequence=SEQUENCE, dtype="fp32")
     assert plan["offloaded_bytes"] == layer_bytes(shape, Parallelism(), BATCH)

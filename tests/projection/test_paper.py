@@ -41,10 +41,12 @@ def test_megatron_rows(name: str, gbps: float) -> None:
     assert projected(name).traffic.write_bytes_s / 1e9 == pytest.approx(gbps, abs=0.05)
 
 
-def test_the_largest_rate_of_the_paper_is_that_of_a_width_of_12288_within_1_percent() -> None:
-    """12.1 GB/s. Which configuration the paper took stands in a figure that we do not have; narrower ones need more."""
-    assert projected("megatron-175b-sp").traffic.write_bytes_s == pytest.approx(12.1e9, rel=0.01)
-    assert projected("megatron-18b").traffic.write_bytes_s > 19e9
+def test_rates_on_both_sides_of_the_largest_of_the_paper() -> None:
+    """12.1 GB/s. Which configuration the paper took stands in a figure that we do not have. Narrow models need more."""
+    rates = {name: projected(name).traffic.write_bytes_s / 1e9 for name in RUNS if name.startswith("megatron")}
+    more = {name: rate for name, rate in rates.items() if rate > 12.1}
+    assert more == pytest.approx({"megatron-18b": 19.7, "megatron-39b": 15.3, "megatron-76b": 12.5}, abs=0.05)
+    assert rates["megatron-175b-sp"] == pytest.approx(12.0, abs=0.05)
 
 
 def test_the_life_of_four_drives_of_600_tbw_at_the_largest_rate() -> None:

@@ -18,7 +18,7 @@ from ssd_fx.projection.scenario import Drive, Drives, Model, Parallelism, Scenar
 from ssd_fx.projection.traffic import Traffic
 
 MODEL = Model(layers=8, width=1024, heads=16, sequence=1024, vocabulary=1000)
-DRIVE = Drive(name="toy", write_gbps=4, read_gbps=8, tbw=100, price_usd=50)
+DRIVE = Drive(name="toy", write_gbps=4, read_gbps=8, capacity_tb=1, tbw=100, price_usd=50)
 
 
 def scenario(**changed: Any) -> Scenario:
@@ -46,8 +46,10 @@ def test_where_writes_hide(step_s: float, hides: str, share: float) -> None:
 
 
 def test_reads_may_be_what_is_too_slow() -> None:
+    """Then writes do not hide either, though drives would take them all."""
     drives = Drives(drive=dataclasses.replace(DRIVE, read_gbps=1), count=2)
-    assert Traffic(nbytes=8e9, forward_s=1, step_s=3).share(drives) == 0.5  # 4 GB/s needed, 2 there
+    traffic = Traffic(nbytes=8e9, forward_s=1, step_s=3)
+    assert (traffic.share(drives), traffic.hides(drives)) == (0.5, "no")  # 4 GB/s needed, 2 there
 
 
 def test_drives_that_are_too_slow_wear_by_what_they_take() -> None:
@@ -61,11 +63,37 @@ def test_drives_that_are_too_slow_wear_by_what_they_take() -> None:
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.booleans(), st.integers(0, 3))
 def test_the_largest_micro_batch_fits_and_one_more_does_not(tp: int, pp: int, sp: bool, zero: int) -> None:
     found = scenario(parallelism=Parallelism(tp=tp, pp=pp, dp=4, sp=sp, zero=zero))
+    found = dataclasses.replace(found, drives=Drives(drive=DRIVE, count=1000))
     room, sizes = found.device.memory_gib * 2**30, memory(found)
     for largest, nbytes in ((sizes.largest_batch_kept, kept_bytes), (sizes.largest_batch_offloaded, offloaded_bytes)):
         assert sizes.state_bytes + nbytes(found, largest) <= room
         assert sizes.state_bytes + nbytes(found, largest + 1) > room
     assert sizes.largest_drive_bytes == pytest.approx(kept_bytes(found, sizes.largest_batch_offloaded))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_the_drives_hold_the_largest_micro_batch_and_no_more(share: float) -> None:
+    found = scenario(drives=Drives(drive=dataclasses.replace(DRIVE, capacity_tb=0.01), count=2))
+    sizes = memory(found, share)
+    largest = sizes.largest_batch_offloaded
+    assert sizes.is_of_drives
+    assert sizes.largest_drive_bytes == pytest.approx(share * kept_bytes(found, largest))
+    assert share * kept_bytes(found, largest) <= 2e10 < share * kept_bytes(found, largest + 1)
+
+
+def test_what_drives_are_too_slow_for_stays_in_memory() -> None:
+    """Drives of nearly no speed leave nearly all that is kept; half the speed leaves half of what passes."""
+    found = scenario()
+    kept, passing = kept_bytes(found, 1), offloaded_bytes(found, 1)
+    assert offloaded_bytes(found, 1, 1e-9) == pytest.approx(kept)
+    assert offloaded_bytes(found, 1, 0.5) == pytest.approx((kept + passing) / 2)
+    slow, fast = (
+        project(scenario(drives=Drives(drive=dataclasses.replace(DRIVE, write_gbps=gbps, read_gbps=gbps), count=1)))
+        for gbps in (0.1, 1000)
+    )
+    assert slow.share < 1 == fast.share
+    kept_all = slow.memory.largest_batch_kept
+    assert kept_all <= slow.memory.largest_batch_offloaded < fast.memory.largest_batch_offloaded
 
 
 def test_a_model_that_does_not_fit() -> None:
