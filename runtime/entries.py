@@ -82,6 +82,7 @@ class Entry:
     extent: Extent | None = None
     on_drive: bool = False  # the write goes to a drive
     write: Completion | None = None
+    address: int = 0  # where the write reads
     early: bool = False  # it is written as soon as possible, and not only when the budget is full
     strict: bool = False  # there is no memory to read it before the plan says
     asked: bool = False  # a backward has loaded it

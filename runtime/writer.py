@@ -86,7 +86,13 @@ class Writer:
             self.finish(entry, outcome(write))
 
     def finish(self, entry: Entry, error: OSError | None) -> None:
-        """Records the end of a write: the bytes are on disk, or after an error the tensor stays in memory."""
+        """Records the end of a write: the bytes are on disk, or after an error the tensor stays in memory.
+
+        Hazard: `share_memory_` gives the storage other memory, in whatever state the write is. The write may have read
+        the old memory when it was another tensor's, and the checksum is that of these bytes. The tensor has its own.
+        """
+        if error is None and entry.held is not None and entry.held.data_ptr() != entry.address:
+            error = OSError(errno.EFAULT, "its storage was given other memory while it was written")
         c = counters(entry.graph)
         self._forget_write(entry, "failed" if error else "ok")
         if error is None:
@@ -200,7 +206,9 @@ class Writer:
         self.writing_bytes += nbytes
         try:
             entry.on_drive = extent.on_drive  # now: it may move on from host memory before the write's end is seen
-            entry.write = self._engine.write(extent, Memory.of(held))
+            memory = Memory.of(held)
+            entry.address = memory.ptr
+            entry.write = self._engine.write(extent, memory)
             entry.write.start()
         except OSError as error:
             self.finish(entry, error)

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-NOT_OF_THE_DRIVE = (errno.ECANCELED, errno.ENOMEM)  # errors of a write after which the next one may succeed
+# Errors of a write after which the next one may succeed. EFAULT: the tensor was given other memory.
+NOT_OF_THE_DRIVE = (errno.ECANCELED, errno.EFAULT, errno.ENOMEM)
 
 
 class Memory(NamedTuple):

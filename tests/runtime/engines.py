@@ -127,6 +127,30 @@ class DelayedEngine(Wrapped):
         self.inner.close()
 
 
+class WritesOnDemand(Wrapped):
+    """Writes touch the memory when `go` is called."""
+
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner)
+        self.waiting: list[LateWrite] = []
+
+    def write(self, extent: Extent, memory: Memory) -> Completion:
+        self.waiting.append(LateWrite(lambda: self.inner.write(extent, memory), delay_s=3600))
+        return self.waiting[-1]
+
+    def go(self) -> None:
+        """All writes that wait are made, and have ended when this returns."""
+        for write in self.waiting:
+            write._begin()
+            write.wait()
+        self.waiting.clear()
+
+    def close(self) -> None:
+        for write in self.waiting:
+            write.cancel()
+        self.inner.close()
+
+
 class Clock:
     """Real seconds. A test may have another clock, which goes on only where somebody waits."""
 

@@ -13,9 +13,10 @@ import torch
 from ssd_fx.runtime import entries, trace, writer
 from ssd_fx.runtime.engines import extents
 from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stats import counters, reset_stats, stats
 from ssd_fx.runtime.store import get_store
-from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.engines import DelayedEngine, WritesOnDemand, registered
 from tests.runtime.harness import (
     CPU,
     begin,
@@ -132,6 +133,35 @@ def test_memory_that_is_not_torch_s_is_not_given_away(stuck, foreign, tmp_path):
     assert torch.equal(y, expected)
     y.zero_()
     assert torch.equal(look(), expected)
+
+
+@pytest.mark.parametrize("moved", ["before it reads", "while it waits for its end", "and loaded at once"])
+def test_a_storage_that_is_given_other_memory_while_it_is_written(moved, tmp_path):
+    """`share_memory_` frees the memory that the write will read, and the next tensor gets it. No version moves."""
+    CPU_ALLOCATOR.install()
+    made: list[WritesOnDemand] = []
+
+    def wrap(inner):
+        made.append(WritesOnDemand(inner))
+        return made[-1]
+
+    with registered(wrap) as engine:
+        x = torch.arange(N, dtype=torch.float32)
+        expected = x.clone()
+        h = store(x, config_json(tmp_path, engine))
+        release(h, x)
+        if moved == "while it waits for its end":
+            made[0].go()
+        before = x.data_ptr()
+        x.share_memory_()
+        others = [torch.full((N,), 7.0) for _ in range(8)]
+        assert before in [other.data_ptr() for other in others]
+        if moved != "and loaded at once":
+            made[0].go()
+            settle(h)
+        assert torch.equal(load(h, expected), expected)
+        assert torch.equal(x, expected)
+        assert made[0].refused == [], "the drive is not to blame"
 
 
 def test_consumed_load_before_the_release_copies(stuck):
