@@ -176,6 +176,10 @@ def _stored_plain(facts: _Facts, key: int, saved: list[fx.Node], owner: Layout, 
     # An input is stored whole: the runtime sees by its storage whether the caller dropped it, and not by a copy's.
     part = not facts.inputs(key) and not placed
     found = pack(owner, relative, part=part, restride=may_restride(placeholders))
+    if facts.inputs(key) and found is not None and found.pack is not None:
+        # Of a view of the caller's tensor Inductor makes a new one, which has its own version counter. A change of the
+        # input before the backward would go unnoticed.
+        return "expanded input"
     as_it_is = found is not None and found.pack is None and not owner.offset
     if placed and not (as_it_is and _covers(facts.owner(key))):
         return "read by its place in the storage"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ssd_fx
+from tests.inductor import kernels_on_demand
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 
@@ -24,7 +25,7 @@ def magnitudes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 INPUTS: dict[str, tuple[Callable[..., torch.Tensor], Make, str]] = {
     "dense": (squares, lambda b: (b.view(16, 8) * 2)[:8].clone(), "256 B  offload"),
     "offset": (squares, lambda b: (b.view(16, 8) * 2)[8:], "256 of 512 B  offload"),
-    "expanded": (squares, lambda b: (b[:1, :8] * 2).expand(8, 8), "32 B  offload"),
+    "expanded": (squares, lambda b: (b[:1, :8] * 2).expand(8, 8), "32 B  keep     expanded input"),
     "gaps": (squares, lambda b: (b * 2)[:, :8], "512 B  keep     no dense tensor holds the bytes needed"),
     "overlapping": (
         squares,
@@ -59,3 +60,26 @@ def test_inputs(function: Callable[..., torch.Tensor], make: Make, row: str, tmp
     (plan,) = (tmp_path / "offloaded").glob("*.plan.txt")
     (line,) = [line for line in plan.read_text().splitlines() if line.startswith("primals_1 ")]
     assert " ".join(row.split()) in " ".join(line.split())
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x * w).sin().sum()
+
+
+CHANGED = [("aot_eager", kind) for kind in INPUTS if kind != "lazy_conjugate"]
+
+
+@pytest.mark.parametrize("budget", ["1GiB", 0], ids=["it rests in memory", "it is written"])
+@pytest.mark.parametrize(("inner", "kind"), [*CHANGED, ("inductor", "dense"), ("inductor", "expanded")])
+def test_an_input_that_is_changed_before_the_backward_is_an_error(
+    inner: str, kind: str, budget: str | int, tmp_path: Path
+) -> None:
+    """As without ssd_fx. The version counter must be the caller's, and not that of a view which Inductor makes."""
+    torch._dynamo.reset()
+    x, w = INPUTS[kind][1](torch.randn(8, 16)), torch.randn(8, 8, requires_grad=True)
+    options = {"inner": inner, "min_bytes": 0, "budget": budget, "dirs": [tmp_path], "allow_tmpfs": True}
+    with kernels_on_demand():
+        y = torch.compile(product, backend=ssd_fx.backend, options=options | {"machine": "default"})(x, w)
+        (x if x._base is None else x._base).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
