@@ -122,9 +122,9 @@ NO_RATES = {
     "no JSON": "rates",
     "a list": "[]",
     "another version": '{"version": 0}',
-    "a section missing": '{"version": 2, "compute": {}}',
-    "a number": '{"version": 2, "compute": 1, "disk": {}}',
-    "no rate": '{"version": 2, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
+    "a section missing": '{"version": 3, "compute": {}}',
+    "a number": '{"version": 3, "compute": 1, "disk": {}}',
+    "no rate": '{"version": 3, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
 }
 
 

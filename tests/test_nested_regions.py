@@ -94,3 +94,49 @@ def test_a_region_of_dynamic_size(tmp_path: Path) -> None:
 
     ours = gradient("ssd_fx", {"dirs": [str(tmp_path)], "min_bytes": 0})
     torch.testing.assert_close(ours, gradient("aot_eager"))
+
+
+@torch.compiler.nested_compile_region
+def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).tanh()
+
+
+@torch.compiler.nested_compile_region
+def joined(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return ((a + b) @ w).tanh()
+
+
+def residual(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A region's result, which it returns a second time to be saved, is the last operand of the sum."""
+    x = x * 1.5
+    for _ in range(3):
+        x = x + layer(x, w)
+    return x.square().sum()
+
+
+def one_gradient_for_two(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The backward of `a + b` has one tensor for both."""
+    a, b = x * 2, x.cos() * 3
+    y = joined(a, b, w) + a
+    return (joined(y * 0.5, b + 1, w) + y).square().sum()
+
+
+@pytest.mark.parametrize("budget", [0, 1.0])
+@pytest.mark.parametrize("loss", [residual, one_gradient_for_two])
+def test_no_kernel_writes_over_a_tensor_that_a_region_returns_twice(
+    loss: Region, budget: float, tmp_path: Path
+) -> None:
+    """Plain Inductor does (torch 2.13), and its gradients are wrong. So ours are compared with eager's."""
+
+    def gradients(run: Region) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        x, w = torch.randn(32, 32, requires_grad=True), (torch.randn(32, 32) / 6).requires_grad_()
+        return torch.autograd.grad(run(x, w), [x, w])
+
+    torch._dynamo.reset()
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0, "budget": budget, "machine": "default"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ssd_fx keeps", RuntimeWarning)
+        found = gradients(torch.compile(loss, backend=ssd_fx.backend, options=options))
+    for ours, eager in zip(found, gradients(loss), strict=True):
+        assert torch.allclose(ours, eager, rtol=1e-4, atol=1e-4)

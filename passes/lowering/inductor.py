@@ -75,9 +75,33 @@ def _lower_store(x: Any, *args: Any) -> Any:
     stride = base.meta["val"].stride()
     x.realize()  # otherwise Inductor requires the strides of a copy, and other readers of `x` compute it once more
     x = ir.ExternKernel.realize_input(ir.ExternKernel.require_exact_strides(x, stride))
+    if _is_in_memory_of_another(x, base):
+        x = ir.ExternKernel.require_exact_strides(ir.ExternKernel.copy_input(x), stride)
     handle = StoreKernel.create(ops.store.default, x, *args)
     _store_of(handle).stored = x
     return tree_map_only(ir.IRNode, ir.TensorBox.create, handle)
+
+
+def _is_in_memory_of_another(x: Any, node: torch.fx.Node) -> bool:
+    """Whether a realized tensor, the result of `node`, is a part of an input or an output, or of what may be one.
+
+    Hazard: the generated code makes a new tensor of that memory, with a version counter of its own, so nobody notices
+    when the caller writes into the whole. The partition's storages do not show it: a `cat` has its inputs computed into
+    its result, and passes behind the partitioner take copies out, or write into an input instead of a copy.
+    """
+    name = x.get_name()
+    if isinstance(x, ir.ReinterpretView):
+        outputs = map(_viewed, node.graph.output_node().all_input_nodes)
+        if name in V.graph.graph_inputs or _viewed(node) in outputs:
+            return True
+    return name not in V.graph.graph_inputs and isinstance(V.graph.get_buffer(name).get_layout(), ir.NonOwningLayout)
+
+
+def _viewed(node: torch.fx.Node) -> torch.fx.Node:
+    """What a chain of views begins with, by the operators. Passes leave `meta` behind that does not show it."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _lower_load(handle: Any, *args: Any) -> Any:

@@ -26,6 +26,10 @@ def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> 
         "allow_buffer_reuse": False,
         "combo_kernels": False,  # they are made after our pass, and do not respect the planned order
     }
+    if any(node.target is torch.ops.higher_order.invoke_subgraph for node in gm.graph.nodes):
+        # A region may return one tensor twice, or an argument. Inductor does not know that these share memory (torch
+        # 2.13), and a kernel writes over one while the other is still wanted.
+        found["inplace_buffers"] = False
     annotation = gm.meta.pop("cudagraph_annotation", None)  # set by torch.compiler's override_cudagraphs
     if found.get("triton.cudagraphs", config.triton.cudagraphs) or getattr(annotation, "fwd", False):
         found["triton.cudagraphs"] = False
