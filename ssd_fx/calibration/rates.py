@@ -27,8 +27,10 @@ aten = torch.ops.aten
 MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Seconds of one of our nodes on the host: the wrapper's line, the dispatcher, the op without I/O. A GPU runs behind it.
-_NODE_S = 40e-6
+# Seconds of one of our nodes on the host: the wrapper's line, the dispatcher, the op, and waking an I/O thread. Caches
+# are cold behind a kernel, so it is four times what nodes in a loop take. Of a GPT 145 us, of a T5 172 us
+# (docs/decisions.md, "What a step costs beside its compute"). A GPU runs behind it.
+_NODE_S = 150e-6
 _TRANSFERS, _TRANSFER_BYTES, _SMALL_BYTES = 16, 8 * MIB, 128 * 1024
 # Inductor draws by Philox, one number at a time without vectors. Eager mode's CPU generator, a Mersenne twister, is as
 # scalar, and needs no compiler here. CPU time of a number in one thread: 15.1 ns against 5.6 ns (Xeon at 2.5 GHz).
