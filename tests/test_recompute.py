@@ -288,6 +288,27 @@ def test_what_depends_on_a_buffer_that_changes_is_not_recomputed(module: type[to
         assert_same_bits(gradients(budget=budget, recompute=True), kept)
 
 
+@pytest.mark.parametrize(
+    ("target", "args", "again"),
+    [
+        (torch.ops.aten.topk.default, (2,), False),
+        (torch.ops.aten.sort.default, (), False),
+        (torch.ops.aten.argmax.default, (1,), False),
+        (torch.ops.aten.max.dim, (1,), False),
+        (torch.ops.aten.max_pool2d_with_indices.default, ([2, 2],), False),
+        (torch.ops.aten.amax.default, ([1],), True),
+        (torch.ops.aten.gt.Scalar, (0.0,), True),  # as PyTorch's own cut does
+    ],
+)
+def test_what_chooses_by_values_does_not_run_twice(target: Any, args: tuple[Any, ...], again: bool) -> None:
+    """A backward's kernel may round otherwise, and choose another element, which would get the gradient."""
+    graph, x = fx.Graph(), torch.randn(1, 4, 4)
+    given = graph.placeholder("x")
+    node = graph.call_function(target, (given, *args))
+    given.meta["val"], node.meta["val"] = x, target(x, *args)
+    assert recompute._may_run_twice(node) is again
+
+
 def test_random_numbers_are_not_drawn_again() -> None:
     """On a GPU a kernel of another shape draws other numbers of the same seed, so the mask would be another one."""
     graph = fx.Graph()

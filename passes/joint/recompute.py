@@ -28,7 +28,7 @@ from torch.fx._lazy_graph_module import _get_graph_module_cls, _make_graph_modul
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes.joint.collectives import is_silent
-from ssd_fx.passes.partition import Partition, activation_inputs, changed_inputs, storage_of
+from ssd_fx.passes.partition import Partition, activation_inputs, changed_inputs, storage_of, tensors_of
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
 # A key in the annotations of nodes, from torch 2.13 on.
@@ -201,7 +201,7 @@ def _price(
 
 
 def _may_run_twice(node: fx.Node) -> bool:
-    """Whether a node calls one of PyTorch's own functional operators that draw no random numbers.
+    """Whether a node calls one of PyTorch's own functional operators that neither draw random numbers nor choose.
 
     Other libraries' operators may have effects that no tag announces: random numbers, counters, output.
     """
@@ -210,6 +210,17 @@ def _may_run_twice(node: fx.Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload) or not is_silent(target):
         return False
-    if target.name() in _DRAWN:
+    if target.name() in _DRAWN or _chooses(node):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
+
+
+def _chooses(node: fx.Node) -> bool:
+    """Whether an operator picks indices by values: topk, sort, argmax, max_pool2d_with_indices.
+
+    Hazard: a kernel of the backward is fused otherwise than that of the forward, and rounds otherwise. Then other
+    elements are the largest, and the gradient goes to those. PyTorch's own cut computes no such operator again.
+    """
+    picked = [t for t in tensors_of(node) if not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)]
+    by_values = [t for source in node.all_input_nodes for t in tensors_of(source) if t.is_floating_point()]
+    return bool(picked and by_values)
