@@ -147,7 +147,8 @@ class Copy:
         return True
 
     def wait(self) -> None:
-        return
+        if not self._copied:  # interrupts (Ctrl-C) ended its start, and what would have cancelled it
+            raise OSError(errno.ECANCELED, "the transfer was never queued")
 
     def cancel(self) -> bool:
         return not self._copied

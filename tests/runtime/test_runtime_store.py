@@ -12,6 +12,7 @@ import torch
 
 from ssd_fx.runtime import entries, trace, writer
 from ssd_fx.runtime.engines import extents
+from ssd_fx.runtime.engines.base import Copy
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stats import counters, reset_stats, stats
@@ -162,6 +163,25 @@ def test_a_storage_that_is_given_other_memory_while_it_is_written(moved, tmp_pat
         assert torch.equal(load(h, expected), expected)
         assert torch.equal(x, expected)
         assert made[0].refused == [], "the drive is not to blame"
+
+
+def test_a_copy_that_two_interrupts_ended_is_not_made(tmp_path, monkeypatch):
+    """The first comes before the bytes are copied, the second where the copy would be cancelled."""
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    config = config_json(tmp_path, "memory", resident=4 * N)
+    x = torch.arange(N, dtype=torch.float32)
+    expected = x.clone()
+    h = store(x, config)
+    release(h, x)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Copy, "start", interrupted)
+        patched.setattr(Copy, "cancel", interrupted)
+        store(torch.ones(N), config, slot=1)  # so the first is to be written
+    del x
+    assert torch.equal(load(h, expected), expected)
 
 
 def test_consumed_load_before_the_release_copies(stuck):
