@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 T = TypeVar("T")
 NOT_CHECKED = "saved_tensor_with_no_vc_check"  # PyTorch's, in node.meta: autograd does not check the tensor's version
 STORED = "ssd_fx_stored"  # in node.meta: a saved tensor in whose place the forward returns a handle
+RECOMPUTED = "ssd_fx_recomputed"  # in node.meta: the backward computes it again, by our choice
 COPIED = "ssd_fx_copied"  # in node.meta: a copy that a pass made of an input which the step changes
 
 

@@ -28,7 +28,14 @@ from torch.fx._lazy_graph_module import _get_graph_module_cls, _make_graph_modul
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes.joint.collectives import is_silent
-from ssd_fx.passes.partition import Partition, activation_inputs, changed_inputs, storage_of, tensors_of
+from ssd_fx.passes.partition import (
+    RECOMPUTED,
+    Partition,
+    activation_inputs,
+    changed_inputs,
+    storage_of,
+    tensors_of,
+)
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
 # A key in the annotations of nodes, from torch 2.13 on.
@@ -111,6 +118,7 @@ def _tag_to_recompute(node: fx.Node) -> None:
     A tuple of tensors cannot be saved, and min-cut recomputes most operators that return one only if they are tagged.
     """
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta[RECOMPUTED] = True
     if node.target is operator.getitem:
         made_by = node.all_input_nodes[0]
         if made_by.op == "call_function" and "recompute" not in made_by.meta:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes.lowering import audit
 from ssd_fx.passes.lowering.order import PinOrder
-from ssd_fx.passes.partition import STORED
+from ssd_fx.passes.partition import RECOMPUTED, STORED
 
 ops = torch.ops.ssd_fx
 
@@ -161,7 +161,12 @@ def _is_saved_and_read(node: torch.fx.Node | None) -> bool:
     the node among the outputs of the graph, where ours has a handle. Without this a GPU's forward would compute with
     other bits than the same graph without offloading. A node that a later pass of Inductor puts in the place of a
     saved one is not known here.
+
+    What is computed again is rounded in both graphs. Hazard: what the forward made of it is saved, and was rounded. A
+    maximum would equal none of the elements that it is the maximum of.
     """
+    if node is not None and RECOMPUTED in node.meta:
+        return True
     if _SAVED_AND_READ is not None and _SAVED_AND_READ(node):
         return True
     return node is not None and STORED in node.meta and any(not _is_ours_or_output(user) for user in node.users)

@@ -10,6 +10,7 @@ from ssd_fx.passes.lowering import inductor
 from ssd_fx.passes.lowering.inductor import with_constant
 from tests.inductor import kernels_on_demand
 from tests.passes import toys
+from tests.passes.recomputing import SLOW, everything_recomputed
 
 
 def test_a_constant_is_found_by_its_name_whatever_follows_it() -> None:
@@ -17,6 +18,28 @@ def test_a_constant_is_found_by_its_name_whatever_follows_it() -> None:
         "f(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool other=True) -> ()"
     )
     assert with_constant(schema, (7, True, True), "hand_over", False) == (7, False, True)
+
+
+@pytest.mark.skipif(inductor._SAVED_AND_READ is None, reason="this torch rounds nothing that is saved")
+def test_what_is_computed_again_is_rounded_in_both_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward's maximum is that of rounded elements, so the backward must look for it among rounded ones."""
+    asked: dict[str, list[bool]] = {}
+    is_saved_and_read = inductor._is_saved_and_read
+
+    def look(node: torch.fx.Node | None) -> bool:
+        answer = is_saved_and_read(node)
+        asked.setdefault(node.name if node else "", []).append(answer)
+        return answer
+
+    monkeypatch.setattr(inductor, "_is_saved_and_read", look)
+    torch._dynamo.reset()
+    options = {"budget": 0, "min_bytes": 0, "engine": "memory", "recompute": True, "machine": SLOW}
+    no_caches = torch._inductor.config.patch(force_disable_caches=True)
+    with everything_recomputed() as groups, kernels_on_demand(), no_caches:
+        torch.compile(toys.rounded, backend=ssd_fx.backend, options=options)(*toys.inputs()).backward()
+    inductor.register()
+    assert sum(groups) > 0
+    assert asked["sub"] == [True, True]
 
 
 @pytest.mark.skipif(inductor._SAVED_AND_READ is None, reason="this torch rounds nothing that is saved")
