@@ -6,13 +6,15 @@ of its own. So a write of the caller before the backward must change no gradient
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import ssd_fx
@@ -41,6 +43,51 @@ def view_of_an_input(p: Tensor, q: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor
     """The copy is taken out, and `index_put_` writes into the caller's tensor."""
     p.view(-1).index_put_((torch.arange(N),), q[:, 0])
     return q * 2.0, (p.clone() * w).sum()
+
+
+# Outputs that are made of a stored tensor, by what Inductor may take out, compute in place, or lay out in pieces.
+MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "clone": lambda x, s: x.clone(),
+    "times 1": lambda x, s: x * 1,
+    "plus 0": lambda x, s: x + 0,
+    "cat of one": lambda x, s: torch.cat([x]),
+    "cat behind": lambda x, s: torch.cat([s * 2, x]),
+    "cat of columns": lambda x, s: torch.cat([x, s * 2], 1),
+    "cat of views": lambda x, s: torch.cat([x.view(-1), (s * 2).view(-1)]),
+    "cat of a slice": lambda x, s: torch.cat([x[: N // 2], s * 2]),
+    "cat of itself": lambda x, s: torch.cat([x, x]),
+    "cat of parts": lambda x, s: torch.cat(x.split(N // 2)),
+    "cat of a padding": lambda x, s: torch.cat([F.pad(x, (0, 0, 0, 2)), s * 2]),
+    "slice of a cat": lambda x, s: torch.cat([x, s]).narrow(0, 0, N).clone(),
+    "stack": lambda x, s: torch.stack([x, s * 2]),
+    "stack of one": lambda x, s: torch.stack([x]),
+    "stack of rows": lambda x, s: torch.stack(x.unbind(0)),
+    "repeat": lambda x, s: x.repeat(1, 1),
+    "padding by 0": lambda x, s: F.pad(x, (0, 0)),
+    "padding": lambda x, s: F.pad(x, (0, 0, 0, 1)),
+    "transposed twice": lambda x, s: x.t().contiguous().t(),
+    "copy of a dtype": lambda x, s: x.to(x.dtype, copy=True),
+    "filled": lambda x, s: torch.empty_like(x).copy_(x),
+    "where": lambda x, s: torch.where(torch.ones_like(x, dtype=torch.bool), x, s),
+    "narrow": lambda x, s: x.narrow(0, 0, N).clone(),
+    "roll by 0": lambda x, s: x.roll(0, 0),
+    "slice_scatter": lambda x, s: (s * 2).slice_scatter(x, 0, 0, N),
+    "rows by number": lambda x, s: x[torch.arange(N)],
+    "index_put": lambda x, s: (s * 2).index_put((torch.arange(N),), x),
+    "index_copy": lambda x, s: (s + 1).index_copy(0, torch.arange(N), x),
+    "expanded by 1": lambda x, s: x.expand(1, N, N).clone(),
+    "no dropout": lambda x, s: F.dropout(x, 0.0),
+    "maximum": lambda x, s: torch.maximum(x, x - 1),
+    "block_diag": lambda x, s: torch.block_diag(x, s),
+}
+
+
+def output_of(make: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    def made(p: Tensor, q: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(p + q + r)
+        return make(x, w), (x * w).sum()
+
+    return made
 
 
 STEPS: tuple[Step, ...] = (piece_of_a_cat, part_of_a_scatter, view_of_an_input)
@@ -79,16 +126,47 @@ def test_a_write_of_the_caller_changes_no_gradient(
     torch._dynamo.reset()
     if stored == "late":
         monkeypatch.setattr(select, "_points", late(select._points))
-    options = {"dirs": [tmp_path], "allow_tmpfs": True, "budget": budget, "min_bytes": 0, "recompute": False}
+    for found in trained(step, budget, tmp_path):
+        assert is_close(found, gradients(step, step))
+    assert ssd_fx.stats().offloaded_bytes > 0
+
+
+def trained(step: Step, budget: str | int, directory: Path) -> Iterator[list[Tensor | None]]:
+    """The gradients of four steps."""
+    options = {"dirs": [directory], "allow_tmpfs": True, "budget": budget, "min_bytes": 0, "recompute": False}
     options |= {"machine": {"write_bw": 5e7, "read_bw": 5e9}}
-    expected = gradients(step, step)
     with kernels_on_demand(), torch._inductor.config.patch(force_disable_caches=True):
         run = torch.compile(step, backend=ssd_fx.backend, options=options, dynamic=False)
         for _ in range(4):
-            for found, right in zip(gradients(step, run), expected, strict=True):
-                assert (found is None) == (right is None)
-                assert found is None or right is None or torch.allclose(found, right, atol=1e-6)
-    assert ssd_fx.stats().offloaded_bytes > 0
+            yield gradients(step, run)
+
+
+def is_close(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    pairs = list(zip(found, expected, strict=True))
+    alike = all((ours is None) == (right is None) for ours, right in pairs)
+    return alike and all(a is None or b is None or torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["1GiB", 0], ids=["it rests in memory", "it is written"])
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
+def test_an_output_that_is_made_of_a_stored_tensor(
+    make: Callable[[Tensor, Tensor], Tensor], budget: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient is eager's, or the error is autograd's."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(select, "_points", late(select._points))
+    step = output_of(make)
+    try:
+        expected = gradients(step, step)
+    except RuntimeError:
+        pytest.skip("eager mode refuses it")
+    with contextlib.suppress(RuntimeError), kernels_on_demand():
+        if not is_close(gradients(step, torch.compile(step, dynamic=False)), expected):
+            pytest.skip("plain Inductor has another gradient, and no error")
+    with contextlib.suppress(RuntimeError):
+        for found in trained(step, budget, tmp_path):
+            assert is_close(found, expected)
 
 
 @pytest.mark.parametrize("step", STEPS)
