@@ -157,4 +157,20 @@ FAULTS = (
         "a drive that fails gets every new tensor, and nobody is warned",
         "tests/runtime/test_runtime_tiered.py::test_the_drive_is_told_of_a_write_that_failed",
     ),
+    Fault(
+        "moved_memory_is_taken_for_written",
+        "runtime/writer.py",
+        "entry.held.data_ptr() != entry.address",
+        "entry.held.data_ptr() == 0",
+        "a stored tensor that share_memory_ moves is read back as another tensor: wrong gradients",
+        "tests/runtime/test_runtime_store.py::test_a_storage_that_is_given_other_memory_while_it_is_written",
+    ),
+    Fault(
+        "copy_that_never_began_is_made",
+        "runtime/engines/base.py",
+        "        if not self._copied:  # interrupts",
+        "        if False:  # interrupts",
+        "after two Ctrl-C an earlier backward reads memory that nobody filled",
+        "tests/runtime/test_runtime_store.py::test_a_copy_that_two_interrupts_ended_is_not_made",
+    ),
 )
