@@ -104,9 +104,10 @@ def _add_model(group: Any) -> None:
 
 
 def _add_device(group: Any) -> None:
-    group.add_argument("--machine", choices=MACHINES, metavar="NAME", help=f"a preset: {', '.join(MACHINES)}")
+    presets = f"a preset: {', '.join(MACHINES)}; default: that of the model's preset, or {DEFAULT_MACHINE}"
+    group.add_argument("--machine", choices=MACHINES, metavar="NAME", help=presets)
     _add_numbers(group, float, _GPU | _DRIVE)
-    _add_numbers(group, int, {"drives": "drives per GPU"})
+    _add_numbers(group, float, {"drives": "drives per GPU; 0.5 for four drives of eight GPUs"})
     group.add_argument("--drive", choices=DRIVES, metavar="NAME", help=f"a preset: {', '.join(DRIVES)}")
     group.add_argument("--price", dest="price_usd", type=_number(float), metavar="X", help="US dollars for a drive")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ def _rates(axes: Any, xs: Sequence[float], slower: Sequence[float], traffic: Tra
     axes.plot(xs, [forward / s for s in slower], label="within the forward")
     axes.plot(xs, [half / s for s in slower], label="within half the step (paper)")
     written = drives.write_bytes_s / 1e9
-    axes.axhline(written, color="black", linestyle="--", label=f"{drives.count} drives: {written:.3g}")
+    axes.axhline(written, color="black", linestyle="--", label=f"{drives.count:g} drives: {written:.3g}")
     axes.set(ylabel="GB/s per GPU", xlim=(min(xs) if min(xs) > 1 else 0, max(xs)))
 
 
@@ -97,11 +98,11 @@ def _memory(axes: Any, found: Projection) -> None:
 
 
 def _life(axes: Any, traffic: Traffic, drives: Drives) -> None:
-    counts = range(1, max(8, 2 * drives.count) + 1)
+    counts = range(1, max(8, math.ceil(2 * drives.count)) + 1)
     lives = [endurance(traffic, Drives(drive=drives.drive, count=n)) for n in counts]
     axes.plot(counts, [life.rated_days for life in lives], marker="o", label="rated TBW")
     paper = [life.paper_days for life in lives]
     axes.plot(counts, paper, marker="o", linestyle="--", label="with the paper's assumptions")
     axes.axhline(365, color="black", linewidth=0.8, linestyle="--", label="one year")
-    axes.axvline(drives.count, color="grey", linestyle=":", label=f"{drives.count} drives")
+    axes.axvline(drives.count, color="grey", linestyle=":", label=f"{drives.count:g} drives")
     axes.set(xlabel=f"drives per GPU ({drives.drive.name})", ylabel="days", yscale="log", title="Life of the drives")

@@ -8,7 +8,7 @@ assumed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ssd_fx.projection.scenario import Device, Drive, Drives, Model, Parallelism
 
@@ -102,6 +102,9 @@ _LLAMA_3_8B = Model(
     dtype="bf16",
 )
 
+_LLAMA_3_70B = replace(_LLAMA_3_8B, layers=80, width=8192, heads=64, ffn=28672)
+_LLAMA_3_70B_SPLIT = Parallelism(tp=8, pp=4, dp=8, sp=True, zero=1)
+
 RUNS = {
     "ssdtrain-8192": _ssdtrain(8192, 4),
     "ssdtrain-12288": _ssdtrain(12288, 3),
@@ -115,4 +118,5 @@ RUNS = {
     "megatron-1t": _megatron(128, 25600, 160, 64, 1, gpus=3072, tflops=163),
     "megatron-175b-sp": _megatron(96, 12288, 96, 8, 1, gpus=64, tflops=0.514 * 312),
     "llama-3-8b": Run(model=_LLAMA_3_8B, parallelism=Parallelism(dp=8, zero=3), batch=1, machine="h100-u2", head=True),
+    "llama-3-70b": Run(model=_LLAMA_3_70B, parallelism=_LLAMA_3_70B_SPLIT, batch=1, machine="h100-u2", head=True),
 }

@@ -123,13 +123,13 @@ class Drive(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Drives:
-    """The drives of one GPU: `count` of a kind, striped."""
+    """The drives of one GPU: `count` of a kind, striped. Four drives of a node of eight GPUs are 0.5."""
 
     drive: Drive
-    count: int
+    count: float
 
     def __post_init__(self) -> None:
-        whole("drives", self.count)
+        positive("drives", self.count, "drives per GPU")
 
     @property
     def write_bytes_s(self) -> float:

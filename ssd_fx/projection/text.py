@@ -59,7 +59,7 @@ def _inputs(found: Projection) -> Rows:
 def _drives(drives: Drives) -> str:
     rates = f"{drives.write_bytes_s / 1e9:.3g} GB/s written, {drives.read_bytes_s / 1e9:.3g} read"
     each = f"{drives.nbytes / 1e12:.4g} TB, {rates}, {drives.rated_tb:.6g} TB rated"
-    return f"{drives.count} x {drives.drive.name} per GPU: {each}"
+    return f"{drives.count:g} x {drives.drive.name} per GPU: {each}"
 
 
 def _activations(found: Projection) -> Rows:
@@ -75,11 +75,14 @@ def _activations(found: Projection) -> Rows:
 def _rates(traffic: Traffic, drives: Drives) -> Rows:
     times = f"forward {format_seconds(traffic.forward_s)}, forward and backward {format_seconds(traffic.step_s)}"
     half, forward = traffic.write_bytes_s / 1e9, traffic.forward_write_bytes_s / 1e9
+    needed = "{} per GPU within half the step, {} within the forward".format(*traffic.drives_needed(drives.drive))
     return [
         ("time", times),
         ("write rate", f"{half:.3g} GB/s within half the step (the paper's measure), {forward:.3g} within the forward"),
         ("read rate", f"{traffic.read_bytes_s / 1e9:.3g} GB/s within the backward"),
+        ("needed", f"{needed}, of these drives"),
         ("verdict", _verdict(traffic, drives)),
+        ("", "not checked: the link of the GPU, reads beside writes, and rates that fall when a drive is full"),
     ]
 
 
@@ -100,10 +103,14 @@ def _memory(found: Projection) -> Rows:
     space = f"{LAYERS_IN_MEMORY} layers in memory, {memory.largest_drive_bytes / 1e12:.3g} TB on the drives"
     space += ", which have room for no more" if memory.is_of_drives else ""
     space += f", {1 - found.share:.2g} of the activations kept" if found.share < 1 else ""
+    peak = f"{format_bytes(memory.kept_bytes)} all kept, {format_bytes(memory.offloaded_bytes)} offloaded"
+    peak += f", of a micro-batch of {found.scenario.batch}"
+    if memory.state_bytes > room:
+        state += ": too much; right would be a larger --tp, --pp or --zero"
     largest = f"at most {offloaded} offloaded ({space}), {kept} with all kept"
     if not offloaded:
         largest = "not even 1 fits" + (" on the drives" if memory.is_of_drives else "")
-    return [("memory", state), ("micro-batch", largest)]
+    return [("memory", state), ("peak", peak), ("micro-batch", largest)]
 
 
 def _life(life: Endurance, drives: Drives, share: float) -> Rows:
@@ -111,7 +118,7 @@ def _life(life: Endurance, drives: Drives, share: float) -> Rows:
     written = f"{life.bytes_per_day / 1e12:.4g} TB per GPU and day, if it trains day and night"
     return [
         ("written", f"{written}; {share:.2g} of the activations" if share < 1 else written),
-        ("drive life", f"{format_days(life.rated_days)} by rated TBW ({drives.count} x {drives.drive.tbw:g} TB)"),
+        ("drive life", f"{format_days(life.rated_days)} by rated TBW ({drives.count:g} x {drives.drive.tbw:g} TB)"),
         ("", f"{waf} with WAF {PAPER_WAF:g}, {retention} with retention {PAPER_RETENTION:g} too:"),
         ("", "these are the reference paper's assumptions, which no vendor guarantees"),
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ssd_fx.projection.scenario import Drives
+from ssd_fx.projection.scenario import Drive, Drives
 from ssd_fx.runtime.stats import DAY_S
 
 Hides = Literal["forward", "half", "no"]
@@ -48,6 +49,13 @@ class Traffic:
         if drives.write_bytes_s >= self.forward_write_bytes_s:
             return "forward"
         return "half"
+
+    def drives_needed(self, drive: Drive) -> tuple[int, int]:
+        """How many drives take the writes within half the step, and within the forward, and give back in time."""
+        read = self.read_bytes_s / (drive.read_gbps * 1e9)
+        rates = (self.write_bytes_s, self.forward_write_bytes_s)
+        half, forward = (math.ceil(max(rate / (drive.write_gbps * 1e9), read)) for rate in rates)
+        return half, forward
 
     def share(self, drives: Drives) -> float:
         """The part of the activations that drives take within half the step, and give back within the backward.

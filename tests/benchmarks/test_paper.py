@@ -311,6 +311,9 @@ def test_what_is_claimed_of_the_peaks() -> None:
     assert "| GPT | default (auto) | -45%, 1.02 | -50%, 1.010 (1.010 to 1.010) | -80% | yes |" in section
     assert "| GPT | budget 0 | -80%, 1.05 | -70%, 1.010 (1.010 to 1.010) | -80% | no |" in section
     assert "Of this part not measured: T5." in section
+    case["least_bytes"] = 30 << 20
+    assert "-70%, 1.010 (1.010 to 1.010) | -70% | not possible |" in peaks.PART.section(result)
+    case["least_bytes"] = 20 << 20
     modes[peaks.AUTO] = mode([1.0] * 8 + [1.03] * 7, 50)
     assert "1.000 (1.000 to 1.030) | -80% | in the median |" in peaks.PART.section(result)
     modes[peaks.AUTO] = mode([1.0] * 7 + [1.03] * 8, 50)

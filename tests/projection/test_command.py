@@ -84,6 +84,14 @@ def test_the_text_says_where_the_rate_is_from(flags: str, said: str, capsys: pyt
     assert said in printed(capsys, "--model", "megatron-18b", *flags.split())
 
 
+def test_a_node_with_fewer_drives_than_gpus_and_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--model", "llama-3-70b", "--drives", "0.5")
+    assert "0.5 x samsung-pm9d3a-7.68tb-u2 per GPU" in out
+    assert "6 per GPU within half the step, 9 within the forward, of these drives" in out
+    large = printed(capsys, "--model", "llama-3-70b", "--tp", "1", "--pp", "1", "--zero", "0")
+    assert "too much; right would be a larger --tp, --pp or --zero" in large
+
+
 def test_the_text_says_what_limits_the_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
     full = printed(capsys, "--model", "megatron-1t", "--drives", "2")
     assert "2 TB on the drives, which have room for no more)" in full

@@ -76,6 +76,7 @@ def test_the_cost_of_the_drives() -> None:
         ("megatron-530b", 529.6),
         ("megatron-1t", 1008.0),
         ("llama-3-8b", 8.03),
+        ("llama-3-70b", 70.55),
     ],
 )
 def test_presets_have_the_published_numbers_of_parameters(name: str, billions: float) -> None:

@@ -45,6 +45,22 @@ def test_where_writes_hide(step_s: float, hides: str, share: float) -> None:
     assert (traffic.hides(drives), traffic.share(drives)) == (hides, share)
 
 
+@pytest.mark.parametrize(("read_gbps", "needed"), [(8, (4, 6)), (2.5, (5, 6)), (1.5, (8, 8))])
+def test_how_many_drives_are_needed(read_gbps: float, needed: tuple[int, int]) -> None:
+    """16 GB/s are written within half the step of 1 s, 24 within its forward, and 12 read: drives of 4 GB/s."""
+    drive = dataclasses.replace(DRIVE, read_gbps=read_gbps)
+    traffic = Traffic(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
+    half, forward = traffic.drives_needed(drive)
+    assert (half, forward) == needed
+    assert traffic.share(Drives(drive=drive, count=half)) == 1 > traffic.share(Drives(drive=drive, count=half - 1))
+
+
+def test_half_a_drive_has_half_of_everything() -> None:
+    whole, half = (Drives(drive=DRIVE, count=count) for count in (1, 0.5))
+    for name in ("write_bytes_s", "read_bytes_s", "nbytes", "rated_tb", "price_usd"):
+        assert getattr(half, name) == getattr(whole, name) / 2
+
+
 def test_reads_may_be_what_is_too_slow() -> None:
     """Then writes do not hide either, though drives would take them all."""
     drives = Drives(drive=dataclasses.replace(DRIVE, read_gbps=1), count=2)
@@ -142,7 +158,7 @@ def test_few_heads_of_keys_are_copied_on_many_gpus() -> None:
         (lambda: scenario(tflops=float("nan")), "tflops=nan is not possible; right would be a number of TFLOP/s above"),
         (lambda: dataclasses.replace(DRIVE, tbw=0), "tbw=0 is not possible; right would be a number of TB above 0"),
         (lambda: dataclasses.replace(DRIVE, price_usd=-1), "price=-1 is not a price"),
-        (lambda: Drives(drive=DRIVE, count=0), "drives=0 is too small"),
+        (lambda: Drives(drive=DRIVE, count=0), "drives=0 is not possible; right would be a number of drives per GPU"),
     ],
 )
 def test_bad_values_name_what_would_be_right(make: Any, message: str) -> None:
