@@ -227,7 +227,8 @@ def _chooses(node: fx.Node) -> bool:
     """Whether an operator picks indices by values: topk, sort, argmax, max_pool2d_with_indices.
 
     Hazard: a kernel of the backward is fused otherwise than that of the forward, and rounds otherwise. Then other
-    elements are the largest, and the gradient goes to those. PyTorch's own cut computes no such operator again.
+    elements are the largest, and the gradient goes to those. Of these PyTorch's own cut computes only argmax and max
+    again, and those from what it has saved.
     """
     picked = [t for t in tensors_of(node) if not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)]
     by_values = [t for source in node.all_input_nodes for t in tensors_of(source) if t.is_floating_point()]

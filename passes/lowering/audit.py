@@ -4,7 +4,7 @@ The verifier checks the FX graphs, but then Inductor fuses, reorders, writes in 
 our kernels adds a line to the generated code that emits nothing. When the code is written out, schedule and memory plan
 are final, and the line checks both.
 
-    buf8 = ...                          what is stored is no part of an output; between a store and its release:
+    buf8 = ...                          what is stored is no part of an input or output; until its release:
     buf10 = store(buf8)                   no code writes into buf8, frees it, or puts another buffer into its memory
     buf11 = mm(buf8)                    after a release that hands buf8 over:
     wait_store_(buf10, buf8, 5, True)     `del` is the next line; no code reads buf8 or puts a buffer into its memory
@@ -139,9 +139,9 @@ class _InFlight:
             _require(not busy, f"{name!r} is stored while it is loaded or after it was handed over")
             root = self._root(name)
             is_part = root != name or isinstance(node.inputs[0], ir.ReinterpretView)
-            seen = root in self.graph.graph_inputs or root in self.graph.get_output_names()
-            behind = f"{name!r} is stored as a part of {root!r}, an input or output that the caller may write into"
-            _require(not (is_part and seen), behind)
+            is_callers = root in self.graph.graph_inputs or root in self.graph.get_output_names()
+            text = f"{name!r} is stored as a part of {root!r}, an input or output that the caller may write into"
+            _require(not (is_part and is_callers), text)
             self.stores.add(name)
         elif kind == "wait_store_":
             name = _input(node, 1)

@@ -85,16 +85,16 @@ def _lower_store(x: Any, *args: Any) -> Any:
 def _is_in_memory_of_another(x: Any, node: torch.fx.Node) -> bool:
     """Whether a realized tensor, the result of `node`, is a part of an input or an output, or of what may be one.
 
-    Hazard: the generated code makes a new tensor of that memory, with a version counter of its own, so nobody notices
-    when the caller writes into the whole. The partition's storages do not show it: a `cat` has its inputs computed into
-    its result, and passes behind the partitioner take copies out, or write into an input instead of a copy.
+    Hazard: the generated code makes a new tensor of that memory, with a version counter of its own. Nobody notices when
+    the caller writes into the whole. The partition's storages do not show it. A `cat` has its inputs computed into its
+    result. Passes behind the partitioner take copies out, or write into an input instead of a copy.
     """
-    name = x.get_name()
-    if isinstance(x, ir.ReinterpretView):
-        outputs = map(_viewed, node.graph.output_node().all_input_nodes)
-        if name in V.graph.graph_inputs or _viewed(node) in outputs:
-            return True
-    return name not in V.graph.graph_inputs and isinstance(V.graph.get_buffer(name).get_layout(), ir.NonOwningLayout)
+    name, is_part = x.get_name(), isinstance(x, ir.ReinterpretView)
+    if name in V.graph.graph_inputs:
+        return is_part
+    if is_part and _viewed(node) in map(_viewed, node.graph.output_node().all_input_nodes):
+        return True
+    return isinstance(V.graph.get_buffer(name).get_layout(), ir.NonOwningLayout)
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node:

@@ -23,7 +23,7 @@ class Memory:
     state_bytes: weights, gradients, optimizer.
     kept_bytes: activations if all are kept. offloaded_bytes: if two layers, the head, and what drives are too slow for
     are in memory.
-    largest_drive_bytes: activations on the drives with the largest micro-batch. is_of_drives: they have no room for
+    largest_drive_bytes: activations on the drives with the largest micro-batch. drives_are_full: they have no room for
     more; else the GPU has none.
     """
 
@@ -33,7 +33,7 @@ class Memory:
     largest_batch_kept: int
     largest_batch_offloaded: int
     largest_drive_bytes: float
-    is_of_drives: bool
+    drives_are_full: bool
 
 
 def memory(scenario: Scenario, share: float = 1.0) -> Memory:
@@ -49,7 +49,7 @@ def memory(scenario: Scenario, share: float = 1.0) -> Memory:
         largest_batch_kept=max(0, int((room - state) / kept)),
         largest_batch_offloaded=largest,
         largest_drive_bytes=share * kept * largest,
-        is_of_drives=largest < fits,
+        drives_are_full=largest < fits,
     )
 
 

@@ -101,7 +101,7 @@ def _memory(found: Projection) -> Rows:
     state = f"{format_bytes(memory.state_bytes)} of {format_bytes(room)} for weights, gradients and {optimizer}"
     kept, offloaded = memory.largest_batch_kept, memory.largest_batch_offloaded
     space = f"{LAYERS_IN_MEMORY} layers in memory, {memory.largest_drive_bytes / 1e12:.3g} TB on the drives"
-    space += ", which have room for no more" if memory.is_of_drives else ""
+    space += ", which have room for no more" if memory.drives_are_full else ""
     space += f", {1 - found.share:.2g} of the activations kept" if found.share < 1 else ""
     peak = f"{format_bytes(memory.kept_bytes)} all kept, {format_bytes(memory.offloaded_bytes)} offloaded"
     peak += f", of a micro-batch of {found.scenario.batch}"
@@ -109,7 +109,7 @@ def _memory(found: Projection) -> Rows:
         state += ": too much; right would be a larger --tp, --pp or --zero"
     largest = f"at most {offloaded} offloaded ({space}), {kept} with all kept"
     if not offloaded:
-        largest = "not even 1 fits" + (" on the drives" if memory.is_of_drives else "")
+        largest = "not even 1 fits" + (" on the drives" if memory.drives_are_full else "")
     return [("memory", state), ("peak", peak), ("micro-batch", largest)]
 
 

@@ -92,7 +92,7 @@ def test_the_drives_hold_the_largest_micro_batch_and_no_more(share: float) -> No
     found = scenario(drives=Drives(drive=dataclasses.replace(DRIVE, capacity_tb=0.01), count=2))
     sizes = memory(found, share)
     largest = sizes.largest_batch_offloaded
-    assert sizes.is_of_drives
+    assert sizes.drives_are_full
     assert sizes.largest_drive_bytes == pytest.approx(share * kept_bytes(found, largest))
     assert share * kept_bytes(found, largest) <= 2e10 < share * kept_bytes(found, largest + 1)
 
