@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from families import FAMILIES
 from system import MIB, announce, write_json
 from training import Model, Step, Task, train_gpt
 from workers import Workers
@@ -72,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     train_gpt.add_model_flags(parser)
     parser.set_defaults(layers=12, seq=512, lr=3e-4)
+    parser.add_argument("--family", choices=FAMILIES, default="gpt")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help="also a budget, OPTION=VALUE[,...], WAY+jemalloc")
     parser.add_argument("--jemalloc", type=Path, help="the library for WAY+jemalloc")
     parser.add_argument("--mimalloc", type=Path, help="the library for WAY+mimalloc")
