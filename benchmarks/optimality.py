@@ -5,7 +5,8 @@ python benchmarks/optimality.py --models gpt bert t5          # joint graphs (be
 python benchmarks/optimality.py --instances 0 --models gpt --rows 80 --time-limit 120
 
 `bound` is the program's dual bound, `found` its best solution. Lanes in it can be interrupted, ours cannot: where a
-random step's plan is not within 2%, the bound is that of the program that knows so too (tests/passes/sequenced.py).
+random step's plan is not within 2%, the bound is that of the program that knows so too
+(tests/passes/planner/sequenced.py).
 The random steps are dealt out to processes, which share the machine: `plan s` is longer for it.
 """
 
@@ -30,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the program a
 from system import announce
 
 from ssd_fx.passes.planner.solve import solve
-from tests.passes.instances import BUDGETS, LANES, Instance, limits, random_instance
-from tests.passes.optimum import optimum
-from tests.passes.sequenced import least_seconds
+from tests.passes.planner.instances import BUDGETS, LANES, Instance, limits, random_instance
+from tests.passes.planner.optimum import optimum
+from tests.passes.planner.sequenced import least_seconds
 
 # Imported by name: it imports examples/, which mypy knows under another name.
 real_graphs: Any = importlib.import_module("tests.passes.real_graphs")

@@ -24,7 +24,7 @@ from ssd_fx.passes.partition import Partition, activation_inputs
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.planner.items import Choice, Step
 from ssd_fx.passes.planner.step import model as step_of
-from tests.passes.instances import LANES, Instance
+from tests.passes.planner.instances import LANES, Instance
 
 Model = tuple[nn.Module, Callable[[Any], Any]]  # the model, and how it is run
 SMALLEST = 1 / 1000  # groups below that share of the saved bytes stay: they decide nothing and make the program large

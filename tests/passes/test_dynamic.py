@@ -15,7 +15,7 @@ import ssd_fx
 from ssd_fx.passes import pipeline
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
-from tests.passes.test_insert import ours
+from tests.passes.rewrite.test_insert import ours
 from tests.unlike import DYNAMIC_STAYS, OTHER_NAMES
 
 LENGTHS = (7, 12, 31, 5)

@@ -6,8 +6,8 @@ import pytest
 
 from ssd_fx.passes.planner.solve import solve
 from tests.passes import real_graphs
-from tests.passes.instances import limits
-from tests.passes.optimum import optimum
+from tests.passes.planner.instances import limits
+from tests.passes.planner.optimum import optimum
 
 ROWS, SECONDS = 40, 60.0  # memory rows and time of one program
 

@@ -17,7 +17,7 @@ FAULTS = (
         'namespace == "_c10d_functional"',
         'namespace == "c10d_functional"',
         "a tensor is stored while a collective still writes it: wrong gradients",
-        "tests/passes/test_collectives.py",
+        "tests/passes/joint/test_collectives.py",
     ),
     Fault(
         "fake_implementations_are_trusted",
@@ -41,7 +41,7 @@ FAULTS = (
         "(top - box.rows[0]) * box.width + left",
         "(top - box.rows[0]) * box.row + left",
         "columns of a storage are rebuilt from other columns: wrong gradients",
-        "tests/passes/test_packing.py",
+        "tests/passes/alias/test_packing.py",
     ),
     Fault(
         "products_with_one_row",
@@ -49,7 +49,7 @@ FAULTS = (
         "statically_known_true(n > 1) for n in sizes",
         "statically_known_true(n >= 1) for n in sizes",
         "a product with a vector gets other strides, and other bits than without offloading",
-        "tests/passes/test_packing.py::test_a_product_with_a_vector_keeps_its_strides",
+        "tests/passes/alias/test_packing.py::test_a_product_with_a_vector_keeps_its_strides",
     ),
     Fault(
         "cast_for_a_copy",
@@ -99,7 +99,7 @@ FAULTS = (
         "return found if alike and {",
         "return found if {",
         "a view gets the strides of another tensor than the kernels have: wrong gradients",
-        "tests/passes/test_rejoin.py",
+        "tests/passes/joint/test_stale_views.py",
     ),
     Fault(
         "expanded_inputs_are_stored",
@@ -107,7 +107,7 @@ FAULTS = (
         "    if facts.inputs(key) and found is not None and found.pack is not None:",
         "    if False:",
         "a change of an expanded input before the backward goes unnoticed: wrong gradients",
-        "tests/passes/test_alias_inputs.py",
+        "tests/passes/alias/test_inputs.py",
     ),
     Fault(
         "what_chooses_runs_twice",

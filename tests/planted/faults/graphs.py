@@ -9,7 +9,7 @@ FAULTS = (
         "*sizes.of([wanted.offset]))",
         "*sizes.of([held.offset]))",
         "every view is rebuilt from the first bytes of what was loaded: wrong gradients",
-        "tests/passes/test_insert.py::test_views_are_replayed_behind_the_wait",
+        "tests/passes/rewrite/test_insert.py::test_views_are_replayed_behind_the_wait",
     ),
     Fault(
         "copy_made_at_its_last_use",
@@ -18,7 +18,7 @@ FAULTS = (
         "found[copy] = max(first, found.get(copy, first))",
         "a copy of a copy is made before the copy that it is made of: no such graph compiles",
         "tests/passes/test_plans.py::test_copies_that_are_all_saved "
-        "tests/passes/test_insert.py::test_gradients_are_bitwise_those_of_everything_kept[saved_copies-late]",
+        "tests/passes/rewrite/test_insert.py::test_gradients_are_bitwise_those_of_everything_kept[saved_copies-late]",
     ),
     Fault(
         "copies_rely_on_no_strides",
@@ -34,7 +34,7 @@ FAULTS = (
         "strict = self.plan.points[group.slot].strict",
         "strict = self.plan.points[group.slot].block",
         "the runtime reads tensors early for which the budget has no memory",
-        "tests/passes/test_insert.py::test_the_nodes_say_what_the_plan_says_of_waiting",
+        "tests/passes/rewrite/test_insert.py::test_the_nodes_say_what_the_plan_says_of_waiting",
     ),
     Fault(
         "stand_ins_pass_for_activations",
@@ -42,7 +42,7 @@ FAULTS = (
         "return node.name in (partition.activations or ())",
         "return node.name not in (partition.activations or ())",
         "a checkpoint that compiles another graph computes gradients from stand-ins without values",
-        "tests/passes/test_insert.py::test_a_backward_refuses_stand_ins_for_all_that_changes_from_step_to_step",
+        "tests/passes/rewrite/test_insert.py::test_a_backward_refuses_stand_ins_for_all_that_changes_from_step_to_step",
     ),
     Fault(
         "handed_over_although_it_is_read",
@@ -50,8 +50,8 @@ FAULTS = (
         "last = name in current.last_usage and not V.graph.cpp_wrapper",
         "last = not V.graph.cpp_wrapper",
         "a kernel reads a buffer whose memory is gone: wrong values or a crash",
-        "tests/passes/test_audit.py "
-        "tests/passes/test_order.py::test_what_is_read_by_a_kernel_a_little_behind_is_handed_over_behind_it",
+        "tests/passes/lowering/test_audit.py "
+        "tests/passes/lowering/test_order.py::test_what_is_read_by_a_kernel_a_little_behind_is_handed_over_behind_it",
     ),
     Fault(
         "readers_not_tied_to_their_wait",
@@ -59,7 +59,7 @@ FAULTS = (
         "    graph.add_edges_from(_readers_of_waits(nodes))\n",
         "",
         "a kernel reads a loaded tensor before its bytes are there: wrong gradients",
-        "tests/passes/test_order.py::test_a_kernel_that_was_split_to_be_fused_runs_behind_its_wait",
+        "tests/passes/lowering/test_order.py::test_a_kernel_that_was_split_to_be_fused_runs_behind_its_wait",
     ),
     Fault(
         "order_ends_at_a_dropped_kernel",
@@ -67,7 +67,7 @@ FAULTS = (
         "before = [*before, node] if _may_be_replaced(node) else [node]",
         "before = [node]",
         "behind a kernel that Inductor drops the planned order is lost: more memory than planned",
-        "tests/passes/test_order.py::test_a_kernel_that_may_go_takes_no_order_with_it",
+        "tests/passes/lowering/test_order.py::test_a_kernel_that_may_go_takes_no_order_with_it",
     ),
     Fault(
         "audit_forgets_what_was_handed_over",
@@ -75,7 +75,7 @@ FAULTS = (
         "                self.handed_over.add(name)",
         "                pass",
         "code that reads a tensor after its memory was given away is not refused",
-        "tests/passes/test_audit.py::test_faults_in_the_code",
+        "tests/passes/lowering/test_audit.py::test_faults_in_the_code",
     ),
     Fault(
         "writes_checked_from_the_release_on",
@@ -83,7 +83,7 @@ FAULTS = (
         "_writes(user, alias) and position[user] > position[store]",
         "_writes(user, alias) and position[user] > position[release]",
         "a tensor that is changed while it is being written is not refused: wrong gradients",
-        "tests/passes/test_verify.py::test_graphs",
+        "tests/passes/verify/test_verify.py::test_graphs",
     ),
     Fault(
         "wait_checked_against_the_last_use",
@@ -91,7 +91,7 @@ FAULTS = (
         "points.wait_before <= life.first_bwd_use",
         "points.wait_before <= life.last_bwd_use",
         "a plan that uses a tensor before its wait is not refused",
-        "tests/passes/test_verify.py::test_a_wait_between_the_first_use_and_the_last",
+        "tests/passes/verify/test_verify.py::test_a_wait_between_the_first_use_and_the_last",
     ),
     Fault(
         "part_of_another_is_stored_in_place",
@@ -99,7 +99,7 @@ FAULTS = (
         "    if _is_in_memory_of_another(x, base):",
         "    if False:",
         "what is stored is a part of an output that the caller writes into: wrong gradients",
-        "tests/passes/test_part_of_another.py",
+        "tests/passes/lowering/test_part_of_another.py",
     ),
     Fault(
         "layout_of_the_stored_buffer_is_not_asked",
@@ -107,7 +107,7 @@ FAULTS = (
         "    return isinstance(V.graph.get_buffer(name).get_layout(), ir.NonOwningLayout)",
         "    return False",
         "a tensor that a cat computes into its result is stored from there: wrong gradients",
-        "tests/passes/test_part_of_another.py",
+        "tests/passes/lowering/test_part_of_another.py",
     ),
     Fault(
         "kernels_in_place_beside_a_nested_region",
@@ -123,6 +123,6 @@ FAULTS = (
         "    if node is not None and RECOMPUTED in node.meta:",
         "    if False:",
         "a maximum is looked for among elements with other roundings: no gradient, or 0/0",
-        "tests/passes/test_inductor.py",
+        "tests/passes/lowering/test_inductor.py",
     ),
 )

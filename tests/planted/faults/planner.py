@@ -9,7 +9,7 @@ FAULTS = (
         "if self.free < now:",
         "if True:",
         "transfers are predicted to overlap, so plans promise steps that the drive cannot keep up with",
-        "tests/passes/test_simulate.py::test_every_wait_by_hand",
+        "tests/passes/planner/test_simulate.py::test_every_wait_by_hand",
     ),
     Fault(
         "what_recomputing_needs_comes_late",
@@ -17,7 +17,7 @@ FAULTS = (
         "min(firsts[needed], firsts[i])",
         "max(firsts[needed], firsts[i])",
         "a tensor is loaded after what is computed of it: predicted times and memory are wrong",
-        "tests/passes/test_simulate.py::test_what_recomputing_needs_is_there_as_early",
+        "tests/passes/planner/test_simulate.py::test_what_recomputing_needs_is_there_as_early",
     ),
     Fault(
         "loads_paced_by_the_write_lane",
@@ -25,7 +25,7 @@ FAULTS = (
         "self.margin * item.moved_nbytes / lanes.read_bw",
         "self.margin * item.moved_nbytes / lanes.write_bw",
         "loads begin too late on drives that read slower than they write: every backward stalls",
-        "tests/passes/test_planners.py::test_a_load_begins_twice_the_time_of_its_read_before_its_use",
+        "tests/passes/planner/test_planners.py::test_a_load_begins_twice_the_time_of_its_read_before_its_use",
     ),
     Fault(
         "window_never_gets_smaller",
@@ -33,7 +33,7 @@ FAULTS = (
         "                ahead -= items[first].nbytes",
         "                pass",
         "after the first window of loads every load waits for its use: a backward of stalls",
-        "tests/passes/test_planners.py::test_a_load_has_the_window_as_soon_as_another_was_waited_for",
+        "tests/passes/planner/test_planners.py::test_a_load_has_the_window_as_soon_as_another_was_waited_for",
     ),
     Fault(
         "share_of_the_peak",

@@ -7,7 +7,7 @@ import time
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.simulate import first_uses, simulate
-from tests.passes.instances import random_instance
+from tests.passes.planner.instances import random_instance
 
 ALL = frozenset({Choice.KEEP, Choice.OFFLOAD})
 # 100 bytes take a second to write and two to read; a transfer is done half a second later.

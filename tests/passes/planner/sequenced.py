@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
-from tests.passes.optimum import Program, Terms, negative, optimum
+from tests.passes.planner.optimum import Program, Terms, negative, optimum
 
 NEAR = 1.02
 

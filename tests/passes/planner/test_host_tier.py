@@ -25,8 +25,8 @@ from ssd_fx.passes.verify.errors import VerifyError
 from ssd_fx.passes.verify.plan import verify_plan
 from ssd_fx.report import dump
 from tests.passes import toys
-from tests.passes.instances import Instance, limits, random_instance
-from tests.passes.test_marks import under
+from tests.passes.joint.test_marks import under
+from tests.passes.planner.instances import Instance, limits, random_instance
 
 # One byte is one second on the drive, and a quarter of one to host memory by what the drive leaves of the bus.
 MACHINE = Machine(1.0, 1.0, 1.0, 1.0, latency_s=0.0, drag_s_per_byte=0.5, to_host_bw=5.0, from_host_bw=5.0)

@@ -10,8 +10,8 @@ import pytest
 from ssd_fx.passes.planner import select
 from ssd_fx.passes.planner.items import Choice
 from ssd_fx.passes.planner.solve import solve
-from tests.passes.brute_force import SLOWDOWN, TINY, all_kept_s, best_of_all, least_that_is_cheap
-from tests.passes.instances import limits, random_instance
+from tests.passes.planner.brute_force import SLOWDOWN, TINY, all_kept_s, best_of_all, least_that_is_cheap
+from tests.passes.planner.instances import limits, random_instance
 
 
 def ratio(seed: int, share: float) -> float:

@@ -14,9 +14,9 @@ from ssd_fx.passes.planner.items import Choice, Step, Transfer
 from ssd_fx.passes.planner.simulate import Outcome, simulate
 from ssd_fx.passes.planner.solution import kept_bytes
 from ssd_fx.passes.planner.solve import solve
-from tests.passes.instances import BUDGETS, Instance, limits, random_instance
-from tests.passes.optimum import Program, Terms
-from tests.passes.sequenced import Sequenced
+from tests.passes.planner.instances import BUDGETS, Instance, limits, random_instance
+from tests.passes.planner.optimum import Program, Terms
+from tests.passes.planner.sequenced import Sequenced
 
 pytestmark = pytest.mark.slow  # they hold the bound of benchmarks/optimality.py, which no plan is made by
 EXACT = 1e-5  # HiGHS's tolerances, on a step that takes 1

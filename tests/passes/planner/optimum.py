@@ -18,7 +18,7 @@ from scipy.sparse import csr_array
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.items import Choice, Step
-from tests.passes.memory_rows import memory_rows
+from tests.passes.planner.memory_rows import memory_rows
 
 Terms = list[tuple[int, float]]  # (column, coefficient)
 TOLERANCE = 1e-5  # by which a plan may break a row: HiGHS allows 1e-6 in each

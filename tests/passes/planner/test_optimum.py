@@ -12,11 +12,11 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solve import solve
-from tests.passes.brute_force import TINY, best_of_all
-from tests.passes.instances import Instance, instances, limits, random_instance
-from tests.passes.memory_rows import memory_rows
-from tests.passes.optimum import Program, optimum
-from tests.passes.sequenced import Sequenced, least_seconds
+from tests.passes.planner.brute_force import TINY, best_of_all
+from tests.passes.planner.instances import Instance, instances, limits, random_instance
+from tests.passes.planner.memory_rows import memory_rows
+from tests.passes.planner.optimum import Program, optimum
+from tests.passes.planner.sequenced import Sequenced, least_seconds
 
 EXACT = 1e-5  # HiGHS's tolerances, on a step that takes 1
 pytestmark = pytest.mark.slow  # they hold the bound of benchmarks/optimality.py, which no plan is made by

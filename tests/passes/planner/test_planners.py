@@ -13,7 +13,7 @@ from ssd_fx.passes.planner.items import Choice, Item, Step
 from ssd_fx.passes.planner.place import floor, place
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solve import BudgetError, solve
-from tests.passes.instances import Instance, instances, limits
+from tests.passes.planner.instances import Instance, instances, limits
 
 shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
 
