@@ -20,7 +20,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,109 +31,66 @@ from ssd_fx.runtime.layout import Ints
 Check = Callable[[], None]
 """Called once a transfer is over; raises OSError if it went wrong."""
 
-Enqueue = Callable[["Stream"], Check | None]
+Event: TypeAlias = torch.Event  # torch.cuda.Event has the same methods
+Stream: TypeAlias = Any  # torch.Stream, or torch.cuda.Stream, which has a `cuda_stream`
+
+Enqueue = Callable[[Stream], Check | None]
 """Queues a transfer on a stream. None: the transfer cannot go wrong."""
 
 
-class Event(Protocol):
-    """A point in a stream. To be used within `Streams.on`."""
+class Streams:
+    """The streams and the memory of torch.accelerator's devices.
 
-    def query(self) -> bool:
-        """Whether the event has fired: the device has come to it."""
-
-    def synchronize(self) -> None:
-        """Blocks the host until the event has fired."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """The device's milliseconds from this event to `end`. Both must have fired."""
-
-
-class Stream(Protocol):
-    """A queue of work of a device. `cuda_stream`: on CUDA, its raw handle."""
-
-    @property
-    def cuda_stream(self) -> int: ...
-
-    def wait_event(self, event: Any) -> None:
-        """Makes all work that is queued from now on wait for `event`."""
-
-
-class Streams(Protocol):
-    """The streams and the memory of one type of device."""
+    They are Intel's GPUs (XPU), and what other packages add (PrivateUse1).
+    """
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
         """A context within which `device` is this thread's current device."""
-
-    def current(self, device: torch.device) -> Stream:
-        """The stream on which this thread computes."""
-
-    def side(self, device: torch.device) -> Stream:
-        """A new stream."""
-
-    def record(self, stream: Stream) -> Event:
-        """An event after all work that has been queued on `stream`."""
-
-    def idle(self, device: torch.device) -> Event:
-        """An event that no kernel comes before."""
-
-    def capturing(self) -> bool:
-        """Whether this thread's stream is captured into a graph, and so executes nothing."""
-
-    def empty(self, size: Ints, stride: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of the device with any content. It may be used by all later work of the current stream."""
-
-    def pinned(self, nbytes: int) -> Tensor:
-        """Pinned host memory, uint8."""
-
-    def view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
-        """The memory at `address` as uint8. The view keeps nothing alive."""
-
-    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
-        """Queues `target.copy_(source)` on `stream`."""
-
-
-class AcceleratorStreams:
-    """The streams of torch.accelerator: of Intel's GPUs (XPU), and of devices that other packages add (PrivateUse1)."""
-
-    def on(self, device: torch.device) -> AbstractContextManager[None]:
         within: AbstractContextManager[None] = torch.accelerator.device_index(device.index)
         return within
 
     def current(self, device: torch.device) -> Stream:
-        found: Stream = torch.accelerator.current_stream(device)  # type: ignore[assignment] # without `cuda_stream`
-        return found
+        """The stream on which this thread computes."""
+        return torch.accelerator.current_stream(device)
 
     def side(self, device: torch.device) -> Stream:
-        made: Stream = torch.Stream(device)  # type: ignore[assignment]
-        return made
+        """A new stream."""
+        return torch.Stream(device)
 
-    def record(self, stream: Any) -> Event:
+    def record(self, stream: Stream) -> Event:
+        """An event after all work that has been queued on `stream`."""
         event: Event = stream.record_event(torch.Event(stream.device, enable_timing=True))
         return event
 
     def idle(self, device: torch.device) -> Event:
+        """An event that no kernel comes before."""
         return self.record(torch.Stream(device, priority=-1))  # from another pool of streams than `side`
 
     def capturing(self) -> bool:
+        """Whether this thread's stream is captured into a graph, and so executes nothing."""
         asked = getattr(torch.accelerator.current_stream(), "is_capturing", None)  # older streams cannot be captured
         return asked is not None and bool(asked())
 
     def empty(self, size: Ints, stride: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of the device with any content. It may be used by all later work of the current stream."""
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def pinned(self, nbytes: int) -> Tensor:
+        """Pinned host memory, uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
+        """The memory at `address` as uint8. The view keeps nothing alive."""
         storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
-    def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
+    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+        """Queues `target.copy_(source)` on `stream`."""
         with stream:
             target.copy_(source, non_blocking=True)
 
 
-class CudaStreams(AcceleratorStreams):
+class CudaStreams(Streams):
     """The streams of torch.cuda, which is ROCm's name too. They have handles for cuFile, and may be captured.
 
     Its events wait without spinning (`blocking`); torch.Event has no such flag.
@@ -145,9 +102,8 @@ class CudaStreams(AcceleratorStreams):
     def side(self, device: torch.device) -> Stream:
         return torch.cuda.Stream(device)
 
-    def record(self, stream: Any) -> Event:
-        made = torch.cuda.Event(enable_timing=True, blocking=True)
-        event: Event = stream.record_event(made)
+    def record(self, stream: Stream) -> Event:
+        event: Event = stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))
         return event
 
     def idle(self, device: torch.device) -> Event:
@@ -160,7 +116,7 @@ class CudaStreams(AcceleratorStreams):
 BACKENDS: dict[str, Streams] = {"cuda": CudaStreams()}
 """By the type of device."""
 
-_ACCELERATOR = AcceleratorStreams()
+_ACCELERATOR = Streams()
 _UNSUPPORTED = ("mps",)  # its torch.Stream is a placeholder
 
 

@@ -65,7 +65,7 @@ class Transfer:
         request: pool.Request,
         bounce: Buffer | None = None,
         target: int = 0,
-        record: Callable[[], driver.Event] | None = None,
+        record: Callable[[], torch.cuda.Event] | None = None,
     ) -> None:
         self._what = what
         self._extent = extent
@@ -142,7 +142,7 @@ class PosixEngine:
         step: int = STEP,
         limit: int = 0,
         checksums: bool = True,
-        cuda: Callable[[], driver.Driver] = driver.cuda,
+        cuda: Callable[[], driver.CudaDriver] = driver.cuda,
     ) -> None:
         check_directory(directory, allow_tmpfs)
         self._checksums = checksums

@@ -4,10 +4,11 @@ We use the driver API and not the runtime API: a process has one libcuda, and ma
 Streams, events and primary contexts that torch made with its runtime are objects of the driver.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -35,28 +36,7 @@ class Device(ctypes.Structure):
     )
 
 
-class Event(Protocol):
-    """A recorded CUevent, destroyed with the object. torch.cuda.Event is one."""
-
-    @property
-    def cuda_event(self) -> int:
-        """The handle."""
-
-
-class Driver(Protocol):
-    """The source of functions, contexts and events."""
-
-    def functions(self) -> Sequence[int]:
-        """The addresses of FUNCTIONS."""
-
-    def context(self, index: int) -> int:
-        """The context that has the memory of device `index`."""
-
-    def record(self, index: int) -> Event:
-        """An event after all work that was queued on the current stream of device `index`."""
-
-
-def describe(driver: Driver, index: int) -> Device:
+def describe(driver: CudaDriver, index: int) -> Device:
     """The record of device `index` for the pool's threads. The caller keeps it alive until the pool is closed.
 
     Raises: ValueError for an index beyond `DEVICES`.
@@ -81,16 +61,19 @@ class CudaDriver:
         self._call("cuInit", ctypes.c_uint(0))
 
     def functions(self) -> Sequence[int]:
+        """The addresses of FUNCTIONS."""
         return self._functions
 
     def context(self, index: int) -> int:
+        """The context that has the memory of device `index`."""
         device = ctypes.c_int()
         context = ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # it is never released
         return context.value or 0
 
-    def record(self, index: int) -> Event:
+    def record(self, index: int) -> torch.cuda.Event:
+        """An event after all work that was queued on the current stream of device `index`."""
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         event.record(torch.cuda.current_stream(index))
         return event
@@ -118,7 +101,7 @@ def _unusable(reason: str) -> RuntimeError:
 
 
 @functools.cache
-def cuda() -> Driver:
+def cuda() -> CudaDriver:
     """The driver of this process.
 
     Raises: RuntimeError if there is none.

@@ -6,7 +6,9 @@ import ctypes
 from array import array
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ssd_fx.runtime.native.driver import FUNCTIONS, Event
+import torch
+
+from ssd_fx.runtime.native.driver import FUNCTIONS
 
 if TYPE_CHECKING:
     from ssd_fx.runtime.native.loader import Library
@@ -40,10 +42,10 @@ class Request:
         self._under_way = under_way
         self._memory = library.request_type()
         self.address = ctypes.addressof(self._memory)
-        self._event: Event | None = None
+        self._event: torch.cuda.Event | None = None
         self._sums = sums  # kept alive while a thread may fill it
 
-    def start(self, event: Event | None = None, memory: object = None) -> None:
+    def start(self, event: torch.cuda.Event | None = None, memory: object = None) -> None:
         """Queues the request, which its owner has noted down before (see `engines.base.Completion`).
 
         `event`: the transfer of a device's memory waits for it. `memory`: the owner of the bytes, if the caller may

@@ -40,7 +40,7 @@ class _Recorded:
 
 
 class LateDriver:
-    """`driver.Driver`. What goes wrong in a call is a violation of the device."""
+    """`driver.CudaDriver`. What goes wrong in a call is a violation of the device."""
 
     def __init__(self, gpu: LateGpu) -> None:
         self._gpu = gpu

@@ -56,7 +56,7 @@ class FakeEvent:
 
 
 class FakeDriver:
-    """`driver.Driver`. `eager`: streams do their work at once, else when they are synchronised."""
+    """`driver.CudaDriver`. `eager`: streams do their work at once, else when they are synchronised."""
 
     def __init__(self, eager=False):
         library().fake_reset(int(eager))
