@@ -108,6 +108,7 @@ def _add_device(group: Any) -> None:
     group.add_argument("--machine", choices=MACHINES, metavar="NAME", help=presets)
     _add_numbers(group, float, _GPU | _DRIVE)
     _add_numbers(group, float, {"drives": "drives per GPU; 0.5 for four drives of eight GPUs"})
+    _add_numbers(group, float, {"link_gbps": "10^9 bytes a second each way between a GPU and its drives"})
     group.add_argument("--drive", choices=DRIVES, metavar="NAME", help=f"a preset: {', '.join(DRIVES)}")
     group.add_argument("--price", dest="price_usd", type=_number(float), metavar="X", help="US dollars for a drive")
 
@@ -236,4 +237,8 @@ def _drives(flags: argparse.Namespace, machine: Machine) -> Drives:
     drive = _given(drive, flags)
     if changed:
         drive = dataclasses.replace(drive, name=f"{drive.name}, changed")
-    return Drives(drive=drive, count=machine.drives.count if flags.drives is None else flags.drives)
+    return Drives(
+        drive=drive,
+        count=machine.drives.count if flags.drives is None else flags.drives,
+        link_gbps=machine.drives.link_gbps if flags.link_gbps is None else flags.link_gbps,
+    )

@@ -20,6 +20,11 @@ def layer_bytes(model: Model, split: Parallelism, batch: int) -> float:
     return model.sequence * batch * (whole / (tp if split.sp else 1) + parts / tp)
 
 
+def input_bytes(model: Model, split: Parallelism, batch: int) -> float:
+    """What a layer saves if it is computed again in the backward: its input (Korthikanti et al. 2022, section 5)."""
+    return model.sequence * batch * model.element_bytes * model.width / (split.tp if split.sp else 1)
+
+
 def outside_bytes(model: Model, split: Parallelism, batch: int) -> float:
     """What is saved outside the layers: a mask of dropout, the inputs of the last norm and of the head, the logits.
 

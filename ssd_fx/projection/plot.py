@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ssd_fx.projection.endurance import endurance
@@ -99,7 +100,7 @@ def _memory(axes: Any, found: Projection) -> None:
 
 def _life(axes: Any, traffic: Traffic, drives: Drives) -> None:
     counts = range(1, max(8, math.ceil(2 * drives.count)) + 1)
-    lives = [endurance(traffic, Drives(drive=drives.drive, count=n)) for n in counts]
+    lives = [endurance(traffic, replace(drives, count=n)) for n in counts]
     axes.plot(counts, [life.rated_days for life in lives], marker="o", label="rated TBW")
     paper = [life.paper_days for life in lives]
     axes.plot(counts, paper, marker="o", linestyle="--", label="with the paper's assumptions")

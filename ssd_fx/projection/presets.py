@@ -46,13 +46,15 @@ DRIVES = {
     )
 }
 
-_A100_40 = Device(name="A100-40G", peak_tflops=312, memory_gib=40, price_usd=10000)
-_A100_80 = Device(name="A100-80G", peak_tflops=312, memory_gib=80)
-_H100 = Device(name="H100-SXM-80G", peak_tflops=989.4, memory_gib=80)
+_PCIE_4, _PCIE_5 = 31.5, 63.0  # GB/s each way of 16 lanes: 16 and 32 GT/s, of which 128 of 130 bits are data
+
+_A100_40 = Device(name="A100-40G", peak_tflops=312, memory_gib=40, link_gbps=_PCIE_4, price_usd=10000)
+_A100_80 = Device(name="A100-80G", peak_tflops=312, memory_gib=80, link_gbps=_PCIE_4)
+_H100 = Device(name="H100-SXM-80G", peak_tflops=989.4, memory_gib=80, link_gbps=_PCIE_5)
 
 
 def _with(device: Device, count: int, drive: str) -> Machine:
-    return Machine(device=device, drives=Drives(drive=DRIVES[drive], count=count))
+    return Machine(device=device, drives=Drives(drive=DRIVES[drive], count=count, link_gbps=device.link_gbps))
 
 
 MACHINES = {

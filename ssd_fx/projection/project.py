@@ -17,6 +17,7 @@ class Projection:
 
     layer_bytes: activations of one layer. layer_bytes_per_sbh: the same per sequence, batch and width.
     outside_bytes: activations outside the layers; 0 where they are not counted.
+    recomputed_step_s: forward and backward if every layer is computed again in the backward.
     hides: where the writes hide. share: the part of the activations that drives keep up with.
     """
 
@@ -26,6 +27,7 @@ class Projection:
     layer_bytes_per_sbh: float
     outside_bytes: float
     traffic: Traffic
+    recomputed_step_s: float
     hides: Hides
     share: float
     memory: Memory
@@ -37,8 +39,9 @@ def project(scenario: Scenario) -> Projection:
     model, split, batch = scenario.model, scenario.parallelism, scenario.batch
     layer = layer_bytes(model, split, batch)
     outside = outside_bytes(model, split, batch) if scenario.head else 0.0
-    flops = scenario.layers_per_gpu * layer_flops(model, batch) + (head_flops(model, batch) if scenario.head else 0.0)
-    forward_s = flops / (split.tp * scenario.tflops * 1e12)
+    rate = split.tp * scenario.tflops * 1e12
+    layers_s = scenario.layers_per_gpu * layer_flops(model, batch) / rate
+    forward_s = layers_s + (head_flops(model, batch) / rate if scenario.head else 0.0)
     nbytes = scenario.layers_per_gpu * layer + outside
     traffic = Traffic(nbytes=nbytes, forward_s=forward_s, step_s=3 * forward_s)
     share = traffic.share(scenario.drives)
@@ -49,6 +52,7 @@ def project(scenario: Scenario) -> Projection:
         layer_bytes_per_sbh=layer / (model.sequence * batch * model.width),
         outside_bytes=outside,
         traffic=traffic,
+        recomputed_step_s=traffic.step_s + layers_s,
         hides=traffic.hides(scenario.drives),
         share=share,
         memory=memory(scenario, share),

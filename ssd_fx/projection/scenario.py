@@ -101,12 +101,13 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Device(_Part):
-    """One GPU. peak_tflops: of dense products in 16 bits. price_usd: 0 if not known."""
+    """One GPU. peak_tflops: of dense products in 16 bits. link_gbps: of its PCIe, 10^9 bytes a second each way."""
 
-    UNITS: ClassVar = {"peak_tflops": "TFLOP/s", "memory_gib": "GiB"}
+    UNITS: ClassVar = {"peak_tflops": "TFLOP/s", "memory_gib": "GiB", "link_gbps": "GB/s"}
 
     peak_tflops: float
     memory_gib: float
+    link_gbps: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,21 +124,26 @@ class Drive(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Drives:
-    """The drives of one GPU: `count` of a kind, striped. Four drives of a node of eight GPUs are 0.5."""
+    """The drives of one GPU: `count` of a kind, striped. Four drives of a node of eight GPUs are 0.5.
+
+    link_gbps: what passes between them and the GPU, 10^9 bytes a second each way.
+    """
 
     drive: Drive
     count: float
+    link_gbps: float
 
     def __post_init__(self) -> None:
         positive("drives", self.count, "drives per GPU")
+        positive("link_gbps", self.link_gbps, "GB/s")
 
     @property
     def write_bytes_s(self) -> float:
-        return self.count * self.drive.write_gbps * 1e9
+        return min(self.count * self.drive.write_gbps, self.link_gbps) * 1e9
 
     @property
     def read_bytes_s(self) -> float:
-        return self.count * self.drive.read_gbps * 1e9
+        return min(self.count * self.drive.read_gbps, self.link_gbps) * 1e9
 
     @property
     def nbytes(self) -> float:

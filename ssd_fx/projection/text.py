@@ -18,7 +18,7 @@ def of_scenario(found: Projection) -> str:
     """The text of a projection."""
     scenario = found.scenario
     rows = [*_inputs(found), ("drives", _drives(scenario.drives)), *_activations(found)]
-    rows += [*_rates(found.traffic, scenario.drives), *_memory(found)]
+    rows += [*_rates(found.traffic, scenario.drives), *_memory(found), _recomputed(found)]
     rows += _life(found.endurance, scenario.drives, found.share)
     return "\n".join(aligned([*rows, *_cost(found)]))
 
@@ -59,7 +59,7 @@ def _inputs(found: Projection) -> Rows:
 def _drives(drives: Drives) -> str:
     rates = f"{drives.write_bytes_s / 1e9:.3g} GB/s written, {drives.read_bytes_s / 1e9:.3g} read"
     each = f"{drives.nbytes / 1e12:.4g} TB, {rates}, {drives.rated_tb:.6g} TB rated"
-    return f"{drives.count:g} x {drives.drive.name} per GPU: {each}"
+    return f"{drives.count:g} x {drives.drive.name} per GPU: {each}; the link has {drives.link_gbps:g} GB/s each way"
 
 
 def _activations(found: Projection) -> Rows:
@@ -82,14 +82,15 @@ def _rates(traffic: Traffic, drives: Drives) -> Rows:
         ("read rate", f"{traffic.read_bytes_s / 1e9:.3g} GB/s within the backward"),
         ("needed", f"{needed}, of these drives"),
         ("verdict", _verdict(traffic, drives)),
-        ("", "not checked: the link of the GPU, reads beside writes, and rates that fall when a drive is full"),
+        ("", "not checked: what else uses the link, reads beside writes, and rates that fall when a drive is full"),
     ]
 
 
 def _verdict(traffic: Traffic, drives: Drives) -> str:
     share = traffic.share(drives)
     if share < 1:
-        return f"the drives are too slow: they keep up with {share:.2g} of the activations; the rest must stay"
+        slow = "drives are" if drives.write_bytes_s < drives.link_gbps * 1e9 else "link is"
+        return f"the {slow} too slow for more than {share:.2g} of the activations; the rest must stay"
     if traffic.hides(drives) == "forward":
         return "the writes hide behind the forward"
     return "the writes hide within half the step, but not behind the forward alone"
@@ -111,6 +112,14 @@ def _memory(found: Projection) -> Rows:
     if not offloaded:
         largest = "not even 1 fits" + (" on the drives" if memory.drives_are_full else "")
     return [("memory", state), ("peak", peak), ("micro-batch", largest)]
+
+
+def _recomputed(found: Projection) -> tuple[str, str]:
+    """What a checkpoint around every layer would take instead of drives."""
+    memory, longer = found.memory, found.recomputed_step_s / found.traffic.step_s - 1
+    took = f"{format_seconds(found.recomputed_step_s)} for forward and backward (+{longer:.0%})"
+    fits = f"peak {format_bytes(memory.recomputed_bytes)}, micro-batch at most {memory.largest_batch_recomputed}"
+    return "recompute", f"instead, with a checkpoint around every layer: {took}, {fits}"
 
 
 def _life(life: Endurance, drives: Drives, share: float) -> Rows:

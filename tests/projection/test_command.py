@@ -97,8 +97,22 @@ def test_the_text_says_what_limits_the_micro_batch(capsys: pytest.CaptureFixture
     assert "2 TB on the drives, which have room for no more)" in full
     assert "not even 1 fits on the drives" in printed(capsys, "--model", "megatron-1t", "--capacity-tb", "0.001")
     slow = printed(capsys, "--model", "megatron-18b", "--drives", "1")
-    assert "the drives are too slow: they keep up with 0.25 of the activations" in slow
+    assert "the drives are too slow for more than 0.25 of the activations; the rest must stay" in slow
     assert ", 0.75 of the activations kept)" in slow
+
+
+def test_the_link_of_the_gpu_may_be_too_slow_for_all_drives(capsys: pytest.CaptureFixture[str]) -> None:
+    """Drives of 54 GB/s behind PCIe 5.0 are not the limit for 30 GB/s; behind a link of 10 GB/s it is."""
+    many = ("--model", "llama-3-70b", "--drives", "8")
+    assert "the writes hide within half the step" in printed(capsys, *many)
+    behind = printed(capsys, *many, "--link-gbps", "10")
+    assert "; the link has 10 GB/s each way" in behind
+    assert "the link is too slow for more than 0.27 of the activations" in behind
+
+
+def test_what_a_checkpoint_around_every_layer_would_take_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--model", "llama-3-70b")
+    assert "around every layer: 426 ms for forward and backward (+32%), peak 1.512 GiB, micro-batch at most 45" in out
 
 
 def test_another_gpu_does_not_have_the_rate_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:

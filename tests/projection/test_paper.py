@@ -53,7 +53,7 @@ def test_the_life_of_four_drives_of_600_tbw_at_the_largest_rate() -> None:
     """The paper's "over 2 years" is with its factors. Rated TBW alone gives days."""
     step_s = 1.0
     traffic = Traffic(nbytes=12.1e9 * step_s / 2, forward_s=step_s / 3, step_s=step_s)
-    life = endurance(traffic, Drives(drive=DRIVES["samsung-980-pro-1tb"], count=4))
+    life = endurance(traffic, Drives(drive=DRIVES["samsung-980-pro-1tb"], count=4, link_gbps=31.5))
     assert life.rated_days == pytest.approx(4.6, abs=0.05)
     assert life.paper_waf_days == pytest.approx(11.5, abs=0.05)
     assert life.paper_days / 365 == pytest.approx(2.7, abs=0.05)

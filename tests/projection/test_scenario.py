@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ssd_fx.projection.endurance import endurance
 from ssd_fx.projection.layer import layer_bytes
-from ssd_fx.projection.memory import kept_bytes, memory, offloaded_bytes, state_bytes
+from ssd_fx.projection.memory import kept_bytes, memory, offloaded_bytes, recomputed_bytes, state_bytes
 from ssd_fx.projection.presets import MACHINES
 from ssd_fx.projection.project import project
 from ssd_fx.projection.scenario import Drive, Drives, Model, Parallelism, Scenario
@@ -19,6 +19,7 @@ from ssd_fx.projection.traffic import Traffic
 
 MODEL = Model(layers=8, width=1024, heads=16, sequence=1024, vocabulary=1000)
 DRIVE = Drive(name="toy", write_gbps=4, read_gbps=8, capacity_tb=1, tbw=100, price_usd=50)
+LINK = 1e6  # GB/s: in nobody's way
 
 
 def scenario(**changed: Any) -> Scenario:
@@ -29,7 +30,7 @@ def scenario(**changed: Any) -> Scenario:
         batch=4,
         tflops=100,
         device=machine.device,
-        drives=Drives(drive=DRIVE, count=2),
+        drives=Drives(link_gbps=LINK, drive=DRIVE, count=2),
     )
     return dataclasses.replace(base, **changed)
 
@@ -41,7 +42,7 @@ def scenario(**changed: Any) -> Scenario:
 def test_where_writes_hide(step_s: float, hides: str, share: float) -> None:
     """8 GB for two drives of 4 GB/s: one second, which is a third of 3 s and half of 2 s."""
     traffic = Traffic(nbytes=8e9, forward_s=step_s / 3, step_s=step_s)
-    drives = Drives(drive=DRIVE, count=2)
+    drives = Drives(link_gbps=LINK, drive=DRIVE, count=2)
     assert (traffic.hides(drives), traffic.share(drives)) == (hides, share)
 
 
@@ -52,25 +53,45 @@ def test_how_many_drives_are_needed(read_gbps: float, needed: tuple[int, int]) -
     traffic = Traffic(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
     half, forward = traffic.drives_needed(drive)
     assert (half, forward) == needed
-    assert traffic.share(Drives(drive=drive, count=half)) == 1 > traffic.share(Drives(drive=drive, count=half - 1))
+    enough, one_less = (Drives(link_gbps=LINK, drive=drive, count=count) for count in (half, half - 1))
+    assert traffic.share(enough) == 1 > traffic.share(one_less)
 
 
 def test_half_a_drive_has_half_of_everything() -> None:
-    whole, half = (Drives(drive=DRIVE, count=count) for count in (1, 0.5))
+    whole, half = (Drives(link_gbps=LINK, drive=DRIVE, count=count) for count in (1, 0.5))
     for name in ("write_bytes_s", "read_bytes_s", "nbytes", "rated_tb", "price_usd"):
         assert getattr(half, name) == getattr(whole, name) / 2
 
 
 def test_reads_may_be_what_is_too_slow() -> None:
     """Then writes do not hide either, though drives would take them all."""
-    drives = Drives(drive=dataclasses.replace(DRIVE, read_gbps=1), count=2)
+    drives = Drives(link_gbps=LINK, drive=dataclasses.replace(DRIVE, read_gbps=1), count=2)
     traffic = Traffic(nbytes=8e9, forward_s=1, step_s=3)
     assert (traffic.share(drives), traffic.hides(drives)) == (0.5, "no")  # 4 GB/s needed, 2 there
 
 
+def test_the_link_of_the_gpu_may_be_what_is_too_slow() -> None:
+    """Eight drives of 4 GB/s behind a link of 8 GB/s, where 16 GB/s are needed."""
+    traffic = Traffic(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
+    drives = Drives(drive=DRIVE, count=8, link_gbps=8)
+    assert (traffic.share(drives), traffic.hides(drives)) == (0.5, "no")
+
+
+def test_a_checkpoint_around_every_layer_keeps_inputs_and_computes_the_layers_again() -> None:
+    """Inputs are 2*s*b*h bytes a layer in 16 bits, of 34*s*b*h. Without a head the step takes a third more."""
+    sbh = MODEL.sequence * MODEL.width
+    found = scenario(head=False)
+    assert recomputed_bytes(found, 1) == (8 * 2 + 34) * sbh
+    assert recomputed_bytes(scenario(head=False, parallelism=Parallelism(pp=4)), 1) == (4 * 2 * 2 + 34) * sbh
+    projected = project(found)
+    assert projected.recomputed_step_s == pytest.approx(4 / 3 * projected.traffic.step_s)
+    with_head = project(scenario())
+    assert with_head.recomputed_step_s - with_head.traffic.step_s == pytest.approx(projected.traffic.forward_s)
+
+
 def test_drives_that_are_too_slow_wear_by_what_they_take() -> None:
     traffic = Traffic(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
-    found = endurance(traffic, Drives(drive=DRIVE, count=2))
+    found = endurance(traffic, Drives(link_gbps=LINK, drive=DRIVE, count=2))
     assert found.bytes_per_day == 4e9 * 86400
     assert found.rated_days == pytest.approx(200e12 / (4e9 * 86400))
     assert found.wear_usd_per_day == pytest.approx(100 / found.rated_days)
@@ -79,9 +100,14 @@ def test_drives_that_are_too_slow_wear_by_what_they_take() -> None:
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.booleans(), st.integers(0, 3))
 def test_the_largest_micro_batch_fits_and_one_more_does_not(tp: int, pp: int, sp: bool, zero: int) -> None:
     found = scenario(parallelism=Parallelism(tp=tp, pp=pp, dp=4, sp=sp, zero=zero))
-    found = dataclasses.replace(found, drives=Drives(drive=DRIVE, count=1000))
+    found = dataclasses.replace(found, drives=Drives(link_gbps=LINK, drive=DRIVE, count=1000))
     room, sizes = found.device.memory_gib * 2**30, memory(found)
-    for largest, nbytes in ((sizes.largest_batch_kept, kept_bytes), (sizes.largest_batch_offloaded, offloaded_bytes)):
+    each = (
+        (sizes.largest_batch_kept, kept_bytes),
+        (sizes.largest_batch_offloaded, offloaded_bytes),
+        (sizes.largest_batch_recomputed, recomputed_bytes),
+    )
+    for largest, nbytes in each:
         assert sizes.state_bytes + nbytes(found, largest) <= room
         assert sizes.state_bytes + nbytes(found, largest + 1) > room
     assert sizes.largest_drive_bytes == pytest.approx(kept_bytes(found, sizes.largest_batch_offloaded))
@@ -89,7 +115,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(tp: int, pp: int, sp
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_the_drives_hold_the_largest_micro_batch_and_no_more(share: float) -> None:
-    found = scenario(drives=Drives(drive=dataclasses.replace(DRIVE, capacity_tb=0.01), count=2))
+    found = scenario(drives=Drives(link_gbps=LINK, drive=dataclasses.replace(DRIVE, capacity_tb=0.01), count=2))
     sizes = memory(found, share)
     largest = sizes.largest_batch_offloaded
     assert sizes.drives_are_full
@@ -103,10 +129,8 @@ def test_what_drives_are_too_slow_for_stays_in_memory() -> None:
     kept, passing = kept_bytes(found, 1), offloaded_bytes(found, 1)
     assert offloaded_bytes(found, 1, 1e-9) == pytest.approx(kept)
     assert offloaded_bytes(found, 1, 0.5) == pytest.approx((kept + passing) / 2)
-    slow, fast = (
-        project(scenario(drives=Drives(drive=dataclasses.replace(DRIVE, write_gbps=gbps, read_gbps=gbps), count=1)))
-        for gbps in (0.1, 1000)
-    )
+    drives = [dataclasses.replace(DRIVE, write_gbps=gbps, read_gbps=gbps) for gbps in (0.1, 1000)]
+    slow, fast = (project(scenario(drives=Drives(link_gbps=LINK, drive=drive, count=1))) for drive in drives)
     assert slow.share < 1 == fast.share
     kept_all = slow.memory.largest_batch_kept
     assert kept_all <= slow.memory.largest_batch_offloaded < fast.memory.largest_batch_offloaded
@@ -158,7 +182,7 @@ def test_few_heads_of_keys_are_copied_on_many_gpus() -> None:
         (lambda: scenario(tflops=float("nan")), "tflops=nan is not possible; right would be a number of TFLOP/s above"),
         (lambda: dataclasses.replace(DRIVE, tbw=0), "tbw=0 is not possible; right would be a number of TB above 0"),
         (lambda: dataclasses.replace(DRIVE, price_usd=-1), "price=-1 is not a price"),
-        (lambda: Drives(drive=DRIVE, count=0), "drives=0 is not possible; right would be a number of drives per GPU"),
+        (lambda: Drives(drive=DRIVE, count=0, link_gbps=1), "drives=0 is not possible"),
     ],
 )
 def test_bad_values_name_what_would_be_right(make: Any, message: str) -> None:
