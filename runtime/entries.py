@@ -177,12 +177,14 @@ def close() -> None:
     _closed = True
 
 
-def after_fork() -> None:
-    """In the child: forgets the parent's entries, and touches none of their requests, threads or locks."""
+def after_fork() -> list[Entry]:
+    """In the child: forgets the parent's entries and returns them. Touches none of their requests, threads or locks."""
     global _inherited_below
     GUARD.reset()
+    inherited = list(_entries.values())
     forget()
     _inherited_below = next(_numbers)
+    return inherited
 
 
 def _bury(number: int) -> None:

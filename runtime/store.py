@@ -311,17 +311,19 @@ def close_stores() -> None:
     CPU_ALLOCATOR.trim()
 
 
-_inherited: list[tuple[Store, list[Entry]]] = []
-"""In the child of a fork: what has objects of a device. Their destructors are the parent's to run."""
+_inherited: list[object] = []
+"""In the child of a fork: what has events of a device. The destructor of a CUDA event would end the child, which cannot
+use CUDA."""
 
 
 def _after_fork() -> None:
-    _inherited.extend((store, entries.of(store)) for store in _stores.values() if streams.of(store.device))
+    stores = list(_stores.values())
+    held = entries.after_fork()
+    events = [*clock.forget(), *device_trace.clear()]
+    if events or any(streams.of(store.device) for store in stores):
+        _inherited.extend((stores, held, events))
     _stores.clear()
     registry.forget_engines()
-    entries.after_fork()
-    clock.forget()
-    device_trace.clear()
 
 
 def _at_exit() -> None:

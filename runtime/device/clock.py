@@ -48,8 +48,10 @@ def anchor(streams: Streams, device: torch.device) -> Anchor:
     return found
 
 
-def forget() -> None:
-    """Forgets all anchors, and makes a fresh lock for the child of a fork, where another thread may have held it."""
+def forget() -> list[Anchor]:
+    """Forgets all anchors and returns them; a fresh lock for the child of a fork, where a thread may have held it."""
     global _making
     _making = threading.Lock()
+    forgotten = list(_anchors.values())
     _anchors.clear()
+    return forgotten

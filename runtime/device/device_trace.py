@@ -101,14 +101,16 @@ def events() -> list[trace.Event]:
         return list(_read)
 
 
-def clear() -> None:
-    """Forgets all times, and counts runs from 0 again. Makes a fresh lock for the child of a fork."""
+def clear() -> list[Node]:
+    """Forgets all times, counts runs from 0 again, and returns what was not read. A fresh lock for a fork's child."""
     global _lock
     _lock = threading.Lock()
+    unread = list(_unread)
     _unread.clear()
     _read.clear()
     _devices.clear()
     _runs.clear()
+    return unread
 
 
 def _read_fired(most: int) -> None:

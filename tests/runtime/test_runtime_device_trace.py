@@ -1,5 +1,6 @@
 """The times of nodes and transfers on a device that executes late: those of its events, not of the launches."""
 
+import gc
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ import torch
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.device import clock, device_trace
 from ssd_fx.runtime.device.streams import Queued
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.store import close_stores, get_store
 from tests.runtime.fake_gpu import FakeEvent, installed
 from tests.runtime.harness import begin, config_json, load, release, settle, start_load, store, wait
 
@@ -191,6 +192,26 @@ def test_the_child_of_a_fork_takes_no_lock_that_a_thread_had(gpu):
         os.waitpid(child, 0)
         pytest.fail("the child hangs")
     assert status == 0
+
+
+@pytest.mark.parametrize("last", ["device", "cpu"])
+def test_the_child_of_a_fork_destroys_no_event(gpu, last, monkeypatch):
+    """The destructor of a CUDA event makes a call that fails in the child, and so ends it: a data loader's worker."""
+    destroyed = []
+    monkeypatch.setattr(FakeEvent, "__del__", lambda event: destroyed.append(event.ms), raising=False)
+    handle = store(gpu.tensor(torch.zeros(N)), MEMORY)
+    if last == "cpu":  # what was stored last says nothing of the other tensors
+        monkeypatch.setattr(get_store(MEMORY), "device", torch.device("meta"))
+    gpu.finish()
+    for stream in (gpu.compute, *gpu.sides):
+        stream.tasks.clear()  # of a GPU none of these has the event
+    destroyed.clear()
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(1 if destroyed else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    del handle
 
 
 def test_a_transfer_that_never_began_is_not_in_the_trace(gpu, monkeypatch):
