@@ -147,7 +147,8 @@ def _keeps_all(gm: fx.GraphModule) -> bool:
     """Whether all tensors of the graph compiled now must stay in memory; warns if so.
 
     * The graph computes on several streams. Transfers follow the current one, and Inductor runs the kernel that makes a
-      tensor, or reads it, on another.
+      tensor, or reads it, on another. Or it waits for another stream, and the store of an input would stand before the
+      wait for the kernel that makes the input.
     * Autograd's saved tensors are in somebody else's hands. A checkpoint drops them, and recomputes them right before
       they are needed. Its second forward may be another graph (for dynamic sizes). That one's saved tensors then go to
       the backward of the first graph, which can take plain tensors only.
@@ -157,12 +158,17 @@ def _keeps_all(gm: fx.GraphModule) -> bool:
         reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
     elif hooks_are_compiled_in():
         reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"
-    elif any("stream" in (n.meta.get("custom") or ()) for m in _graphs(gm) for n in m.graph.nodes):
-        reason = "it computes on several streams, and transfers would follow only one"
+    elif any(_names_a_stream(node) for each in _graphs(gm) for node in each.graph.nodes):
+        reason = "it computes on several streams or waits for one, and transfers would follow only one"
     else:
         return False
     warnings.warn(f"ssd_fx keeps all tensors of a graph in memory: {reason}", RuntimeWarning, stacklevel=2)
     return True
+
+
+def _names_a_stream(node: fx.Node) -> bool:
+    """Whether a node of a Dynamo graph is within `torch.cuda.stream(...)`, or an operation of streams and events."""
+    return "stream" in (node.meta.get("custom") or ()) or str(node.target).startswith("streams.")
 
 
 def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:

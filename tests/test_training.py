@@ -144,20 +144,32 @@ def curve(t: torch.Tensor) -> torch.Tensor:
     return (t @ t).sin().exp().sum()
 
 
-def test_a_graph_of_several_streams_keeps_all() -> None:
-    """Transfers follow the current stream. The annotation is what Dynamo makes of `torch.cuda.stream(...)`."""
+def several_streams(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.fx.traceback.annotate({"stream": 1}):  # what Dynamo makes of `torch.cuda.stream(...)`
+        h = (x @ w).relu()
+    return (h @ w).sum()
+
+
+def waits_for_an_event(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    torch.ops.streams.wait_event(1, 2)  # what Dynamo makes of `event.wait()`
+    return ((x @ w).relu() @ w).sum()
+
+
+def waits_for_a_stream(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    torch.ops.streams.wait_stream.default(1, 2)
+    return ((x @ w).relu() @ w).sum()
+
+
+@pytest.mark.parametrize("loss_of", [several_streams, waits_for_an_event, waits_for_a_stream])
+def test_a_graph_that_knows_other_streams_keeps_all(loss_of: Callable[..., torch.Tensor]) -> None:
+    """Transfers follow the current stream. The store of an input would stand before a wait within the graph."""
     found = []
 
     def backend(gm: fx.GraphModule, inputs: object) -> Callable[..., object]:
         found.append(_keeps_all(gm))
-        return gm.forward
+        return lambda *arguments: (arguments[0].sum(),)  # there are no streams to wait for
 
-    def loss_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with torch.fx.traceback.annotate({"stream": 1}):
-            h = (x @ w).relu()
-        return (h @ w).sum()
-
-    with pytest.warns(RuntimeWarning, match="keeps all tensors.*it computes on several streams"):
+    with pytest.warns(RuntimeWarning, match="keeps all tensors.*it computes on several streams or waits for one"):
         torch.compile(loss_of, backend=backend)(torch.randn(16, 16), torch.randn(16, 16))
     torch.compile(curve, backend=backend)(torch.randn(16, 16))
     assert found == [True, False]
