@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.entries import Entry, State
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.reader import Reader
@@ -195,6 +196,10 @@ class Prefetcher:
 
 
 def _worth_reading(entry: Entry) -> bool:
-    """Whether the entry was not asked for yet, and is on the disk."""
+    """Whether the entry was not asked for yet, is on the disk, and is of the stream on which this thread computes.
+
+    Autograd runs a backward on its forward's stream. What was read into memory of another stream would be dropped.
+    """
     waits = entry.run is not None and entry.run.waits_for(entry)
-    return waits and entry.state is State.ON_DISK and entry.nbytes > 0 and not entry.ahead
+    on_disk = entry.state is State.ON_DISK and entry.nbytes > 0 and not entry.ahead
+    return waits and on_disk and entry.stream == streams.current(entry.device)

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-# Errors of a write after which the next one may succeed. EFAULT: the tensor was given other memory.
+# Errors of a write after which the next one may succeed. EFAULT: the tensor was given other memory, or the driver of a
+# GPU could not copy it.
 NOT_OF_THE_DRIVE = (errno.ECANCELED, errno.EFAULT, errno.ENOMEM)
 
 

@@ -26,6 +26,7 @@ from ssd_fx.runtime.memory.buffers import Buffer
 from ssd_fx.runtime.native import driver, loader, pool
 
 POLL_MS = 100  # a thread that waits for I/O runs signal handlers this often
+_CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class FileExtent(Extent):
@@ -118,7 +119,7 @@ class Transfer:
         if code == pool.CUDA_FAILED:
             function, result = self._request.cuda_error()
             message = f"{place} failed at offset {where}: {function} returned CUDA error {result}"
-            return OSError(errno.EIO, message, extent.directory)
+            return OSError(errno.ENOMEM if result == _CUDA_OUT_OF_MEMORY else errno.EFAULT, message, extent.directory)
         return OSError(code, f"{place} failed at offset {where}: {os.strerror(code)}", extent.directory)
 
 

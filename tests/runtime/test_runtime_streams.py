@@ -24,7 +24,7 @@ from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.store import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import ORDERS, FakeGpu, installed
-from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait
+from tests.runtime.harness import begin, config_json, load, raw, release, settle, start_load, store, wait
 from tests.runtime.real_device import RealDevice, kinds
 
 N = 50_000
@@ -531,3 +531,23 @@ def test_what_one_stream_read_ahead_no_other_gets(gpu):
     assert entry.ahead is None
     del held
     assert gpu.bytes_of(wait(y, handle)) == raw(numbers())
+
+
+@LATE
+def test_what_another_stream_stored_is_not_read_ahead(gpu):
+    """The load on its own stream would drop what was read, and read it again."""
+
+    def forward():
+        begin(MEMORY, "a", offloaded=4 * N)
+        first = on_disk(gpu, MEMORY, numbers(), graph="a")
+        with gpu.on_another_stream():
+            begin(MEMORY, "b", offloaded=4 * N)
+            second = on_disk(gpu, MEMORY, numbers(), graph="b")
+        return first, second
+
+    for _ in range(2):  # the second backward knows what comes after the first graph
+        first, second = forward()
+        load(first, torch.empty(N))
+        assert lookup(second).ahead is None
+        load(second, torch.empty(N))
+        del first, second
