@@ -26,6 +26,12 @@ from ssd_fx.runtime.engines.base import Memory
 NAME = "kvikio"  # of the package and of the engine
 MISSING = "install the extra: pip install 'ssd_fx[gds]', for CUDA 12 'ssd_fx[gds-cu12]'"
 FIXED_OFFSETS_AND_SIZE = 1 | 2 | 4  # flags of cuFileStreamRegister: no argument of a transfer changes after its call
+_OLDEST = "26.2"
+_NEEDED = (  # what the oldest version has, and the one before it lacks in part
+    ("kvikio", "stream_register"),
+    ("kvikio.defaults", "is_compat_mode_preferred"),
+    ("kvikio.cufile_driver", "get"),
+)
 _CONFIG = "CUFILE_ENV_PATH_JSON"
 SYSTEM = Path("/etc/cufile.json")  # the administrator's
 
@@ -154,10 +160,11 @@ def status(forced: bool = False) -> Status:
     configure(forced)
     try:
         version = str(_module("kvikio").__version__)
-        for part in ("kvikio.defaults", "kvikio.cufile_driver"):
-            _module(part)
+        old = [f"{part}.{name}" for part, name in _NEEDED if not hasattr(_module(part), name)]
     except (ImportError, OSError) as error:
         return Status("", False, f"{error}; {MISSING}")
+    if old:
+        return Status(version, False, f"kvikio {version} has no {old[0]}; right would be {_OLDEST} or later; {MISSING}")
     try:
         obstacle = _obstacle()
     except RuntimeError as error:

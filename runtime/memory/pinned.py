@@ -1,7 +1,8 @@
 """Pinned host memory in large chunks: the first chunk with room serves, by best fit within it.
 
-PyTorch's own allocator rounds every request up to a power of two: a third more on average, twice at worst. It also pins
-memory anew whenever a size is new, which stops the device.
+PyTorch's own allocator rounds every request up to a power of two: a third more on average, twice at worst. So a chunk
+is as large as that, and the rest of it serves others. PyTorch also pins memory anew whenever a size is new, which stops
+the device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from ssd_fx.runtime.memory.free_extents import FreeExtents
 from ssd_fx.runtime.memory.numa import near
 
 LEAST, MOST = 4 << 20, 256 << 20  # bytes that are pinned at a time; a larger tensor has a chunk of its own
+
+
+def _power_of_two(nbytes: int) -> int:
+    """The smallest that is `nbytes` > 0 or more."""
+    return 1 << (nbytes - 1).bit_length()
 
 
 class _Chunk:
@@ -78,7 +84,7 @@ class Pinned:
                     return found
             try:
                 with near(self._device):
-                    made = _Chunk(self._queued.pinned(max(size, min(max(self.nbytes, LEAST), MOST))))
+                    made = _Chunk(self._queued.pinned(_power_of_two(max(size, min(self.nbytes, MOST), LEAST))))
             except RuntimeError as error:
                 raise OSError(errno.ENOMEM, f"no pinned memory for a tensor of {nbytes} B") from error
             self._chunks.append(made)

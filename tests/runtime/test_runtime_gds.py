@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -84,6 +85,18 @@ def test_a_machine_without_gds_is_an_error_that_names_posix(stub, tmp_path, mach
     with pytest.raises(RuntimeError, match=rf"engine 'kvikio' has no GPUDirect Storage here: {reason}.*engine='posix'"):
         registry.make_engine(options(tmp_path))
     assert stub.opened == []
+
+
+@pytest.mark.parametrize(("module", "name"), [("kvikio", "stream_register"), ("kvikio.cufile_driver", "get")])
+def test_a_kvikio_that_is_too_old_is_none(stub, tmp_path, monkeypatch, module, name):
+    """`engine="auto"` then takes engine posix instead of failing at the first store."""
+    monkeypatch.delattr(stub.import_module(module), name)
+    reason = rf"kvikio {stub_kvikio.VERSION} has no {module}.{name}; right would be 26.2 or later"
+    assert re.match(reason, cufile.status().reason)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert gds.usable(options(tmp_path, "auto")) is None
+    with pytest.raises(RuntimeError, match=reason):
+        registry.make_engine(options(tmp_path))
 
 
 def test_peer_to_peer_without_nvidia_fs_is_gds(stub, tmp_path):

@@ -49,14 +49,16 @@ def test_what_comes_back_is_used_again():
 
 
 def test_it_grows_with_the_need():
-    """Each chunk is as large as all before, up to a bound; a tensor beyond that has one of its own."""
+    """Each chunk is as large as all before, up to a bound; a tensor beyond that has one of its own, a power of two."""
     host = Host()
     pinned = Pinned(host, CPU)
     kept = [pinned.take(LEAST) for _ in range(6)]
     assert host.pinned_bytes == [LEAST, LEAST, 2 * LEAST, 4 * LEAST]
     kept.append(pinned.take(9 * LEAST))
-    assert host.pinned_bytes[-1] == 9 * LEAST
-    assert MOST > 9 * LEAST
+    assert host.pinned_bytes[-1] == 16 * LEAST  # as PyTorch would round it up without a word
+    assert MOST > 16 * LEAST
+    kept.append(pinned.take(7 * LEAST))
+    assert len(host.pinned_bytes) == 5, "the rest of a chunk serves others"
 
 
 def test_no_memory_is_an_error_of_the_system():
