@@ -161,7 +161,7 @@ def status(forced: bool = False) -> Status:
     try:
         version = str(_module("kvikio").__version__)
         old = [f"{part}.{name}" for part, name in _NEEDED if not hasattr(_module(part), name)]
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:  # kvikio 26.10 without libcufile: a RuntimeError
         return Status("", False, f"{error}; {MISSING}")
     if old:
         return Status(version, False, f"kvikio {version} has no {old[0]}; right would be {_OLDEST} or later; {MISSING}")

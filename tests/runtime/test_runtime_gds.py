@@ -133,6 +133,14 @@ def test_no_package(gpu, monkeypatch, tmp_path):
             registry.make_engine(options(tmp_path, engine))
 
 
+def test_a_kvikio_that_finds_no_libcufile_is_none(stub, monkeypatch):
+    def refuse(name):
+        raise RuntimeError('Failure finding "libcufile.so.0"')  # a subclass of it, by cuda.pathfinder
+
+    monkeypatch.setattr(cufile, "_module", refuse)
+    assert cufile.status() == cufile.Status("", False, f'Failure finding "libcufile.so.0"; {cufile.MISSING}')
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_gpu(tmp_path):
     assert cufile.status().reason == "torch sees no CUDA device"
