@@ -12,9 +12,9 @@
 `slot`: the number of the alias group.
 `seq`: the planned position of the node among our nodes in its graph.
 `tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.
-`relies_on`: one of `layout.RELIES_ON`. The contract is in docs/design.md.
+`relies_on`: one of `layout.RELIES_ON`. `donate`: the load may return the stored tensor itself.
 
-The waits mutate an argument, so neither FX nor Inductor drops or merges them.
+The contract is in docs/design.md. The waits mutate an argument, so neither FX nor Inductor drops or merges them.
 """
 
 import time
@@ -44,7 +44,7 @@ _SCHEMAS = (
     "refuse_stand_ins(Tensor[] saved) -> ()",
     "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
     "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq,"
-    " bool strict=False, str relies_on='dtype') -> Tensor",
+    " bool strict=False, str relies_on='dtype', bool donate=True) -> Tensor",
     "wait_load_(Tensor(a!) x, Tensor handle, int seq) -> ()",
 )
 
@@ -107,6 +107,7 @@ def _load(
     seq: int,
     strict: bool = False,
     relies_on: str = "dtype",
+    donate: bool = True,
 ) -> Tensor:
     entry = lookup(handle)
     if device.type != entry.device.type:
@@ -115,7 +116,8 @@ def _load(
     CPU_ALLOCATOR.backward()
     asked = TensorMeta(tuple(size), tuple(stride), dtype)
     with device_trace.node("load", entry.graph, entry.slot, seq, entry.device):
-        return entry.store.load(entry, asked, seq, consume=not keeps_graph(), strict=strict, relies_on=relies_on)
+        consume = donate and not keeps_graph()
+        return entry.store.load(entry, asked, seq, consume=consume, strict=strict, relies_on=relies_on)
 
 
 def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
@@ -151,6 +153,7 @@ def _fake_load(
     seq: int,
     strict: bool = False,
     relies_on: str = "dtype",
+    donate: bool = True,
 ) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 

@@ -133,8 +133,8 @@ class Store:
         """The tensor, whose bytes are undefined until `wait_load_` returned.
 
         It has the layout `asked` in the parts that the reader `relies_on` (`layout.RELIES_ON`).
-        `consume`: no later backward loads it, so the stored tensor may be donated. `strict`: the plan has no memory to
-        read it earlier, so we do not learn to, however long the graph waits.
+        `consume`: no later backward and no caller needs it, so the stored tensor may be donated. `strict`: the plan
+        has no memory to read it earlier, so we do not learn to, however long the graph waits.
 
         Raises: what `Reader.begin` raises.
         """

@@ -110,9 +110,9 @@ def _lower_load(handle: Any, *args: Any) -> Any:
             "the backward of a model compiled with ssd_fx was traced into a graph that another backend compiles; "
             "name ssd_fx as the backend of compiled autograd too, or turn torch._dynamo.config.compiled_autograd off"
         )
-    names = [a.name for a in ops.load.default._schema.arguments[1:]]
-    given = dict(zip(names, args, strict=False)) | {"relies_on": "address"}
-    made = AuditedKernel.create(ops.load.default, handle, *(given.get(name, False) for name in names))
+    arguments = ops.load.default._schema.arguments[1:]
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | {"relies_on": "address"}
+    made = AuditedKernel.create(ops.load.default, handle, *(given.get(a.name, a.default_value) for a in arguments))
     return tree_map_only(ir.IRNode, ir.TensorBox.create, made)
 
 

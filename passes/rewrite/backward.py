@@ -67,7 +67,8 @@ class BackwardWriter:
         layout = group.stored
         where = (self.sizes.of(layout.size), self.sizes.of(layout.stride), layout.dtype, layout.device)
         strict = self.plan.points[group.slot].strict
-        args = (self.handles[group.slot], *where, seq, strict, _relies_on(group))
+        no_default = () if may_be_donated(group, self.forward[group.base]) else (False,)
+        args = (self.handles[group.slot], *where, seq, strict, _relies_on(group), *no_default)
         self.loads[group.slot] = load = self.graph.call_function(ops.load.default, args)
         with self.fake_mode:  # equal to what the operator returns, in a third of the time
             load.meta["val"] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
@@ -122,6 +123,15 @@ class BackwardWriter:
         key = storage_key(placeholder.meta["val"])
         assert key is not None
         rebuild.refresh(rebuilt, key, self.fake_mode)
+
+
+def may_be_donated(group: AliasGroup, base: fx.Node) -> bool:
+    """Whether the load of a group may return the stored tensor, into which the backward then writes.
+
+    Hazard: the caller may have given an input of the graph to another stream, and dropped it. `record_stream` keeps the
+    allocator off its memory until that stream has read it, and not the backward. The group's `base` is a forward node.
+    """
+    return base.op != "placeholder" or group.stored.device.type == "cpu"
 
 
 def _layouts(group: AliasGroup) -> list[Layout]:

@@ -61,12 +61,14 @@ def in_backward(call: Callable[[], Tensor], retain_graph: bool) -> Tensor:
     return results[0]
 
 
-def start_load(handle: Tensor, like: Tensor, consume: bool = True, seq: int = 0, relies_on: str = "dtype") -> Tensor:
+def start_load(
+    handle: Tensor, like: Tensor, consume: bool = True, seq: int = 0, relies_on: str = "dtype", donate: bool = True
+) -> Tensor:
     """`consume`: in a backward that does not keep its graph."""
 
     def call() -> Tensor:
         device = lookup(handle).device
-        y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, device, seq, False, relies_on)
+        y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, device, seq, False, relies_on, donate)
         return y
 
     return in_backward(call, retain_graph=not consume)

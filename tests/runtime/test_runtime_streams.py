@@ -551,3 +551,19 @@ def test_what_another_stream_stored_is_not_read_ahead(gpu):
         assert lookup(second).ahead is None
         load(second, torch.empty(N))
         del first, second
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_what_the_caller_gave_to_another_stream_is_not_donated(gpu, donate):
+    """A copy to the host on a side stream, `x.record_stream(side)`, `del x`: nothing shows that the side stream still
+    reads the memory, into which the backward would write. So the graph says that `x` is its input."""
+    config = config_json("", "memory", resident=1 << 30, dirs=[])
+    values = numbers()
+    x = gpu.tensor(values)
+    handle = store(x, config)
+    release(handle, x)
+    address = x.data_ptr()
+    del x
+    y = wait(start_load(handle, values, donate=donate), handle)
+    assert (y.data_ptr() == address) == donate
+    assert gpu.bytes_of(y) == raw(values)

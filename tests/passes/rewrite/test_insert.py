@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 
 import ssd_fx
 from ssd_fx.passes import pipeline
+from ssd_fx.passes.rewrite.backward import may_be_donated
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
 from ssd_fx.runtime.engines.base import Engine
@@ -203,6 +204,17 @@ def test_gradients_are_bitwise_those_of_everything_kept(
     if engine == "late":
         assert stats.read_bytes == stats.written_bytes == stored
     assert stats.offloaded_bytes == plan.offloaded_bytes + inputs
+
+
+def test_the_input_of_a_graph_is_not_donated_on_a_device() -> None:
+    """Its owner may have given it to another stream. What the graph itself makes nobody else has."""
+    partition = toys.partitioned(toys.relu_chain)
+    here = next(g for g in pipeline.decide(partition, toys.options()).groups if g.layout)
+    there = replace(here, layout=replace(here.stored, device=torch.device("cuda", 0)))
+    made = next(n for n in partition.forward.graph.nodes if n.name == here.base)
+    given = next(n for n in partition.forward.graph.nodes if n.op == "placeholder")
+    found = [may_be_donated(group, base) for group in (here, there) for base in (made, given)]
+    assert found == [True, True, True, False]
 
 
 FUSED = (toys.slice_of_big_base, toys.saved_copies)
