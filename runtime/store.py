@@ -70,6 +70,7 @@ class Store:
             )
         GUARD.drain()
         base.check_device(self.engine, x.device)
+        streams.finish_copies_into(x)
         seen = TensorMeta(tuple(x.shape), x.stride(), x.dtype)
         layout = dense_form(x)
         self.device = x.device

@@ -143,6 +143,21 @@ def current(device: torch.device) -> Stream | None:
         return found.current(device)
 
 
+def finish_copies_into(x: Tensor) -> None:
+    """Returns when the host may read `x`. A device may still be copying into pinned memory (`non_blocking=True`).
+
+    Whoever reads it on the device needs no wait, so the program may be right without one.
+    """
+    kind = accelerator() if x.device.type == "cpu" else None
+    if kind is None or not x.is_pinned():
+        return
+    device = torch.device(kind, torch.accelerator.current_device_index())
+    found = of(device)
+    assert found, "the accelerator has streams"
+    with found.on(device):
+        found.record(found.current(device)).synchronize()
+
+
 @contextlib.contextmanager
 def in_turn_with(stream: Stream | None, device: torch.device) -> Iterator[None]:
     """What the body queues runs behind what `stream` has by then, and before what it gets afterwards.

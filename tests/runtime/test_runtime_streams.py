@@ -567,3 +567,22 @@ def test_what_the_caller_gave_to_another_stream_is_not_donated(gpu, donate):
     y = wait(start_load(handle, values, donate=donate), handle)
     assert (y.data_ptr() == address) == donate
     assert gpu.bytes_of(y) == raw(values)
+
+
+class PinnedTensor(torch.Tensor):
+    def is_pinned(self, device=None):
+        return True
+
+
+def test_the_host_reads_a_pinned_tensor_when_the_copy_into_it_is_done(monkeypatch):
+    """`x.to("cpu", non_blocking=True)` returns before that, and what copies it back on the same stream needs no wait."""
+    monkeypatch.setattr(streams, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    fake = FakeGpu("lazy")
+    monkeypatch.setitem(streams.BACKENDS, "cuda", fake)
+    pinned, plain = torch.zeros(4).as_subclass(PinnedTensor), torch.zeros(4)
+    for x in (pinned, plain):
+        fake.overwrite(x, torch.ones(4))
+        streams.finish_copies_into(x)
+    assert (pinned.tolist(), plain.tolist()) == ([1.0] * 4, [0.0] * 4)
+    fake.finish()
