@@ -575,7 +575,7 @@ class PinnedTensor(torch.Tensor):
 
 
 def test_the_host_reads_a_pinned_tensor_when_the_copy_into_it_is_done(monkeypatch):
-    """`x.to("cpu", non_blocking=True)` returns before that, and what copies it back on the same stream needs no wait."""
+    """`x.to("cpu", non_blocking=True)` returns before that. What copies it back on that stream needs no wait."""
     monkeypatch.setattr(streams, "accelerator", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     fake = FakeGpu("lazy")
