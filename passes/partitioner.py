@@ -105,8 +105,10 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
         parts = [repr(self.options), str(self.keeps_all), torch.__version__]
-        if self.report is not None:
-            parts.append(_PROCESS)  # with a cached result of another process there would be no report
+        if self.report is not None or pipeline.ranks_agree():
+            # Another process has no report of ours. And where ranks exchange what they save, all must partition: with a
+            # cached result one rank would go on to a collective of the forward, while others wait in the exchange.
+            parts.append(_PROCESS)
         if self.survey is not None:
             parts.append(uuid.uuid4().hex)  # with any cached result there would be none
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -201,9 +201,13 @@ def _is_partitioned_once() -> bool:
     * The ranks agree on what is saved: each partition exchanges it, so all ranks must make equally many.
     * PyTorch quantizes what is saved, and notes that in the graph.
     """
-    agree = getattr(functorch_config, "_sync_decision_cross_ranks", False)
     quantizes = "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
-    return functorch_config.activation_memory_budget != 1 or bool(agree) or quantizes
+    return functorch_config.activation_memory_budget != 1 or ranks_agree() or quantizes
+
+
+def ranks_agree() -> bool:
+    """Whether the ranks exchange what they save, each time that they partition a graph with a collective."""
+    return bool(getattr(functorch_config, "_sync_decision_cross_ranks", False))
 
 
 def _machine(partition: Partition, options: PlanOptions) -> Machine:

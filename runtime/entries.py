@@ -118,8 +118,13 @@ _closed = False
 
 
 def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of that shape, dtype and device whose storage has one element."""
-    return torch.empty_strided(size, (0,) * len(size), dtype=dtype, device=device)
+    """A tensor of that shape, dtype and device whose storage has one element: 0.
+
+    Any other value could be a NaN, which Inductor's `nan_asserts` looks for in all outputs.
+    """
+    made = torch.empty_strided(size, (0,) * len(size), dtype=dtype, device=device)
+    made.untyped_storage().fill_(0)  # type: ignore[attr-defined]
+    return made
 
 
 def mark(made: Tensor, number: int = 0) -> Tensor:

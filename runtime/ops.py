@@ -141,7 +141,11 @@ def _fake_store(
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
+    return _fake_stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
+
+
+def _fake_stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(size, (0,) * len(size), dtype=dtype, device=device)
 
 
 def _fake_load(
@@ -161,7 +165,7 @@ def _fake_load(
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "begin_": (_begin, _nothing),
     "store": (_store, _fake_store),
-    "stand_in": (_stand_in, stand_in),
+    "stand_in": (_stand_in, _fake_stand_in),
     "refuse_stand_ins": (_refuse_stand_ins, _nothing),
     "wait_store_": (_wait_store, _nothing),
     "load": (_load, _fake_load),

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 from torch._dynamo.eval_frame import innermost_fn
+from torch._dynamo.symbolic_convert import tls
 from torch._inductor import config as inductor_config
 
 from ssd_fx import patterns, progress
@@ -89,6 +90,7 @@ def compile_graph(
     """
     with user_errors():
         config = check_options(options, mode=mode)
+        _keep_out_of_packages()
         if config.cpu_allocator and _trains_on_cpu(inputs):
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
@@ -141,6 +143,17 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
     if config.dump:
         _make_dump(config.own_dump)
     return config
+
+
+def _keep_out_of_packages() -> None:
+    """Let `torch._dynamo.config.caching_precompile` save nothing of the function that Dynamo compiles now.
+
+    Its key has neither the backend nor its options. Another process would train with this one's options, without a
+    word.
+    """
+    translator = getattr(tls, "current_tx", None)
+    if translator is not None and getattr(torch._dynamo.config, "caching_precompile", False):
+        translator.output.bypass_package("the options of ssd_fx are not in the key of a package")
 
 
 def _keeps_all(gm: fx.GraphModule) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx, nn
+from torch._dynamo.output_graph import OutputGraph
 
 import ssd_fx
 from examples.train_gpt import Shape
@@ -173,6 +174,39 @@ def test_a_graph_that_knows_other_streams_keeps_all(loss_of: Callable[..., torch
         torch.compile(loss_of, backend=backend)(torch.randn(16, 16), torch.randn(16, 16))
     torch.compile(curve, backend=backend)(torch.randn(16, 16))
     assert found == [True, False]
+
+
+def test_precompiled_packages_have_nothing_of_ours(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`caching_precompile` knows a function by its name and line. Another process would train with these options."""
+    reasons = []
+    monkeypatch.setattr(OutputGraph, "bypass_package", lambda graph, reason="", **more: reasons.append(reason))
+    x = torch.randn(16, 16, requires_grad=True)
+    with torch._dynamo.config.patch(caching_precompile=True):
+        torch.compile(curve, backend=ssd_fx.backend, options=options)(x).backward()
+    assert reasons == ["the options of ssd_fx are not in the key of a package"]
+
+
+def bytes_of_bools(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """A byte of 7 is a true bool, and the backward multiplies by 7."""
+    return (a.sin() * x.view(torch.uint8)).sum()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_bools_that_are_read_as_numbers_are_not_compressed(options: dict[str, object], inner: str) -> None:
+    """Packed in bits they would all be 0 or 1. Inductor's own code makes them so too."""
+    numbers, a = torch.arange(64, dtype=torch.uint8), torch.ones(64, requires_grad=True)
+    packed = options | {"inner": inner, "compression": "bitpack"}
+    found = []
+    for compiled in (
+        torch.compile(bytes_of_bools, backend=inner),
+        torch.compile(bytes_of_bools, backend=ssd_fx.backend, options=packed),
+    ):
+        handed = numbers.clone().view(torch.bool)
+        loss = compiled(handed, a)
+        del handed  # only the graph has it
+        found += torch.autograd.grad(loss, a)
+        torch._dynamo.reset()
+    assert torch.equal(*found)
 
 
 def test_overlap_scheduling_is_off(options: dict[str, object]) -> None:

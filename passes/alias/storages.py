@@ -14,6 +14,7 @@ owner drops them. An input that the forward or the backward writes into stays in
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,6 +71,7 @@ class _Facts:
     nested: set[int]
     absolute: set[int]  # the backward reads them by positions counted from their start
     changed: set[int]  # the backward writes into them
+    bytes_of_bools: set[int]  # a graph reads bools there as numbers
     returned: set[int]  # the backward returns them, or views of them
 
     @staticmethod
@@ -85,6 +87,7 @@ class _Facts:
             _nested(forward),
             _absolute(partition.backward.graph),
             set(nodes_by_storage(target for node in partition.backward.graph.nodes for target in written(node))),
+            _bytes_of_bools([*forward, *partition.backward.graph.nodes]),
             set(nodes_by_storage(partition.backward.graph.output_node().all_input_nodes)),
         )
 
@@ -142,6 +145,8 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
         return "the backward writes into it"  # mostly an input, whose owner must see the write
     if any(storage_of(facts.placeholders[n.name]) in facts.returned for n in saved):
         return "the backward returns it"  # compiled autograd would accumulate it before the wait
+    if any(storage_of(n) in facts.bytes_of_bools for n in (*saved, *(facts.placeholders[m.name] for m in saved))):
+        return "its bools are read as numbers"  # a byte of 7 is true, and compression would make it 1
     if COPIED in facts.owner(key).meta:  # Inductor would take the copy out, and the store would write the input
         return "copy of an input that the step changes"
     if _may_be_in_flight(facts.owner(key)):
@@ -154,6 +159,13 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
     if inputs and any(n.meta.get(NOT_CHECKED) for n in saved):  # changed in place, the backward must see the change
         return "saved without a version check"
     return ""
+
+
+def _bytes_of_bools(nodes: Iterable[fx.Node]) -> set[int]:
+    """Storages of bools that nodes of either graph view as another dtype."""
+    views = [n for n in nodes if n.target is torch.ops.aten.view.dtype]
+    sources = [source for n in views for source in (n, *n.all_input_nodes)]
+    return {key for n in sources if n.meta["val"].dtype is torch.bool and (key := storage_of(n)) is not None}
 
 
 def _has_other_sizes(owner: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.runtime.entries import stand_in
 from ssd_fx.runtime.layout import dense_form, is_alone
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.native.pool import CANCELLED, END_OF_FILE, FAILED, OK, PENDING
@@ -274,6 +275,18 @@ def test_no_compiler(uncached, tmp_path, monkeypatch, script, message):
         with pytest.raises(RuntimeError, match=message):
             begin(config_json(tmp_path), offloaded=1)
     loader.make_pool(1).close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_the_element_of_a_handle_is_zero(dtype):
+    """Deterministic algorithms would fill it with NaN, and Inductor's `nan_asserts` look at every output."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = stand_in((3, 4), dtype, torch.device("cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made.untyped_storage().nbytes() == dtype.itemsize
+    assert made.tolist() == [[0] * 4] * 3
 
 
 # ---- configuration
