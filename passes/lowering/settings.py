@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import config, list_mode_options
+from torch._ops import HigherOrderOperator
 
 from ssd_fx.passes.lowering import compiled_autograd
 
@@ -26,9 +27,11 @@ def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> 
         "allow_buffer_reuse": False,
         "combo_kernels": False,  # they are made after our pass, and do not respect the planned order
     }
-    if any(node.target is torch.ops.higher_order.invoke_subgraph for node in gm.graph.nodes):
-        # A region may return one tensor twice, or an argument. Inductor does not know that these share memory (torch
-        # 2.13), and a kernel writes over one while the other is still wanted.
+    if _calls_graphs(gm):
+        # Inductor 2.13 takes the numbers of the backward's donated inputs for those of a called graph's inputs too. So
+        # a branch of `torch.cond` writes over an operand that is read again. All our handles are donated, and thus
+        # numbers that no saved tensor of plain Inductor has. And a nested region may return one tensor twice, or an
+        # argument. Inductor does not know that these share memory, and writes over one while the other is wanted.
         found["inplace_buffers"] = False
     annotation = gm.meta.pop("cudagraph_annotation", None)  # set by torch.compiler's override_cudagraphs
     if found.get("triton.cudagraphs", config.triton.cudagraphs) or getattr(annotation, "fwd", False):
@@ -45,6 +48,24 @@ def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> 
     if compiled_autograd.loads(gm.graph):
         found["reorder_for_locality"] = False  # used for inference only: it moves loads to the first use of the tensor
     return found
+
+
+_INLINED = (  # the graphs that AOTAutograd makes part of the graph around them
+    "autograd_function_apply", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint",
+    "wrap_with_autocast", "wrap_with_set_grad_enabled",
+)  # fmt: skip
+
+
+def _calls_graphs(gm: fx.GraphModule) -> bool:
+    """Whether Inductor compiles graphs within `gm`: of `torch.cond`, of loops, of nested regions."""
+    graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    called = [n for each in graphs for n in each.graph.nodes if isinstance(n.target, HigherOrderOperator)]
+    return any(n.target.name() not in _INLINED and _has_graph(n) for n in called)  # type: ignore[union-attr]
+
+
+def _has_graph(call: fx.Node) -> bool:
+    attributes = [n for n in call.all_input_nodes if n.op == "get_attr"]
+    return any(isinstance(getattr(n.graph.owning_module, str(n.target), None), fx.GraphModule) for n in attributes)
 
 
 def warn_no_cuda_graphs(inputs: Sequence[object]) -> None:
