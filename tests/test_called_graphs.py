@@ -35,19 +35,20 @@ class BranchInTheBackward(torch.autograd.Function):
     """Dynamo's graph calls `autograd_function_apply`, and only the graph of its backward calls `torch.cond`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return torch.cond(x.sum() > 100, lambda g, x: (g * x).exp(), lambda g, x: g * x.cos(), (gradient, x))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        a = torch.cond(x.sum() > -1e9, lambda g, x: g * x.exp() * x, lambda g, x: g * x.cos(), (x, gradient))
+        return a * w + x * gradient, gradient * x + w.cos() * x
 
 
 def branch_in_the_backward(x: Tensor, w: Tensor) -> Tensor:
-    y = (x @ w).tanh()
-    return (BranchInTheBackward.apply(y) * y.exp()).sum()
+    y, v = (x @ w).sin(), w.exp()
+    return (BranchInTheBackward.apply(y, v) * y * v).sum()
 
 
 def gradients(loss: Loss) -> list[Tensor]:

@@ -60,7 +60,7 @@ def _calls_graphs(gm: fx.GraphModule) -> bool:
     """Whether Inductor compiles graphs within `gm`: of `torch.cond`, of loops, of nested regions."""
     graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
     called = [n for each in graphs for n in each.graph.nodes if isinstance(n.target, HigherOrderOperator)]
-    return any(n.target.name() not in _INLINED and _has_graph(n) for n in called)  # type: ignore[union-attr]
+    return any(n.target.name() not in _INLINED and _has_graph(n) for n in called)
 
 
 def _has_graph(call: fx.Node) -> bool:
