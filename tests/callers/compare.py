@@ -52,10 +52,13 @@ class Comparison:
 
     def add_to(self, verdict: Verdict, ours: Sequence[Outcome]) -> None:
         """Up to the first line behind which one of the two computes with other values for a good reason."""
+        in_doubt = False
         for stock, outcome in zip(verdict.stock, ours, strict=True):
             reasons = set()
+            # Behind hooks the two may have found different changes, with different gradients accumulated until then.
+            in_doubt |= stock.hooked and IN_PLACE in stock.kind and IN_PLACE in outcome.kind
             for name, what in _differences(stock, outcome):
-                reason = self._excuse(stock, outcome, name)
+                reason = HOOKED if in_doubt else self._excuse(stock, outcome, name)
                 if reason:
                     reasons.add(reason)
                 else:

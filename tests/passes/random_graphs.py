@@ -169,10 +169,18 @@ class Draft:
         return -self.number(1, self.values[name].dim())
 
     def input(self, kind: str, *size: int, high: int = 1, of: str = "") -> str:
-        """A new argument."""
+        """A new argument.
+
+        Raises: one of REFUSALS, for an alias that cannot be made; then nothing has changed.
+        """
         self.inputs.append(Input(f"{kind}{len(self.inputs)}", kind, size, high, of))
         if kind == "alias":
-            self._again()  # a view of an argument as it was in the beginning
+            try:
+                self._again()  # a view of an argument as it was in the beginning
+            except REFUSALS:
+                self.inputs.pop()
+                self._again()
+                raise
         else:
             _add_argument(self.inputs[-1], self.leaves, self.values)
         return self.inputs[-1].name
