@@ -125,4 +125,28 @@ FAULTS = (
         "a maximum is looked for among elements with other roundings: no gradient, or 0/0",
         "tests/passes/lowering/test_inductor.py",
     ),
+    Fault(
+        "called_graphs_only_at_the_top",
+        "passes/lowering/settings.py",
+        "    graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]",
+        "    graphs = [gm]",
+        "a branch that only a custom backward has writes over its operand: wrong gradients",
+        "tests/test_called_graphs.py",
+    ),
+    Fault(
+        "input_donated_on_a_device",
+        "passes/rewrite/backward.py",
+        '    return base.op != "placeholder" or group.stored.device.type == "cpu"',
+        "    return True",
+        "the backward writes into what the caller gave to another stream",
+        "tests/passes/rewrite/test_insert.py::test_the_input_of_a_graph_is_not_donated_on_a_device",
+    ),
+    Fault(
+        "streams_of_events_are_not_seen",
+        "ssd_fx/backend.py",
+        'in (node.meta.get("custom") or ()) or str(node.target).startswith("streams.")',
+        'in (node.meta.get("custom") or ())',
+        "an input is stored before the graph has waited for the kernel that makes it: wrong gradients",
+        "tests/test_training.py::test_a_graph_that_knows_other_streams_keeps_all",
+    ),
 )

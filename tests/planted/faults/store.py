@@ -173,4 +173,28 @@ FAULTS = (
         "after two Ctrl-C an earlier backward reads memory that nobody filled",
         "tests/runtime/test_runtime_store.py::test_a_copy_that_two_interrupts_ended_is_not_made",
     ),
+    Fault(
+        "events_die_in_the_child",
+        "runtime/store.py",
+        "    if events or any(streams.of(store.device) for store in stores):",
+        "    if False:",
+        "the child of a fork destroys events of a device, and aborts",
+        "tests/runtime/test_runtime_device_trace.py::test_the_child_of_a_fork_destroys_no_event",
+    ),
+    Fault(
+        "read_ahead_for_another_stream",
+        "runtime/prefetch.py",
+        "    return waits and on_disk and entry.stream == streams.current(entry.device)",
+        "    return waits and on_disk",
+        "what another stream stored is read twice",
+        "tests/runtime/test_runtime_streams.py::test_what_another_stream_stored_is_not_read_ahead",
+    ),
+    Fault(
+        "driver_s_errors_are_the_drive_s",
+        "runtime/engines/posix.py",
+        "errno.ENOMEM if result == _CUDA_OUT_OF_MEMORY else errno.EFAULT",
+        "errno.EIO",
+        "one failed copy of a GPU ends all writes to the drive for good",
+        "tests/runtime/test_runtime_staging.py::test_errors_of_the_driver",
+    ),
 )
