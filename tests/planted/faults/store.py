@@ -128,7 +128,7 @@ FAULTS = (
         "runtime/store.py",
         "if moves and write is None:",
         "if False:",
-        "a store in another thread writes what the caller overwrites meanwhile: wrong gradients",
+        "a store in another thread writes what the caller overwrites meanwhile, so the write counts as failed",
         "tests/runtime/test_runtime_learning.py::"
         "test_a_write_that_begins_within_a_release_reads_no_memory_of_the_caller",
     ),
