@@ -16,6 +16,7 @@ from ssd_fx.runtime.store import close_stores
 from tests import sources
 from tests.alone import turn
 from tests.inductor import kernels_on_demand, start_at_once
+from tests.runtime.engines import forget_late
 
 # Tests of the I/O want their tensors on disk. Those of recomputing and of budgets say so.
 os.environ.setdefault("SSD_FX_RECOMPUTE", "0")
@@ -55,6 +56,7 @@ def fresh() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     close_stores()
+    forget_late()
     entries.forget()  # of handles that a failed test has left in a traceback
 
 

@@ -1,19 +1,6 @@
 import pytest
 
-from ssd_fx.runtime import entries, stats, trace
-from ssd_fx.runtime.device import device_trace
-from ssd_fx.runtime.store import close_stores
 from tests.runtime.harness import config_json
-
-
-@pytest.fixture(autouse=True)
-def fresh_counters():
-    trace.clear()
-    device_trace.clear()
-    stats.reset_stats()
-    yield
-    close_stores()
-    entries.forget()  # of handles that a failed test has left in a traceback
 
 
 @pytest.fixture

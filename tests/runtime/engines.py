@@ -9,6 +9,7 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 from ssd_fx.runtime.config import RuntimeConfig
@@ -78,6 +79,7 @@ class LateWrite:
         self._timer.daemon = True
 
     def start(self) -> None:
+        _late.add(self)
         self._timer.start()
 
     def _begin(self) -> None:
@@ -101,11 +103,22 @@ class LateWrite:
     def cancel(self) -> bool:
         with self._lock:
             self._cancelled = self._inner is None
+        self._timer.cancel()
         self._began.set()
         return True if self._inner is None else self._inner.cancel()
 
     def span(self) -> tuple[float, float]:
         return self._inner.span() if self._inner else (self._created, time.perf_counter())
+
+
+_late: "weakref.WeakSet[LateWrite]" = weakref.WeakSet()
+
+
+def forget_late() -> None:
+    """Cancels every write that a test has left: it would begin in a later test, on memory that is gone by then."""
+    for write in list(_late):
+        if write._inner is None:
+            write.cancel()
 
 
 class DelayedEngine(Wrapped):
