@@ -6,11 +6,11 @@ import ctypes
 from array import array
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import torch
-
 from ssd_fx.runtime.native.driver import FUNCTIONS
 
 if TYPE_CHECKING:
+    import torch
+
     from ssd_fx.runtime.native.loader import Library
 
 PENDING, OK, FAILED, CANCELLED = range(4)

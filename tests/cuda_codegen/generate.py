@@ -20,7 +20,7 @@ from ssd_fx.passes.lowering import audit
 from tests.cuda_codegen import pretend
 from tests.cuda_codegen.code import count
 from tests.cuda_codegen.models import CASES, DYNAMIC
-from tests.passes.cost.lowered import lower
+from tests.passes.lowered import lower
 
 OPTIONS: dict[str, dict[str, Any] | None] = {"inductor": None, "ssd_fx": {"machine": "default", "recompute": False}}
 

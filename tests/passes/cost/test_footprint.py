@@ -14,7 +14,7 @@ from ssd_fx.passes.cost.footprint import buffers
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
 from ssd_fx.passes.cost.kernels import Kernels
 from ssd_fx.passes.partition import storage_of
-from tests.passes.cost.lowered import lower_alone
+from tests.passes.lowered import lower_alone
 
 
 def test_views_that_meet_again_are_followed_once() -> None:

@@ -16,7 +16,7 @@ from torch._inductor import compile_fx
 from ssd_fx.passes.cost.kernels import Kernels
 from ssd_fx.passes.cost.traffic import traffic
 from tests.passes import real_graphs
-from tests.passes.cost.lowered import Lowered, lower
+from tests.passes.lowered import Lowered, lower
 
 Pairs = set[tuple[str, str]]
 

@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 
 from ssd_fx.passes.lowering import audit, inductor, order
 from tests.passes import toys
-from tests.passes.cost.lowered import lower, lower_alone
+from tests.passes.lowered import lower, lower_alone
 
 ops = torch.ops.ssd_fx
 Plant = Callable[[Any, inductor.AuditedKernel, list[str]], None]

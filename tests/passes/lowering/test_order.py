@@ -16,7 +16,7 @@ from ssd_fx.passes.lowering import audit, order
 from tests.communicating import exchange
 from tests.models import batch
 from tests.passes import toys
-from tests.passes.cost.lowered import Lowered, lower, lower_alone
+from tests.passes.lowered import Lowered, lower, lower_alone
 
 ops = torch.ops.ssd_fx
 SHOWN = {"store": ("slot", "seq"), "wait_store_": ("hand_over", "block"), "load": ("seq",), "wait_load_": ("seq",)}
