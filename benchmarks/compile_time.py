@@ -8,7 +8,8 @@ step less that of the third one. The parts are timed from outside, by wrapping t
 wall clock as the whole is; how they grow is told from their CPU time, which a busy machine does not change. "rest" is
 what the partitioner does besides. "order" is the pass in Inductor's scheduler, forward and backward together. The model
 is narrow, because its width changes what the code that was compiled has to do and not the compilation; and everything
-that can leave does (`min_bytes=0`), the tiny groups that a real model would keep included.
+that can leave does (`--min-bytes 0`), the tiny groups that a real model would keep included. A wide model with the
+option's default, `--min-bytes 1MiB`, is what a user waits for.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def compile_once(flags: argparse.Namespace) -> growth.Compiled:
     torch.manual_seed(0)
     layers = flags.layers[0]
     model = train_gpt.GPT(train_gpt.Shape(layers, flags.width, flags.heads, flags.seq, 0.1))
-    options = {"min_bytes": 0, "engine": "memory", "budget": flags.budget, "inner": flags.inner}
+    options = {"min_bytes": flags.min_bytes, "engine": "memory", "budget": flags.budget, "inner": flags.inner}
     ours: dict[str, Any] = {"backend": ssd_fx.backend, "options": options}
     forward = torch.compile(model, **({} if flags.plain else ours))
     clock, steps = Clock(), []
@@ -126,8 +127,8 @@ def compile_cold(flags: argparse.Namespace, layers: int, *, plain: bool = False)
     """`compile_once` in a process of its own, with empty caches. `plain`: by Inductor without ssd_fx."""
     worker = ["--layers", str(layers), "--worker"]
     worker += ["--plain"] if plain else []
-    for name in ("width", "heads", "batch", "seq", "budget", "inner"):
-        worker += [f"--{name}", str(getattr(flags, name))]
+    for name in ("width", "heads", "batch", "seq", "budget", "min_bytes", "inner"):
+        worker += [f"--{name.replace('_', '-')}", str(getattr(flags, name))]
     with tempfile.TemporaryDirectory(prefix="ssd_fx-compile-") as cache:
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
         done = subprocess.run(
@@ -158,6 +159,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     for name, default in {"width": 64, "heads": 2, "batch": 2, "seq": 64}.items():
         add(f"--{name}", type=int, default=default, help="default %(default)s")
     add("--budget", default="auto", help="as the option, default %(default)s")
+    add("--min-bytes", default="0", help="as the option, default %(default)s")
     add(
         "--inner", default="inductor", choices=("inductor", "aot_eager"), help="aot_eager: no kernels, for a quick look"
     )
