@@ -127,7 +127,8 @@ class Reader:
         return outcome(load.read)
 
     def _account(self, entry: Entry, load: Load) -> None:
-        counters(entry.graph).read_bytes += entry.moved_bytes
+        with GUARD.lock:
+            counters(entry.graph).read_bytes += entry.moved_bytes
         _place(entry, load)
 
     def _forward(self, entry: Entry, layout: TensorMeta, seq: int, consume: bool, relies_on: str) -> Load:

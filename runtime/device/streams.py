@@ -242,7 +242,8 @@ class Queued:
         self._error: OSError | None = OSError(errno.ECANCELED, "the transfer was never queued")
         self._anchor: Anchor | None = None
         self._over: tuple[float, float] | None = None  # its span, once its end was seen
-        self._lock = threading.Lock()  # two threads may wait for one transfer, and both need its outcome
+        # Two threads may wait for one transfer, and both need its outcome. A signal handler may close the store then.
+        self._lock = threading.RLock()
 
     def start(self) -> None:
         with self._streams.on(self._device):
@@ -310,9 +311,12 @@ class Queued:
                 assert self._begun, "recorded before the end"
                 assert self._anchor, "taken before the events"
                 self._over = (self._anchor.when(self._begun), self._anchor.when(ended))
-            if self._check:
-                try:
-                    self._check()
-                except OSError as error:  # its frames would keep alive what `_check` keeps, which must die right here
-                    self._error = error.with_traceback(None)
-                self._check = None
+            check, self._check = self._check, None  # a signal handler that comes here meanwhile must not ask again
+            try:
+                if check:
+                    check()
+            except OSError as error:  # its frames would keep alive what `check` keeps, which must die right here
+                self._error = error.with_traceback(None)
+            except BaseException:  # Ctrl-C: the outcome is not known yet
+                self._check = check
+                raise

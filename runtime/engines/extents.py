@@ -5,11 +5,11 @@ cutting a written GiB off its end took 2.3 s (ext4 mounted with `discard`), and 
 coalesce, and serve any graph. The space goes back when the store is closed or the process ends.
 """
 
+import contextlib
 import errno
 import logging
 import math
 import os
-import tempfile
 import threading
 import time
 import warnings
@@ -71,8 +71,9 @@ class BackingFile:
         self.directory = directory
         self.no_writes = Pause()  # while it lasts `room` raises
         self.no_growth = Pause()  # while it lasts only free extents are used
-        self.fd, direct = _open_direct_if_possible(directory, opened)
-        _open_files.add(self)
+        with _opening:
+            self.fd, direct = _open_direct_if_possible(directory, opened)
+            _open_files.add(self)
         memory, offset = dio_alignment(self.fd) if direct else (1, 1)
         self.align = max(memory, offset)
         self._granularity = max(PAGE, self.align)
@@ -211,12 +212,14 @@ class BackingFile:
         except OSError as error:
             reason = error
         if reason.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            os.ftruncate(self.fd, self._free.end)  # a file system such as ext4 keeps the blocks that it found
             return reason
         os.ftruncate(self.fd, self._free.end + nbytes)  # no fallocate: a sparse file serves
         return None
 
 
 _open_files: weakref.WeakSet[BackingFile] = weakref.WeakSet()
+_opening = threading.RLock()  # no thread forks between the opening of a file and its entry in the set
 
 
 def _after_fork() -> None:
@@ -226,9 +229,10 @@ def _after_fork() -> None:
         if fd >= 0:
             os.close(fd)
     _open_files.clear()
+    _opening.release()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_after_fork)
 
 
 def beyond_the_reserve(status: os.statvfs_result) -> int:
@@ -255,22 +259,35 @@ def _open_unlinked(directory: str, flags: int, opened: Callable[[str], None] | N
     """A descriptor of a file without a name: nobody else can open it, and a crash leaves nothing on the drive."""
     try:
         if opened is None:
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
+            return _open(directory, os.O_TMPFILE | flags)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
-    private = tempfile.mkdtemp(prefix=".ssd_fx-", dir=directory)  # mode 0700
-    path = os.path.join(private, "backing")
+    path = os.path.join(directory, f".ssd_fx-{os.urandom(8).hex()}")
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags, 0o600)
+        fd = _open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags)
         try:
             if opened:
                 opened(path)
         except BaseException:
             os.close(fd)
             raise
-        finally:
-            os.unlink(path)
     finally:
-        os.rmdir(private)
+        with contextlib.suppress(FileNotFoundError):  # Linux makes the file before it refuses O_DIRECT
+            os.unlink(path)
+    return fd
+
+
+def _open(path: str, flags: int) -> int:
+    """A descriptor, for this user only.
+
+    Raises: OSError with EINVAL too if the file system accepts O_DIRECT and would go through the page cache.
+    """
+    fd = os.open(path, os.O_RDWR | flags, 0o600)
+    try:
+        if flags & os.O_DIRECT:
+            dio_alignment(fd)
+    except OSError:
+        os.close(fd)
+        raise
     return fd

@@ -235,7 +235,8 @@ void pool_destroy(Pool *p) {
 #define DIOALIGN_MASK 0x2000U
 #define DIOALIGN_AT 0x98
 
-/* 1 with the alignments for direct I/O on fd; 0 if the kernel does not say (older than 6.1, or no direct I/O). */
+/* 1 with the alignments for direct I/O on fd; 0 if the kernel does not say (older than 6.1, or some file systems); -1 if
+ * there is no direct I/O on it, although the file may have been opened with O_DIRECT. */
 int dio_alignment(int fd, uint32_t *memory, uint32_t *offset) {
     uint32_t raw[64] = {0}; /* 256 bytes: sizeof(struct statx) */
 #ifdef SYS_statx
@@ -246,5 +247,5 @@ int dio_alignment(int fd, uint32_t *memory, uint32_t *offset) {
     if (!(raw[0] & DIOALIGN_MASK)) return 0;
     *memory = raw[DIOALIGN_AT / 4];
     *offset = raw[DIOALIGN_AT / 4 + 1];
-    return *memory && *offset;
+    return *memory && *offset ? 1 : -1;
 }

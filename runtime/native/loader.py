@@ -7,8 +7,10 @@ It is looked for in this package (`_iopool*.so`, built with it), then in the use
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
+import os
 import subprocess
 from pathlib import Path
 
@@ -58,12 +60,16 @@ def make_pool(threads: int) -> Pool:
 
 
 def dio_alignment(fd: int) -> tuple[int, int]:
-    """The alignment in bytes of (memory, file offset) for direct I/O on `fd`; 4096 if the kernel does not say."""
+    """The alignment in bytes of (memory, file offset) for direct I/O on `fd`; 4096 if the kernel does not say.
+
+    Raises: OSError with EINVAL if the file system has no direct I/O for this file.
+    """
     memory = ctypes.c_uint32(0)
     offset = ctypes.c_uint32(0)
-    if library().dio_alignment(fd, ctypes.byref(memory), ctypes.byref(offset)):
-        return memory.value, offset.value
-    return 4096, 4096
+    found = library().dio_alignment(fd, ctypes.byref(memory), ctypes.byref(offset))
+    if found < 0:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return (memory.value, offset.value) if found else (4096, 4096)
 
 
 def source_hash() -> str:

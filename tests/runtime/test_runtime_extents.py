@@ -1,10 +1,12 @@
 """The files of the directories: no extent overlaps another, no file grows without need, no allocation is slow."""
 
 import errno
+import fcntl
 import itertools
 import os
 import random
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from ssd_fx.runtime.engines.extents import BackingFile
 from ssd_fx.runtime.memory.free_extents import FreeExtents
+from ssd_fx.runtime.native import loader
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYER = [6, 6, 18, 6, 24, 24, 6]  # of a GPT block, in units of its own
@@ -326,26 +329,110 @@ def test_file_is_private_and_has_no_name(tmp_path):
     file.close()
 
 
-def test_file_without_o_tmpfile(tmp_path, monkeypatch):
-    """Where O_TMPFILE is refused: a private directory, an exclusive file, unlinked at once."""
-    real, made = os.open, []
+class Opening:
+    """`os.open` of a file system without O_TMPFILE. `made`: the modes and flags of the files that have names."""
 
-    def refuse(path, flags, mode=0o777, **more):
+    def __init__(self, monkeypatch, *, direct=True):
+        self.made = []
+        self._real, self._direct = os.open, direct
+        monkeypatch.setattr(os, "open", self)
+
+    def __call__(self, path, flags, mode=0o777, **more):
         if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        made.append((os.stat(os.path.dirname(path)).st_mode & 0o777, flags & (os.O_EXCL | os.O_NOFOLLOW)))
-        return real(path, flags, mode, **more)
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        self.made.append((mode, flags & (os.O_EXCL | os.O_NOFOLLOW)))
+        fd = self._real(path, flags & ~os.O_DIRECT if not self._direct else flags, mode, **more)
+        if flags & os.O_DIRECT and not self._direct:
+            os.close(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return fd
 
-    monkeypatch.setattr(os, "open", refuse)
+
+def test_file_without_o_tmpfile(tmp_path, monkeypatch):
+    """An exclusive file for this user, unlinked at once."""
+    opening = Opening(monkeypatch)
     file = BackingFile(str(tmp_path), step=MIB)
     monkeypatch.undo()
-    assert made == [(0o700, os.O_EXCL | os.O_NOFOLLOW)]
+    assert opening.made == [(0o600, os.O_EXCL | os.O_NOFOLLOW)]
     assert os.listdir(tmp_path) == []
     assert os.fstat(file.fd).st_nlink == 0
     file.close()
 
 
+def test_file_without_o_tmpfile_and_direct_io(tmp_path, monkeypatch):
+    """Linux makes the file, and then refuses O_DIRECT."""
+    Opening(monkeypatch, direct=False)
+    with pytest.warns(RuntimeWarning, match="takes no direct I/O"):
+        file = BackingFile(str(tmp_path), step=MIB)
+    assert file.align == 1
+    assert os.listdir(tmp_path) == []
+    file.close()
+
+
+def test_file_system_that_renames_what_is_unlinked_while_open(tmp_path, monkeypatch):
+    """NFS does so until the file is closed."""
+    Opening(monkeypatch)
+    monkeypatch.setattr(os, "unlink", lambda path: os.rename(path, os.path.dirname(path) + "/.nfs0001"))
+    file = BackingFile(str(tmp_path), step=MIB)
+    assert os.listdir(tmp_path) == [".nfs0001"]
+    file.close()
+
+
+def test_direct_io_that_is_accepted_and_not_done(tmp_path, monkeypatch):
+    """As ext4 with data=journal: the kernel says of the open file that it has no direct I/O."""
+    monkeypatch.setattr(loader, "library", lambda: SimpleNamespace(dio_alignment=lambda *_: -1))
+    before = os.listdir("/proc/self/fd")
+    with pytest.warns(RuntimeWarning, match="takes no direct I/O"):
+        file = BackingFile(str(tmp_path), step=MIB)
+    assert file.align == 1
+    assert not fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_DIRECT
+    file.close()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_fork_while_a_file_is_opened_leaves_the_child_without_it(tmp_path, monkeypatch):
+    """The child would hold the file's room when the parent has closed it."""
+    real, opened = os.open, threading.Event()
+
+    def slow(*args, **more):
+        fd = real(*args, **more)
+        opened.set()
+        time.sleep(0.3)
+        return fd
+
+    monkeypatch.setattr(os, "open", slow)
+    files = []
+    thread = threading.Thread(target=lambda: files.append(BackingFile(str(tmp_path), step=MIB)))
+    thread.start()
+    assert opened.wait(10)
+    child = os.fork()
+    if not child:
+        os._exit(any(str(tmp_path) in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")))
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
+    files[0].close()
+
+
 # ---- how much is reserved, and when a full drive is tried again
+
+
+def test_a_growth_that_fails_gives_back_what_it_got(tmp_path, monkeypatch):
+    """As ext4 does it on a drive with 8 MiB left: the blocks stay with the file, behind its end."""
+    real = os.posix_fallocate
+
+    def fallocate(fd, start, nbytes):
+        real(fd, start, min(nbytes, 8 * MIB))
+        if nbytes > 8 * MIB:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    file = BackingFile(str(tmp_path), step=4 * MIB)
+    file.allocate(4 * MIB)
+    with pytest.raises(OSError, match="growing the file"):
+        file.allocate(32 * MIB)
+    assert file.nbytes == 4 * MIB
+    assert os.fstat(file.fd).st_blocks * 512 <= 4 * MIB + 64 * KIB
+    file.close()
 
 
 @pytest.mark.parametrize("need", [200 * MIB, 1030 * MIB])

@@ -110,7 +110,7 @@ def test_the_file_is_opened_by_name_and_strictly(stub, gpu, config, tmp_path):
     handle, values = stored(gpu, config)
     assert gpu.bytes_of(load(handle, values)) == raw(values)
     ((path, mode),) = stub.opened
-    assert (Path(path).parent.parent, mode) == (tmp_path, CompatMode.OFF)
+    assert (Path(path).parent, mode) == (tmp_path, CompatMode.OFF)
     assert stub.mode is CompatMode.AUTO
     assert list(tmp_path.iterdir()) == []  # no name is left
 

@@ -7,6 +7,7 @@ So does every accelerator of this machine, in the one order that it has.
 import contextlib
 import ctypes
 import json
+import threading
 import time
 from types import SimpleNamespace
 
@@ -322,6 +323,43 @@ def test_an_error_of_the_check_is_raised_by_every_wait():
             with pytest.raises(OSError, match="short"):
                 transfer.wait()
         assert transfer.cancel()
+        del x
+
+
+def test_a_signal_handler_may_end_the_transfer_that_is_being_looked_at():
+    """`ssd_fx.close()` in a handler cancels every transfer, in the thread that the signal has interrupted."""
+    with installed("lazy") as fake:
+        calls = []
+
+        def check():
+            calls.append(transfer.cancel())
+            raise OSError(5, "short", "/there")
+
+        x, transfer = queued(fake, check)
+        transfer.start()
+        waiting = threading.Thread(target=transfer.cancel, daemon=True)
+        waiting.start()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        assert len(calls) == 1
+        with pytest.raises(OSError, match="short"):
+            transfer.wait()
+        del x
+
+
+def test_an_interrupted_check_runs_again():
+    with installed("lazy") as fake:
+        errors = [KeyboardInterrupt(), OSError(5, "short", "/there")]
+
+        def check():
+            raise errors.pop(0)
+
+        x, transfer = queued(fake, check)
+        transfer.start()
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()
+        with pytest.raises(OSError, match="short"):
+            transfer.wait()
         del x
 
 
