@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Ints = tuple[int, ...]
 
@@ -134,4 +135,5 @@ def drop_storage(alias: Tensor) -> None:
     alias.data = _NOTHING if alias.device.type == "cpu" else torch.empty(0, device=alias.device)
 
 
-_NOTHING = torch.empty(0, device="cpu")  # the default device may be another one while this is imported
+with _disable_current_modes(), torch.inference_mode(False):  # whoever imports this may be in any mode
+    _NOTHING = torch.empty(0, device="cpu")

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch._dynamo.backends import registry
 from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.symbolic_convert import tls
 from torch._inductor import config as inductor_config
@@ -39,6 +40,7 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
+NAME = "ssd_fx"  # of the entry point
 Report = Callable[[Explanation, str], None]
 """Gets the dump of a graph, and what the graph carries about its plan (`report/describe.py`)."""
 NO_BACKWARD = (
@@ -74,6 +76,17 @@ def backend(
     return compile_graph(gm, inputs, options=options, mode=mode)
 
 
+def _register() -> None:
+    """Make `backend` one that Dynamo knows by name, if nobody has used the name yet.
+
+    After a compilation Dynamo drops its weak references to parameters, but only for such backends and functions called
+    so. These references would forbid `torch.utils.swap_tensors`, with which `Module.to` replaces some parameters.
+    Importing this package must not register it: Dynamo imports it to look the name up, and registers that itself.
+    """
+    if NAME not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name=NAME)
+
+
 def compile_graph(
     gm: fx.GraphModule,
     inputs: Sequence[torch.Tensor],
@@ -90,6 +103,7 @@ def compile_graph(
     """
     with user_errors():
         config = check_options(options, mode=mode)
+        _register()
         _keep_out_of_packages()
         if config.cpu_allocator and _trains_on_cpu(inputs):
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from ssd_fx.backend import check_options, compile_graph
+from ssd_fx.backend import NAME, check_options, compile_graph
 from ssd_fx.report import measured
 from ssd_fx.report.dump import Explanation
 from ssd_fx.report.model import Report, made, step_of
@@ -46,9 +46,13 @@ def explain(
     """
     check_options(options)
 
+    def backend(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], **given: Any) -> Any:
+        return compile_graph(gm, inputs, report=_take, **given)
+
+    backend.__name__ = NAME
+
     def explained(*args: Any, **kwargs: Any) -> Report:
         torch._dynamo.reset()  # Dynamo compiles a function eight times at most
-        backend = partial(compile_graph, report=_take)
         compiled = torch.compile(
             model, backend=backend, options=dict(options or {}), dynamic=dynamic, fullgraph=fullgraph
         )

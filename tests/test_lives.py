@@ -511,6 +511,55 @@ def test_inference_costs_nothing(tmp_path: Path) -> None:
     assert run(code, tmp_path) == ("fine\n", "", 0)
 
 
+# ---- what is around a compiled step
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"), reason="stock fails too")
+@pytest.mark.parametrize("how", ["function", "name", "explain"])
+def test_parameters_can_be_swapped_after_a_compilation(how: str) -> None:
+    """By `torch.utils.swap_tensors`, which weak references to a parameter forbid. `Module.to` uses it for some."""
+    code = """
+        import sys
+        import torch
+        model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)), torch.randn(4, 8)
+        options = {"engine": "memory", "min_bytes": 0, "machine": "default", "inner": "aot_eager"}
+        how = sys.argv[1]
+        if how == "name":
+            torch.compile(model, backend="ssd_fx", options=options)(x).sum().backward()
+        import ssd_fx
+        if how == "explain":
+            ssd_fx.explain(model, options=options)(x)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=ssd_fx.backend, options=options)
+        compiled(x).sum().backward()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        model.to(torch.float64)
+        torch.compile(model, backend="ssd_fx", options=options)(x.double()).sum().backward()
+        print(model[0].weight.grad.dtype)
+    """
+    done = fresh.run(code, how)
+    assert (done.stdout, done.returncode) == ("torch.float64\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("mode", ["_subclasses.FakeTensorMode()", "inference_mode()", "device('meta')"])
+def test_the_package_may_be_imported_in_any_mode(tmp_path: Path, mode: str) -> None:
+    code = f"""
+        import sys
+        import torch
+        with torch.{mode}:
+            import ssd_fx
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+        options = {{"dirs": [sys.argv[1]], "budget": 0, "min_bytes": 0, "machine": "default", "inner": "aot_eager"}}
+        compiled = torch.compile(model, backend=ssd_fx.backend, options=options)
+        for _ in range(3):
+            compiled(torch.randn(9, 64)).sum().backward()
+        print(ssd_fx.stats().written_bytes > 0)
+    """
+    done = fresh.run(code, tmp_path)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+
+
 # ---- the process around it
 
 
