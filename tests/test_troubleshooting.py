@@ -17,6 +17,7 @@ PASSED_ON = {
     ("passes/verify/errors.py", "VerifyError"),
     ("runtime/engines/preflight.py", "OSError"),
     ("runtime/engines/striped.py", "OSError"),
+    ("runtime/native/loader.py", "OSError"),
     ("ssd_fx/backend.py", "ValueError"),
     ("ssd_fx/backend.py", "log"),
     ("ssd_fx/cli.py", "print"),
