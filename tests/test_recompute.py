@@ -309,6 +309,89 @@ def test_what_chooses_by_values_does_not_run_twice(target: Any, args: tuple[Any,
     assert recompute._may_run_twice(node) is again
 
 
+COMPARED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], set[str]]] = {
+    "a maximum": (lambda h, w: h.amax(1).sum() + (h @ w).sum(), {"detach_1", "sin"}),
+    "the maximum of all": (lambda h, w: h.max() + (h @ w).sum(), {"detach_1", "sin"}),
+    "the distance to a maximum": (lambda h, w: (h - h.amax(1, keepdim=True)).abs().sum() + h.sum(), {"amax", "mm"}),
+    "a maximum within a kernel": (
+        lambda h, w: torch.cdist(h, w.sin(), p=float("inf")).sum(),
+        {"detach_1", "sin", "sin_1"},
+    ),
+    "what PyTorch chooses from again": (lambda h, w: h.max(1).values.sum() + (h @ w).sum(), {"sin"}),
+    "with a number": (lambda h, w: (h.relu() @ w).sum(), set()),
+    "with itself": (lambda h, w: (h.clamp(-0.5, 0.5) @ w).sum(), set()),
+    "not at all": (lambda h, w: (h.softmax(1) @ w).sum(), set()),
+}
+
+
+@pytest.mark.parametrize("what", COMPARED)
+def test_what_the_backward_compares_is_not_computed_again(what: str) -> None:
+    """Computed again it may be rounded otherwise, and a maximum would equal none of the elements."""
+    function, expected = COMPARED[what]
+
+    def compared(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> set[str]:
+        partition = pipeline.joint_of(gm, inputs, kwargs).partition()
+        plan = pipeline.decide(partition, toys.options(), priced=True)
+        exact = recompute._needed_exactly(partition)
+        assert not [g.base for g in plan.groups for m in g.members if g.slot in plan.prices and m.name in exact]
+        return set(exact)
+
+    x, w = toys.inputs()
+    given = (x.detach(), torch.nn.Parameter(w.detach()))
+    assert toys.with_joint(lambda x, w: function((x @ w).sin(), w), given, compared) == expected
+
+
+def test_what_is_made_by_a_comparison_of_two_saved_tensors_has_no_price() -> None:
+    """One of the two may be computed again as well. A comparison of a saved tensor with a number has one."""
+
+    def priced(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> set[str]:
+        partition = pipeline.joint_of(gm, inputs, kwargs).partition()
+        plan = pipeline.decide(partition, toys.options(), priced=True)
+        return {group.base for group in plan.groups if group.slot in plan.prices}
+
+    def signed(h: torch.Tensor, level: torch.Tensor | float, w: torch.Tensor) -> torch.Tensor:
+        return (((h - level).sign() * h) @ w).sum()  # the product is saved
+
+    def of_two(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = (x @ w).sin()
+        return signed(h, h.amax(1, keepdim=True), w)
+
+    x, w = toys.inputs()
+    given = (x.detach(), torch.nn.Parameter(w.detach()))
+    assert toys.with_joint(of_two, given, priced) == set()
+    assert toys.with_joint(lambda x, w: signed((x @ w).sin(), 0.5, w), given, priced) == {"mm", "mul"}
+
+
+def test_a_maximum_of_what_inductor_adds_to_a_product(tmp_path: Path) -> None:
+    """The product has two readers in the forward, and would have one where the sum is computed again: `addmm`."""
+
+    class Heads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.v = (torch.nn.Parameter(torch.randn(n, 64) * n**-0.5) for n in (4096, 64))
+            self.register_buffer("b", torch.randn(64))
+            self.register_buffer("s", torch.randn(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            product = x @ self.w
+            h = product + self.b
+            return h.amax(1).sum() + 1e-3 * ((h @ self.v).sum() + (product * self.s).sum())
+
+    def gradients(**more: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Heads(), torch.randn(512, 4096)
+        options = {"dirs": [str(tmp_path)], "min_bytes": 0, "machine": SLOW, "budget": 1.0}
+        torch.compile(model, backend=ssd_fx.backend, options=options | more)(x).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    kept = gradients(recompute=False)
+    with everything_recomputed(least=1 << 14):  # the maximum itself is saved
+        again = gradients(recompute=True)
+    for ours, expected in zip(again, kept, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_random_numbers_are_not_drawn_again() -> None:
     """On a GPU a kernel of another shape draws other numbers of the same seed, so the mask would be another one."""
     graph = fx.Graph()

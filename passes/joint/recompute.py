@@ -42,6 +42,19 @@ from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 _REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
 _DRAWN = ("prims::inductor_random", "prims::inductor_randint")  # on a GPU kernels of other shapes draw other numbers
 LONGEST = 200  # nodes of a chain; a longer one is not worth its time
+_JUMPS = frozenset(  # operators whose result jumps where their argument changes a little
+    (
+        *("eq", "ne", "lt", "le", "gt", "ge", "sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc", "frac"),
+        *("fmod", "remainder", "floor_divide", "bucketize", "searchsorted"),
+    )
+)
+_JUMPS_WITHIN = frozenset(  # operators of a backward whose kernels compare
+    (
+        *("_cdist_backward", "_pdist_backward", "_segment_reduce_backward", "threshold_backward", "elu_backward"),
+        *("hardtanh_backward", "hardshrink_backward", "softshrink_backward", "leaky_relu_backward"),
+        "_prelu_kernel_backward",
+    )
+)
 
 
 class Joint:
@@ -161,9 +174,12 @@ def price(partition: Partition, plan: Plan) -> Plan:
     slots.pop(None, None)
     callers = {storage_of(n) for n in partition.caller_inputs} - {None}  # sizes, which never change, have none
     unstable = changed_inputs(partition.forward.graph) | (callers - slots.keys())
+    exact = partition.once(_needed_exactly)
     found = {}
     for group in plan.groups:
-        cost = None if group.obstacle else _price(nodes[group.base], slots, unstable, seconds)
+        if group.obstacle or not exact.isdisjoint(m.name for m in group.members):
+            continue
+        cost = _price(nodes[group.base], slots, unstable, seconds)
         if cost is not None:
             found[group.slot] = cost
     return plan.with_(prices=found)
@@ -187,7 +203,7 @@ def _price(
     that may hold other values in the backward, because the step or its caller writes into them.
     """
     chain: dict[fx.Node, None] = {}
-    needs: set[int | None] = set()
+    sources: set[int | None] = set()
     work = [base]
     while work:
         node = work.pop()
@@ -201,24 +217,70 @@ def _price(
             if key in unstable:
                 return None
             if key in slots and key != storage_of(base):
-                needs.add(slots[key])
+                sources.add(key)
             elif source.op not in ("placeholder", "get_attr"):
                 work.append(source)
+    if len(sources) > 1 and any(map(_jumps, chain)):  # one of them may be computed again too; see `_needed_exactly`
+        return None
     names = frozenset(n.name for n in chain)
-    return Price(math.fsum(seconds[n] for n in chain), names, frozenset(slot for slot in needs if slot is not None))
+    needs = frozenset(slot for key in sources if (slot := slots[key]) is not None)
+    return Price(math.fsum(seconds[n] for n in chain), names, needs)
+
+
+def _needed_exactly(partition: Partition) -> frozenset[str]:
+    """Names of saved tensors that the backward compares with each other or chooses from, or what it makes of them.
+
+    Hazard: what is computed again may be rounded otherwise. Inductor makes one `addmm` of a product and a sum where
+    nobody else reads the product, and `index_add` adds up in any order. A saved maximum then equals no element of the
+    tensor that it is the maximum of, and the gradient is 0/0. A difference that was 0 has a sign.
+
+    Parameters are as they were, and gradients are no part of the forward's values, so both do not count.
+    """
+    inputs = {n.name for n in partition.caller_inputs}
+    counted = {n.name for n in partition.saved if n.op != "placeholder" or n.name in inputs}
+    saved = {n.name for n in partition.saved}
+    made_of: dict[fx.Node, frozenset[str]] = {}  # of nodes that are made without gradients
+    found: frozenset[str] = frozenset()
+    for node in partition.backward.graph.nodes:
+        if node.op == "placeholder":
+            if node.name in saved:
+                made_of[node] = frozenset({node.name} & counted)
+            continue
+        sources = frozenset[str]().union(*(made_of.get(source, ()) for source in node.all_input_nodes))
+        if _chooses(node) or (len(sources) > 1 and _jumps(node)):
+            found |= sources
+        if all(source in made_of for source in node.all_input_nodes):
+            made_of[node] = sources
+    return found
+
+
+def _jumps(node: fx.Node) -> bool:
+    """Whether the result may jump where an argument changes a little; so may what other libraries compute."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace not in ("aten", "prims"):
+        return True
+    name = target._schema.name.rpartition("::")[2]
+    if name not in _JUMPS | _JUMPS_WITHIN and target._overloadname != "Tensor_mode":  # that is a rounded quotient
+        return False
+    return any(t.is_floating_point() for source in node.all_input_nodes for t in tensors_of(source))
 
 
 def _may_run_twice(node: fx.Node) -> bool:
     """Whether a node calls one of PyTorch's own functional operators that neither draw random numbers nor choose.
 
-    Other libraries' operators may have effects that no tag announces: random numbers, counters, output.
+    Other libraries' operators may have effects that no tag announces: random numbers, counters, output. The vectors of
+    a decomposition (`linalg_eigh`) have any sign.
     """
     target = node.target
     if getattr(target, "__name__", "") == "getitem":
         return True
     if not isinstance(target, torch._ops.OpOverload) or not is_silent(target):
         return False
-    if target.name() in _DRAWN or _chooses(node):
+    if target.name() in _DRAWN or _chooses(node) or "linalg_" in target.name():
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
 

@@ -17,22 +17,24 @@ from ssd_fx.passes.plan import Plan, Recompute
 SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
 
 
-def all_priced(partition: Partition, analysed: Plan) -> Plan:
-    """A plan in which every group that has a price is computed again."""
+def all_priced(partition: Partition, analysed: Plan, least: int = 0) -> Plan:
+    """A plan in which every group of `least` bytes or more that has a price is computed again."""
     plan = recompute.price(partition, analysed)
-    return plan.with_(decisions={slot: Recompute(price.nodes) for slot, price in plan.prices.items()})
+    chosen = [group.slot for group in plan.groups if group.slot in plan.prices and group.nbytes >= least]
+    return plan.with_(decisions={slot: Recompute(plan.prices[slot].nodes) for slot in chosen})
 
 
 @contextmanager
-def everything_recomputed() -> Iterator[list[int]]:
-    """Yields how many groups were, of every graph that was compiled since."""
+def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
+    """Yields how many groups were, of every graph that was compiled since. `least`: as in `all_priced`."""
     decide, groups = pipeline.decide, list[int]()
 
     def all_that_can(partition: Partition, options: Any, *, priced: bool = False, **more: Any) -> Plan:
         if not priced:
+            more.pop("budget", None)  # the limit of PyTorch's own partition, which small graphs exceed
             return decide(partition, options, **more)
-        plan = all_priced(partition, more["analysed"])
-        groups.append(len(plan.prices))
+        plan = all_priced(partition, more["analysed"], least)
+        groups.append(len(plan.decisions))
         return plan
 
     with mock.patch.object(pipeline, "decide", all_that_can), mock.patch.object(proposals, "GAIN", -math.inf):
