@@ -92,7 +92,8 @@ def _call(code: str) -> str:
 
 
 def _lines(code: str, wanted: str) -> str:
-    """The lines of `code` that match `wanted`, shortened: no types, comments, `torch.` or JSON of options."""
+    """The lines of `code` that match `wanted`, shortened: no types, comments, `torch.`, `device` or JSON of options."""
+    code = re.sub(r"device\(type='(\w+)'\)", r"\1", code)
     dropped = r'\s*#.*|: "[^"]*"|;  .* = None$|torch\.(ops\.)?'
     lines = (re.sub(r"'\{.*\}'|\bCONFIG\b", "config", re.sub(dropped, "", line)).strip() for line in code.splitlines())
     return "\n".join(line for line in lines if re.search(wanted, line))

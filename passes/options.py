@@ -23,6 +23,7 @@ class PlanOptions:
     * `annotations`: a digest of the graph's annotations, which caches ignore otherwise.
     * `host_budget`: bytes of host memory. It is a separate tier only if the device has other memory.
     * `shrinks`: the shares of their bytes in which tensors of a dtype are written, with compression, by dtype.
+    * `lossy`: whether what is offloaded may come back with other bits.
     * `rates`: where the rates of `machine` come from, in words for reports.
     """
 
@@ -40,4 +41,5 @@ class PlanOptions:
     host_budget: int = 0
     slowdown: float = 0.0
     shrinks: Rates = ()
+    lossy: bool = False
     rates: str = "typical"

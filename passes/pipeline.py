@@ -30,6 +30,7 @@ from ssd_fx.passes.alias.storages import alias
 from ssd_fx.passes.cost.lifetime import lifetime
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.roofline import time
+from ssd_fx.passes.joint.compared import keep_compared
 from ssd_fx.passes.joint.marks import LiftMarks, lift, mark
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint, price
@@ -63,6 +64,7 @@ AFTER_CUT: tuple[Callable[[Partition], None], ...] = (
 def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
+        *([keep_compared] if options.lossy else []),  # before mark, which warns of what cannot be offloaded
         partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # marks groups, binds select
         merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
         partial(time, machine=machine),

@@ -32,7 +32,7 @@ from ssd_fx.report import artifacts, folder
 from ssd_fx.report.describe import about
 from ssd_fx.report.dump import Explanation, dump
 from ssd_fx.runtime import graphs, stats
-from ssd_fx.runtime.codec import shrinks
+from ssd_fx.runtime.codec import is_lossy, shrinks
 from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import check_engine
@@ -232,6 +232,7 @@ def plan_options(config: Config, device: torch.device) -> PlanOptions:
         runtime_config=config.runtime_json(),
         host_budget=config.own_host_budget,
         shrinks=_shrinks(config),
+        lossy=any(is_lossy(codec, torch.float32) for _, codec in config.compression),
         keep=config.keep,
         offload=config.offload,
     )

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
 from ssd_fx.passes import pipeline
-from ssd_fx.passes.joint import recompute
+from ssd_fx.passes.joint import compared, recompute
 from ssd_fx.passes.partition import changed_inputs, storage_of
 from ssd_fx.sizes import format_bytes
 from tests.communicating import calls, exchange
@@ -296,6 +296,7 @@ def test_what_depends_on_a_buffer_that_changes_is_not_recomputed(module: type[to
         (torch.ops.aten.argmax.default, (1,), False),
         (torch.ops.aten.max.dim, (1,), False),
         (torch.ops.aten.max_pool2d_with_indices.default, ([2, 2],), False),
+        (torch.ops.aten.linalg_qr.default, (), False),  # the vectors of others have any sign
         (torch.ops.aten.amax.default, ([1],), True),
         (torch.ops.aten.gt.Scalar, (0.0,), True),  # as PyTorch's own cut does
     ],
@@ -329,16 +330,16 @@ def test_what_the_backward_compares_is_not_computed_again(what: str) -> None:
     """Computed again it may be rounded otherwise, and a maximum would equal none of the elements."""
     function, expected = COMPARED[what]
 
-    def compared(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> set[str]:
+    def looked_at(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> set[str]:
         partition = pipeline.joint_of(gm, inputs, kwargs).partition()
         plan = pipeline.decide(partition, toys.options(), priced=True)
-        exact = recompute._needed_exactly(partition)
+        exact = compared.compared(partition)
         assert not [g.base for g in plan.groups for m in g.members if g.slot in plan.prices and m.name in exact]
         return set(exact)
 
     x, w = toys.inputs()
     given = (x.detach(), torch.nn.Parameter(w.detach()))
-    assert toys.with_joint(lambda x, w: function((x @ w).sin(), w), given, compared) == expected
+    assert toys.with_joint(lambda x, w: function((x @ w).sin(), w), given, looked_at) == expected
 
 
 def test_what_is_made_by_a_comparison_of_two_saved_tensors_has_no_price() -> None:
@@ -360,6 +361,33 @@ def test_what_is_made_by_a_comparison_of_two_saved_tensors_has_no_price() -> Non
     given = (x.detach(), torch.nn.Parameter(w.detach()))
     assert toys.with_joint(of_two, given, priced) == set()
     assert toys.with_joint(lambda x, w: signed((x @ w).sin(), 0.5, w), given, priced) == {"mm", "mul"}
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8", "bitpack"])
+def test_what_the_backward_compares_goes_through_no_lossy_codec(codec: str, tmp_path: Path) -> None:
+    """`sin` is compared with its maximum, `mm` is not."""
+    x, w = toys.inputs()
+    x = x.detach()
+
+    def loss_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = (x @ w).sin()
+        return h.amax(1).sum() + (h @ w).sum()
+
+    def gradient(**more: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        options = {"inner": "aot_eager", "dirs": [str(tmp_path)], "min_bytes": 0, "recompute": False, "budget": 0}
+        leaf = w.detach().clone().requires_grad_()
+        torch.compile(loss_of, backend=ssd_fx.backend, options=options | more)(x, leaf).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    found = gradient(compression=codec, dump=str(tmp_path / "dump"))
+    assert found.isfinite().all()
+    assert torch.equal(found, gradient()) or codec != "bitpack"
+    (plan,) = (tmp_path / "dump").glob("*.plan.json")
+    kept = {g["name"]: g["reason"] for g in json.loads(plan.read_text())["groups"] if g["decision"] == "keep"}
+    assert (kept.get("sin") == compared.COMPARED) is (codec != "bitpack")
+    assert "mm" not in kept
 
 
 def test_a_maximum_of_what_inductor_adds_to_a_product(tmp_path: Path) -> None:

@@ -28,13 +28,13 @@ from torch.fx._lazy_graph_module import _get_graph_module_cls, _make_graph_modul
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.passes.joint.collectives import is_silent
+from ssd_fx.passes.joint.compared import chooses, compared, jumps
 from ssd_fx.passes.partition import (
     RECOMPUTED,
     Partition,
     activation_inputs,
     changed_inputs,
     storage_of,
-    tensors_of,
 )
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
@@ -42,19 +42,6 @@ from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 _REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
 _DRAWN = ("prims::inductor_random", "prims::inductor_randint")  # on a GPU kernels of other shapes draw other numbers
 LONGEST = 200  # nodes of a chain; a longer one is not worth its time
-_JUMPS = frozenset(  # operators whose result jumps where their argument changes a little
-    (
-        *("eq", "ne", "lt", "le", "gt", "ge", "sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc", "frac"),
-        *("fmod", "remainder", "floor_divide", "bucketize", "searchsorted"),
-    )
-)
-_JUMPS_WITHIN = frozenset(  # operators of a backward whose kernels compare
-    (
-        *("_cdist_backward", "_pdist_backward", "_segment_reduce_backward", "threshold_backward", "elu_backward"),
-        *("hardtanh_backward", "hardshrink_backward", "softshrink_backward", "leaky_relu_backward"),
-        "_prelu_kernel_backward",
-    )
-)
 
 
 class Joint:
@@ -174,7 +161,7 @@ def price(partition: Partition, plan: Plan) -> Plan:
     slots.pop(None, None)
     callers = {storage_of(n) for n in partition.caller_inputs} - {None}  # sizes, which never change, have none
     unstable = changed_inputs(partition.forward.graph) | (callers - slots.keys())
-    exact = partition.once(_needed_exactly)
+    exact = partition.once(compared)
     found = {}
     for group in plan.groups:
         if group.obstacle or not exact.isdisjoint(m.name for m in group.members):
@@ -220,53 +207,11 @@ def _price(
                 sources.add(key)
             elif source.op not in ("placeholder", "get_attr"):
                 work.append(source)
-    if len(sources) > 1 and any(map(_jumps, chain)):  # one of them may be computed again too; see `_needed_exactly`
+    if len(sources) > 1 and any(map(jumps, chain)):  # one of them may be computed again too; see `compared`
         return None
     names = frozenset(n.name for n in chain)
     needs = frozenset(slot for key in sources if (slot := slots[key]) is not None)
     return Price(math.fsum(seconds[n] for n in chain), names, needs)
-
-
-def _needed_exactly(partition: Partition) -> frozenset[str]:
-    """Names of saved tensors that the backward compares with each other or chooses from, or what it makes of them.
-
-    Hazard: what is computed again may be rounded otherwise. Inductor makes one `addmm` of a product and a sum where
-    nobody else reads the product, and `index_add` adds up in any order. A saved maximum then equals no element of the
-    tensor that it is the maximum of, and the gradient is 0/0. A difference that was 0 has a sign.
-
-    Parameters are as they were, and gradients are no part of the forward's values, so both do not count.
-    """
-    inputs = {n.name for n in partition.caller_inputs}
-    counted = {n.name for n in partition.saved if n.op != "placeholder" or n.name in inputs}
-    saved = {n.name for n in partition.saved}
-    made_of: dict[fx.Node, frozenset[str]] = {}  # of nodes that are made without gradients
-    found: frozenset[str] = frozenset()
-    for node in partition.backward.graph.nodes:
-        if node.op == "placeholder":
-            if node.name in saved:
-                made_of[node] = frozenset({node.name} & counted)
-            continue
-        sources = frozenset[str]().union(*(made_of.get(source, ()) for source in node.all_input_nodes))
-        if _chooses(node) or (len(sources) > 1 and _jumps(node)):
-            found |= sources
-        if all(source in made_of for source in node.all_input_nodes):
-            made_of[node] = sources
-    return found
-
-
-def _jumps(node: fx.Node) -> bool:
-    """Whether the result may jump where an argument changes a little; so may what other libraries compute."""
-    target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return True
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if target.namespace not in ("aten", "prims"):
-        return True
-    name = target._schema.name.rpartition("::")[2]
-    if name not in _JUMPS | _JUMPS_WITHIN and target._overloadname != "Tensor_mode":  # that is a rounded quotient
-        return False
-    return any(t.is_floating_point() for source in node.all_input_nodes for t in tensors_of(source))
 
 
 def _may_run_twice(node: fx.Node) -> bool:
@@ -280,18 +225,6 @@ def _may_run_twice(node: fx.Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload) or not is_silent(target):
         return False
-    if target.name() in _DRAWN or _chooses(node) or "linalg_" in target.name():
+    if target.name() in _DRAWN or chooses(node) or "linalg_" in target.name():
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
-
-
-def _chooses(node: fx.Node) -> bool:
-    """Whether an operator picks indices by values: topk, sort, argmax, max_pool2d_with_indices.
-
-    Hazard: a kernel of the backward is fused otherwise than that of the forward, and rounds otherwise. Then other
-    elements are the largest, and the gradient goes to those. Of these PyTorch's own cut computes only argmax and max
-    again, and those from what it has saved.
-    """
-    picked = [t for t in tensors_of(node) if not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)]
-    by_values = [t for source in node.all_input_nodes for t in tensors_of(source) if t.is_floating_point()]
-    return bool(picked and by_values)
