@@ -140,19 +140,8 @@ def _sparse(flat: Tensor) -> tuple[Tensor, Encoded] | None:
     return payload, Encoded(nbytes, False, decode)
 
 
-def _least(dtype: torch.dtype) -> float:
-    """The least positive number."""
-    if not dtype.is_floating_point:
-        return 1.0
-    about = torch.finfo(dtype)
-    return about.smallest_normal * about.eps
-
-
 def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor, Encoded] | None:
-    """Scales each block so that its largest magnitude becomes the largest number of `dtype`.
-
-    What is not zero does not become zero. The backward may divide by it, or ask for its sign.
-    """
+    """Scales each block so that its largest magnitude becomes the largest number of `dtype`."""
     count = flat.numel()
     blocks = -(-count // BLOCK)
     padded = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=flat.device)
@@ -163,9 +152,8 @@ def _quantize(flat: Tensor, dtype: torch.dtype, largest: float) -> tuple[Tensor,
         return None
     scales.clamp_(max=_LARGEST / largest)  # a scale is rounded: the largest number times it may be an infinity
     scales[scales == 0] = 1.0
-    signs = padded.sign()
-    # A denormal scale is coarse: a quotient may be too large, and int8 would wrap.
-    padded.div_(scales).abs_().clamp_(_least(dtype), largest).mul_(signs)
+    padded /= scales
+    padded.clamp_(-largest, largest)  # a denormal scale is coarse: a quotient may be too large, and int8 would wrap
     if dtype is torch.int8:
         padded.round_()
     payload = torch.cat([scales.view(-1).view(torch.uint8), padded.to(dtype).view(-1).view(torch.uint8)])

@@ -71,8 +71,11 @@ class Config:
         the drive take up to `inflight` bytes more.
     compression (a name, or names per tier): `"bitpack"` is lossless, and shrinks masks, small integers and the zeros
         of ReLU. `"fp8"` and `"int8"` are lossy. With them, floats that the backward compares with each other stay in
-        memory: a maximum, and the tensor that it is of. A name alone is for the drive.
-        `{"host": "bitpack", "ssd": "fp8"}`, or `host=bitpack,ssd=fp8` in the environment, names one codec per tier.
+        memory: a maximum, and the tensor that it is of. `"int8"` makes 0 of what is below 1/254 of the largest of its
+        block, so a backward that divides by such numbers returns infinities. A backward that takes `exp` of what it
+        has read multiplies errors: that of `cross_entropy` under Inductor, with large logits. A name alone is for the
+        drive. `{"host": "bitpack", "ssd": "fp8"}`, or `host=bitpack,ssd=fp8` in the environment, names one codec per
+        tier.
     adapt (a flag): Learn from the steps that ran. Stop writing a tensor that the program holds anyway, and read
         earlier what was waited for. On a CPU with `budget="auto"`, keep more in memory while the drive is slow.
     cpu_allocator (a flag): On the CPU, take the memory of all tensors of the process from 64 KiB on from ssd_fx's own

@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -319,6 +321,8 @@ COMPARED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], 
         {"detach_1", "sin", "sin_1"},
     ),
     "what PyTorch chooses from again": (lambda h, w: h.max(1).values.sum() + (h @ w).sum(), {"sin"}),
+    "a parameter and its maximum": (lambda h, w: (h @ (w / w.abs().amax(1, keepdim=True))).sum(), {"amax"}),
+    "with a parameter": (lambda h, w: (torch.nn.functional.prelu(h, w[0, 0].reshape(1)) @ w).sum(), set()),
     "with a number": (lambda h, w: (h.relu() @ w).sum(), set()),
     "with itself": (lambda h, w: (h.clamp(-0.5, 0.5) @ w).sum(), set()),
     "not at all": (lambda h, w: (h.softmax(1) @ w).sum(), set()),
@@ -388,6 +392,43 @@ def test_what_the_backward_compares_goes_through_no_lossy_codec(codec: str, tmp_
     kept = {g["name"]: g["reason"] for g in json.loads(plan.read_text())["groups"] if g["decision"] == "keep"}
     assert (kept.get("sin") == compared.COMPARED) is (codec != "bitpack")
     assert "mm" not in kept
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_a_lossy_maximum_of_a_parameter(codec: str, tmp_path: Path) -> None:
+    """As of weights that are scaled by their largest. The parameter is exact, and its maximum must be."""
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 32), torch.randn(32, 32, requires_grad=True)
+
+    def loss_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ (w / w.abs().amax(1, keepdim=True)).t()).sin().sum()
+
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "dirs": [str(tmp_path)], "min_bytes": 0, "budget": 0, "compression": codec}
+    torch.compile(loss_of, backend=ssd_fx.backend, options=options)(x, w).backward()
+    assert w.grad is not None
+    assert w.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_size_is_nothing_that_is_compared(dynamic: bool) -> None:
+    """With dynamic shapes the backward reads sizes beside the tensor whose sign it takes."""
+    seen = []
+
+    def look(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        partition = pipeline.joint_of(gm, inputs, kwargs).partition()
+        seen.append(compared.compared(partition))
+        return partition.forward, partition.backward
+
+    def loss_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = (x @ w).unflatten(0, (2, -1))
+        return h.reshape(h.shape[0] * h.shape[1], -1).abs().sum()
+
+    torch._dynamo.reset()
+    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=look)
+    w = torch.nn.Parameter(torch.randn(8, 8))
+    torch.compile(loss_of, backend=compiler, dynamic=dynamic)(torch.randn(8, 8), w).backward()
+    assert seen == [frozenset()]
 
 
 def test_a_maximum_of_what_inductor_adds_to_a_product(tmp_path: Path) -> None:

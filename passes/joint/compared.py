@@ -6,54 +6,68 @@ tensor that it is the maximum of. The backward divides by how many elements equa
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from ssd_fx.passes.groups import AliasGroup
-from ssd_fx.passes.partition import Partition, tensors_of
+from ssd_fx.passes.partition import Partition, tensor_of, tensors_of
 from ssd_fx.passes.plan import Plan
 
-_JUMPS = frozenset(  # operators whose result jumps where their argument changes a little
+_JUMPS = frozenset(  # besides operators that make bools of floats
     (
         *("eq", "ne", "lt", "le", "gt", "ge", "sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc", "frac"),
         *("fmod", "remainder", "floor_divide", "bucketize", "searchsorted"),
+        *("_cdist_backward", "_pdist_backward", "_segment_reduce_backward"),  # their kernels compare
     )
 )
-_JUMPS_WITHIN = frozenset(  # operators of a backward whose kernels compare
+_COMPARE_WITH_NUMBERS = frozenset(  # as their kernels do, whatever else they are given
     (
-        *("_cdist_backward", "_pdist_backward", "_segment_reduce_backward", "threshold_backward", "elu_backward"),
-        *("hardtanh_backward", "hardshrink_backward", "softshrink_backward", "leaky_relu_backward"),
-        "_prelu_kernel_backward",
+        *("threshold_backward", "hardtanh_backward", "hardshrink_backward", "softshrink_backward", "elu_backward"),
+        *("leaky_relu_backward", "hardswish_backward", "hardsigmoid_backward", "_prelu_kernel_backward"),
     )
 )
 
 
 def compared(partition: Partition) -> frozenset[str]:
-    """Names of saved tensors that the backward compares with each other or chooses from, or what it makes of them.
+    """Names of the saved tensors whose values decide a comparison of two of them, or a choice, in the backward.
 
     Hazard: what is computed again may be rounded otherwise. Inductor makes one `addmm` of a product and a sum where
     nobody else reads the product, and `index_add` adds up in any order. A difference that was 0 has a sign then.
 
-    Parameters are as they were, and gradients are no part of the forward's values, so both do not count.
+    Parameters are not among them: they are as they were. Nor is what is made of the gradients that come in.
     """
+    bits = {n.name: 1 << i for i, n in enumerate(partition.saved) if tensor_of(n) is not None}
     inputs = {n.name for n in partition.caller_inputs}
-    counted = {n.name for n in partition.saved if n.op != "placeholder" or n.name in inputs}
+    lasting = {n.name for n in partition.saved if n.op == "placeholder" and n.name not in inputs}
+    varying = sum(bit for name, bit in bits.items() if name not in lasting)
     saved = {n.name for n in partition.saved}
-    made_of: dict[fx.Node, frozenset[str]] = {}  # of nodes that are made without gradients
-    found: frozenset[str] = frozenset()
+    made_of: dict[fx.Node, int] = {}  # the bits of saved tensors, of nodes that are made without gradients
+    found = 0
     for node in partition.backward.graph.nodes:
         if node.op == "placeholder":
             if node.name in saved:
-                made_of[node] = frozenset({node.name} & counted)
+                made_of[node] = bits.get(node.name, 0)
             continue
-        sources = frozenset[str]().union(*(made_of.get(source, ()) for source in node.all_input_nodes))
-        if chooses(node) or (len(sources) > 1 and jumps(node)):
-            found |= sources
-        if all(source in made_of for source in node.all_input_nodes):
+        inputs_of = node.all_input_nodes
+        sources = functools.reduce(operator.or_, (made_of.get(source, 0) for source in inputs_of), 0)
+        if chooses(node) or (sources and jumps(node) and _several(sources if _of_two(node) else sources & varying)):
+            found |= sources & varying
+        if all(source in made_of for source in inputs_of):
             made_of[node] = sources
-    return found
+    return frozenset(name for name, bit in bits.items() if found & bit)
+
+
+def _several(bits: int) -> bool:
+    return bool(bits & (bits - 1))
+
+
+def _of_two(node: fx.Node) -> bool:
+    """Whether an operator that jumps may compare two tensors; else it compares one with a number."""
+    return len(node.all_input_nodes) > 1 and _name(node) not in _COMPARE_WITH_NUMBERS
 
 
 def keep_compared(partition: Partition, plan: Plan) -> Plan:
@@ -81,10 +95,16 @@ def jumps(node: fx.Node) -> bool:
         return False
     if target.namespace not in ("aten", "prims"):
         return True
-    name = target._schema.name.rpartition("::")[2]
-    if name not in _JUMPS | _JUMPS_WITHIN and target._overloadname != "Tensor_mode":  # that is a rounded quotient
+    if not any(t.is_floating_point() or t.is_complex() for n in node.all_input_nodes for t in tensors_of(n)):
         return False
-    return any(t.is_floating_point() for source in node.all_input_nodes for t in tensors_of(source))
+    makes_bools = any(t.dtype == torch.bool for t in tensors_of(node))
+    rounds = target._overloadname.endswith("_mode")  # of a quotient
+    return makes_bools or rounds or _name(node) in _JUMPS or _name(node) in _COMPARE_WITH_NUMBERS
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def chooses(node: fx.Node) -> bool:

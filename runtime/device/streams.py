@@ -312,9 +312,12 @@ class Queued:
                 assert self._anchor, "taken before the events"
                 self._over = (self._anchor.when(self._begun), self._anchor.when(ended))
             check, self._check = self._check, None  # a signal handler that comes here meanwhile must not ask again
+            if check is None:
+                return
+            self._error = OSError(errno.EINPROGRESS, "the outcome of the transfer is not known yet")
             try:
-                if check:
-                    check()
+                check()
+                self._error = None
             except OSError as error:  # its frames would keep alive what `check` keeps, which must die right here
                 self._error = error.with_traceback(None)
             except BaseException:  # Ctrl-C: the outcome is not known yet

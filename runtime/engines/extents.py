@@ -71,7 +71,7 @@ class BackingFile:
         self.directory = directory
         self.no_writes = Pause()  # while it lasts `room` raises
         self.no_growth = Pause()  # while it lasts only free extents are used
-        with _opening:
+        with _no_fork:
             self.fd, direct = _open_direct_if_possible(directory, opened)
             _open_files.add(self)
         memory, offset = dio_alignment(self.fd) if direct else (1, 1)
@@ -132,10 +132,11 @@ class BackingFile:
 
     def close(self) -> None:
         """Closes the descriptor, which frees the file's space. May be called again."""
-        with self._lock:
-            fd, self.fd = self.fd, -1  # the operating system may give the number to another file
-        if fd >= 0:
-            os.close(fd)
+        with _no_fork:
+            with self._lock:
+                fd, self.fd = self.fd, -1  # the operating system may give the number to another file
+            if fd >= 0:
+                os.close(fd)
 
     def _warn(self, nbytes: int, error: OSError) -> None:
         if self._warned:
@@ -212,14 +213,15 @@ class BackingFile:
         except OSError as error:
             reason = error
         if reason.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            os.ftruncate(self.fd, self._free.end)  # a file system such as ext4 keeps the blocks that it found
+            with contextlib.suppress(OSError):  # nothing depends on it
+                os.ftruncate(self.fd, self._free.end)  # a file system such as ext4 keeps the blocks that it found
             return reason
         os.ftruncate(self.fd, self._free.end + nbytes)  # no fallocate: a sparse file serves
         return None
 
 
 _open_files: weakref.WeakSet[BackingFile] = weakref.WeakSet()
-_opening = threading.RLock()  # no thread forks between the opening of a file and its entry in the set
+_no_fork = threading.RLock()  # held while a descriptor is open that `_after_fork` would not find
 
 
 def _after_fork() -> None:
@@ -229,10 +231,10 @@ def _after_fork() -> None:
         if fd >= 0:
             os.close(fd)
     _open_files.clear()
-    _opening.release()
+    _no_fork.release()
 
 
-os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_after_fork)
+os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_after_fork)
 
 
 def beyond_the_reserve(status: os.statvfs_result) -> int:
