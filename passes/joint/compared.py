@@ -17,6 +17,7 @@ from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition, tensor_of, tensors_of
 from ssd_fx.passes.plan import Plan
 
+COMPARED = "the backward compares it, and compression is lossy"
 _JUMPS = frozenset(  # besides operators that make bools of floats
     (
         *("eq", "ne", "lt", "le", "gt", "ge", "sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc", "frac"),
@@ -40,10 +41,10 @@ def compared(partition: Partition) -> frozenset[str]:
 
     Parameters are not among them: they are as they were. Nor is what is made of the gradients that come in.
     """
-    bits = {n.name: 1 << i for i, n in enumerate(partition.saved) if tensor_of(n) is not None}
-    inputs = {n.name for n in partition.caller_inputs}
-    lasting = {n.name for n in partition.saved if n.op == "placeholder" and n.name not in inputs}
-    varying = sum(bit for name, bit in bits.items() if name not in lasting)
+    bits = {n.name: 1 << i for i, n in enumerate(partition.saved) if tensor_of(n) is not None}  # sizes have none
+    activations = {n.name for n in partition.saved if n.op != "placeholder"}
+    activations |= {n.name for n in partition.caller_inputs}
+    varying = sum(bit for name, bit in bits.items() if name in activations)
     saved = {n.name for n in partition.saved}
     made_of: dict[fx.Node, int] = {}  # the bits of saved tensors, of nodes that are made without gradients
     found = 0
@@ -52,11 +53,12 @@ def compared(partition: Partition) -> frozenset[str]:
             if node.name in saved:
                 made_of[node] = bits.get(node.name, 0)
             continue
-        inputs_of = node.all_input_nodes
-        sources = functools.reduce(operator.or_, (made_of.get(source, 0) for source in inputs_of), 0)
-        if chooses(node) or (sources and jumps(node) and _several(sources if _of_two(node) else sources & varying)):
+        arguments = node.all_input_nodes
+        sources = functools.reduce(operator.or_, (made_of.get(source, 0) for source in arguments), 0)
+        related = sources if _of_two(node) else sources & varying  # a parameter may be compared with its maximum
+        if chooses(node) or (_several(related) and jumps(node)):
             found |= sources & varying
-        if all(source in made_of for source in inputs_of):
+        if all(source in made_of for source in arguments):
             made_of[node] = sources
     return frozenset(name for name, bit in bits.items() if found & bit)
 
@@ -81,9 +83,6 @@ def keep_compared(partition: Partition, plan: Plan) -> Plan:
         return replace(group, obstacle=COMPARED)
 
     return plan.with_(groups=tuple(map(checked, plan.groups)))
-
-
-COMPARED = "the backward compares it, and compression is lossy"
 
 
 def jumps(node: fx.Node) -> bool:
