@@ -21,7 +21,7 @@ from ssd_fx.passes.plan import Forecast, Limits, Plan
 from ssd_fx.passes.planner.solve import BudgetError
 
 ROUNDS = 3  # proposals; each takes a short search, and a partition by PyTorch
-GAIN = 5e-3  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
+GAIN = 1e-2  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
 
 
 class Decide(Protocol):

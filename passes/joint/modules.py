@@ -15,6 +15,7 @@ Once a method has set an attribute of an object, Dynamo looks for the others in 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import itertools
 import os
 import re
@@ -40,6 +41,7 @@ def paths(node: fx.Node) -> tuple[str, ...]:
     return tuple(path for path, _ in (stack or {}).values())
 
 
+@functools.lru_cache(maxsize=4096)  # a root is asked for at every node
 def dotted(path: str) -> str:
     """An expression with attributes for what Dynamo finds in `__dict__`, `_modules`, `_parameters` and `_buffers`."""
     return _REGISTERED.sub(r".\1", path)

@@ -37,6 +37,7 @@ from torch._inductor.scheduler import (
 from torch._inductor.virtualized import V
 
 from ssd_fx.passes.joint.collectives import may_communicate
+from ssd_fx.passes.lowering.cpp_functions import move_out_of_functions
 from ssd_fx.passes.verify.errors import require
 
 # Before torch 2.13 a scheduler pass may be any callable; Inductor's cache accepts subclasses of CustomGraphPass.
@@ -123,7 +124,9 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     parts = [[_position(part, in_graph) for part in node.get_nodes()] for node in nodes]
     begins = [min([at, *first]) for at, first in zip(position, parts, strict=True)]
     wanted = _targets(graph, position, begins)
-    return [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
+    order = [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
+    needs = nx.relabel_nodes(graph, dict(enumerate(nodes)))
+    return move_out_of_functions(order, {n for n in nodes if is_ours(n)}, needs)
 
 
 def _constraints(nodes: list[BaseSchedulerNode], position: list[int]) -> nx.DiGraph[int]:

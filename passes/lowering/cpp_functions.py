@@ -1,0 +1,179 @@
+"""Our nodes between the C++ functions of Inductor's code for the CPU, instead of within them.
+
+    planned   mm -> loops_1 -> wait_load_ -> loops_2 -> store -> loops_3 -> mm    three functions
+    here      mm -> wait_load_ -> loops_1 -> loops_2 -> loops_3 -> store -> mm    one
+
+Inductor writes all loops between two calls into one C++ function. A node of ours is a call, so it cuts a function in
+two. Every layer has its own transfers, so equal layers are cut at different places, and share no code. The C++ compiler
+compiles each piece, and that is most of the first step.
+
+So a node of ours moves to the begin or to the end of the loops around it. Dependencies stay, and so does the order
+among our nodes. Nothing moves past a library call. Nothing moves where that would raise the peak of the graph: a
+function has all of its results before anything is freed that it reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import networkx as nx
+from torch._inductor import config, memory
+from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
+from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
+
+Kernel: TypeAlias = BaseSchedulerNode
+
+
+def move_out_of_functions(order: list[Kernel], ours: AbstractSet[Kernel], needs: nx.DiGraph[Kernel]) -> list[Kernel]:
+    """`order`, with `ours` moved out of C++ functions.
+
+    `needs` has an edge to every kernel from what must run before it. `order` keeps these edges, and so does the result.
+    """
+    planned = list(_between_calls(order, ours))
+    moved = [_Loops(run, ours, needs).with_ours_outside() for run in planned]
+    if moved == planned:
+        return order
+    buffers = _buffers(order, ours)
+    limit = max(_peaks(planned, ours, buffers))
+    peaks = _peaks(moved, ours, buffers)
+    chosen = (m if peak <= limit else p for p, m, peak in zip(planned, moved, peaks, strict=True))
+    return list(itertools.chain.from_iterable(chosen))
+
+
+def _between_calls(order: Iterable[Kernel], ours: AbstractSet[Kernel]) -> Iterator[list[Kernel]]:
+    """The kernels between two library calls, and each library call alone."""
+    run: list[Kernel] = []
+    for kernel in order:
+        if kernel in ours or _is_loops(kernel):
+            run.append(kernel)
+        else:
+            yield from (each for each in (run, [kernel]) if each)
+            run = []
+    if run:
+        yield run
+
+
+def _is_loops(kernel: Kernel) -> bool:
+    """Whether a kernel becomes a part of a C++ function."""
+    device = kernel.get_device()
+    cpp = device is None or (device.type == "cpu" and config.cpu_backend == "cpp")
+    return cpp and not kernel.is_extern() and not kernel.is_template()
+
+
+class _Loops:
+    """What would be one C++ function without ours. The place of a kernel is the number of others' before it."""
+
+    def __init__(self, kernels: list[Kernel], ours: AbstractSet[Kernel], needs: nx.DiGraph[Kernel]) -> None:
+        self.kernels, self.needs = kernels, needs
+        before = itertools.accumulate((kernel not in ours for kernel in kernels), initial=0)
+        places = dict(zip(kernels, before, strict=False))
+        self.loops = {kernel: place for kernel, place in places.items() if kernel not in ours}
+        self.planned = {kernel: place for kernel, place in places.items() if kernel in ours}
+        # a kernel that only names memory is no code, so nothing is cut in front of the first loops or behind the last
+        self.code = [place for kernel, place in self.loops.items() if not isinstance(kernel, NopKernelSchedulerNode)]
+
+    def with_ours_outside(self) -> list[Kernel]:
+        """The kernels with as few cuts as can be; as planned if that has no fewer."""
+        places = self._places()
+        if self._cuts(places.values()) == self._cuts(self.planned.values()):
+            return self.kernels
+        behind = {kernel: place + 0.5 for kernel, place in self.loops.items()}
+        return sorted(self.kernels, key=lambda kernel: places.get(kernel, behind.get(kernel, 0)))
+
+    def _cuts(self, places: Iterable[int]) -> int:
+        before = {bisect_left(self.code, place) for place in places}
+        return len(before - {0, len(self.code)})
+
+    def _places(self) -> dict[Kernel, int]:
+        """Of our nodes: the begin where they are planned there, the end where they may be there, else few others."""
+        places, place = {}, 0
+        for (kernel, planned), first, last in zip(self.planned.items(), self._first(), self._last(), strict=True):
+            if planned > 0 and (last == len(self.loops) or first > place):
+                place = last
+            places[kernel] = place
+        return places
+
+    def _first(self) -> list[int]:
+        """The first place where each of our nodes may be."""
+        needed = ([self.loops[p] + 1 for p in self.needs.predecessors(k) if p in self.loops] for k in self.planned)
+        return list(itertools.accumulate((max(each, default=0) for each in needed), max))
+
+    def _last(self) -> list[int]:
+        """The last place."""
+        needing = ([self.loops[s] for s in self.needs.successors(k) if s in self.loops] for k in reversed(self.planned))
+        return list(itertools.accumulate((min(each, default=len(self.loops)) for each in needing), min))[::-1]
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """`made_by`: None for an input. `users`: the last of them frees so many bytes, 0 of an output."""
+
+    allocated: int
+    freed: int
+    made_by: Kernel | None
+    users: AbstractSet[Kernel]
+
+
+def _buffers(order: list[Kernel], ours: AbstractSet[Kernel]) -> list[_Buffer]:
+    """What Inductor allocates and frees by its own estimate.
+
+    It takes a handle for as large as its tensor. So what only `ours` use is left out. A load is two kernels, the call
+    and the item of its result. Inductor counts the first one as allocated and the second one as freed.
+    """
+    scheduler = order[0].scheduler
+    outputs = OrderedSet(V.graph.get_output_names())
+    _, inputs = memory.prepare_planning_info(
+        order, scheduler.name_to_buf, scheduler.name_to_fused_node, OrderedSet(V.graph.graph_inputs), outputs
+    )
+    made: list[tuple[Any, Kernel]] = [(buffer, kernel) for kernel in order for buffer in kernel.get_outputs()]
+    found = []
+    for buffer, kernel in [*((each, None) for each in inputs.values()), *made]:
+        info = buffer.mpi_buffer
+        users = set(info.succ_nodes) | ({kernel} if kernel else set())
+        if not users <= ours:
+            freed = 0 if buffer.get_name() in outputs else info.size_free
+            allocated = info.size_free if kernel is None or kernel in ours else info.size_alloc
+            found.append(_Buffer(allocated, freed, kernel, users))
+    return found
+
+
+def _peaks(runs: Sequence[list[Kernel]], ours: AbstractSet[Kernel], buffers: Sequence[_Buffer]) -> list[int]:
+    """The most bytes that are alive in each of `runs`. Loops write in place of what they read last."""
+    calls = [list(_calls(run, ours)) for run in runs]
+    at = {kernel: i for i, call in enumerate(itertools.chain.from_iterable(calls)) for kernel in call}
+    index = {kernel: i for i, kernel in enumerate(at)}
+    change = [0] * (max(at.values()) + 2)
+    made: Counter[tuple[Kernel, int]] = Counter()
+    dead: Counter[tuple[Kernel, int]] = Counter()
+    for buffer in buffers:
+        last = max(buffer.users, key=index.__getitem__)
+        change[at[buffer.made_by] if buffer.made_by else 0] += buffer.allocated
+        change[at[last] + 1] -= buffer.freed
+        if buffer.made_by:
+            made[buffer.made_by, buffer.allocated] += 1
+            dead[last, buffer.freed] += _is_loops(last)
+    for (kernel, nbytes), count in (made & dead).items():
+        change[at[kernel]] -= nbytes * count
+        change[at[kernel] + 1] += nbytes * count
+    alive = itertools.accumulate(change)
+    return [max(itertools.islice(alive, len(each))) for each in calls]
+
+
+def _calls(run: list[Kernel], ours: AbstractSet[Kernel]) -> Iterator[list[Kernel]]:
+    """The kernels that one call runs: all of a C++ function, or one of ours or of a library."""
+    function: list[Kernel] = []
+    for kernel in run:
+        if kernel in ours:
+            yield from (each for each in (function, [kernel]) if each)
+            function = []
+        else:
+            function.append(kernel)
+    if function:
+        yield function
