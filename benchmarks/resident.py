@@ -1,6 +1,7 @@
 """The memory of the process and the step time: plain Inductor, a checkpoint per block, ssd_fx, and other mallocs.
 
 python benchmarks/resident.py --dir /mnt/nvme --rounds 15
+python benchmarks/resident.py --dir /mnt/nvme --rounds 4 --processes 6   # equal processes differ by some percent
 python benchmarks/resident.py --dir /mnt/nvme --ways inductor 0.05 checksums=false budget=0,cpu_allocator=false
 python benchmarks/resident.py --dir /mnt/nvme --ways inductor budget0 inductor+jemalloc --jemalloc LIB.so
 
@@ -79,12 +80,15 @@ def main() -> int:
     parser.add_argument("--mimalloc", type=Path, help="the library for WAY+mimalloc")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=1, help="start them so often, for all rounds each time")
     flags = parser.parse_args()
     model = Model.of(flags)
     announce(flags.dir, model=f"{model}\n")
-    with Workers({name: task(model, name, flags) for name in flags.ways}) as workers:
-        workers.compile()
-        rounds = list(workers.rounds(flags.warmup + flags.rounds))[flags.warmup :]
+    rounds = []
+    for _ in range(flags.processes):
+        with Workers({name: task(model, name, flags) for name in flags.ways}) as workers:
+            workers.compile()
+            rounds += list(workers.rounds(flags.warmup + flags.rounds))[flags.warmup :]
     print(table(rounds))
     if flags.json:
         write_json(flags.json, [{n: asdict(s) for n, s in r.items()} for r in rounds])

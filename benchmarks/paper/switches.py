@@ -12,6 +12,7 @@ from unittest import mock
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.alias import packing, storages
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.lowering import order
 from ssd_fx.passes.plan import Limits
 from ssd_fx.passes.planner import select
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
@@ -40,6 +41,10 @@ def _copies() -> None:
     mock.patch.object(pipeline, "merge_copies", lambda partition, plan: plan).start()
 
 
+def _functions() -> None:
+    mock.patch.object(order, "move_out_of_functions", lambda planned, ours, needs: planned).start()
+
+
 def _planner() -> None:
     mock.patch.object(select, "solve_for", _at_once).start()
 
@@ -56,5 +61,10 @@ def _at_once(step: Step, budget: object, machine: Machine, *rest: object) -> tup
     return Solution(choices, transfers, outcome), Limits(outcome.peak, 0)
 
 
-# "caches": all of it, compiled without a cache, as the others are
-SWITCHES = {"caches": lambda: None, "packing": _packing, "copies": _copies, "planner": _planner}
+SWITCHES = {
+    "caches": lambda: None,  # all of it, compiled without a cache, as the others are
+    "packing": _packing,
+    "copies": _copies,
+    "planner": _planner,
+    "functions": _functions,
+}

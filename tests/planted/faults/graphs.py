@@ -70,6 +70,22 @@ FAULTS = (
         "tests/passes/lowering/test_order.py::test_a_kernel_that_may_go_takes_no_order_with_it",
     ),
     Fault(
+        "waits_move_past_their_readers",
+        "passes/lowering/cpp_functions.py",
+        "return list(itertools.accumulate((min(each, default=len(self.loops)) for each in needing), min))[::-1]",
+        "return [len(self.loops) for each in needing]",
+        "a kernel reads a loaded tensor before its bytes are there: the audit refuses the code, nothing compiles",
+        "tests/passes/lowering/test_cpp_functions.py",
+    ),
+    Fault(
+        "functions_are_joined_at_any_peak",
+        "passes/lowering/cpp_functions.py",
+        "m if peak <= limit else p for",
+        "m for",
+        "more memory than planned",
+        "tests/passes/lowering/test_cpp_functions.py::test_a_release_that_makes_room_stays",
+    ),
+    Fault(
         "audit_forgets_what_was_handed_over",
         "passes/lowering/audit.py",
         "                self.handed_over.add(name)",
