@@ -12,6 +12,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
+    GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
     SubclassGetAttrAOTInput,
@@ -34,12 +35,14 @@ class Partition:
     `num_fwd_outputs` is the number of leading forward outputs that are not saved tensors (user outputs, mutated inputs,
     intermediate bases, tokens). Each saved forward output has the name of its backward placeholder. `activations`:
     names of the forward's inputs that are new in every step, unlike parameters and buffers; None if that is not known.
+    `untrained`: names of the inputs that get no gradient, buffers among them.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_fwd_outputs: int
     activations: frozenset[str] | None = frozenset()
+    untrained: frozenset[str] = frozenset()
     _found: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -65,16 +68,22 @@ class Partition:
     @property
     def activation_inputs(self) -> list[fx.Node]:
         """The forward's inputs that are known to be new in every step."""
-        return [] if self.activations is None else self.caller_inputs
+        return [n for n in self._inputs if n.name in (self.activations or ())]
 
     @property
     def caller_inputs(self) -> list[fx.Node]:
         """The forward's inputs that the caller may write into before the backward: all where parameters are not known.
 
-        Parameters and buffers are not among them, because the caller changes them between steps.
+        Parameters that are trained are not among them, because the caller changes them between steps. Buffers, frozen
+        parameters and other tensors of a module are: a moving average, a cache, or a table may change at any time.
         """
-        inputs = [n for n in self.forward.graph.nodes if n.op == "placeholder"]
-        return inputs if self.activations is None else [n for n in inputs if n.name in self.activations]
+        if self.activations is None:
+            return self._inputs
+        return [n for n in self._inputs if n.name in self.activations or n.name in self.untrained]
+
+    @property
+    def _inputs(self) -> list[fx.Node]:
+        return list(self.forward.graph.find_nodes(op="placeholder"))
 
     @property
     def shared_with_caller(self) -> frozenset[str]:
@@ -122,6 +131,14 @@ def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> fr
     lasting = set(static)
     names = {n.name for i, n in enumerate(inputs) if i not in lasting}
     return frozenset(names - {n.name for n in inputs if isinstance(n.meta["desc"], TangentAOTInput)})
+
+
+def untrained_inputs(joint: fx.GraphModule) -> frozenset[str]:
+    """Names of the joint graph's inputs that get no gradient."""
+    output = joint.graph.output_node()
+    outputs = zip(tree_leaves(output.args[0]), output.meta.get("desc", ()), strict=False)
+    trained = {desc.grad_of for node, desc in outputs if isinstance(desc, GradAOTOutput) and node is not None}
+    return frozenset(n.name for n in joint.graph.find_nodes(op="placeholder") if n.meta.get("desc") not in trained)
 
 
 def changed_inputs(graph: fx.Graph) -> frozenset[int]:

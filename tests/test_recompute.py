@@ -183,6 +183,51 @@ def test_what_the_caller_may_change_is_not_computed_from(changed: str) -> None:
     torch.testing.assert_close(ours, gradient("eager"))
 
 
+class Tabled(torch.nn.Module):
+    """tanh(exp(table) @ w) @ x: `exp` is saved, and could be computed from the table."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(8, 8))
+        table = torch.randn(8, 8)
+        if state == "buffer":
+            self.register_buffer("table", table)
+        elif state == "frozen parameter":
+            self.table = torch.nn.Parameter(table, requires_grad=False)
+        else:
+            self.table = table
+        if state == "input with a static address":
+            torch._dynamo.mark_static_address(table)
+
+    def forward(self, table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (table.exp() @ self.w).tanh() @ x
+
+
+class Own(Tabled):
+    def forward(self, table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.table, x)
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["in place", "through data"])
+@pytest.mark.parametrize("state", ["attribute", "buffer", "frozen parameter", "input with a static address"])
+def test_what_a_model_has_beside_its_weights_is_not_computed_from(state: str, counted: bool) -> None:
+    """Eager code may write into it between forward and backward: a moving average, a cache, a table."""
+
+    def gradient(backend: Any, **options: Any) -> torch.Tensor | None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = (Tabled if "input" in state else Own)(state)
+        loss = torch.compile(model, backend=backend, options=options or None)(model.table, torch.randn(8, 8)).sum()
+        with torch.no_grad():
+            (model.table if counted else model.table.data).mul_(0.5)
+        loss.backward()
+        return model.w.grad
+
+    with deterministic(), everything_recomputed():
+        ours = gradient(ssd_fx.backend, inner="aot_eager", min_bytes=0, budget=0, machine=SLOW, recompute=True)
+        torch.testing.assert_close(ours, gradient("eager"))
+
+
 def test_an_input_that_is_not_saved_has_no_price() -> None:
     """`tanh` is saved, and could be computed from `x`: that is the caller's, and may have other values by then."""
 

@@ -42,7 +42,7 @@ def _copies() -> None:
 
 
 def _functions() -> None:
-    mock.patch.object(order, "move_out_of_functions", lambda planned, ours, needs: planned).start()
+    mock.patch.object(order, "move_out_of_functions", lambda planned, *_: planned).start()
 
 
 def _planner() -> None:

@@ -35,6 +35,7 @@ from ssd_fx.passes.partition import (
     activation_inputs,
     changed_inputs,
     storage_of,
+    untrained_inputs,
 )
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
@@ -63,6 +64,7 @@ class Joint:
         self._arguments = arguments
         self._after_cut = after_cut
         self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
+        self._untrained = untrained_inputs(module)
 
     @property
     def has_own_budget(self) -> bool:
@@ -106,7 +108,8 @@ class Joint:
 
     def _cut(self, module: fx.GraphModule) -> Partition:
         forward, backward = min_cut_rematerialization_partition(module, self._inputs, **self._arguments)
-        partition = Partition(forward, _lazy(backward), self._arguments["num_fwd_outputs"], self._activations)
+        count = self._arguments["num_fwd_outputs"]
+        partition = Partition(forward, _lazy(backward), count, self._activations, self._untrained)
         for each in self._after_cut:
             each(partition)
         return partition

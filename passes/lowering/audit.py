@@ -28,7 +28,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
-from ssd_fx.passes.lowering.order import called
+from ssd_fx.passes.lowering.order import argument, called
 from ssd_fx.passes.verify.errors import VerifyError, around, require
 
 ops = torch.ops.ssd_fx
@@ -90,7 +90,7 @@ def audit_lines(graph: GraphLowering, lines: Sequence[Any]) -> None:
             match line:
                 case lines_of.ExternKernelAllocLine(node=node) if (kind := called(node)) is not None:
                     in_flight.step(node, where)
-                    if kind == "wait_store_" and _argument(node, "hand_over") and not graph.cpp_wrapper:
+                    if kind == "wait_store_" and argument(node, "hand_over") and not graph.cpp_wrapper:
                         drop = f"del {_input(node, 1)}"
                         _require(_next(lines, i) == drop, f"{where} hands over and is not followed by {drop!r}")
                 case lines_of.ReuseLine(node=old, reused_as=new):
@@ -126,7 +126,7 @@ class _InFlight:
         kind = called(node)
         if kind in ("begin_", "stand_in", "refuse_stand_ins"):
             return
-        seq = _argument(node, "seq")
+        seq = argument(node, "seq")
         # Compiled autograd puts the backwards of several plans into one graph, one after the other. It drops the nodes
         # whose tensor nobody reads. So a plan may have gaps, and a lower number begins the next plan.
         begins = kind == "load" and not self.loads
@@ -147,7 +147,7 @@ class _InFlight:
             name = _input(node, 1)
             _require(name in self.stores, f"{where} releases {name!r}, which is not being stored")
             self.stores.remove(name)
-            if _argument(node, "hand_over"):
+            if argument(node, "hand_over"):
                 self.handed_over.add(name)
         elif kind == "load":
             self.loads.add(node.get_name())
@@ -209,13 +209,6 @@ class _InFlight:
 
     def _root(self, name: str) -> str:
         return list(self._chain(name))[-1]
-
-
-def _argument(node: Any, name: str) -> Any:
-    """The argument `name` of one of our kernels; it must not be a tensor."""
-    args, _ = node.unflatten_args(node.inputs, node.constant_args)
-    names = [a.name for a in node.op_overload._schema.arguments]
-    return args[names.index(name)]
 
 
 def _input(node: Any, index: int) -> str:

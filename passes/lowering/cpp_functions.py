@@ -7,9 +7,14 @@ Inductor writes all loops between two calls into one C++ function. A node of our
 two. Every layer has its own transfers, so equal layers are cut at different places, and share no code. The C++ compiler
 compiles each piece, and that is most of the first step.
 
-So a node of ours moves to the begin or to the end of the loops around it. Dependencies stay, and so does the order
-among our nodes. Nothing moves past a library call. Nothing moves where that would raise the peak of the graph: a
-function has all of its results before anything is freed that it reads.
+So a node of ours moves to the beginning or to the end of the loops around it. Dependencies stay, and so does the order
+among our nodes. Nothing moves past a library call. Loops stay as planned in two cases:
+
+- Moving would raise the peak of the graph, by Inductor's estimate. A function has all of its results before anything is
+  freed that it reads. Sizes that only the run knows count as nothing.
+- A node among them waits for memory (`block`, `strict`): the plan has it there for its limit.
+
+What it costs: a store begins later by the time of some loops, and a wait comes earlier by as much.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -31,13 +36,15 @@ from torch.utils._ordered_set import OrderedSet
 Kernel: TypeAlias = BaseSchedulerNode
 
 
-def move_out_of_functions(order: list[Kernel], ours: AbstractSet[Kernel], needs: nx.DiGraph[Kernel]) -> list[Kernel]:
-    """`order`, with `ours` moved out of C++ functions.
+def move_out_of_functions(
+    order: list[Kernel], ours: AbstractSet[Kernel], stay: AbstractSet[Kernel], needs: nx.DiGraph[Kernel]
+) -> list[Kernel]:
+    """`order`, with `ours` moved out of C++ functions, except from loops that have one of `stay` among them.
 
     `needs` has an edge to every kernel from what must run before it. `order` keeps these edges, and so does the result.
     """
-    planned = list(_between_calls(order, ours))
-    moved = [_Loops(run, ours, needs).with_ours_outside() for run in planned]
+    planned = list(_split(order, lambda kernel: kernel not in ours and not _is_loops(kernel)))
+    moved = [run if stay & set(run) else _Loops(run, ours, needs).with_ours_outside() for run in planned]
     if moved == planned:
         return order
     buffers = _buffers(order, ours)
@@ -47,28 +54,22 @@ def move_out_of_functions(order: list[Kernel], ours: AbstractSet[Kernel], needs:
     return list(itertools.chain.from_iterable(chosen))
 
 
-def _between_calls(order: Iterable[Kernel], ours: AbstractSet[Kernel]) -> Iterator[list[Kernel]]:
-    """The kernels between two library calls, and each library call alone."""
-    run: list[Kernel] = []
-    for kernel in order:
-        if kernel in ours or _is_loops(kernel):
-            run.append(kernel)
-        else:
-            yield from (each for each in (run, [kernel]) if each)
-            run = []
-    if run:
-        yield run
+def _split(kernels: Iterable[Kernel], alone: Callable[[Kernel], bool]) -> Iterator[list[Kernel]]:
+    """Each kernel that is `alone`, and the runs of others between them."""
+    for is_alone, group in itertools.groupby(kernels, alone):
+        run = list(group)
+        yield from ([kernel] for kernel in run) if is_alone else [run]
 
 
 def _is_loops(kernel: Kernel) -> bool:
     """Whether a kernel becomes a part of a C++ function."""
     device = kernel.get_device()
-    cpp = device is None or (device.type == "cpu" and config.cpu_backend == "cpp")
+    cpp = device is not None and device.type == "cpu" and config.cpu_backend == "cpp"
     return cpp and not kernel.is_extern() and not kernel.is_template()
 
 
 class _Loops:
-    """What would be one C++ function without ours. The place of a kernel is the number of others' before it."""
+    """What would be one C++ function without ours. A kernel's place is how many are before it that are not ours."""
 
     def __init__(self, kernels: list[Kernel], ours: AbstractSet[Kernel], needs: nx.DiGraph[Kernel]) -> None:
         self.kernels, self.needs = kernels, needs
@@ -76,27 +77,34 @@ class _Loops:
         places = dict(zip(kernels, before, strict=False))
         self.loops = {kernel: place for kernel, place in places.items() if kernel not in ours}
         self.planned = {kernel: place for kernel, place in places.items() if kernel in ours}
-        # a kernel that only names memory is no code, so nothing is cut in front of the first loops or behind the last
-        self.code = [place for kernel, place in self.loops.items() if not isinstance(kernel, NopKernelSchedulerNode)]
+        # kernels that only name memory are no code: nothing is cut before the first of the others or behind the last
+        code = [place for kernel, place in self.loops.items() if not isinstance(kernel, NopKernelSchedulerNode)]
+        self.code = code or [0]
+        self.begin, self.end = self.code[0], self.code[-1] + 1
 
     def with_ours_outside(self) -> list[Kernel]:
         """The kernels with as few cuts as can be; as planned if that has no fewer."""
         places = self._places()
-        if self._cuts(places.values()) == self._cuts(self.planned.values()):
+        if self._cuts(places.values()) >= self._cuts(self.planned.values()):
             return self.kernels
-        behind = {kernel: place + 0.5 for kernel, place in self.loops.items()}
-        return sorted(self.kernels, key=lambda kernel: places.get(kernel, behind.get(kernel, 0)))
+        at: dict[Kernel, float] = {kernel: place + 0.5 for kernel, place in self.loops.items()}
+        at |= places
+        return sorted(self.kernels, key=at.__getitem__)
 
     def _cuts(self, places: Iterable[int]) -> int:
         before = {bisect_left(self.code, place) for place in places}
         return len(before - {0, len(self.code)})
 
     def _places(self) -> dict[Kernel, int]:
-        """Of our nodes: the begin where they are planned there, the end where they may be there, else few others."""
-        places, place = {}, 0
+        """Of our nodes: where they are planned if that is the beginning, else the end, else a place that many share."""
+        places, place = dict[Kernel, int](), 0
         for (kernel, planned), first, last in zip(self.planned.items(), self._first(), self._last(), strict=True):
-            if planned > 0 and (last == len(self.loops) or first > place):
+            if planned <= self.begin:
+                place = planned
+            elif last >= self.end or first > max(place, self.begin):
                 place = last
+            else:
+                place = max(place, min(self.begin, last))
             places[kernel] = place
         return places
 
@@ -146,7 +154,7 @@ def _buffers(order: list[Kernel], ours: AbstractSet[Kernel]) -> list[_Buffer]:
 
 def _peaks(runs: Sequence[list[Kernel]], ours: AbstractSet[Kernel], buffers: Sequence[_Buffer]) -> list[int]:
     """The most bytes that are alive in each of `runs`. Loops write in place of what they read last."""
-    calls = [list(_calls(run, ours)) for run in runs]
+    calls = [list(_split(run, ours.__contains__)) for run in runs]  # all loops of a function are one call
     at = {kernel: i for i, call in enumerate(itertools.chain.from_iterable(calls)) for kernel in call}
     index = {kernel: i for i, kernel in enumerate(at)}
     change = [0] * (max(at.values()) + 2)
@@ -164,16 +172,3 @@ def _peaks(runs: Sequence[list[Kernel]], ours: AbstractSet[Kernel], buffers: Seq
         change[at[kernel] + 1] += nbytes * count
     alive = itertools.accumulate(change)
     return [max(itertools.islice(alive, len(each))) for each in calls]
-
-
-def _calls(run: list[Kernel], ours: AbstractSet[Kernel]) -> Iterator[list[Kernel]]:
-    """The kernels that one call runs: all of a C++ function, or one of ours or of a library."""
-    function: list[Kernel] = []
-    for kernel in run:
-        if kernel in ours:
-            yield from (each for each in (function, [kernel]) if each)
-            function = []
-        else:
-            function.append(kernel)
-    if function:
-        yield function

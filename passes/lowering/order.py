@@ -8,7 +8,7 @@ Inductor keeps data dependencies only. Then it reorders for the lowest estimated
 in flight. `PinOrder` runs after fusion, so no fusion is lost. It puts the kernels in the order of the FX graph, for
 which the plan was made, and chains each to the one before. These links extend no lifetime, and code generation ignores
 them. A kernel that computes several FX nodes runs at the last of them, or earlier if a kernel that needs it does,
-but not to before the place of its inputs.
+but not to before the place of its inputs. On the CPU our nodes move out of C++ functions (`cpp_functions.py`).
 
 `KeepCommunication` runs before fusion. It chains the operators that may communicate in the order of the graph, so that
 no fusion reverses it. Inductor does so for its own collectives only (`comms.decide_global_ordering_of_comms`). Ranks
@@ -107,6 +107,13 @@ def called(kernel: object) -> str | None:
     return str(overload._schema.name.removeprefix("ssd_fx::"))
 
 
+def argument(kernel: Any, name: str) -> Any:
+    """The argument `name` of a kernel that calls one of our operators; it must not be a tensor."""
+    args, _ = kernel.unflatten_args(kernel.inputs, kernel.constant_args)
+    names = [a.name for a in kernel.op_overload._schema.arguments]
+    return args[names.index(name)]
+
+
 def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """The kernels in the order of the FX graph, as far as data dependencies and fusion allow.
 
@@ -126,7 +133,9 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     wanted = _targets(graph, position, begins)
     order = [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
     needs = nx.relabel_nodes(graph, dict(enumerate(nodes)))
-    return move_out_of_functions(order, {n for n in nodes if is_ours(n)}, needs)
+    needs.add_edges_from(_kept_by_moves(order))
+    stay = {n for n in nodes if _waits_for_memory(n)}
+    return move_out_of_functions(order, {n for n in nodes if is_ours(n)}, stay, needs)
 
 
 def _constraints(nodes: list[BaseSchedulerNode], position: list[int]) -> nx.DiGraph[int]:
@@ -199,6 +208,34 @@ def _released(node: BaseSchedulerNode) -> str:
         return ""
     kept = kernel.inputs[1]
     return str(kept.get_name()) if isinstance(kept, ir.IRNode) else ""
+
+
+def _kept_by_moves(order: list[BaseSchedulerNode]) -> Iterator[tuple[BaseSchedulerNode, BaseSchedulerNode]]:
+    """Pairs of kernels that are in this order for our sake, though no data dependency says so.
+
+    A buffer is read before its release. A tensor is read behind the check that it is no stand-in.
+    """
+    readers: dict[str, list[BaseSchedulerNode]] = {}
+    checks: dict[str, list[BaseSchedulerNode]] = {}
+    for node in order:
+        names = {d.name for d in node.read_writes.reads}
+        if called(node.node) == "refuse_stand_ins":
+            for name in names:
+                checks.setdefault(name, []).append(node)
+        elif not is_ours(node):
+            for name in names:
+                yield from ((check, node) for check in checks.get(name, ()))
+                readers.setdefault(name, []).append(node)
+        else:
+            yield from ((reader, node) for reader in readers.get(_released(node), ()))
+
+
+def _waits_for_memory(node: BaseSchedulerNode) -> bool:
+    """Whether the plan has a kernel where it is for the limit of memory: it waits until a write or a load has ended."""
+    kind = called(node.node)
+    return (kind == "wait_store_" and argument(node.node, "block")) or (
+        kind == "load" and argument(node.node, "strict")
+    )
 
 
 def _named(node: BaseSchedulerNode) -> str:

@@ -20,7 +20,7 @@ from ssd_fx.passes.cost.lifetime import lifetime
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.roofline import time
 from ssd_fx.passes.joint.recompute import price
-from ssd_fx.passes.partition import Partition, activation_inputs
+from ssd_fx.passes.partition import Partition, activation_inputs, untrained_inputs
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.planner.items import Choice, Step
 from ssd_fx.passes.planner.step import model as step_of
@@ -106,7 +106,8 @@ def _step(model: nn.Module, run: Callable[[Any], Any], recompute: bool) -> Step:
     def partition(gm: fx.GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         activations = activation_inputs(gm, kwargs.get("static_lifetime_input_indices"))
         forward, backward = min_cut_rematerialization_partition(gm, inputs, **kwargs)
-        found.append(_modelled(Partition(forward, backward, kwargs["num_fwd_outputs"], activations), recompute))
+        made = Partition(forward, backward, kwargs["num_fwd_outputs"], activations, untrained_inputs(gm))
+        found.append(_modelled(made, recompute))
         return forward, backward
 
     torch._dynamo.reset()

@@ -24,7 +24,7 @@ from ssd_fx.config import Config
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.lowering import compiled_autograd, inductor, order
-from ssd_fx.passes.partition import Partition, activation_inputs
+from ssd_fx.passes.partition import Partition, activation_inputs, untrained_inputs
 from ssd_fx.passes.partitioner import Partitioner
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -119,7 +119,8 @@ class _Default:
         lift(gm.graph)
         activations = activation_inputs(gm, kwargs.get("static_lifetime_input_indices"))
         forward, backward = _instead["default_partition"].stock(gm, inputs, **kwargs)  # type: ignore[attr-defined]
-        partition = Partition(forward, backward, kwargs["num_fwd_outputs"], activations)
+        untrained = untrained_inputs(gm)
+        partition = Partition(forward, backward, kwargs["num_fwd_outputs"], activations, untrained)
         plan = pipeline.decide(partition, self._options)
         pipeline.rewrite(partition, plan, self._options)
         return partition.forward, partition.backward

@@ -27,7 +27,7 @@ from tests.planted.results import NOT_FOUND
 NAMED_S = 300.0  # for a fault's own tests; a suite that hangs has found its fault
 MIRRORED_S = 1800.0
 _LEFT_OUT = (".*", "__pycache__", "build", "dist", "demo-out", "*.egg-info")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", re.MULTILINE)  # a log line may begin so, too
 _CACHES = {"XDG_CACHE_HOME": "cache", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TMPDIR": "tmp"}
 
 

@@ -12,7 +12,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 
 from examples.train_gpt import GPT, Shape
-from ssd_fx.passes.lowering import audit, order
+from ssd_fx.passes.lowering import order
 from tests.communicating import exchange
 from tests.models import batch
 from tests.passes import toys
@@ -38,7 +38,7 @@ def _line(node: BaseSchedulerNode) -> str:
     if order.is_ours(node):
         assert node.node is not None
         name = str(node.node.op_overload._opname)
-        shown = (audit._argument(node.node, argument) for argument in SHOWN.get(name, ()))
+        shown = (order.argument(node.node, argument) for argument in SHOWN.get(name, ()))
         return " ".join([name, *map(str, shown)])
     origins = {o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
     kind = "nop" if isinstance(node, NopKernelSchedulerNode) else "extern" if node.is_extern() else "loops"
