@@ -42,6 +42,7 @@ from ssd_fx.passes.plan import Plan, PlanPass
 from ssd_fx.passes.planner.select import Budget, select
 from ssd_fx.passes.proposals import Candidate
 from ssd_fx.passes.rewrite.insert import insert
+from ssd_fx.passes.rewrite.lite_mode import annotate_ours
 from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
 from ssd_fx.passes.stages import Stages
 from ssd_fx.passes.verify.graphs import verify_graphs
@@ -85,6 +86,7 @@ def decisions(
 
 LAST: tuple[Callable[[Partition], None], ...] = (
     refuse_stand_ins,  # after the rewrite: it is about what is kept, even if that is everything
+    annotate_ours,  # behind all that adds nodes
 )
 
 

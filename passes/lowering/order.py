@@ -42,6 +42,7 @@ from ssd_fx.passes.verify.errors import require
 
 # Before torch 2.13 a scheduler pass may be any callable; Inductor's cache accepts subclasses of CustomGraphPass.
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+_LOWERED = ("load", "refuse_stand_ins", "store", "wait_store_")  # those that `inductor.register` has lowerings for
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class PinOrder(_Ordering):
     def order(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         if not any(is_ours(n) for n in nodes):
             return nodes
+        _refuse_plain_calls(nodes)
         order = planned_order(nodes)
         for before, after in _links(order):
             _pin(before, after)
@@ -92,6 +94,18 @@ class KeepCommunication(_Ordering):
 
 def _may_communicate(node: BaseSchedulerNode) -> bool:
     return may_communicate(getattr(node.node, "op_overload", None))
+
+
+def _refuse_plain_calls(nodes: list[BaseSchedulerNode]) -> None:
+    """Check that our operators have our lowerings, which Inductor's lite mode takes from nodes without an annotation.
+
+    Raises:
+        VerifyError: one has not.
+    """
+    for node in nodes:
+        plain = called(node.node) in _LOWERED and type(node.node) is ir.FallbackKernel
+        text = "Inductor calls an operator of ssd_fx without its lowering; turn `fallback_by_default` off"
+        require(not plain, f"{text}: {_named(node)}", "inductor")
 
 
 def is_ours(node: BaseSchedulerNode) -> bool:

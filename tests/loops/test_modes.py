@@ -6,6 +6,7 @@ block: tests/test_blocks.py.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import list_mode_options
 from torch._subclasses import FakeTensorMode
 
 import ssd_fx
@@ -132,6 +134,24 @@ def test_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> No
     assert_same_bits(by_mode(mode, tmp_path, monkeypatch, engine="posix"), kept)
     assert_all_read_back(ssd_fx.stats())
     assert ssd_fx.stats().written_bytes > 0.9 * ssd_fx.stats().saved_bytes
+
+
+@pytest.mark.skipif("lite" not in list_mode_options(), reason="this torch has no lite mode")
+def test_lite_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly all is a call of ATen there. The backward relies on the strides of a convolution's result."""
+    monkeypatch.setenv("SSD_FX_DIRS", str(tmp_path))
+
+    def trained_with(backend: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 4, 3))
+        loss = torch.compile(model, backend=backend, mode="lite")(torch.randn(4, 3, 12, 12)).square().sum()
+        loss.backward()
+        return [loss, *gradients(model)]
+
+    ours = functools.partial(ssd_fx.backend, options={"min_bytes": 0, "budget": 0, "recompute": False})
+    torch.testing.assert_close(trained_with(ours), trained_with("inductor"))  # a convolution of what was read back rounds otherwise
+    assert ssd_fx.stats().written_bytes > 0
 
 
 @pytest.mark.slow

@@ -8,11 +8,13 @@ from unittest import mock
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch._inductor import config
 from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 
 from examples.train_gpt import GPT, Shape
 from ssd_fx.passes.lowering import order
+from ssd_fx.passes.lowering.inductor import AuditedKernel
 from tests.communicating import exchange
 from tests.models import batch
 from tests.passes import toys
@@ -197,6 +199,21 @@ def test_an_operator_that_changes_nothing_is_not_the_load_that_it_reads() -> Non
     _, backward = lower(attention, *toys.inputs(), options={"recompute": False, "machine": "default"})
     waits = [int(seq) for seq in re.findall(r"^wait_load_ (\d+)", text(backward), re.MULTILINE)]
     assert waits == sorted(waits) != []
+
+
+@pytest.mark.skipif(not hasattr(config, "fallback_by_default"), reason="this torch has no lite mode")
+def test_in_lite_mode_our_operators_keep_their_lowerings() -> None:
+    for graph in lower(toys.shared_view, *toys.inputs(), options={}, fallback_by_default=True):
+        kernels = [n.node for n in graph.nodes if order.called(n.node) in order._LOWERED]
+        assert kernels
+        assert all(isinstance(kernel, AuditedKernel) for kernel in kernels)
+
+
+@pytest.mark.skipif(not hasattr(config, "fallback_by_default"), reason="this torch has no lite mode")
+def test_an_operator_without_its_lowering_is_an_error() -> None:
+    """So it would be with nodes that another tracing made, without their annotations."""
+    with config.patch(fallback_by_default=True), pytest.raises(InductorError, match="without its lowering"):
+        lower_alone(late_reader, torch.randn(64, 64), torch.randn(64, 64), torch.randn(64))
 
 
 def circle(x: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> object:

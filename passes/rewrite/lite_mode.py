@@ -1,0 +1,24 @@
+"""Inductor's lite mode (`mode="lite"`, `fallback_by_default`), in which only annotated nodes have their lowerings.
+
+Hazard: without its lowering a release hands memory over that generated code still uses, and no audit reads the code. A
+write that is not done would then store what a later kernel put there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor import config
+
+from ssd_fx.passes.partition import Partition
+
+_ANNOTATION = "compile_with_inductor"  # of `torch.fx.traceback.annotate`
+
+
+def annotate_ours(partition: Partition) -> None:
+    """Have Inductor take the lowerings of our nodes in lite mode, too."""
+    if not getattr(config, "fallback_by_default", False):  # from torch 2.12 on
+        return
+    for module in (partition.forward, partition.backward):
+        for node in module.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ssd_fx":
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), _ANNOTATION: 0}
