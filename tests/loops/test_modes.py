@@ -150,7 +150,8 @@ def test_lite_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return [loss, *gradients(model)]
 
     ours = functools.partial(ssd_fx.backend, options={"min_bytes": 0, "budget": 0, "recompute": False})
-    torch.testing.assert_close(trained_with(ours), trained_with("inductor"))  # a convolution of what was read back rounds otherwise
+    # what was read back has other strides than what was kept, and a convolution rounds by them
+    torch.testing.assert_close(trained_with(ours), trained_with("inductor"))
     assert ssd_fx.stats().written_bytes > 0
 
 
