@@ -54,10 +54,18 @@ FAULTS = (
     Fault(
         "unknown_inputs_are_nobody_s",
         "passes/partition.py",
-        "return inputs if self.activations is None else [",
-        "return [] if self.activations is None else [",
+        "            return self._inputs\n",
+        "            return []\n",
         "beside a tensor subclass, recomputing reads an input that the caller has changed: wrong gradients",
         "tests/test_recompute.py::test_what_the_caller_may_change_is_not_computed_from",
+    ),
+    Fault(
+        "buffers_are_nobody_s",
+        "passes/partition.py",
+        " or n.name in self.untrained]",
+        "]",
+        "recomputing reads a buffer, a frozen parameter or an attribute that eager code has changed: wrong gradients",
+        "tests/test_recompute.py::test_what_a_model_has_beside_its_weights_is_not_computed_from",
     ),
     Fault(
         "partition_that_reads_what_the_caller_has",
