@@ -483,8 +483,8 @@ def test_a_maximum_of_what_inductor_adds_to_a_product(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.w, self.v = (torch.nn.Parameter(torch.randn(n, 64) * n**-0.5) for n in (4096, 64))
-            self.register_buffer("b", torch.randn(64))
-            self.register_buffer("s", torch.randn(64))
+            self.b = torch.nn.Parameter(torch.randn(64))
+            self.register_buffer("s", torch.randn(64))  # without a gradient, so that the product is not saved
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             product = x @ self.w
