@@ -100,7 +100,7 @@ def check(seeds: range) -> None:
         with everything_recomputed(least=ROWS * WIDTH) as groups, config.patch(force_disable_caches=True):
             found = gradients(compiled, seed, torch.float32)
         computed_again += sum(groups)
-        if not are_close(found, expected):  # `cummax` of plain Inductor is wrong itself in torch 2.13
+        if not are_close(found, expected):  # with `cummax` plain Inductor 2.13 was wrong itself
             torch._dynamo.reset()
             plain = gradients(torch.compile(function), seed, torch.float32)
             assert are_close(found, plain), f"program {seed}: gradients off, which are right with plain Inductor"
