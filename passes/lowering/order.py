@@ -131,6 +131,8 @@ def argument(kernel: Any, name: str) -> Any:
 def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """The kernels in the order of the FX graph, as far as data dependencies and fusion allow.
 
+    On the CPU our nodes then move out of C++ functions.
+
     Every kernel runs at the last FX node that it computes, or earlier if a kernel that needs it runs earlier. But it is
     not moved to before its inputs are there: fusion may join a node at the begin of the backward to one at the end, and
     then everything that the second one needs would run first, and be alive all the time.
