@@ -166,6 +166,11 @@ def _overwritten(output: AOTOutput) -> AOTInput | None:
     return output.mutated_input if isinstance(output, InputMutationAOTOutput) else None
 
 
+def calls_ours(node: fx.Node) -> bool:
+    """Whether a node calls one of our operators."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ssd_fx"
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that the node's operator writes into, by its schema."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "its allocator": {"cpu_allocator": False},
 }
 KINDS = ("tensor", "group", "stored")
-SWITCHES = {"planner": "planner", "packing": "packing", "merged copies": "copies"}
+SWITCHES = {"planner": "planner", "packing": "packing", "merged copies": "copies", "whole functions": "functions"}
 
 
 def _cases(setup: Setup) -> dict[str, Case]:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes.lowering import audit
 from ssd_fx.passes.lowering.order import PinOrder
-from ssd_fx.passes.partition import RECOMPUTED, STORED
+from ssd_fx.passes.partition import RECOMPUTED, STORED, calls_ours
 
 ops = torch.ops.ssd_fx
 
@@ -169,14 +169,17 @@ def _is_saved_and_read(node: torch.fx.Node | None) -> bool:
         return True
     if _SAVED_AND_READ is not None and _SAVED_AND_READ(node):
         return True
-    return node is not None and STORED in node.meta and any(not _is_ours_or_output(user) for user in node.users)
+    if node is None or STORED not in node.meta:
+        return False
+    return any(user.op != "output" and not calls_ours(user) for user in node.users)
 
 
-def _is_ours_or_output(node: torch.fx.Node) -> bool:
-    target = node.target
-    return node.op == "output" or (isinstance(target, torch._ops.OpOverload) and target.namespace == "ssd_fx")
-
-
+LOWERINGS = {
+    ops.store.default: _lower_store,
+    ops.load.default: _lower_load,
+    ops.wait_store_.default: _lower_release,
+    ops.refuse_stand_ins.default: _lower_refuse_stand_ins,
+}
 _SAVED_AND_READ = getattr(lowering, "_has_saved_lowp_output_use", None)  # from torch 2.13 on
 
 
@@ -184,7 +187,5 @@ def register() -> None:
     """Make the lowerings known to Inductor; calling it again changes nothing."""
     if _SAVED_AND_READ is not None:
         lowering._has_saved_lowp_output_use = _is_saved_and_read
-    register_lowering(ops.store.default, type_promotion_kind=None)(_lower_store)
-    register_lowering(ops.load.default, type_promotion_kind=None)(_lower_load)
-    register_lowering(ops.wait_store_.default, type_promotion_kind=None)(_lower_release)
-    register_lowering(ops.refuse_stand_ins.default, type_promotion_kind=None)(_lower_refuse_stand_ins)
+    for operator, lower in LOWERINGS.items():
+        register_lowering(operator, type_promotion_kind=None)(lower)

@@ -42,7 +42,6 @@ from ssd_fx.passes.verify.errors import require
 
 # Before torch 2.13 a scheduler pass may be any callable; Inductor's cache accepts subclasses of CustomGraphPass.
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-_LOWERED = ("load", "refuse_stand_ins", "store", "wait_store_")  # those that `inductor.register` has lowerings for
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,11 @@ def _refuse_plain_calls(nodes: list[BaseSchedulerNode]) -> None:
     Raises:
         VerifyError: one has not.
     """
+    from ssd_fx.passes.lowering.inductor import LOWERINGS  # which imports this file
+
     for node in nodes:
-        plain = called(node.node) in _LOWERED and type(node.node) is ir.FallbackKernel
-        text = "Inductor calls an operator of ssd_fx without its lowering; turn `fallback_by_default` off"
+        plain = type(node.node) is ir.FallbackKernel and node.node.op_overload in LOWERINGS
+        text = "Inductor calls an operator of ssd_fx without its lowering; turn fallback_by_default off"
         require(not plain, f"{text}: {_named(node)}", "inductor")
 
 

@@ -6,10 +6,9 @@ write that is not done would then store what a later kernel put there.
 
 from __future__ import annotations
 
-import torch
 from torch._inductor import config
 
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.partition import Partition, calls_ours
 
 _ANNOTATION = "compile_with_inductor"  # of `torch.fx.traceback.annotate`
 
@@ -20,5 +19,5 @@ def annotate_ours(partition: Partition) -> None:
         return
     for module in (partition.forward, partition.backward):
         for node in module.graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ssd_fx":
+            if calls_ours(node):
                 node.meta["custom"] = {**(node.meta.get("custom") or {}), _ANNOTATION: 0}

@@ -16,7 +16,15 @@ import torch
 from torch import fx
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
-from ssd_fx.passes.partition import Partition, arguments_of, nodes_by_storage, storage_of, tensor_of, written
+from ssd_fx.passes.partition import (
+    Partition,
+    arguments_of,
+    calls_ours,
+    nodes_by_storage,
+    storage_of,
+    tensor_of,
+    written,
+)
 from ssd_fx.passes.plan import Offload, Plan
 from ssd_fx.passes.verify.errors import require
 from ssd_fx.passes.verify.interface import Before
@@ -137,8 +145,7 @@ def _same(sizes: Iterable[object], given: object) -> bool:
 
 def _writes(user: fx.Node, alias: fx.Node) -> bool:
     """Whether a node other than ours writes into `alias` in place."""
-    ours = isinstance(user.target, torch._ops.OpOverload) and user.target.namespace == "ssd_fx"
-    return not ours and alias in written(user)
+    return not calls_ours(user) and alias in written(user)
 
 
 def _verify_sequence(nodes: list[fx.Node], targets: tuple[object, object], name: str) -> None:

@@ -96,30 +96,12 @@ def released_before_more_is_made(w: torch.Tensor, y: torch.Tensor) -> object:
     return stored, first, second
 
 
-def test_a_release_that_makes_room_stays() -> None:
-    lowered = lower_alone(released_before_more_is_made, SQUARE, torch.randn(72, 64))
-    assert_expected_inline(
-        text(lowered),
-        """\
-extern mm
-store 0 0
-loops relu, sum_1
-wait_store_ True False
-loops cos""",
-    )
-
-
-def test_a_release_that_makes_no_room_is_behind_the_function() -> None:
-    lowered = lower_alone(released_before_more_is_made, SQUARE, torch.randn(8, 8))
-    assert_expected_inline(
-        text(lowered),
-        """\
-extern mm
-store 0 0
-loops relu, sum_1
-loops cos
-wait_store_ True False""",
-    )
+@pytest.mark.parametrize(("rows", "stays"), [(72, True), (8, False)], ids=["makes room", "makes no room"])
+def test_a_release_stays_if_it_makes_room(rows: int, stays: bool) -> None:
+    lowered = lower_alone(released_before_more_is_made, SQUARE, torch.randn(rows, 64))
+    loops, release = ["loops cos"], ["wait_store_ True False"]
+    end = release + loops if stays else loops + release
+    assert text(lowered).splitlines() == ["extern mm", "store 0 0", "loops relu, sum_1", *end]
 
 
 def blocking(w: torch.Tensor, y: torch.Tensor, wide: torch.Tensor) -> object:

@@ -91,7 +91,7 @@ FAULTS = (
         "m if peak <= limit else p for",
         "m for",
         "more memory than planned",
-        "tests/passes/lowering/test_cpp_functions.py::test_a_release_that_makes_room_stays",
+        "tests/passes/lowering/test_cpp_functions.py::test_a_release_stays_if_it_makes_room",
     ),
     Fault(
         "audit_forgets_what_was_handed_over",
