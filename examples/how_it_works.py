@@ -104,7 +104,7 @@ def _runs() -> str:
     rows = [
         _run("the write has ended"),
         _run("no write yet, for there is room within the budget", budget="1MiB"),
-        _run("the write failed, for the file is full", disk_limit=1),
+        _run("no write, for the file is full", disk_limit=1),
     ]
     return "\n".join(rows)
 
