@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,8 +42,8 @@ class Partition:
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_fwd_outputs: int
-    activations: frozenset[str] | None = frozenset()
-    untrained: frozenset[str] = frozenset()
+    activations: frozenset[str] | None
+    untrained: frozenset[str]
     _found: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -55,7 +56,7 @@ class Partition:
         return [n for n in self._outputs[self.num_fwd_outputs :] if isinstance(n, fx.Node)]
 
     @property
-    def kept_outputs(self) -> list[fx.Node]:
+    def caller_outputs(self) -> list[fx.Node]:
         """The forward outputs that the caller sees."""
         return [n for n in self._outputs[: self.num_fwd_outputs] if isinstance(n, fx.Node)]
 
@@ -74,8 +75,9 @@ class Partition:
     def caller_inputs(self) -> list[fx.Node]:
         """The forward's inputs that the caller may write into before the backward: all where parameters are not known.
 
-        Parameters that are trained are not among them, because the caller changes them between steps. Buffers, frozen
-        parameters and other tensors of a module are: a moving average, a cache, or a table may change at any time.
+        Parameters that are trained are not among them, because the caller changes them only after the backward.
+        Buffers, frozen parameters and other tensors of a module are: a moving average, a cache, or a table may change
+        at any time.
         """
         if self.activations is None:
             return self._inputs
@@ -92,7 +94,7 @@ class Partition:
         Hazard: the caller has these too, and may write into them before the backward reads them.
         """
         saved = {storage_of(n) for n in self.saved} - {None}
-        return frozenset(n.name for n in (*self.kept_outputs, *self.caller_inputs) if storage_of(n) in saved)
+        return frozenset(n.name for n in (*self.caller_outputs, *self.caller_inputs) if storage_of(n) in saved)
 
     @property
     def bwd_placeholders(self) -> dict[str, fx.Node]:
@@ -119,7 +121,7 @@ def node_names(partition: Partition) -> Names:
     return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
 
 
-def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> frozenset[str] | None:
+def activation_names(joint: fx.GraphModule, static: Sequence[int] | None) -> frozenset[str] | None:
     """Names of the joint graph's inputs that are no parameters or buffers; None if that is not known.
 
     `static`: the indices of inputs that live longer than a step, or None where that is not known. They count from the
@@ -133,7 +135,7 @@ def activation_inputs(joint: fx.GraphModule, static: Sequence[int] | None) -> fr
     return frozenset(names - {n.name for n in inputs if isinstance(n.meta["desc"], TangentAOTInput)})
 
 
-def untrained_inputs(joint: fx.GraphModule) -> frozenset[str]:
+def untrained_names(joint: fx.GraphModule) -> frozenset[str]:
     """Names of the joint graph's inputs that get no gradient."""
     output = joint.graph.output_node()
     outputs = zip(tree_leaves(output.args[0]), output.meta.get("desc", ()), strict=False)
@@ -151,6 +153,7 @@ def changed_inputs(graph: fx.Graph) -> frozenset[int]:
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     by_desc = {n.meta["desc"]: n for n in inputs if "desc" in n.meta}
+    # only a nested region has none, and in training torch refuses one that changes an input
     descs = graph.output_node().meta.get("desc", ())
     after = [by_desc.get(overwritten) for d in descs if (overwritten := _overwritten(d))]
     inside = [arg for n in graph.nodes for arg in written(n)]
@@ -242,5 +245,7 @@ def fingerprint(partition: Partition) -> str:
         for node in module.graph.nodes:
             tensor = tensor_of(node)
             layout = "" if tensor is None else f"{tuple(tensor.shape)}{tensor.dtype}{tensor.device}"
-            digest.update(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {layout}\n".encode())
+            # the text of a Python function, such as `torch.sym_max`, has its address
+            target = node.target.__qualname__ if isinstance(node.target, FunctionType) else node.target
+            digest.update(f"{node.name} {node.op} {target} {node.args} {node.kwargs} {layout}\n".encode())
     return digest.hexdigest()[:8]

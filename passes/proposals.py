@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ssd_fx.passes.joint.collectives import communication
-from ssd_fx.passes.joint.recompute import Joint, recomputed
+from ssd_fx.passes.joint.recompute import CutError, Joint, recomputed
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Forecast, Limits, Plan
 from ssd_fx.passes.planner.solve import BudgetError
@@ -73,7 +73,7 @@ def fastest(joint: Joint, own: Candidate, decide: Decide) -> Candidate:
             plan = decide(partition_again, budget=limits)
         except BudgetError as error:  # what is computed again needs memory, which prices do not count
             missing = error.least - limits.memory
-            if missing <= 0:  # the least is within the limit, so a tighter limit for the proposal need not help
+            if missing <= 0:  # tensors wait too long for their writes: a tighter limit for the proposal need not help
                 return first
             tight = Limits(tight.memory - missing, tight.kept)
             continue
@@ -104,12 +104,12 @@ def _propose(first: Candidate, decide: Decide, limits: Limits) -> Plan | None:
 def _cut_so(joint: Joint, first: Candidate, proposal: Plan) -> Partition | None:
     """The partition that computes again what is proposed; None where PyTorch cannot make it, or it must not be used.
 
-    It must communicate like the first one, because other ranks may take that. And its backward must read no further
-    tensor that the caller may change before.
+    Other ranks may run PyTorch's own partition, and all must communicate in the same order. So this one must
+    communicate like the first one. And its backward must read no further tensor that the caller may change before.
     """
     try:
         partition = joint.partition_again(proposal.recomputed_nodes, proposal.saved_nodes)
-    except RuntimeError as error:
+    except CutError as error:
         text = f"ssd_fx computes nothing of graph {proposal.graph} again, for PyTorch cannot partition it so: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -22,12 +23,13 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ssd_fx
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint import compared, recompute
 from ssd_fx.passes.partition import changed_inputs, storage_of
+from ssd_fx.passes.verify.errors import VerifyError
 from ssd_fx.sizes import format_bytes
 from tests.communicating import calls, exchange
 from tests.models import Shape, assert_same_bits, deterministic, train
@@ -35,7 +37,20 @@ from tests.passes import toys
 from tests.passes.recomputing import SLOW, all_priced, everything_recomputed
 
 SHAPE = Shape(layers=2, width=64, heads=2, seq=64, dropout=0.0)
-TAGGED = (toys.views_only, toys.shared_view, toys.equal_copy, toys.unbound, toys.unsafe_split)
+
+
+def chosen_by_a_policy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A checkpoint whose policy must save each relu: a second partition cannot compute them again."""
+
+    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.relu.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    x = checkpoint(lambda x: (x @ w).relu().exp(), x, use_reentrant=False, context_fn=contexts)
+    return ((x @ w).relu() @ w).sum()
+
+
+TAGGED = (toys.views_only, toys.shared_view, toys.equal_copy, toys.unbound, toys.unsafe_split, chosen_by_a_policy)
 NEVER_COMPUTED_AGAIN: tuple[toys.Toy, ...] = (toys.saved_output, toys.view_of_output)  # they live anyway
 FAST = SLOW | {"write_bw": 1e12, "read_bw": 1e12, "latency_s": 0.0}
 
@@ -110,6 +125,24 @@ def test_who_gives_a_region_a_budget_is_left_alone() -> None:
 
     assert [toys.with_joint(toy, toys.inputs(), has_own_budget) for toy in (layers, in_region)] == [False, True]
     assert [cuts(layers), cuts(in_region)] == [2, 1]
+
+
+def test_a_fault_of_our_passes_is_no_refusal_of_pytorch() -> None:
+    """A second partition that PyTorch cannot make is done without. One that our own passes break must end loudly."""
+
+    def broken(partition: object) -> None:
+        raise VerifyError("a saved tensor is read after its release")
+
+    def cut_again(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> None:
+        joint = pipeline.joint_of(gm, inputs, kwargs)
+        joint.partition()
+        refusing = mock.patch.object(recompute, "min_cut_rematerialization_partition", side_effect=RuntimeError("no"))
+        with refusing, pytest.raises(recompute.CutError, match="no"):
+            joint.partition_again({"relu"}, ())
+        with mock.patch.object(joint, "_after_cut", (broken,)), pytest.raises(VerifyError, match="after its release"):
+            joint.partition_again({"relu"}, ())
+
+    toys.with_joint(toys.relu_chain, toys.inputs(), cut_again)
 
 
 @pytest.mark.parametrize("toy", TAGGED, ids=toys.name)

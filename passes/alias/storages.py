@@ -256,7 +256,7 @@ def _live_anyway(forward: list[fx.Node], partition: Partition) -> set[int]:
     """Storages that stay in memory whatever is saved: of parameters, buffers, constants, outputs, changed inputs."""
     new = set(partition.activation_inputs)
     held = [n for n in forward if n.op == "placeholder" and n not in new]
-    held += [n for n in forward if n.op == "get_attr"] + partition.kept_outputs
+    held += [n for n in forward if n.op == "get_attr"] + partition.caller_outputs
     held += [target for node in forward for target in written(node)]
     return set(nodes_by_storage(held))
 

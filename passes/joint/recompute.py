@@ -32,10 +32,10 @@ from ssd_fx.passes.joint.compared import chooses, compared, jumps
 from ssd_fx.passes.partition import (
     RECOMPUTED,
     Partition,
-    activation_inputs,
+    activation_names,
     changed_inputs,
     storage_of,
-    untrained_inputs,
+    untrained_names,
 )
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
@@ -43,6 +43,10 @@ from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 _REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
 _DRAWN = ("prims::inductor_random", "prims::inductor_randint")  # on a GPU kernels of other shapes draw other numbers
 LONGEST = 200  # nodes of a chain; a longer one is not worth its time
+
+
+class CutError(Exception):
+    """PyTorch cannot make a partition with these tags."""
 
 
 class Joint:
@@ -63,8 +67,8 @@ class Joint:
         self._inputs = inputs
         self._arguments = arguments
         self._after_cut = after_cut
-        self._activations = activation_inputs(module, arguments.get("static_lifetime_input_indices"))
-        self._untrained = untrained_inputs(module)
+        self._activations = activation_names(module, arguments.get("static_lifetime_input_indices"))
+        self._untrained = untrained_names(module)
 
     @property
     def has_own_budget(self) -> bool:
@@ -85,7 +89,7 @@ class Joint:
         """The partition that PyTorch makes by itself. `again`: the graph may be cut once more later."""
         if again:  # only then: PyTorch later reads its notes from its own module, and not from this one
             self._module = _lazy(self._module)
-        return self._cut(self._module)
+        return self._partition(*self._cut(self._module))
 
     def partition_again(self, recomputed: Collection[str], saved: Collection[str]) -> Partition:
         """The partition whose backward computes the nodes `recomputed` again, and saves the nodes `saved` if needed.
@@ -93,6 +97,9 @@ class Joint:
         A node keeps a tag that it has already. Views of a recomputed node get its tag too: to PyTorch a cut through a
         view is as cheap, and saves the same bytes. What may not run twice is no view, whatever its FakeTensor says.
         The graph is as the first cut left it: common subexpressions are merged, and PyTorch's own tags are set.
+
+        Raises:
+            CutError: PyTorch cannot partition it so.
         """
         module = _clone(self._module)
         again = {storage_of(n) for n in module.graph.nodes if n.name in recomputed} - {None}
@@ -104,10 +111,16 @@ class Joint:
             elif node.name in saved:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with functorch_config.patch(cse=False):
-            return self._cut(module)
+            try:
+                graphs = self._cut(module)
+            except RuntimeError as error:
+                raise CutError(str(error)) from error
+        return self._partition(*graphs)
 
-    def _cut(self, module: fx.GraphModule) -> Partition:
-        forward, backward = min_cut_rematerialization_partition(module, self._inputs, **self._arguments)
+    def _cut(self, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return min_cut_rematerialization_partition(module, self._inputs, **self._arguments)  # type: ignore[no-any-return]
+
+    def _partition(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Partition:
         count = self._arguments["num_fwd_outputs"]
         partition = Partition(forward, _lazy(backward), count, self._activations, self._untrained)
         for each in self._after_cut:
@@ -167,7 +180,8 @@ def price(partition: Partition, plan: Plan) -> Plan:
     exact = partition.once(compared)
     found = {}
     for group in plan.groups:
-        if group.obstacle or not exact.isdisjoint(m.name for m in group.members):
+        tagged = "recompute" in nodes[group.base].meta  # `partition_again` leaves it as it is
+        if tagged or group.obstacle or not exact.isdisjoint(m.name for m in group.members):
             continue
         cost = _price(nodes[group.base], slots, unstable, seconds)
         if cost is not None:

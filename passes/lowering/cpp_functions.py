@@ -14,7 +14,8 @@ among our nodes. Nothing moves past a library call. Loops stay as planned in two
   freed that it reads. Sizes that only the run knows count as nothing.
 - A node among them waits for memory (`block`, `strict`): the plan has it there for its limit.
 
-What it costs: a store begins later by the time of some loops, and a wait comes earlier by as much.
+What it costs: a store, a release or a load comes later by the time of some loops, or a wait comes earlier by as much. A
+load that comes later costs nothing where the runtime reads ahead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-Kernel: TypeAlias = BaseSchedulerNode
+Kernel: TypeAlias = BaseSchedulerNode  # not Inductor's own `Kernel`, which writes the code of one
 
 
 def move_out_of_functions(
@@ -73,8 +74,8 @@ class _Loops:
 
     def __init__(self, kernels: list[Kernel], ours: AbstractSet[Kernel], needs: nx.DiGraph[Kernel]) -> None:
         self.kernels, self.needs = kernels, needs
-        before = itertools.accumulate((kernel not in ours for kernel in kernels), initial=0)
-        places = dict(zip(kernels, before, strict=False))
+        counts = list(itertools.accumulate((kernel not in ours for kernel in kernels), initial=0))
+        places = dict(zip(kernels, counts[:-1], strict=True))
         self.loops = {kernel: place for kernel, place in places.items() if kernel not in ours}
         self.planned = {kernel: place for kernel, place in places.items() if kernel in ours}
         # kernels that only name memory are no code: nothing is cut before the first of the others or behind the last
@@ -87,6 +88,7 @@ class _Loops:
         places = self._places()
         if self._cuts(places.values()) >= self._cuts(self.planned.values()):
             return self.kernels
+        # Ours come before the loops of their place, and in their own order: the sort is stable.
         at: dict[Kernel, float] = {kernel: place + 0.5 for kernel, place in self.loops.items()}
         at |= places
         return sorted(self.kernels, key=at.__getitem__)
@@ -96,7 +98,12 @@ class _Loops:
         return len(before - {0, len(self.code)})
 
     def _places(self) -> dict[Kernel, int]:
-        """Of our nodes: where they are planned if that is the beginning, else the end, else a place that many share."""
+        """Where each of our nodes goes, from the first to the last one.
+
+        What is planned at the beginning stays there. Another node goes to the end if nothing needs it earlier. Else it
+        goes to the place of the node before it, at first the beginning, if what it needs is made by then. Else it goes
+        as late as it may, so that the next ones can share its cut.
+        """
         places, place = dict[Kernel, int](), 0
         for (kernel, planned), first, last in zip(self.planned.items(), self._first(), self._last(), strict=True):
             if planned <= self.begin:
@@ -121,12 +128,16 @@ class _Loops:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """`made_by`: None for an input. `users`: the last of them frees so many bytes, 0 of an output."""
+    """`made_by`: None for an input. `users`: the last of them frees so many bytes, 0 of an output.
+
+    `overwritten`: whether loops that read it last may write a result of theirs in its place.
+    """
 
     allocated: int
     freed: int
     made_by: Kernel | None
     users: AbstractSet[Kernel]
+    overwritten: bool
 
 
 def _buffers(order: list[Kernel], ours: AbstractSet[Kernel]) -> list[_Buffer]:
@@ -143,17 +154,18 @@ def _buffers(order: list[Kernel], ours: AbstractSet[Kernel]) -> list[_Buffer]:
     made: list[tuple[Any, Kernel]] = [(buffer, kernel) for kernel in order for buffer in kernel.get_outputs()]
     found = []
     for buffer, kernel in [*((each, None) for each in inputs.values()), *made]:
-        info = buffer.mpi_buffer
+        name, info = buffer.get_name(), buffer.mpi_buffer
         users = set(info.succ_nodes) | ({kernel} if kernel else set())
         if not users <= ours:
-            freed = 0 if buffer.get_name() in outputs else info.size_free
+            freed = 0 if name in outputs else info.size_free
             allocated = info.size_free if kernel is None or kernel in ours else info.size_alloc
-            found.append(_Buffer(allocated, freed, kernel, users))
+            overwritten = config.inplace_buffers and (kernel is not None or name in scheduler.name_to_donated_buffer)
+            found.append(_Buffer(allocated, freed, kernel, users, overwritten))
     return found
 
 
 def _peaks(runs: Sequence[list[Kernel]], ours: AbstractSet[Kernel], buffers: Sequence[_Buffer]) -> list[int]:
-    """The most bytes that are alive in each of `runs`. Loops write in place of what they read last."""
+    """The most bytes that are alive in each of `runs`."""
     calls = [list(_split(run, ours.__contains__)) for run in runs]  # all loops of a function are one call
     at = {kernel: i for i, call in enumerate(itertools.chain.from_iterable(calls)) for kernel in call}
     index = {kernel: i for i, kernel in enumerate(at)}
@@ -166,7 +178,7 @@ def _peaks(runs: Sequence[list[Kernel]], ours: AbstractSet[Kernel], buffers: Seq
         change[at[last] + 1] -= buffer.freed
         if buffer.made_by:
             made[buffer.made_by, buffer.allocated] += 1
-            dead[last, buffer.freed] += _is_loops(last)
+        dead[last, buffer.freed] += buffer.overwritten and _is_loops(last)
     for (kernel, nbytes), count in (made & dead).items():
         change[at[kernel]] -= nbytes * count
         change[at[kernel] + 1] += nbytes * count

@@ -156,7 +156,7 @@ def layout(node: object) -> Layout:
 
 
 def _outputs(partition: Partition) -> tuple[str, ...]:
-    return tuple(n.name for n in partition.kept_outputs)
+    return tuple(n.name for n in partition.caller_outputs)
 
 
 def _facts(partition: Partition) -> tuple[Facts, Facts]:

@@ -100,7 +100,7 @@ def _outputs(partition: Partition, options: PlanOptions, sources: Sources) -> li
     """The saved tensors that are no group's, because they are outputs; with slots below 0."""
     saved = {storage_of(n) for n in partition.saved} - {None}
     inputs = {storage_of(n) for n in partition.forward.graph.find_nodes(op="placeholder")}
-    kept = {storage_of(n) for n in partition.kept_outputs} & saved - inputs
+    kept = {storage_of(n) for n in partition.caller_outputs} & saved - inputs
     first = {key: nodes[0] for key, nodes in nodes_by_storage(partition.forward.graph.nodes).items() if key in kept}
     return [
         {

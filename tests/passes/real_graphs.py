@@ -20,7 +20,7 @@ from ssd_fx.passes.cost.lifetime import lifetime
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.roofline import time
 from ssd_fx.passes.joint.recompute import price
-from ssd_fx.passes.partition import Partition, activation_inputs, untrained_inputs
+from ssd_fx.passes.partition import Partition, activation_names, untrained_names
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.planner.items import Choice, Step
 from ssd_fx.passes.planner.step import model as step_of
@@ -104,9 +104,9 @@ def _step(model: nn.Module, run: Callable[[Any], Any], recompute: bool) -> Step:
     found: list[Step] = []
 
     def partition(gm: fx.GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        activations = activation_inputs(gm, kwargs.get("static_lifetime_input_indices"))
+        activations = activation_names(gm, kwargs.get("static_lifetime_input_indices"))
         forward, backward = min_cut_rematerialization_partition(gm, inputs, **kwargs)
-        made = Partition(forward, backward, kwargs["num_fwd_outputs"], activations, untrained_inputs(gm))
+        made = Partition(forward, backward, kwargs["num_fwd_outputs"], activations, untrained_names(gm))
         found.append(_modelled(made, recompute))
         return forward, backward
 

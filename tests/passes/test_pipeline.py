@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tests.communicating  # noqa: F401  (defines the operator)
 from ssd_fx.passes import pipeline, proposals
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.joint.recompute import CutError
+from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.proposals import Candidate
@@ -45,7 +46,7 @@ class Decisions:
 
 def exchanging(*names: str, backward: Sequence[str] = ()) -> Partition:
     """Nothing but calls, of these names and in this order, that may be collectives."""
-    return Partition(_exchanges(names), _exchanges(backward), 0)
+    return Partition(_exchanges(names), _exchanges(backward), 0, frozenset(), frozenset())
 
 
 def _exchanges(names: Sequence[str]) -> fx.GraphModule:
@@ -65,7 +66,7 @@ def saving(*inputs: str) -> Partition:
         for node in nodes.values():
             node.meta["val"] = torch.empty(4)
     graph.output(tuple(nodes[name] for name in inputs))
-    return Partition(fx.GraphModule({}, graph), _exchanges(()), 0, frozenset(nodes))
+    return Partition(fx.GraphModule({}, graph), _exchanges(()), 0, frozenset(nodes), frozenset())
 
 
 def joint_of(first: Partition, again: Partition) -> mock.Mock:
@@ -101,7 +102,7 @@ def test_a_proposal_that_gains_too_little_is_not_cut(proposed_s: float, cuts: in
 
 def test_a_partition_that_pytorch_cannot_make_is_done_without_aloud() -> None:
     decisions, joint = Decisions(110), joint_of(exchanging("a", "b"), exchanging("a", "b"))
-    joint.partition_again.side_effect = RuntimeError("AOT Autograd failed to partition")
+    joint.partition_again.side_effect = CutError("AOT Autograd failed to partition")
     with mock.patch.object(pipeline, "decide", decisions), pytest.warns(RuntimeWarning, match="failed to partition"):
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
     assert joint.partition_again.call_count == 1
@@ -131,3 +132,17 @@ def test_a_partition_that_reads_more_of_the_callers_is_not_planned(inputs: str, 
     again = saving(*inputs)
     found = proposals._cut_so(joint_of(first.partition, again), first, proposal)  # type: ignore[arg-type]
     assert found is (again if planned else None)
+
+
+def test_a_graph_has_one_name_wherever_functions_lie_in_memory() -> None:
+    """A Python function stands in graphs with sizes that only the run knows, as `torch.sym_max` does."""
+
+    def named() -> str:
+        def larger(a: int, b: int) -> int:
+            return max(a, b)
+
+        graph = fx.Graph()
+        graph.output((graph.call_function(larger, (1, 2)),))
+        return fingerprint(Partition(fx.GraphModule({}, graph), _exchanges(()), 1, frozenset(), frozenset()))
+
+    assert named() == named()

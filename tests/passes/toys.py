@@ -364,7 +364,8 @@ def _copy(partition: Partition) -> Partition:
 def _compiled(toy: Toy, *args: torch.Tensor) -> Partition:
     def cut(gm: torch.fx.GraphModule, joint_inputs: object, **kwargs: object) -> Partition:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        return Partition(forward, backward, int(kwargs["num_fwd_outputs"]))  # type: ignore[call-overload]
+        count = int(kwargs["num_fwd_outputs"])  # type: ignore[call-overload]
+        return Partition(forward, backward, count, frozenset(), frozenset())
 
     return with_joint(toy, args, cut)
 

@@ -24,7 +24,7 @@ from ssd_fx.config import Config
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.lowering import compiled_autograd, inductor, order
-from ssd_fx.passes.partition import Partition, activation_inputs, untrained_inputs
+from ssd_fx.passes.partition import Partition, activation_names, untrained_names
 from ssd_fx.passes.partitioner import Partitioner
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -117,9 +117,9 @@ class _Default:
 
     def __call__(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Graphs:
         lift(gm.graph)
-        activations = activation_inputs(gm, kwargs.get("static_lifetime_input_indices"))
+        activations = activation_names(gm, kwargs.get("static_lifetime_input_indices"))
         forward, backward = _instead["default_partition"].stock(gm, inputs, **kwargs)  # type: ignore[attr-defined]
-        untrained = untrained_inputs(gm)
+        untrained = untrained_names(gm)
         partition = Partition(forward, backward, kwargs["num_fwd_outputs"], activations, untrained)
         plan = pipeline.decide(partition, self._options)
         pipeline.rewrite(partition, plan, self._options)

@@ -104,6 +104,22 @@ def test_a_release_stays_if_it_makes_room(rows: int, stays: bool) -> None:
     assert text(lowered).splitlines() == ["extern mm", "store 0 0", "loops relu, sum_1", *end]
 
 
+def summed_in_parts(handle: torch.Tensor, w: torch.Tensor, wide: torch.Tensor) -> object:
+    """mm -> sum of parts [wait for a load] -> sum with its transpose, which may overwrite the first sum."""
+    product = w @ wide
+    loaded = ops.load(handle, [64, 64], [64, 1], torch.float32, handle.device, 0)
+    first = product.view(64, 16, 64).sum(1)
+    ops.wait_load_(loaded, handle, 1)
+    return first + first.T, loaded
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_wait_stays_if_one_function_would_have_more_at_once(in_place: bool) -> None:
+    with torch._inductor.config.patch(inplace_buffers=in_place):
+        lowered = lower_alone(summed_in_parts, HANDLE, torch.randn(64, 4), torch.randn(4, 1024))
+    assert functions(lowered) == (1 if in_place else 2)
+
+
 def blocking(w: torch.Tensor, y: torch.Tensor, wide: torch.Tensor) -> object:
     """relu [store] -> cos [release that blocks] -> sin, and more memory later."""
     product = (w @ w).relu()
