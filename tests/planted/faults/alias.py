@@ -112,9 +112,17 @@ FAULTS = (
     Fault(
         "what_the_backward_compares_is_computed_again",
         "passes/joint/recompute.py",
-        "        if group.obstacle or not exact.isdisjoint(m.name for m in group.members):",
-        "        if group.obstacle:",
+        "        if tagged or group.obstacle or not exact.isdisjoint(m.name for m in group.members):",
+        "        if tagged or group.obstacle:",
         "a saved maximum equals no element of the tensor that is computed again: NaN gradients",
+        "tests/test_recompute.py",
+    ),
+    Fault(
+        "what_a_policy_saves_is_proposed",
+        "passes/joint/recompute.py",
+        "        if tagged or group.obstacle or not exact.isdisjoint(m.name for m in group.members):",
+        "        if group.obstacle or not exact.isdisjoint(m.name for m in group.members):",
+        "a second cut in vain, since a checkpoint policy has tagged the tensor",
         "tests/test_recompute.py",
     ),
     Fault(
