@@ -81,11 +81,9 @@ class Box:
 class Pack:
     """How the stored tensor is made of the base, step by step.
 
-    The dimensions in `expanded` are cut to one element. The dimensions are permuted to the `order` in memory. The `box`
-    is taken out. `copy`: the result is copied.
+    The dimensions are permuted to the `order` in memory. The `box` is taken out. `copy`: the result is copied.
     """
 
-    expanded: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
     box: Box | None = None
     copy: bool = False

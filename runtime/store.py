@@ -220,7 +220,7 @@ class Store:
         for entry in entries.of(self):
             self.prefetcher.dead(entry)
             self.reader.drop_ahead(entry)
-            entry.lost = entry.extent is not None
+            entry.lost = entry.held is None and entry.extent is not None
 
     def _available_bytes(self) -> int:
         """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
@@ -294,8 +294,12 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
         if entries.of(store):
             store.when_left = when_left
             return
-        store.end()
         del _stores[config]
+        try:
+            store.end()
+        except BaseException:
+            store.engine.close()
+            raise
     store.engine.close()  # without the lock: other graphs go on
     if not _stores:
         CPU_ALLOCATOR.trim()
@@ -306,9 +310,11 @@ def close_stores() -> None:
     GUARD.drain()
     with GUARD.lock:
         for config, store in list(_stores.items()):
-            store.end()
-            del _stores[config]
-            store.engine.close()
+            del _stores[config]  # first: whatever interrupts the end, no later step finds a store that writes nothing
+            try:
+                store.end()
+            finally:
+                store.engine.close()
     CPU_ALLOCATOR.trim()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import warnings
 from collections import OrderedDict
+from typing import Literal
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,7 +21,7 @@ from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
-from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Memory, outcome
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import PLAIN, Habits
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
@@ -94,19 +95,20 @@ class Writer:
         if error is None and entry.held is not None and entry.held.data_ptr() != entry.address:
             error = OSError(errno.EFAULT, "its storage was given other memory while it was written")
         c = counters(entry.graph)
-        self._forget_write(entry, "failed" if error else "ok")
         if error is None:
+            self._forget_write(entry, "ok")
             c.written_bytes += entry.moved_bytes
             if entry.on_drive:
                 c.drive_bytes += entry.moved_bytes
             drop(entry)
             return
+        extent = self._forget_write(entry, "failed")
         c.count("kept", entry.slot, entry.nbytes, str(error))
         try:
-            if error.errno not in NOT_OF_THE_DRIVE and entry.extent is not None:
-                self._engine.failed(entry.extent, error)  # before `free`, after which an extent may not know its drive
+            if error.errno not in NOT_OF_THE_DRIVE:
+                self._engine.failed(extent, error)  # before `free`, after which an extent may not know its drive
         finally:  # its warning may be an error
-            self._free_extent(entry)
+            self._engine.free(extent)
         if error.errno == errno.ENOMEM and not self._said_no_memory:
             self._said_no_memory = True
             warnings.warn(
@@ -217,13 +219,8 @@ class Writer:
             raise
 
     def _cut_short(self, entry: Entry) -> None:
-        self._forget_write(entry, "cancelled")
+        extent = self._forget_write(entry, "cancelled")
         counters(entry.graph).cancelled_bytes += entry.nbytes
-        self._free_extent(entry)
-
-    def _free_extent(self, entry: Entry) -> None:
-        extent, entry.extent = entry.extent, None
-        assert extent, "a write has an extent"
         self._engine.free(extent)
 
     def _remove_resident(self, entry: Entry) -> None:
@@ -231,14 +228,22 @@ class Writer:
         del self._resident[entry]
         self.resident_bytes -= nbytes
 
-    def _forget_write(self, entry: Entry, how: str) -> None:
+    def _forget_write(self, entry: Entry, how: Literal["ok", "failed", "cancelled"]) -> Extent:
+        """Its extent, which the entry has no longer unless all bytes were written."""
         nbytes = entry.moved_bytes
+        # No call until `write` is None: a signal handler that raises (Ctrl-C) would leave an entry that seems to be on
+        # the drive.
+        extent, write = entry.extent, entry.write
+        if how != "ok":
+            entry.extent = None
         del self._writing[entry]
         self.writing_bytes -= nbytes
-        write, entry.write = entry.write, None
+        entry.write = None
         if write:
             engine = self._engine.name
             trace.transfer("write", entry.graph, entry.slot, entry.seq, write.span(), nbytes, how, engine)
+        assert extent, "a write has an extent"
+        return extent
 
     def _encode(self, entry: Entry, name: str) -> None:
         habit = self._habits.of(entry.graph, entry.slot)

@@ -574,3 +574,20 @@ def test_what_is_no_list_of_patterns(value: object) -> None:
         ValueError, match=r"option offload=.* is no list of module name patterns; right would be e\.g\."
     ):
         Config.make({"offload": value})
+
+
+def test_a_preference_has_no_effect_where_all_may_stay(options: dict[str, object]) -> None:
+    def choose(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        mm = op == torch.ops.aten.mm.default
+        return CheckpointPolicy.PREFER_CPU_OFFLOAD if mm else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+        return checkpoint(layers(none), x, w, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+    for recompute in (False, True):
+        ssd_fx.reset_stats()
+        more = {"inner": "aot_eager", "budget": 1.0, "recompute": recompute}
+        gradients(torch.compile(function, backend=ssd_fx.backend, options=options | more), *inputs())
+        assert ssd_fx.stats().offloaded_bytes == 0
+        torch._dynamo.reset()

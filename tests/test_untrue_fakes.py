@@ -137,3 +137,24 @@ def test_recomputing_the_argument_does_not_run_the_operator_again() -> None:
     found = toys.with_joint(toy, toys.inputs(), tagged)
     assert {"relu", "view"} <= found
     assert "doubled" not in found
+
+
+@torch.library.custom_op("untrue_fakes::ramp", mutates_args=())
+def ramp(x: Tensor) -> Tensor:
+    return x.contiguous() * torch.arange(x.numel(), dtype=x.dtype).view(x.shape)
+
+
+@ramp.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+ramp.register_autograd(lambda ctx, grad: grad * torch.arange(grad.numel(), dtype=grad.dtype).view(grad.shape))
+
+
+def test_a_fake_result_that_is_expanded_is_stored_whole_or_not_at_all() -> None:
+    """The stride of 0 is the argument's: of the result, which has other rows, only the first one was stored."""
+    row, w = (torch.randn(n, 8, requires_grad=True) for n in (1, 8))
+    compiled = torch.compile(lambda row, w: (ramp(row.expand(8, 8)) * w).sum(), backend=ssd_fx.backend, options=OPTIONS)
+    compiled(row, w).backward()
+    assert_same_bits([ramp(row.detach().expand(8, 8))], [w.grad])

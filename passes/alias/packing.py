@@ -42,44 +42,40 @@ class Stored:
 def pack(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool) -> Stored | None:
     """What to store so that all members can be rebuilt from it; None where that is not certain. Sizes are plain.
 
-    Offsets count from the owner's first element. Expanded dimensions of the owner (stride 0) are stored once.
+    Offsets count from the owner's first element.
     `part`: whether less than the owner may be stored; `restride`: whether the rebuilt members may have other strides
     than they had.
     """
-    extents = enumerate(zip(owner.size, owner.stride, strict=True))
-    expanded = tuple(d for d, (size, stride) in extents if size != 1 and stride == 0)
-    core = replace(owner, size=tuple(1 if d in expanded else n for d, n in enumerate(owner.size)), offset=0)
+    owner = replace(owner, offset=0)
     part = part and all(m.dtype == owner.dtype for m in members)
-    if is_dense(core):
-        return _pack_dense(core, expanded, members, part=part, restride=restride)
-    return _pack_with_gaps(core, expanded, members) if part and restride else None
+    if is_dense(owner):
+        return _pack_dense(owner, members, part=part, restride=restride)
+    return _pack_with_gaps(owner, members) if part and restride else None
 
 
-def _pack_dense(
-    core: Layout, expanded: tuple[int, ...], members: Sequence[Layout], *, part: bool, restride: bool
-) -> Stored | None:
-    """All of a dense owner, or the smallest box if that pays. `core`: the owner, expanded dimensions cut to one."""
-    if any(span(m) * m.dtype.itemsize > core.nbytes for m in members):
+def _pack_dense(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool) -> Stored | None:
+    """All of a dense owner, or the smallest box if that pays."""
+    if any(span(m) * m.dtype.itemsize > owner.nbytes for m in members):
         return None
-    box = smallest_box(core.numel, members) if part else None
-    if box is None or box.numel == core.numel or not _is_worth_it(box, core.numel, restride):
-        return Stored(core, Pack(expanded=expanded) if expanded else None, tuple(members))
-    made = Pack(expanded, memory_order(core), box, copy=not box.is_range)
-    return Stored(_contiguous(core, (box.height, box.width)), made, tuple(within(box, m) for m in members))
+    box = smallest_box(owner.numel, members) if part else None
+    if box is None or box.numel == owner.numel or not _is_worth_it(box, owner.numel, restride):
+        return Stored(owner, None, tuple(members))
+    made = Pack(memory_order(owner), box, copy=not box.is_range)
+    return Stored(_contiguous(owner, (box.height, box.width)), made, tuple(within(box, m) for m in members))
 
 
-def _pack_with_gaps(core: Layout, expanded: tuple[int, ...], members: Sequence[Layout]) -> Stored | None:
+def _pack_with_gaps(owner: Layout, members: Sequence[Layout]) -> Stored | None:
     """A dense copy of an owner that has gaps, if its elements are just the smallest box that holds it and the members.
 
     A box of the members alone would not do. If the owner is elements 0, 2 and 4, and the members are 0 and 2, that box
     is 0 to 2: of three elements like the owner, but others.
     """
-    box = smallest_box(span(core), [core, *members], whole_rows=False)
-    if box is None or box.numel != core.numel or span(core) <= core.numel:
+    box = smallest_box(span(owner), [owner, *members], whole_rows=False)
+    if box is None or box.numel != owner.numel or span(owner) <= owner.numel:
         return None
-    order = memory_order(core)
-    layout = _contiguous(core, tuple(core.size[d] for d in order))
-    return Stored(layout, Pack(expanded, order, copy=True), tuple(within(box, m) for m in members))
+    order = memory_order(owner)
+    layout = _contiguous(owner, tuple(owner.size[d] for d in order))
+    return Stored(layout, Pack(order, copy=True), tuple(within(box, m) for m in members))
 
 
 def _is_worth_it(box: Box, numel: int, restride: bool) -> bool:
@@ -168,11 +164,12 @@ def _contiguous(like: Layout, size: tuple[int, ...]) -> Layout:
 def may_restride(placeholders: Iterable[fx.Node]) -> bool:
     """Whether the backward computes the same bits from these tensors if their strides change.
 
-    It does with products of matrices and pointwise arithmetic. It may not with:
+    It does with products of matrices and pointwise arithmetic of real numbers. It may not with:
 
     * a product with one row or column: BLAS adds up in another order for other strides;
     * a reduction, also one fused with something pointwise: likewise;
-    * a transcendental function of the tensors themselves: its vector and scalar forms differ.
+    * a transcendental function of the tensors themselves: its vector and scalar forms differ;
+    * products of complex numbers, and sums with a factor (`alpha`): likewise.
     """
     work = [(p, True) for p in placeholders]  # (node, whether it is one of the tensors or a view of one)
     seen = set(work)  # pairs, because a function may get both a view and something computed of it
@@ -182,13 +179,28 @@ def may_restride(placeholders: Iterable[fx.Node]) -> bool:
             if user.op == "output" or _multiplies_matrices(user):
                 continue
             viewed = _is_view(user)
-            if not viewed and not (user.target in _EXACT if is_view else _is_pointwise(user)):
+            if not viewed and not (_is_exact(user) if is_view else _is_pointwise(user)):
                 return False
             reached = (user, is_view and viewed)
             if reached not in seen:
                 seen.add(reached)
                 work.append(reached)
     return True
+
+
+def is_reinterpreted(placeholders: Iterable[fx.Node]) -> bool:
+    """Whether the backward views one of these tensors as elements of another size.
+
+    That needs strides and an offset which the size divides, and a part of the storage may have others.
+    """
+    work = list(placeholders)
+    while work:
+        node = work.pop()
+        for view in filter(_is_view, node.users):
+            if view.meta["val"].dtype != node.meta["val"].dtype and view.target is not aten.view_as_real.default:
+                return True
+            work.append(view)
+    return False
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:
@@ -203,6 +215,12 @@ _EXACT = (
     aten.relu.default, aten.threshold_backward.default, aten.where.self, aten.clone.default, aten._to_copy.default,
     aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.eq.Scalar, aten.ne.Scalar,
 )  # fmt: skip
+
+
+def _is_exact(node: fx.Node) -> bool:
+    operands = (t for n in (node, *node.all_input_nodes) if (t := tensor_of(n)) is not None)
+    scaled = "alpha" in node.kwargs
+    return node.target in _EXACT and not scaled and not any(t.is_complex() for t in operands)
 
 
 def _is_view(node: fx.Node) -> bool:

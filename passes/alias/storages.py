@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 
-from ssd_fx.passes.alias.packing import Stored, is_dense, may_restride, pack
+from ssd_fx.passes.alias.packing import Stored, is_dense, is_reinterpreted, may_restride, pack
 from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.joint.collectives import is_silent, may_communicate
@@ -130,6 +130,10 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
         return "empty"
     if owner.numel == 1:
         return "scalar"
+    if any(size > 1 and stride == 0 for size, stride in zip(owner.size, owner.stride, strict=True)):
+        # Of an input Inductor makes a new view, and a change before the backward would go unnoticed. Of an operator's
+        # result the FakeTensor may be wrong: a custom kernel may return all elements.
+        return "expanded"
     return _stored_plain(facts, key, saved, owner, members)
 
 
@@ -186,12 +190,8 @@ def _stored_plain(facts: _Facts, key: int, saved: list[fx.Node], owner: Layout, 
     if len(relative) < len(members) or (absolute and owner.offset):
         return "no node covers the storage"
     # An input is stored whole: the runtime sees by its storage whether the caller dropped it, and not by a copy's.
-    part = not facts.inputs(key) and not placed
+    part = not facts.inputs(key) and not placed and not is_reinterpreted(placeholders)
     found = pack(owner, relative, part=part, restride=may_restride(placeholders))
-    if facts.inputs(key) and found is not None and found.pack is not None:
-        # Of a view of the caller's tensor Inductor makes a new one, which has its own version counter. A change of the
-        # input before the backward would go unnoticed.
-        return "expanded input"
     as_it_is = found is not None and found.pack is None and not owner.offset
     if placed and not (as_it_is and _covers(facts.owner(key))):
         return "read by its place in the storage"

@@ -54,8 +54,9 @@ def has_flops(node: fx.Node) -> bool:
 
 @functools.cache  # a graph has few operators and many nodes
 def is_attention(target: object) -> bool:
-    """Whether the operator is one of the fused attention operators, whatever the device."""
-    return any(name in str(target) for name in _ATTENTION)
+    """Whether the operator is one of PyTorch's fused attention operators, whatever the device."""
+    own = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return own and any(name in str(target) for name in _ATTENTION)
 
 
 def is_inlined(node: fx.Node) -> bool:

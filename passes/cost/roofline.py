@@ -77,7 +77,8 @@ def seconds(node: fx.Node, adds: Traffic, machine: Machine) -> float:
 def _flops(node: fx.Node) -> float:
     """By PyTorch's own formulas, which lack the CPU's attention and take no account of causality."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    if node.target.overloadpacket not in flop_registry or "_scaled_dot_product" in str(node.target):
+    known = node.target.overloadpacket in flop_registry
+    if not known or (is_attention(node.target) and "_scaled_dot_product" in str(node.target)):
         return _attention_flops(node)
     args, kwargs = tree_map(lambda a: a.meta.get("val") if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
     return hint(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta.get("val")))

@@ -57,7 +57,7 @@ class Search:
         items = self.step.items
         cheap = sorted(
             (i for i, item in enumerate(items) if Choice.RECOMPUTE in item.choices),
-            key=lambda i: items[i].recompute_s / items[i].nbytes,
+            key=lambda i: items[i].recompute_s / max(items[i].nbytes, 1),  # a size that only the run knows may be 0
         )
         first, *others = itertools.product(self._orders(), (False, True))
         found: list[tuple[float, int]] = []

@@ -69,7 +69,9 @@ def select(
     shrinks = {} if host_budget else dict(options.shrinks)  # each tier may have its codec
     if isinstance(budget, int) and budget:
         _check_room(plan, budget, min_bytes)
-    allowed = {g.slot: _allowed(plan, g, min_bytes, stay=budget == 1.0) for g in plan.groups}
+    # not `budget`, which may be what an earlier plan made of it
+    stay = isinstance(options.budget, float) and options.budget == 1.0
+    allowed = {g.slot: _allowed(plan, g, min_bytes, stay=stay) for g in plan.groups}
     modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
     solution, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))

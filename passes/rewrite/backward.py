@@ -44,8 +44,9 @@ class BackwardWriter:
         todo = []
         for group in self.plan.offloaded:
             points = self.plan.points[group.slot]
-            todo.append(Insertion(points.load_before, 0, group, self._load))
-            todo.append(Insertion(points.wait_before, 1, group, self._wait))
+            rank = (0, points.wait_before)  # soonest needed
+            todo.append(Insertion(points.load_before, rank, group, self._load))
+            todo.append(Insertion(points.wait_before, (1,), group, self._wait))
         insert_all(self.graph, self.nodes, todo)
         for group in self.plan.offloaded:  # last: it moves views, before which others of our nodes were to stand
             self._copy_again(group)

@@ -45,9 +45,10 @@ class ForwardWriter:
         self._begin()
         todo = []
         for group in self.plan.offloaded:
-            points = self.plan.points[group.slot]
-            todo.append(Insertion(points.store_after + 1, 0, group, self._store))
-            todo.append(Insertion(points.release_after + 1, 1, group, self._release))
+            points, life = self.plan.points[group.slot], self.plan.lifetimes[group.slot]
+            rank = (0, not points.block, life.last_fwd_use)  # what is waited for first
+            todo.append(Insertion(points.store_after + 1, rank, group, self._store))
+            todo.append(Insertion(points.release_after + 1, (1,), group, self._release))
         insert_all(self.graph, self.nodes, todo)
         self._replace_outputs()
 

@@ -18,7 +18,7 @@ class Insertion:
     """A node to insert before the node at `position` of the original graph; `rank` orders those at one position."""
 
     position: int
-    rank: int
+    rank: tuple[int, ...]
     group: AliasGroup
     build: Callable[[AliasGroup, int], None]
 
@@ -26,7 +26,8 @@ class Insertion:
 def insert_all(graph: fx.Graph, nodes: list[fx.Node], todo: list[Insertion]) -> None:
     """Build the nodes in planned order, and number them.
 
-    At one position loads precede waits, and stores precede releases; nodes of equal rank are in the order of slots.
+    Those of equal position and rank are in the order of slots. The simulated step has the same order, because transfers
+    are made in the order of their nodes.
     """
     for seq, item in enumerate(sorted(todo, key=lambda i: (i.position, i.rank, i.group.slot))):
         with graph.inserting_before(nodes[item.position]):

@@ -53,12 +53,11 @@ def packed(graph: fx.Graph, base: fx.Node, group: AliasGroup) -> fx.Node:
     if pack is None:
         return base
     node = base
-    for dim in pack.expanded:
-        node = call(graph, aten.slice.Tensor, node, dim, 0, 1)
     if pack.order != tuple(sorted(pack.order)):
         node = call(graph, aten.permute.default, node, list(pack.order))
     if pack.box is not None:
-        node = call(graph, aten.view.default, node, [node.meta["val"].numel() // pack.box.row, pack.box.row])
+        # no view: a kernel may return other strides than its FakeTensor has
+        node = call(graph, aten.reshape.default, node, [node.meta["val"].numel() // pack.box.row, pack.box.row])
         node = call(graph, aten.slice.Tensor, node, 0, *pack.box.rows)
         node = call(graph, aten.slice.Tensor, node, 1, *pack.box.columns)
     if pack.copy:

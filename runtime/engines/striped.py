@@ -134,6 +134,9 @@ class StripedEngine:
                 drives.remove(used[len(parts)])  # full or retired; the others take its share
                 if not drives:
                     raise
+            except BaseException:  # a warning that is an error, Ctrl-C
+                _free(parts)
+                raise
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, StripedExtent)

@@ -175,9 +175,11 @@ class TieredEngine:
         """Records the end of a move: the tensor is on the drive, or after an error it stays in host memory."""
         drive = self._forget_move(extent)
         if error:
-            if error.errno not in NOT_OF_THE_DRIVE:
-                self._drive.failed(drive, error)
-            self._drive.free(drive)
+            try:
+                if error.errno not in NOT_OF_THE_DRIVE:
+                    self._drive.failed(drive, error)
+            finally:  # its warning may be an error
+                self._drive.free(drive)
             return
         extent.drive = drive  # no call since `_forget_move`: a Ctrl-C between would lose the room on the drive
         extent.directory = drive.directory

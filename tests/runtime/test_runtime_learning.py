@@ -8,7 +8,7 @@ import torch
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import reset_stats, stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.store import close_stores, get_store
 from tests.runtime.engines import DelayedEngine, LateWrite, Wrapped, registered
 from tests.runtime.harness import (
     begin,
@@ -429,6 +429,43 @@ def test_no_signal_stops_the_learning(tmp_path, what):
         writer = get_store(config).writer
         assert writer._outstanding.nbytes == writer.resident_bytes == writer.writing_bytes == 0, at
         assert not get_store(config).prefetcher._runs, at
+
+
+def test_a_signal_in_a_load_leaves_no_bytes_that_were_not_written(tmp_path):
+    """The load hands the tensor over and cancels its write. Interrupted, it must leave nothing for later loads."""
+
+    def load_until_it_is_handed_over(h, at):
+        for _ in range(3):
+            y = load(h, good)
+            assert torch.equal(y, good), at
+            y.zero_()
+
+    with registered(lambda inner: DelayedEngine(inner, 3600, 3600)) as slow:
+        config = config_json(tmp_path, slow, checksums=False)
+        good, came, at = torch.randn(N), True, 0
+        while came:
+            at += 1
+            x = good.clone()
+            h = store(x, config)
+            release(h, x)
+            del x
+            came = interrupted(lambda h=h: start_load(h, good), at)
+            with pytest.raises(RuntimeError, match="retain_graph"):
+                load_until_it_is_handed_over(h, at)
+
+
+def test_a_signal_in_close_leaves_no_store_that_writes_nothing(tmp_path):
+    with registered(lambda inner: DelayedEngine(inner, 3600, 3600)) as slow:
+        config = config_json(tmp_path, slow)
+        good, came, at = torch.randn(N), True, 0
+        while came:
+            at += 1
+            h = store(good, config)
+            came = interrupted(close_stores, at)
+            new = store(good, config)
+            assert lookup(new).write, at
+            close_stores()
+            assert all(torch.equal(load(each, good), good) for each in (h, new)), at
 
 
 class LateReads(Wrapped):

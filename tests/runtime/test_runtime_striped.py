@@ -246,6 +246,15 @@ def test_one_full_directory_leaves_its_share_to_the_other(drives):
 
 
 @pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_keeps_no_room(drives):
+    engine = StripedEngine(drives(2))
+    engine._drives[1].engine._file._limit = 2 * MIB
+    with pytest.raises(RuntimeWarning, match="disk_limit"):
+        engine.alloc(6 * MIB)
+    assert [drive.live_bytes for drive in engine._drives] == [0, 0]
+
+
+@pytest.mark.filterwarnings("error")
 def test_all_directories_full(tmp_path):
     """The tensor stays in memory; what was taken of one directory before the other refused is free again."""
     dirs = directories(tmp_path, 2)

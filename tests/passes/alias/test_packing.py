@@ -24,8 +24,6 @@ def layout(size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> L
 def stored_of(owner: torch.Tensor, pack: Pack | None) -> torch.Tensor:
     """What `rebuild.packed` says in nodes."""
     made = owner
-    for dim in pack.expanded if pack else ():
-        made = made.narrow(dim, 0, 1)
     if pack and pack.order:
         made = made.permute(pack.order)
     if pack and pack.box:
@@ -35,13 +33,12 @@ def stored_of(owner: torch.Tensor, pack: Pack | None) -> torch.Tensor:
 
 @st.composite
 def owners(draw: st.DrawFn) -> torch.Tensor:
-    """A tensor of distinct elements, dense in any order of its dimensions, or with gaps, or expanded."""
+    """A tensor of distinct elements, dense in any order of its dimensions, or with gaps."""
     size = draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=4))
     owner = torch.arange(float(torch.Size(size).numel())).view(size).permute(draw(st.permutations(range(len(size)))))
-    kind = draw(st.sampled_from(["dense", "dense", "gaps", "expanded"]))
-    if kind == "gaps":
+    if draw(st.sampled_from([False, False, True])):
         return torch.arange(2.0 * owner.numel()).view(*owner.shape, 2)[..., 0]
-    return owner.unsqueeze(0).expand(3, *owner.shape) if kind == "expanded" else owner
+    return owner
 
 
 @st.composite

@@ -136,6 +136,17 @@ def test_attention_has_flops_of_its_own_and_skips_blocks(causal: bool, share: fl
     assert ns == share * 4 * 2 * 2048 * 2048 * 64 / 4
 
 
+def test_an_operator_that_is_only_called_attention_is_priced_like_any_other() -> None:
+    """Its arguments may have any names, and there may be any number of them."""
+
+    @torch.library.custom_op("ssd_fx_costs::my_flash_attention", mutates_args=())
+    def my_flash_attention(q: torch.Tensor) -> torch.Tensor:
+        return q.softmax(-1)
+
+    my_flash_attention.register_fake(torch.empty_like)
+    assert times_ns(graph_of(my_flash_attention, (8, 8))) == {"my_flash_attention": 2 * 256}
+
+
 def test_a_node_of_no_kernel_has_no_time() -> None:
     node = next(iter(graph_of(lambda x: x.sin(), (4,)).find_nodes(op="call_function", target=aten.sin.default)))
     assert roofline.seconds(node, Traffic(), MACHINE) == 0.0

@@ -207,12 +207,16 @@ def test_stored_after_it_was_handed_over() -> None:
         lower_alone(stored_twice, torch.empty(8, 8), torch.empty(8, 8))
 
 
-def first_transfer(nodes: list[BaseSchedulerNode], target: object) -> tuple[int, str]:
-    """The first call of `target` that stores or loads what the graph made: where it stands, and the buffer."""
+def transfer(nodes: list[BaseSchedulerNode], target: object) -> tuple[int, str]:
+    """The first store of what the graph made, or the last load: a kernel runs between it and its wait.
+
+    Where it stands, and the buffer.
+    """
     calls = [(i, n.node) for i, n in enumerate(nodes) if getattr(n.node, "op_overload", None) is target]
     moved = stored if target is ops.store.default else loaded
     buffers = [(i, moved(call).get_name()) for i, call in calls]  # type: ignore[arg-type]
-    return next((i, name) for i, name in buffers if name.startswith("buf"))
+    made = [(i, name) for i, name in buffers if name.startswith("buf")]
+    return made[0 if target is ops.store.default else -1]
 
 
 @pytest.mark.parametrize(("target", "text"), [(ops.store.default, "stored"), (ops.load.default, "loaded")])
@@ -222,7 +226,7 @@ def test_a_kernel_that_writes_in_place(target: object, text: str) -> None:
     def tampered(graph: Any, nodes: list[BaseSchedulerNode]) -> None:
         if all(getattr(n.node, "op_overload", None) is not target for n in nodes):
             return real(graph, nodes)
-        at, name = first_transfer(nodes, target)
+        at, name = transfer(nodes, target)
         kernel = next(n for n in nodes[at:] if not order.is_ours(n))
         with mock.patch.object(kernel.get_outputs()[0], "get_mutations", return_value=[name]):
             real(graph, nodes)

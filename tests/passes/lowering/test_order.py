@@ -278,11 +278,11 @@ extern mm
 store 3 2
 loops sigmoid, sum_1
 extern mm_1
-store 1 3
-store 5 4
+store 5 3
+store 1 4
 loops sin
-store 4 5
-store 6 6
+store 6 5
+store 4 6
 extern mm_2
 store 7 7
 loops add, exp, sum_2

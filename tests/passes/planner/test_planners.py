@@ -78,6 +78,14 @@ def test_what_takes_less_to_compute_than_to_move_is_computed_again() -> None:
     assert found.outcome.seconds == pytest.approx(0.06 + 1e-3 + 2e-3)
 
 
+def test_an_empty_item_divides_nothing() -> None:
+    """Sizes that only the run knows are those of the first step, in which an expert may have no tokens."""
+    items = tuple(Item(nbytes, at, at, 5 - at, 5 - at, 1e-3, frozenset(Choice)) for at, nbytes in ((0, 0), (1, 10**6)))
+    machine = Machine(1e12, 1e12, 1e8, 1e8, latency_s=0.0, node_s=1e-5)
+    found = solve(Step((0.01,) * 6, (0,) * 6, 3, items), machine, limit=10**6, share_bytes=0)
+    assert found.choices[1] is Choice.RECOMPUTE
+
+
 def test_the_floor_can_be_met_where_writes_end_later_than_placed() -> None:
     """Three writes in one lane at the end of the forward, and no room in the backward to hold what is not written."""
     items = (Item(4, 1, 1, 7, 7), Item(32, 1, 1, 6, 6), Item(128, 1, 3, 7, 7))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -83,12 +84,12 @@ def test_views_are_replayed_behind_the_wait() -> None:
     assert_expected_inline(
         ours(toys.planned(toys.views_only).partition.backward.graph),
         """\
-load_default = load.default(ssd_fx_handle_0, [8, 24], [24, 1], torch.float32, cpu, 0, False, strides)
+load_default = load.default(ssd_fx_handle_2, [8, 8], [8, 1], torch.float32, cpu, 0, False, strides)
 load_default_1 = load.default(ssd_fx_handle_1, [8, 24], [24, 1], torch.float32, cpu, 1, False, strides)
-load_default_2 = load.default(ssd_fx_handle_2, [8, 8], [8, 1], torch.float32, cpu, 2, False, strides)
+load_default_2 = load.default(ssd_fx_handle_0, [8, 24], [24, 1], torch.float32, cpu, 2, False, strides)
 expand = expand.default(tangents_1, [8, 8])
-wait_load__default = wait_load_.default(load_default_2, ssd_fx_handle_2, 3)
-as_strided_default = as_strided.default(load_default_2, [8, 8], [1, 8], 0)
+wait_load__default = wait_load_.default(load_default, ssd_fx_handle_2, 3)
+as_strided_default = as_strided.default(load_default, [8, 8], [1, 8], 0)
 mm_3 = mm.default(as_strided_default, expand)
 wait_load__default_1 = wait_load_.default(load_default_1, ssd_fx_handle_1, 4)
 as_strided_default_1 = as_strided.default(load_default_1, [8, 8], [1, 24], 16)
@@ -100,8 +101,8 @@ mm_6 = mm.default(mm_4, as_strided_default_3)
 t_5 = t.default(mm_5)
 cat_1 = cat.default([mm_6, t_5, mm_3], 1)
 mm_7 = mm.default(t_6, cat_1)
-wait_load__default_2 = wait_load_.default(load_default, ssd_fx_handle_0, 5)
-as_strided_default_4 = as_strided.default(load_default, [24, 8], [1, 24], 0)
+wait_load__default_2 = wait_load_.default(load_default_2, ssd_fx_handle_0, 5)
+as_strided_default_4 = as_strided.default(load_default_2, [24, 8], [1, 24], 0)
 mm_8 = mm.default(cat_1, as_strided_default_4)
 slice_1 = slice.Tensor(mm_7, 1, 0, 8)
 slice_2 = slice.Tensor(mm_7, 1, 8, 16)
@@ -110,6 +111,25 @@ add = add.Tensor(slice_1, slice_2)
 add_1 = add.Tensor(add, slice_3)
 output = output((add_1, mm_8))""",
     )
+
+
+def test_transfers_stand_in_the_order_that_was_simulated() -> None:
+    """A drive that is behind reads what is needed soonest first, although that was made last."""
+    seen = {"stores": 0, "loads": 0}
+    for toy in toys.ALL:
+        planned = toys.planned(toy)
+        points, lives = planned.plan.points, planned.plan.lifetimes
+        ranks = {
+            "stores": {s: (p.store_after, not p.block, lives[s].last_fwd_use) for s, p in points.items()},
+            "loads": {s: (p.load_before, p.wait_before) for s, p in points.items()},
+        }
+        stores = [n for n in planned.partition.forward.graph.nodes if n.target is torch.ops.ssd_fx.store.default]
+        loads = [n.args[0] for n in planned.partition.backward.graph.nodes if n.target is torch.ops.ssd_fx.load.default]
+        for kind, handles in {"stores": stores, "loads": loads}.items():
+            order = [ranks[kind][int(n.name.split("_")[3])] for n in handles]
+            assert order == sorted(order), (toys.name(toy), kind)
+            seen[kind] += sum(a[0] == b[0] and a != b for a, b in itertools.pairwise(order))
+    assert all(seen.values())
 
 
 def test_the_nodes_say_what_the_plan_says_of_waiting() -> None:

@@ -22,7 +22,7 @@ def two_alike(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def exchange_two_loads(planned: toys.Planned) -> None:
     """All handles go where they should, and whoever reads the one is given the other."""
-    first, second = nodes(planned.partition.backward.graph, ops.load.default)
+    second, first = nodes(planned.partition.backward.graph, ops.load.default)  # soonest needed: the other way round
     readers = [[u for u in load.users if u.target is not ops.wait_load_.default] for load in (first, second)]
     wait = next(u for u in first.users if u.target is ops.wait_load_.default)
     other = next(u for u in second.users if u.target is ops.wait_load_.default)
@@ -110,10 +110,10 @@ BREAKS: list[tuple[toys.Toy, Callable[[toys.Planned], None], str]] = [
     (two_alike, exchange_two_loads, r"'t' reads element \(0, 0\) of 'sigmoid_1' from byte 0 of 'sigmoid', which was"),
     (two_alike, exchange_two_stores, "'ssd_fx_handle_0' stores 'sigmoid_1', which is not of 'sigmoid'"),
     (toys.views_only, read_the_neighbour, "of 't_1' from byte 32 of 'mm_1', which was computed into byte 0 of 'mm_1'"),
-    (two_alike, transpose_a_square, r"'\w+' reads element \(1, 0\) of 'sigmoid' from byte 4 of 'sigmoid', which was"),
+    (two_alike, transpose_a_square, r"'\w+' reads element \(1, 0\) of 'sigmoid_1' from byte 4 of 'sigmoid_1', which"),
     (toys.equal_copy, copy_something_else, r"element \(1, 0\) of 't_1' from byte 4 of 'sigmoid', .* into byte 32 of"),
     (toys.slice_of_big_base, pack_other_rows, "of 't' from byte 36 of 'mm', which was computed into byte 32 of 'mm'"),
-    (two_alike, compute_what_was_loaded, r"'t_2' reads element \(0, 0\) of 'sigmoid' from byte 0 of 'another storage'"),
+    (two_alike, compute_what_was_loaded, r"'t' reads element \(0, 0\) of 'sigmoid_1' from byte 0 of 'another storage'"),
 ]
 
 

@@ -211,7 +211,7 @@ def change_the_layout(planned: toys.Planned) -> None:
 
 
 def change_the_shape(planned: toys.Planned) -> None:
-    find(planned.partition.backward.graph, ops.load.default).update_arg(1, [8, 8])
+    find(planned.partition.backward.graph, ops.load.default).update_arg(1, [4, 16])
 
 
 def load_another_dtype(planned: toys.Planned) -> None:
