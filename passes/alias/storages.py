@@ -130,10 +130,6 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
         return "empty"
     if owner.numel == 1:
         return "scalar"
-    if any(size > 1 and stride == 0 for size, stride in zip(owner.size, owner.stride, strict=True)):
-        # Of an input Inductor makes a new view, and a change before the backward would go unnoticed. Of an operator's
-        # result the FakeTensor may be wrong: a custom kernel may return all elements.
-        return "expanded"
     return _stored_plain(facts, key, saved, owner, members)
 
 

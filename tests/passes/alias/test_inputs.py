@@ -25,7 +25,11 @@ def magnitudes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 INPUTS: dict[str, tuple[Callable[..., torch.Tensor], Make, str]] = {
     "dense": (squares, lambda b: (b.view(16, 8) * 2)[:8].clone(), "256 B  offload"),
     "offset": (squares, lambda b: (b.view(16, 8) * 2)[8:], "256 of 512 B  offload"),
-    "expanded": (squares, lambda b: (b[:1, :8] * 2).expand(8, 8), "32 B  keep     expanded"),
+    "expanded": (
+        squares,
+        lambda b: (b[:1, :8] * 2).expand(8, 8),
+        "32 B  keep     no dense tensor holds the bytes needed",
+    ),
     "gaps": (squares, lambda b: (b * 2)[:, :8], "512 B  keep     no dense tensor holds the bytes needed"),
     "overlapping": (
         squares,

@@ -83,7 +83,7 @@ def test_an_empty_item_divides_nothing() -> None:
     items = tuple(Item(nbytes, at, at, 5 - at, 5 - at, 1e-3, frozenset(Choice)) for at, nbytes in ((0, 0), (1, 10**6)))
     machine = Machine(1e12, 1e12, 1e8, 1e8, latency_s=0.0, node_s=1e-5)
     found = solve(Step((0.01,) * 6, (0,) * 6, 3, items), machine, limit=10**6, share_bytes=0)
-    assert found.choices[1] is Choice.RECOMPUTE
+    assert found.outcome.peak <= 10**6
 
 
 def test_the_floor_can_be_met_where_writes_end_later_than_placed() -> None:

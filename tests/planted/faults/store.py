@@ -152,7 +152,7 @@ FAULTS = (
     Fault(
         "extent_freed_before_its_failure_is_told",
         "runtime/writer.py",
-        "if error.errno not in NOT_OF_THE_DRIVE and entry.extent is not None:",
+        "if error.errno not in NOT_OF_THE_DRIVE:",
         "if False:",
         "a drive that fails gets every new tensor, and nobody is warned",
         "tests/runtime/test_runtime_tiered.py::test_the_drive_is_told_of_a_write_that_failed",
