@@ -2,7 +2,7 @@
 
 The verifier checks the FX graphs, but then Inductor fuses, reorders, writes in place and reuses memory. So the first of
 our kernels adds a line to the generated code that emits nothing. When the code is written out, schedule and memory plan
-are final, and the line checks both.
+are final, and the line checks both. Under `cpp_wrapper` calls are plain text, and it checks the schedule alone.
 
     buf8 = ...                          what is stored is no part of an input or output; until its release:
     buf10 = store(buf8)                   no code writes into buf8, frees it, or puts another buffer into its memory
@@ -158,9 +158,14 @@ class _InFlight:
 
     def written(self, name: str, where: str) -> None:
         """Check a write into a buffer."""
-        for buffers, text in ((self.stores, "stored"), (self.loads, "loaded")):
+        texts = (
+            (self.stores, "while it is stored"),
+            (self.loads, "while it is loaded"),
+            (self.handed_over, "after it was handed over"),
+        )
+        for buffers, text in texts:
             for busy in self._sharing(name, buffers):
-                _require(False, f"{where} writes {busy!r} while it is {text}")
+                _require(False, f"{where} writes {busy!r} {text}")
 
     def reused(self, old: str, new: str) -> None:
         """Check that the memory of `old` is free, which becomes that of `new`."""

@@ -72,7 +72,7 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
     slots = {arguments_of(n)["slot"] for n in stores}
     require(slots == {g.slot for g in plan.offloaded}, f"slots {slots} are stored, others planned", "insert")
     by_storage = nodes_by_storage(nodes)
-    saved = Counter(partition.saved)
+    saved, outputs = Counter(partition.saved), set(partition.caller_outputs)
     for store in stores:
         require(saved[store] == 1, f"the handle {store.name!r} is not saved", "insert", partition.fwd_output)
         release = _verify_store(store, plan)
@@ -80,6 +80,9 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
         assert key is not None
         for alias in by_storage[key]:
             require(alias not in saved, f"{alias.name!r} is offloaded and saved too", "insert", partition.fwd_output)
+            require(
+                alias not in outputs, f"{alias.name!r} is offloaded and the caller's", "alias", partition.fwd_output
+            )
             for user in alias.users:
                 is_late = _writes(user, alias) and position[user] > position[store]
                 require(not is_late, f"{alias.name!r} is written after its store", "alias", user)

@@ -17,6 +17,7 @@ from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
 from ssd_fx.passes.lowering import audit, inductor, order
+from ssd_fx.passes.verify.errors import VerifyError
 from tests.passes import toys
 from tests.passes.lowered import lower, lower_alone
 
@@ -276,3 +277,10 @@ def test_another_order() -> None:
     message = "load 0 runs behind 1, not in the planned order; see pass 'order'"
     with mock.patch.object(order, "planned_order", swapped), pytest.raises(InductorError, match=message):
         lower(toys.relu_chain, *toys.inputs(), options={})
+
+
+def test_what_shares_the_memory_of_what_was_handed_over_is_not_written() -> None:
+    graph = mock.Mock(name_to_buffer={})
+    in_flight = audit._InFlight(graph, handed_over={"buf1"}, alias={"buf1": "buf0"})  # a view of buf0
+    with pytest.raises(VerifyError, match="kernel writes 'buf1' after it was handed over"):
+        in_flight.written("buf0", "kernel")

@@ -210,6 +210,12 @@ def change_the_layout(planned: toys.Planned) -> None:
     find(planned.partition.backward.graph, ops.load.default).update_arg(2, [1, 8])
 
 
+def return_what_is_offloaded(planned: toys.Planned) -> None:
+    graph = planned.partition.forward.graph
+    outputs = graph.output_node().args[0]
+    graph.output_node().args = ((find(graph, ops.store.default).args[0], *outputs[1:]),)  # type: ignore[index]
+
+
 def change_the_shape(planned: toys.Planned) -> None:
     find(planned.partition.backward.graph, ops.load.default).update_arg(1, [4, 16])
 
@@ -335,6 +341,7 @@ BREAKS: list[tuple[Callable[[toys.Planned], None], str]] = [
     (use_before_wait, "before its wait"),
     (erase_wait, "has 0 waits instead of one"),
     (change_the_layout, "says another layout than its value has"),
+    (return_what_is_offloaded, "'cat' is offloaded and the caller's"),
     (change_the_shape, "says another layout than its value has"),
     (load_another_dtype, "says another layout than its value has"),
     (load_to_another_device, "says another layout than its value has"),
