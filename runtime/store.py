@@ -294,7 +294,7 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
         if entries.of(store):
             store.when_left = when_left
             return
-        del _stores[config]
+        del _stores[config]  # first, as in `close_stores`
         try:
             store.end()
         except BaseException:

@@ -200,7 +200,8 @@ def is_reinterpreted(placeholders: Iterable[fx.Node]) -> bool:
     while work:
         node = work.pop()
         for view in filter(_is_view, node.users):
-            if view.meta["val"].dtype != node.meta["val"].dtype and view.target is not aten.view_as_real.default:
+            is_other = view.meta["val"].itemsize != node.meta["val"].itemsize
+            if is_other and view.target is not aten.view_as_real.default:  # which any stride allows
                 return True
             work.append(view)
     return False

@@ -158,26 +158,23 @@ class _InFlight:
 
     def written(self, name: str, where: str) -> None:
         """Check a write into a buffer."""
-        texts = (
-            (self.stores, "while it is stored"),
-            (self.loads, "while it is loaded"),
-            (self.handed_over, "after it was handed over"),
-        )
-        for buffers, text in texts:
-            for busy in self._sharing(name, buffers):
-                _require(False, f"{where} writes {busy!r} {text}")
+        self._require_free(name, f"{where} writes")
 
     def reused(self, old: str, new: str) -> None:
         """Check that the memory of `old` is free, which becomes that of `new`."""
-        texts = (
+        self._require_free(old, f"{new!r} reuses the memory of")
+        self.alias[new] = old
+
+    def _require_free(self, name: str, what: str) -> None:
+        """Check that no transfer has the memory of a buffer. `what`: what happens to that memory."""
+        states = (
             (self.stores, "is being stored"),
             (self.loads, "is being loaded"),
             (self.handed_over, "was handed over"),
         )
-        for buffers, text in texts:
-            for busy in self._sharing(old, buffers):
-                _require(False, f"{new!r} reuses the memory of {busy!r}, which {text}")
-        self.alias[new] = old
+        for buffers, state in states:
+            for busy in self._sharing(name, buffers):
+                _require(False, f"{what} {busy!r}, which {state}")
 
     def freed(self, name: str) -> None:
         """Check the end of a buffer."""

@@ -44,7 +44,7 @@ class BackwardWriter:
         todo = []
         for group in self.plan.offloaded:
             points = self.plan.points[group.slot]
-            rank = (0, points.wait_before)  # soonest needed
+            rank = (0, points.wait_before)  # soonest needed, as in `simulate`
             todo.append(Insertion(points.load_before, rank, group, self._load))
             todo.append(Insertion(points.wait_before, (1,), group, self._wait))
         insert_all(self.graph, self.nodes, todo)

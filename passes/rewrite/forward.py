@@ -46,7 +46,7 @@ class ForwardWriter:
         todo = []
         for group in self.plan.offloaded:
             points, life = self.plan.points[group.slot], self.plan.lifetimes[group.slot]
-            rank = (0, not points.block, life.last_fwd_use)  # what is waited for first
+            rank = (0, not points.block, life.last_fwd_use)  # what is waited for first, as in `simulate`
             todo.append(Insertion(points.store_after + 1, rank, group, self._store))
             todo.append(Insertion(points.release_after + 1, (1,), group, self._release))
         insert_all(self.graph, self.nodes, todo)

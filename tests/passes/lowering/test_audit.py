@@ -235,7 +235,7 @@ def test_a_kernel_that_writes_in_place(target: object, text: str) -> None:
     real = audit.audit_schedule
     with (
         mock.patch.object(audit, "audit_schedule", tampered),
-        pytest.raises(InductorError, match=rf"\w+ writes 'buf\d+' while it is {text}; see pass 'inductor'"),
+        pytest.raises(InductorError, match=rf"\w+ writes 'buf\d+', which is being {text}; see pass 'inductor'"),
     ):
         lower(toys.relu_chain, *toys.inputs(), options={})
 
@@ -282,5 +282,5 @@ def test_another_order() -> None:
 def test_what_shares_the_memory_of_what_was_handed_over_is_not_written() -> None:
     graph = mock.Mock(name_to_buffer={})
     in_flight = audit._InFlight(graph, handed_over={"buf1"}, alias={"buf1": "buf0"})  # a view of buf0
-    with pytest.raises(VerifyError, match="kernel writes 'buf1' after it was handed over"):
+    with pytest.raises(VerifyError, match="kernel writes 'buf1', which was handed over"):
         in_flight.written("buf0", "kernel")
