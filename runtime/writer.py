@@ -21,7 +21,7 @@ from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
-from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Extent, Memory, outcome
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Extent, Memory, cut_short, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import PLAIN, Habits
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
@@ -127,10 +127,11 @@ class Writer:
             self._remove_resident(entry)
         if entry not in self._writing:
             return
-        if entry.write and not entry.write.cancel():
-            self.finish(entry, None)
-            return
-        self._cut_short(entry)
+        error = cut_short(entry.write)
+        if error and error.errno == errno.ECANCELED:
+            self._cancelled(entry)
+        else:
+            self.finish(entry, error)
 
     def end(self) -> None:
         """Ends all writes for good. What was being written stays in memory, even if its write had just ended."""
@@ -138,7 +139,7 @@ class Writer:
         for entry in list(self._writing):
             if entry.write:
                 entry.write.cancel()
-            self._cut_short(entry)
+            self._cancelled(entry)
 
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
@@ -218,7 +219,7 @@ class Writer:
             self.cancel(entry)
             raise
 
-    def _cut_short(self, entry: Entry) -> None:
+    def _cancelled(self, entry: Entry) -> None:
         extent = self._forget_write(entry, "cancelled")
         counters(entry.graph).cancelled_bytes += entry.nbytes
         self._engine.free(extent)

@@ -125,6 +125,17 @@ def outcome(completion: Completion) -> OSError | None:
     return None
 
 
+def cut_short(completion: Completion | None) -> OSError | None:
+    """Ends a transfer. Returns None if all bytes had been transferred, else the error.
+
+    The error is ECANCELED, unless the transfer had failed before. None was never made, and is cancelled too.
+    """
+    if completion and not completion.cancel():
+        return None
+    error = outcome(completion) if completion else None
+    return error or OSError(errno.ECANCELED, "the transfer was cancelled")
+
+
 class Copy:
     """A completion that copies `nbytes` at its start. It keeps `owner` alive, which has the engine's memory."""
 

@@ -9,7 +9,7 @@ On the CPU a tensor is in host memory already; there `runtime/writer.py` leaves 
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, outcome
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, cut_short, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
 
 
@@ -163,13 +163,8 @@ class TieredEngine:
 
     def _stop(self, extent: TieredExtent) -> None:
         """Ends a move, if one is under way. If all bytes were written already, the tensor is on the drive."""
-        if extent not in self._moving:
-            return
-        if extent.moving and not extent.moving.cancel():
-            self._finish_move(extent, None)
-            return
-        drive = self._forget_move(extent)
-        self._drive.free(drive)
+        if extent in self._moving:
+            self._finish_move(extent, cut_short(extent.moving))
 
     def _finish_move(self, extent: TieredExtent, error: OSError | None) -> None:
         """Records the end of a move: the tensor is on the drive, or after an error it stays in host memory."""

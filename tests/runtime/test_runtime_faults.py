@@ -110,6 +110,17 @@ def test_every_write_fails_and_training_goes_on(failing):
     assert stats().written_bytes == 0
 
 
+@pytest.mark.parametrize(("code", "refused"), [(errno.EIO, [errno.EIO]), (errno.ECANCELED, [])])
+def test_a_failed_write_is_the_drives_fault_even_if_nobody_wants_the_bytes(failing, code, refused):
+    """Its handle dies, which cancels the write; it has failed by then. The next tensor must not go to that drive."""
+    config = failing(lambda op, count: op == "write", code)
+    h = store(torch.arange(9.0), config)
+    del h
+    assert entries.living() == []
+    assert get_store(config).engine.refused == refused
+    assert stats().cancelled_bytes == (0 if refused else 36)
+
+
 def test_a_failed_write_frees_nothing_by_itself(failing):
     config = failing(lambda op, count: op == "write")
     x = torch.randn(N)

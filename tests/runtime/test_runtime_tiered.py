@@ -85,6 +85,14 @@ def test_a_move_that_fails_stays_in_host_memory(drive, code, refused):
     assert all(torch.equal(get(engine, e), x) for e, x in zip(extents, xs, strict=True))
 
 
+def test_a_move_that_failed_retires_the_drive_even_if_nobody_wants_the_bytes(drive):
+    failing = FailingEngine(drive, lambda op, count: op == "write")
+    engine = tiered(failing, room=B)
+    extents = [put(engine, torch.randn(N)) for _ in range(2)]
+    engine.free(extents[0])
+    assert (failing.refused, engine.moving_bytes, engine.host_bytes) == ([errno.EIO], 0, B)
+
+
 def test_what_is_wanted_stops_moving(drive):
     """Its write to the drive is cancelled; it is read from host memory."""
     slow = DelayedEngine(drive, 60, 60)
