@@ -19,9 +19,20 @@ _CHANGEABLE = {
 
 def warn(plan: Plan, options: PlanOptions, *, host_tier: bool) -> None:
     """Warn of all that the user should know about the plan. `host_tier`: as in `pipeline.decisions`."""
+    _warn_marked(plan)
     _warn_kept(plan, options.min_bytes)
     if host_tier:
         _warn_full_host(plan)
+
+
+def _warn_marked(plan: Plan) -> None:
+    """Warn of groups that were marked to be offloaded and cannot be."""
+    stuck = [g for g in plan.groups if g.obstacle and g.slot in plan.marks and plan.marks[g.slot].decision == "offload"]
+    if stuck:
+        listed = ", ".join(f"{g.base!r} ({g.nbytes} B, {plan.marks[g.slot].reason}: {g.obstacle})" for g in stuck)
+        warnings.warn(
+            f"ssd_fx cannot offload all that is marked so in graph {plan.graph}: {listed}", RuntimeWarning, stacklevel=2
+        )
 
 
 def _warn_kept(plan: Plan, min_bytes: int) -> None:

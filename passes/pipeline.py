@@ -65,7 +65,7 @@ AFTER_CUT: tuple[Callable[[Partition], None], ...] = (
 def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
-        *([keep_compared] if options.lossy else []),  # before mark, which warns of what cannot be offloaded
+        *([keep_compared] if options.lossy else []),  # before merge_copies, which passes over what has an obstacle
         partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # marks groups, binds select
         merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
         partial(time, machine=machine),

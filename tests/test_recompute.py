@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,22 @@ def test_what_a_model_has_beside_its_weights_is_not_computed_from(state: str, co
     with deterministic(), everything_recomputed():
         ours = gradient(ssd_fx.backend, inner="aot_eager", min_bytes=0, budget=0, machine=SLOW, recompute=True)
         torch.testing.assert_close(ours, gradient("eager"))
+
+
+def test_one_warning_however_many_partitions_are_planned() -> None:
+    """The mark on a single number is in vain in the first partition and in the second, of which one is used."""
+
+    def loss_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).sigmoid() @ w
+        return (y * ssd_fx.offload(y.mean().exp())).sum()
+
+    x, w = toys.inputs()
+    with everything_recomputed() as groups, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"inner": "aot_eager", "min_bytes": 0, "budget": 0, "machine": SLOW, "recompute": True}
+        torch.compile(loss_of, backend=ssd_fx.backend, options=options)(x, w).backward()
+    assert groups[0] > 0
+    assert len([w for w in caught if "cannot offload all that is marked so" in str(w.message)]) == 1
 
 
 def test_an_input_that_is_not_saved_has_no_price() -> None:

@@ -12,7 +12,6 @@ call in the model outweighs a pattern, and a pattern outweighs a checkpoint poli
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -132,7 +131,6 @@ def mark(
         if found is not None:
             marks[group.slot] = found
     plan = plan.with_(marks=marks, modules=names)
-    _warn_obstacles(plan)
     _log_unsaved(plan, nodes, aliases)
     _log_idle(plan, nodes, [*keep, *offload], roots)
     return plan
@@ -212,16 +210,6 @@ def _of_policies(callers: tuple[str, ...]) -> Mark | None:
     if "MUST_CPU_OFFLOAD" in callers:
         return Mark("offload", "MUST_CPU_OFFLOAD", tier="host")
     return Mark("prefer_offload", "PREFER_CPU_OFFLOAD", tier="host") if "PREFER_CPU_OFFLOAD" in callers else None
-
-
-def _warn_obstacles(plan: Plan) -> None:
-    """Warn of groups that were marked to be offloaded and cannot be."""
-    stuck = [g for g in plan.groups if g.obstacle and g.slot in plan.marks and plan.marks[g.slot].decision == "offload"]
-    if stuck:
-        listed = ", ".join(f"{g.base!r} ({g.nbytes} B, {plan.marks[g.slot].reason}: {g.obstacle})" for g in stuck)
-        warnings.warn(
-            f"ssd_fx cannot offload all that is marked so in graph {plan.graph}: {listed}", RuntimeWarning, stacklevel=2
-        )
 
 
 def _log_unsaved(plan: Plan, nodes: dict[str, fx.Node], aliases: dict[int, list[fx.Node]]) -> None:
