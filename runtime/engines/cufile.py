@@ -31,6 +31,7 @@ _NEEDED = (  # what the oldest version has, and the one before it lacks in part
     ("kvikio", "stream_register"),
     ("kvikio.defaults", "is_compat_mode_preferred"),
     ("kvikio.cufile_driver", "get"),
+    ("kvikio.cufile_driver", "driver_open"),
 )
 _CONFIG = "CUFILE_ENV_PATH_JSON"
 SYSTEM = Path("/etc/cufile.json")  # the administrator's
@@ -98,10 +99,14 @@ def _module(name: str) -> Any:
 
 
 def _obstacle() -> str:
-    """Why transfers would pass through the host or block, "" if they would not."""
+    """Why transfers would pass through the host or block, "" if they would not.
+
+    Raises: RuntimeError if cuFile does not open its driver, as without nvidia-fs where it may not copy through the host.
+    """
     if _module("kvikio.defaults").is_compat_mode_preferred():
         return "kvikio is in compatibility mode (no libcufile, no /run/udev, or KVIKIO_COMPAT_MODE=ON)"
     cufile = _module("kvikio.cufile_driver")
+    cufile.driver_open()  # before, cuFile 1.20 has not read its configuration, and answers from constants
     if cufile.get("is_gds_available") or not cufile.get("allow_compat_mode"):
         return ""  # nvidia-fs is loaded, or cuFile fails rather than copy through the host
     return "nvidia-fs is not loaded, and the configuration of cuFile allows copies through the host"
@@ -168,5 +173,5 @@ def status(forced: bool = False) -> Status:
     try:
         obstacle = _obstacle()
     except RuntimeError as error:
-        obstacle = f"cuFile does not answer: {error}"
+        obstacle = f"cuFile does not open its driver: {error}"
     return Status(version, not obstacle, obstacle)

@@ -59,6 +59,7 @@ class Kvikio:
 
     `faults`: for the n-th transfer (counted from 0) of "write" or "read", "submit" (the call raises), "error" (the
     result raises), or how many bytes it moves. `driver`, `compat`, `nvidia_fs`, `cufile_compat`: the machine.
+    Until its driver is open, cuFile 1.20 answers from constants: no nvidia-fs, and copies through the host allowed.
     """
 
     def __init__(self, gpu: FakeGpu) -> None:
@@ -68,6 +69,7 @@ class Kvikio:
         self.faults: dict[tuple[str, int], str | int] = {}
         self.counts = {"write": 0, "read": 0}
         self.mode = CompatMode.AUTO
+        self.is_open = False
         self.registered: dict[int, int] = {}
         self.configured: str | None = None  # what cuFile saw when it was loaded
         self.opened: list[tuple[str, CompatMode]] = []
@@ -81,7 +83,7 @@ class Kvikio:
             __version__=VERSION, CompatMode=CompatMode, CuFile=CuFile, stream_register=self._stream_register
         )
         self.defaults = types.SimpleNamespace(is_compat_mode_preferred=self._is_compat_mode_preferred, set=self._set)
-        self.cufile_driver = types.SimpleNamespace(get=self._get)
+        self.cufile_driver = types.SimpleNamespace(get=self._get, driver_open=self._driver_open)
 
     def import_module(self, name: str) -> Any:
         """importlib.import_module for these packages."""
@@ -105,9 +107,14 @@ class Kvikio:
 
         return until_left()
 
-    def _get(self, config_name: str) -> Any:
+    def _driver_open(self) -> None:
         if not self.driver:
-            raise RuntimeError("cuFile driver is not available")
+            raise RuntimeError("Unable to open GDS file driver: nvidia-fs driver is not loaded")
+        self.is_open = True
+
+    def _get(self, config_name: str) -> Any:
+        if not self.is_open:
+            return {"is_gds_available": False, "allow_compat_mode": True}[config_name]
         return {"is_gds_available": self.nvidia_fs, "allow_compat_mode": self.cufile_compat}[config_name]
 
     def _stream_register(self, raw_stream: int, flags: int) -> None:

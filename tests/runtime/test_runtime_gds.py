@@ -74,7 +74,7 @@ def test_status_of_a_machine_with_gds(stub):
     [
         ({"compat": True}, "kvikio is in compatibility mode"),
         ({"nvidia_fs": False, "cufile_compat": True}, "nvidia-fs is not loaded"),
-        ({"driver": False}, "cuFile does not answer: cuFile driver is not available"),
+        ({"driver": False}, "cuFile does not open its driver: Unable to open GDS file driver"),
     ],
 )
 def test_a_machine_without_gds_is_an_error_that_names_posix(stub, tmp_path, machine, reason):
@@ -87,7 +87,14 @@ def test_a_machine_without_gds_is_an_error_that_names_posix(stub, tmp_path, mach
     assert stub.opened == []
 
 
-@pytest.mark.parametrize(("module", "name"), [("kvikio", "stream_register"), ("kvikio.cufile_driver", "get")])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("kvikio", "stream_register"),
+        ("kvikio.cufile_driver", "get"),
+        ("kvikio.cufile_driver", "driver_open"),
+    ],
+)
 def test_a_kvikio_that_is_too_old_is_none(stub, tmp_path, monkeypatch, module, name):
     """`engine="auto"` then takes engine posix instead of failing at the first store."""
     monkeypatch.delattr(stub.import_module(module), name)
