@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -294,7 +295,7 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
         if entries.of(store):
             store.when_left = when_left
             return
-        del _stores[config]  # first, as in `close_stores`
+        del _stores[config]  # first, as in `_end`
         try:
             store.end()
         except BaseException:
@@ -308,14 +309,18 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
 def close_stores() -> None:
     """Ends the I/O, threads and files of all stores. What is in memory can still be loaded, and nothing else."""
     GUARD.drain()
-    with GUARD.lock:
-        for config, store in list(_stores.items()):
-            del _stores[config]  # first: whatever interrupts the end, no later step finds a store that writes nothing
-            try:
-                store.end()
-            finally:
-                store.engine.close()
+    with GUARD.lock, ExitStack() as ending:  # if one fails, or a Ctrl-C comes, the others end too
+        for config in _stores:
+            ending.callback(_end, config)
     CPU_ALLOCATOR.trim()
+
+
+def _end(config: RuntimeConfig) -> None:
+    store = _stores.pop(config)  # first: whatever interrupts the end, no later step finds a store that writes nothing
+    try:
+        store.end()
+    finally:
+        store.engine.close()
 
 
 _inherited: list[object] = []
@@ -335,8 +340,10 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     entries.close()
-    close_stores()
-    entries.forget()
+    try:
+        close_stores()
+    finally:
+        entries.forget()
 
 
 when_idle.append(CPU_ALLOCATOR.tick)

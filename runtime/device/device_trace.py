@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import nullcontext
+from operator import attrgetter
 from types import TracebackType
 
 import torch
@@ -21,7 +22,7 @@ from ssd_fx.runtime.device.clock import anchor
 RUNS = 16
 UNREAD = 256  # nodes: if more wait to be read, each new one reads the oldest if that has fired
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler that exports the trace may interrupt its holder
 _unread: deque[Node] = deque()
 _read: deque[trace.Event] = deque(maxlen=trace.LENGTH)
 _devices: dict[str, torch.device] = {}
@@ -98,13 +99,13 @@ def events() -> list[trace.Event]:
         timed.wait()
     with _lock:
         _read_fired(len(waiting))
-        return list(_read)
+        return sorted(_read, key=attrgetter("started"))
 
 
 def clear() -> list[Node]:
     """Forgets all times, counts runs from 0 again, and returns what was not read. A fresh lock for a fork's child."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     unread = list(_unread)
     _unread.clear()
     _read.clear()
@@ -115,6 +116,10 @@ def clear() -> list[Node]:
 
 def _read_fired(most: int) -> None:
     """Reads at most `most` of the oldest nodes, as far as they have fired. Called under the lock."""
-    while most and _unread and _unread[0].fired():
-        _read.append(_unread.popleft().event())
+    while most and _unread:
+        oldest = _unread.popleft()  # first: a signal handler that comes here meanwhile takes the next one
+        if not oldest.fired():
+            _unread.appendleft(oldest)
+            return
+        _read.append(oldest.event())
         most -= 1

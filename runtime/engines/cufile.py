@@ -101,7 +101,7 @@ def _module(name: str) -> Any:
 def _obstacle() -> str:
     """Why transfers would pass through the host or block, "" if they would not.
 
-    Raises: RuntimeError if cuFile does not open its driver, as without nvidia-fs where it may not copy through the host.
+    Raises: RuntimeError if cuFile does not open its driver: it has no nvidia-fs, and may not copy through the host.
     """
     if _module("kvikio.defaults").is_compat_mode_preferred():
         return "kvikio is in compatibility mode (no libcufile, no /run/udev, or KVIKIO_COMPAT_MODE=ON)"

@@ -18,6 +18,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,10 @@ class _GdsFile:
         self.driver = opened[0]
 
     def close(self) -> None:
-        self.driver.close()
-        self.backing.close()
+        try:
+            self.driver.close()
+        finally:
+            self.backing.close()
 
 
 def _opened(path: str, forced: bool) -> DriverFile:
@@ -130,12 +133,13 @@ class GdsEngine:
             self._file.backing.failed(extent.nbytes, error)
 
     def close(self) -> None:
-        for transfer in list(self._under_way):
-            transfer.cancel()
-        self._under_way.clear()
-        self._file.close()
-        if self._host:
-            self._host.close()
+        with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
+            if self._host:
+                closing.callback(self._host.close)
+            closing.callback(self._file.close)
+            closing.callback(self._under_way.clear)
+            for transfer in self._under_way:
+                closing.callback(transfer.cancel)
 
     def _queued(self, what: str, extent: GdsExtent, memory: Memory) -> Completion:
         file = self._file.driver

@@ -1,5 +1,7 @@
 """The engine in host memory, which is also the tier before the drive."""
 
+from contextlib import ExitStack
+
 import torch
 
 from ssd_fx.runtime.device import streams
@@ -100,7 +102,8 @@ class MemoryEngine:
         raise AssertionError(f"a copy in memory cannot fail: {error}")
 
     def close(self) -> None:
-        for read in self._reads:
-            read.wait()
-        self._reads.clear()
-        self._pinned.clear()
+        with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
+            closing.callback(self._pinned.clear)
+            closing.callback(self._reads.clear)
+            for read in self._reads:
+                closing.callback(read.cancel)

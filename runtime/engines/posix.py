@@ -198,7 +198,8 @@ class PosixEngine:
     def close(self) -> None:
         try:
             self._pool.close()
-        finally:  # a Ctrl-C comes out of the call that waits for the threads
+        finally:  # a Ctrl-C comes out of the call that waits for the threads, or before it
+            self._pool.close()  # else threads would go on with the number of a descriptor that others get
             self._file.close()
 
     def _write_bounced(self, extent: FileExtent, ptr: int) -> Completion:

@@ -179,13 +179,11 @@ def one_for_each(directories: Sequence[str], make: Callable[[str], Engine]) -> E
     Raises: what `make` raises, after the engines made before are closed.
     """
     made: list[Engine] = []
-    try:
+    with ExitStack() as closing:
         for directory in directories:
             made.append(make(directory))
-    except BaseException:
-        for engine in made:
-            engine.close()
-        raise
+            closing.callback(made[-1].close)
+        closing.pop_all()
     return made[0] if len(made) == 1 else StripedEngine(made)
 
 

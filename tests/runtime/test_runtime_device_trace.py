@@ -175,6 +175,38 @@ def test_a_device_whose_clock_is_fast_is_followed(gpu, monkeypatch):
         assert taken.when(made) == pytest.approx(seconds, abs=0.015)
 
 
+def test_a_signal_handler_may_export_the_trace(gpu, monkeypatch):
+    """It interrupts the look at the oldest node, and comes back with the times of all, in order."""
+    monkeypatch.setattr(device_trace, "UNREAD", 2)
+    asked, exported = FakeEvent.query, []
+
+    def interrupted(event):
+        monkeypatch.setattr(FakeEvent, "query", asked)
+        signal.raise_signal(signal.SIGUSR1)
+        return event.query()
+
+    def export(number, frame):
+        exported.extend(device_trace.events())
+
+    def hangs(number, frame):
+        raise TimeoutError("the handler waits for a lock that its own thread holds")
+
+    monkeypatch.setattr(FakeEvent, "query", interrupted)
+    before = [signal.signal(signal.SIGUSR1, export), signal.signal(signal.SIGALRM, hangs)]
+    signal.alarm(10)
+    try:
+        for seq in range(4):
+            gpu.queue(gpu.compute, lambda: None, 1)
+            with device_trace.node("store", "g", 0, seq, CPU):
+                pass
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGUSR1, before[0])
+        signal.signal(signal.SIGALRM, before[1])
+    assert exported
+    assert [event.seq for event in device_trace.events()] == [0, 1, 2, 3]
+
+
 def test_the_child_of_a_fork_takes_no_lock_that_a_thread_had(gpu):
     """As a worker of a data loader does not have that thread, nobody would let go of it."""
     store(gpu.tensor(torch.zeros(N)), MEMORY)

@@ -18,13 +18,14 @@ import torch
 from ssd_fx import cli
 from ssd_fx.runtime import stats
 from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile, gds, registry
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.striped import STRIPE
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.store import close_stores, get_store
 from tests.runtime import stub_kvikio
-from tests.runtime.fake_gpu import installed
+from tests.runtime.fake_gpu import FakeEvent, installed
 from tests.runtime.harness import config_json, load, raw, release, settle, store
 from tests.runtime.stub_kvikio import CompatMode
 
@@ -309,6 +310,30 @@ def test_closing_waits_for_what_is_queued(stub, gpu, config):
     assert stub.counts["write"] == WARM_UP + 3
     close_stores()
     del kept
+
+
+def test_an_error_of_the_gpu_leaves_nothing_open(stub, gpu, tmp_path, monkeypatch):
+    """Such an error comes back from every later call for the GPU."""
+    engine = registry.make_engine(options(tmp_path))
+    x, host = gpu.tensor(torch.ones(N)), torch.ones(N)
+    with monkeypatch.context() as on_the_host:
+        on_the_host.setattr(streams, "BACKENDS", {})
+        write = engine.write(engine.alloc(4 * N), Memory.of(host))
+        write.start()
+        write.wait()
+    engine.write(engine.alloc(4 * N), Memory.of(x)).start()
+
+    def fail(event):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(FakeEvent, "synchronize", fail)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            engine.close()
+    assert registry.disk_bytes() == 0
+    assert (engine._file.driver._file.closed, engine._host._pool._closed) == (True, True)
+    gpu.finish()
+    gpu.violations.clear()  # the file was closed under a transfer, as after such an error it may be
 
 
 def test_two_directories(stub, gpu, tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from ssd_fx.runtime import entries, graphs
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.store import _stores, get_store
+from ssd_fx.runtime.store import _stores, close_stores, get_store
 from tests.runtime.harness import config_json, load, raw, settle, store
 
 
@@ -75,6 +75,23 @@ def test_close_in_a_signal_handler_that_interrupted_us(lock, tmp_path):
     while parse(config) in _stores and time.monotonic() < until:
         time.sleep(0.01)
     assert parse(config) not in _stores
+
+
+def test_a_store_that_cannot_end_leaves_no_other_open(tmp_path, monkeypatch):
+    """At the exit its I/O threads would go on while the memory goes."""
+    configs = [config_json(tmp_path, checksums=sums) for sums in (True, False)]
+
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for broken in range(2):
+        engines = [get_store(config).engine for config in configs]
+        with monkeypatch.context() as patch:
+            patch.setattr(engines[broken], "close", fail)
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                close_stores()
+        engines[broken].close()
+        assert [engine._pool._closed for engine in engines] == [True, True]
 
 
 def test_an_operator_in_a_signal_handler_that_interrupted_us(tmp_path):

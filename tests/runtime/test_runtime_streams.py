@@ -389,6 +389,28 @@ def test_an_interrupt_before_the_transfer_was_queued_is_no_success():
         del x
 
 
+def test_an_interrupted_read_of_host_memory_does_not_end_the_engine_badly(monkeypatch):
+    with installed("lazy") as fake:
+        engine, x = MemoryEngine(), fake.tensor(torch.ones(10))
+        extent = engine.alloc(40)
+        write = engine.write(extent, Memory.of(x))
+        write.start()
+        write.wait()
+        read = engine.read(extent, Memory.of(x))
+
+        class Interrupting(dict):
+            def __setitem__(self, *item):
+                super().__setitem__(*item)
+                raise KeyboardInterrupt
+
+        engine._reads = Interrupting()
+        with pytest.raises(KeyboardInterrupt):
+            read.start()
+        engine.close()
+        assert (engine._reads, engine._pinned) == ({}, {})
+        del x
+
+
 def test_an_interrupt_while_the_end_is_noted_does_not_lose_a_transfer(monkeypatch):
     """Its memory would be free for others while the device still copies."""
     with installed("lazy") as fake:

@@ -454,15 +454,24 @@ def test_two_processes_leave_the_reserve_free_together(small_file_system, monkey
     ours.close()
 
 
-def test_a_ctrl_c_while_one_drive_is_closed_leaves_no_other_open(drives, monkeypatch):
-    """Closing waits for threads and for the file system, so that is when people press it."""
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_ctrl_c_while_one_drive_is_closed_leaves_no_drive_open(drives, monkeypatch, when):
+    """Closing waits for threads and for the file system, so that is when people press it.
+
+    No thread may go on after its file is closed: another file of the process may get the number of the descriptor.
+    """
     engine = StripedEngine(drives(3))
-    files = [drive.engine._file for drive in engine._drives]
+    pools = [drive.engine._pool for drive in engine._drives]
+    close = pools[-1].close
 
     def interrupted():
+        monkeypatch.setattr(pools[-1], "close", close)
+        if when == "behind":
+            close()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._drives[-1].engine._pool, "close", interrupted)
+    monkeypatch.setattr(pools[-1], "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
-    assert [file.fd for file in files] == [-1] * 3
+    assert [drive.engine._file.fd for drive in engine._drives] == [-1] * 3
+    assert [pool._closed for pool in pools] == [True] * 3
