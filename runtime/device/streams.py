@@ -219,20 +219,24 @@ class SideStreams:
 class Queued:
     """The completion of one transfer on the stream `side`.
 
-    It starts after all work that the current stream has when `start` is called. It cannot be taken back: `cancel` waits
-    for its end. `wait` raises an error of the start too. `may_fail`: whether its outcome is known at its end only.
+    It starts after the event `after`, or else after all work that the current stream has when `start` is called. It
+    cannot be taken back: `cancel` waits for its end. `wait` raises an error of the start too. `may_fail`: whether its
+    outcome is known at its end only.
     """
 
     __slots__ = (
-        "_anchor", "_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_may_fail", "_over",
-        "_side", "_streams",
+        "_after", "_anchor", "_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_may_fail",
+        "_over", "_side", "_streams",
     )  # fmt: skip
 
-    def __init__(self, device: torch.device, side: Stream, enqueue: Enqueue, *, may_fail: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, side: Stream, enqueue: Enqueue, *, may_fail: bool = True, after: Event | None = None
+    ) -> None:
         streams = of(device)
         assert streams, "only made for devices with streams"
         self._streams = streams
         self._may_fail = may_fail
+        self._after = after
         self._device = device
         self._side = side
         self._enqueue: Enqueue | None = enqueue
@@ -251,7 +255,7 @@ class Queued:
 
     def _start(self, streams: Streams) -> None:
         self._anchor = anchor(streams, self._device)
-        self._side.wait_event(streams.record(streams.current(self._device)))
+        self._side.wait_event(self._after or streams.record(streams.current(self._device)))
         self._begun = streams.record(self._side)
         enqueue, self._enqueue = self._enqueue, None  # it may refer to this object
         assert enqueue, "started once"

@@ -139,18 +139,37 @@ def configure(forced: bool = False) -> None:
 
     It allows PCI peers to exchange data, which needs no nvidia-fs (CUDA 12.8, kernel 6.2, the open driver). It allows
     copies through host memory only if `forced`.
+
+    Raises: RuntimeError if they are forced, and an earlier call has written a file that does not allow them.
     """
-    if os.environ.get(_CONFIG) or SYSTEM.exists():
+    named = os.environ.get(_CONFIG)
+    if forced and named and _allows_copies.get(named) is False:
+        raise RuntimeError(
+            f"engine '{NAME}-forced' comes too late in this process: cuFile was loaded with a configuration that "
+            "allows no copies through host memory; right would be a process of its own"
+        )
+    if named or SYSTEM.exists():
         return
     directory = tempfile.mkdtemp(prefix="ssd_fx-cufile-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(_remove, directory, os.getpid())
     path = os.path.join(directory, "cufile.json")
     settings = {
         "logging": {"dir": directory, "level": "ERROR"},
         "properties": {"allow_compat_mode": forced, "use_pci_p2pdma": True},
     }
     Path(path).write_text(json.dumps(settings))
+    _allows_copies[path] = forced
     os.environ[_CONFIG] = path
+
+
+_allows_copies: dict[str, bool] = {}
+"""Our configuration file, and what it says."""
+
+
+def _remove(directory: str, maker: int) -> None:
+    """Removes the directory of the configuration at the exit of the process that made it, and of no fork."""
+    if os.getpid() == maker:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def current_device() -> torch.device | None:

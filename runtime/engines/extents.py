@@ -59,6 +59,7 @@ class Pause:
 class BackingFile:
     """The unlinked file of one directory, of at most `limit` bytes (0: what the file system has).
 
+    `beside`: returns the bytes of another file that count for the same limit.
     `align`: the alignment of transfers in bytes, 1 without direct I/O.
     `opened`: called with the path before it is unlinked, for libraries that open files by name only.
 
@@ -66,19 +67,29 @@ class BackingFile:
     """
 
     def __init__(
-        self, directory: str, step: int = STEP, limit: int = 0, opened: Callable[[str], None] | None = None
+        self,
+        directory: str,
+        step: int = STEP,
+        limit: int = 0,
+        opened: Callable[[str], None] | None = None,
+        beside: Callable[[], int] = lambda: 0,
     ) -> None:
         self.directory = directory
         self.no_writes = Pause()  # while it lasts `room` raises
         self.no_growth = Pause()  # while it lasts only free extents are used
+        self.opened_again: tuple[int, int] | None = None  # device and inode, if a library has opened the file too
         with _no_fork:
             self.fd, direct = _open_direct_if_possible(directory, opened)
             _open_files.add(self)
+            if opened:
+                found = os.fstat(self.fd)
+                self.opened_again = (found.st_dev, found.st_ino)
         memory, offset = dio_alignment(self.fd) if direct else (1, 1)
         self.align = max(memory, offset)
         self._granularity = max(PAGE, self.align)
         self._step = step
         self._limit = limit
+        self._beside = beside
         self._free = FreeExtents()
         self._lock = threading.Lock()
         self._warned = False
@@ -174,9 +185,9 @@ class BackingFile:
 
         Raises: OSError if these are fewer than `missing`.
         """
-        nbytes = self.nbytes + missing
-        if self._limit and nbytes > self._limit:
-            message = f"the file would have {nbytes} B, and disk_limit is {self._limit} B"
+        held = self.nbytes + self._beside()
+        if self._limit and held + missing > self._limit:
+            message = f"the file would have {held + missing} B, and disk_limit is {self._limit} B"
             raise OSError(errno.ENOSPC, message, self.directory)
         if self.no_growth:
             raise OSError(errno.ENOSPC, "the file could not grow earlier and has no room left", self.directory)
@@ -184,7 +195,7 @@ class BackingFile:
         if missing > available:
             message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
             raise OSError(errno.ENOSPC, message, self.directory)
-        return min(available, self._limit - self.nbytes) if self._limit else available
+        return min(available, self._limit - held) if self._limit else available
 
     def _available(self) -> int:
         return beyond_the_reserve(os.fstatvfs(self.fd))
@@ -226,12 +237,24 @@ _no_fork = threading.RLock()  # held while a descriptor is open that `_after_for
 
 def _after_fork() -> None:
     """Closes the child's descriptors of the parent's files: their room comes back when the last descriptor closes."""
+    others = {file.opened_again for file in _open_files if file.opened_again and file.fd >= 0}
     for file in list(_open_files):
         fd, file.fd = file.fd, -1
         if fd >= 0:
             os.close(fd)
+    if others:
+        _close_all(others)
     _open_files.clear()
     _no_fork.release()
+
+
+def _close_all(files: set[tuple[int, int]]) -> None:
+    """Closes every descriptor of the files, which are named by device and inode."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the list itself is closed by now
+            found = os.fstat(int(name))
+            if (found.st_dev, found.st_ino) in files:
+                os.close(int(name))
 
 
 os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_after_fork)

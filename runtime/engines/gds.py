@@ -11,7 +11,6 @@
   This is memory of CPU tensors, and of GPU tensors that a host tier moves on. It is read through the same engine.
 """
 
-import dataclasses
 import errno
 import functools
 import os
@@ -30,12 +29,12 @@ from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, not_readable
 from ssd_fx.runtime.engines.cufile import DriverFile
 from ssd_fx.runtime.engines.extents import STEP, BackingFile
+from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.preflight import check_directory
-from ssd_fx.runtime.engines.registry import make_engine
 from ssd_fx.runtime.engines.striped import one_for_each
 
 _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
-_LANES = 16  # streams for each device; PyTorch makes 32 and hands them out in turns
+_LANES = 16  # streams for each device and all directories; PyTorch makes 32 and hands them out in turns
 
 
 class GdsExtent(Extent):
@@ -53,9 +52,9 @@ class GdsExtent(Extent):
 class _GdsFile:
     """A backing file, and the same file opened by kvikio."""
 
-    def __init__(self, directory: str, limit: int, forced: bool) -> None:
+    def __init__(self, directory: str, limit: int, forced: bool, beside: Callable[[], int]) -> None:
         opened: list[DriverFile] = []
-        self.backing = BackingFile(directory, STEP, limit, lambda path: opened.append(_opened(path, forced)))
+        self.backing = BackingFile(directory, STEP, limit, lambda path: opened.append(_opened(path, forced)), beside)
         self.driver = opened[0]
 
     def close(self) -> None:
@@ -75,24 +74,29 @@ def _opened(path: str, forced: bool) -> DriverFile:
 class GdsEngine:
     """One backing file in `directory`, with the other options of `config`. `cufile.status` must have been asked.
 
+    `lanes`: the most streams for each device.
+
     Raises: what `check_directory` raises; OSError if the file cannot be opened.
     """
 
     name = cufile.NAME
     devices = frozenset({"cpu", "cuda"})
 
-    def __init__(self, directory: str, config: RuntimeConfig, *, forced: bool) -> None:
+    def __init__(self, directory: str, config: RuntimeConfig, *, forced: bool, lanes: int) -> None:
         check_directory(directory, config.allow_tmpfs)
-        self._config = dataclasses.replace(config, engine="posix", dirs=(directory,))
+        self._config = config
+        self._most_lanes = lanes
         self._host: Engine | None = None
         # By transfer, its stream. A future that is dropped before its end blocks the host, so they are kept here.
         self._under_way: dict[streams.Queued, streams.Stream] = {}
         self._lanes: dict[torch.device, deque[streams.Stream]] = {}
-        self._file = _GdsFile(str(Path(directory)), config.disk_limit, forced)
+        self._file = _GdsFile(
+            str(Path(directory)), config.disk_limit, forced, lambda: self._host.disk_bytes if self._host else 0
+        )
 
     @property
     def disk_bytes(self) -> int:
-        return self._file.backing.nbytes  # the registry counts `_host` by itself
+        return self._file.backing.nbytes + (self._host.disk_bytes if self._host else 0)
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         backing = self._file.backing
@@ -111,7 +115,7 @@ class GdsEngine:
         if streams.of(memory.device):
             return self._queued("write", extent, memory)
         extent.from_cpu = True
-        self._host = self._host or make_engine(self._config)
+        self._host = self._host or self._make_host()
         extent.host = self._host.alloc(extent.nbytes)
         self._file.backing.free(extent.offset, extent.size)
         return self._host.write(extent.host, memory)
@@ -141,6 +145,16 @@ class GdsEngine:
             for transfer in self._under_way:
                 closing.callback(transfer.cancel)
 
+    def _make_host(self) -> Engine:
+        backing, config = self._file.backing, self._config
+        return PosixEngine(
+            backing.directory,
+            allow_tmpfs=config.allow_tmpfs,
+            limit=config.disk_limit,
+            checksums=config.checksums,
+            beside=lambda: backing.nbytes,
+        )
+
     def _queued(self, what: str, extent: GdsExtent, memory: Memory) -> Completion:
         file = self._file.driver
         queue = file.write if what == "write" else file.read
@@ -154,10 +168,10 @@ class GdsEngine:
         return transfer
 
     def _lane(self, device: torch.device) -> streams.Stream:
-        """A stream with nothing under way; of `_LANES` streams that are all in use, the one used longest ago."""
+        """A stream with nothing under way; of streams that are all in use, the one used longest ago."""
         lanes, busy = self._lanes.setdefault(device, deque()), list(self._under_way.values())
         idle = next((lane for lane in lanes if lane not in busy), None)
-        if idle is None and len(lanes) == _LANES:
+        if idle is None and len(lanes) == self._most_lanes:
             idle = lanes[0]
         if idle is None:
             queued = streams.of(device)
@@ -219,7 +233,7 @@ def make(config: RuntimeConfig, *, forced: bool) -> Engine:
         raise ValueError(f"engine {cufile.NAME!r} needs at least one directory on a drive in dirs")
 
     def tried(directory: str) -> Engine:
-        engine = GdsEngine(directory, config, forced=forced)
+        engine = GdsEngine(directory, config, forced=forced, lanes=max(2, _LANES // len(config.dirs)))
         try:
             _round_trip(engine)
         except BaseException:

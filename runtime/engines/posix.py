@@ -126,6 +126,7 @@ class Transfer:
 class PosixEngine:
     """One backing file in `directory`, of at most `limit` bytes (0: no limit), with `threads` I/O threads.
 
+    `beside`: as in `BackingFile`.
     `checksums`: sum every block. `cuda`: returns the driver, when memory of a device is first transferred.
 
     Raises: what `check_directory` raises; OSError if no file can be created.
@@ -143,13 +144,14 @@ class PosixEngine:
         step: int = STEP,
         limit: int = 0,
         checksums: bool = True,
+        beside: Callable[[], int] = lambda: 0,
         cuda: Callable[[], driver.CudaDriver] = driver.cuda,
     ) -> None:
         check_directory(directory, allow_tmpfs)
         self._checksums = checksums
         self._cuda = cuda
         self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
-        self._file = BackingFile(str(Path(directory)), step, limit)
+        self._file = BackingFile(str(Path(directory)), step, limit, beside=beside)
         try:
             self._pool = loader.make_pool(threads)
         except BaseException:  # no thread could be started

@@ -87,14 +87,15 @@ class StagedEngine:
         file = self._files.read(extent, Memory.of(staging.whole))
         if not queued:
             return Chain(file, Copy(memory.ptr, staging.tensor.data_ptr(), memory.nbytes), self._reads, staging)
-        with queued.on(memory.device):  # what was queued before the caller got `memory` may still use it
+        # What was queued before the caller got `memory` may still use it. What comes while the file is read need not
+        # end first, and another thread starts the copy, whose current stream is not the caller's.
+        with queued.on(memory.device):
             ready = queued.record(queued.current(memory.device))
 
         def enqueue(side: streams.Stream) -> None:
-            side.wait_event(ready)
             queued.copy(side, _on_device(memory, queued), staging.tensor)
 
-        copy = streams.Queued(memory.device, self._sides.get(memory.device, write=False), enqueue)
+        copy = streams.Queued(memory.device, self._sides.get(memory.device, write=False), enqueue, after=ready)
         return Chain(file, copy, self._reads, staging)
 
     def failed(self, extent: Extent, error: OSError) -> None:

@@ -41,8 +41,8 @@ class TieredEngine:
 
     The plan says which tensors stay in `host`; where it names no tier, the latest stay.
     A tensor that moves on takes host memory until it is written, so host memory holds up to `room + in_flight` bytes.
-    If more than `in_flight` bytes would be moving, new tensors go to the drive at once. `moved` is called with the
-    bytes of each tensor that has moved on.
+    One tensor may always move. If more than `in_flight` bytes would be moving, new tensors go to the drive at once.
+    `moved` is called with the bytes of each tensor that has moved on.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class TieredEngine:
     def _make_room(self, nbytes: int, tier: str) -> bool:
         """Whether host memory has room for `nbytes`. Moves older tensors on until it does."""
         while self.host_bytes - self.moving_bytes + nbytes > self._room:
-            if self._moving and self.moving_bytes + nbytes > self._cap:
-                return False
             extent = self._next_to_move(tier)
-            if extent is None or not self._move(extent):
+            if extent is None or (self._moving and self.moving_bytes + extent.nbytes > self._cap):
+                return False
+            if not self._move(extent):
                 return False
         return True
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,21 @@ _NODES = Path("/sys/devices/system/node")
 
 @contextmanager
 def near(device: torch.device) -> Iterator[None]:
-    """A context within which this thread runs on the cores of the device's node, if they are known and allowed."""
+    """A context within which this thread runs on the cores of the device's node, if they are known and allowed.
+
+    A container may refuse the call, and the allowed cores may change meanwhile. Nothing but speed depends on it.
+    """
     before = os.sched_getaffinity(0)
     cores = before & _cores(device)
-    if cores and cores != before:
+    if not cores or cores == before:
+        yield
+        return
+    with suppress(OSError):
         os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
-        if cores and cores != before:
+        with suppress(OSError):
             os.sched_setaffinity(0, before)
 
 

@@ -1,5 +1,6 @@
 """The engine "kvikio", beside what all engines on streams do (test_runtime_streams): the machine, and failures."""
 
+import dataclasses
 import gc
 import importlib.util
 import inspect
@@ -215,6 +216,32 @@ def test_cufile_is_configured_before_it_is_loaded(stub, monkeypatch, tmp_path):
     assert settings["properties"] == {"allow_compat_mode": False, "use_pci_p2pdma": True}
 
 
+def test_copies_are_not_forced_where_cufile_was_loaded_without(stub, monkeypatch, tmp_path):
+    """As `engine="auto"` loads it, which tries without copies."""
+    monkeypatch.delenv("CUFILE_ENV_PATH_JSON")
+    monkeypatch.setattr(cufile, "SYSTEM", tmp_path / "missing.json")
+    cufile.status()
+    with pytest.raises(RuntimeError, match=r"'kvikio-forced' comes too late in this process.*a process of its own"):
+        registry.make_engine(options(tmp_path, "kvikio-forced"))
+
+
+def test_a_forked_child_leaves_the_configuration_of_its_parent(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
+    monkeypatch.setattr(cufile, "SYSTEM", tmp_path / "missing.json")
+    removers = []
+    monkeypatch.setattr(cufile.atexit, "register", lambda function, *args: removers.append((function, args)))
+    cufile.configure()
+    path = Path(os.environ["CUFILE_ENV_PATH_JSON"])
+    ((remove, args),) = removers
+    child = os.fork()
+    if child == 0:
+        remove(*args)
+        os._exit(0 if path.exists() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    remove(*args)
+    assert not path.parent.exists()
+
+
 def test_the_users_configuration_of_cufile_stays(stub):
     cufile.status()
     assert stub.configured == "/somewhere/cufile.json"
@@ -380,11 +407,40 @@ def test_cpu_tensors_go_through_posix(gpu, stub, tmp_path):
     engine.close()
 
 
+def test_both_files_of_a_directory_are_within_the_limit(gpu, stub, tmp_path):
+    limit = 40 << 20
+    engine = registry.make_engine(dataclasses.replace(options(tmp_path), disk_limit=limit))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gds.streams, "BACKENDS", {})
+        write = engine.write(engine.alloc(10 << 20), Memory.of(torch.empty(10 << 20, dtype=torch.uint8)))
+        write.start()
+        write.wait()
+    with pytest.warns(RuntimeWarning, match="keeps"), pytest.raises(OSError, match=f"disk_limit is {limit} B"):
+        engine.alloc(limit - (1 << 20))
+    assert 10 << 20 < registry.disk_bytes() <= limit
+    engine.close()
+
+
+def test_the_streams_are_dealt_to_the_directories(gpu, stub, tmp_path):
+    """PyTorch has 32 of them for all its users, and whoever has the same one waits for our transfers."""
+    dirs = [tmp_path / name for name in "abcd"]
+    for path in dirs:
+        path.mkdir()
+    engine = registry.make_engine(RuntimeConfig(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
+    x = gpu.tensor(torch.ones(N))
+    for drive in engine._drives:
+        for _ in range(gds._LANES):
+            drive.engine.write(drive.engine.alloc(4 * N), Memory.of(x)).start()
+    assert len(gpu.sides) == gds._LANES
+    gpu.finish()
+    engine.close()
+
+
 def test_no_room_for_a_cpu_tensor_is_not_held_against_the_gpus_file(gpu, stub, tmp_path):
     engine = registry.make_engine(options(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gds.streams, "BACKENDS", {})
-        patch.setattr(gds, "make_engine", lambda config: _Full())
+        patch.setattr(gds, "PosixEngine", lambda *args, **kwargs: _Full())
         extent = engine.alloc(4 * N)
         with pytest.raises(OSError, match="full") as raised:
             engine.write(extent, Memory.of(torch.empty(N)))
@@ -396,8 +452,28 @@ def test_no_room_for_a_cpu_tensor_is_not_held_against_the_gpus_file(gpu, stub, t
 
 
 class _Full:
+    disk_bytes = 0
+
     def alloc(self, nbytes, tier=""):
         raise OSError(28, "full", "/full")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_keeps_no_descriptor_of_the_file(stub, gpu, config, tmp_path):
+    """Else its room is taken for as long as a worker of a data loader lives."""
+    handle, _ = stored(gpu, config)
+    settle(handle)
+
+    def of_the_file():
+        names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return [name for name in names if os.path.lexists(name) and str(tmp_path) in os.readlink(name)]
+
+    assert len(of_the_file()) == 2
+    child = os.fork()
+    if child == 0:
+        os._exit(len(of_the_file()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(of_the_file()) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -47,6 +47,18 @@ def test_a_machine_that_does_not_tell_leaves_the_thread_where_it_is(machine, nod
         assert os.sched_getaffinity(0) == allowed
 
 
+def test_a_container_that_refuses_leaves_the_thread_where_it_is(machine, monkeypatch):
+    allowed = os.sched_getaffinity(0)
+    machine("1\n", f"{min(allowed)}\n")
+
+    def refuse(thread, cores):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with numa.near(GPU):
+        assert os.sched_getaffinity(0) == allowed
+
+
 def test_other_devices_have_no_node():
     allowed = os.sched_getaffinity(0)
     with numa.near(torch.device("cpu")):

@@ -5,6 +5,7 @@ What goes wrong with streams is tested for all engines in test_runtime_streams.
 
 import errno
 import threading
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,8 @@ from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.chain import Chain
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.striped import STRIPE
+from tests.runtime.fake_gpu import installed
+from tests.runtime.harness import raw
 
 
 class Part:
@@ -192,6 +195,30 @@ def test_tensors_of_the_cpu_beside_those_of_the_device(monkeypatch, tmp_path, di
     assert engine.disk_bytes > 0
     engine.free(extent)
     engine.close()
+
+
+def test_a_load_does_not_wait_for_kernels_that_are_queued_while_its_file_is_read(tmp_path):
+    with installed("sides first") as gpu:
+        with pytest.warns(RuntimeWarning, match="no fast way"):
+            engine = staged.StagedEngine(PosixEngine(str(tmp_path), allow_tmpfs=True), "cuda")
+        x, y = gpu.tensor(torch.ones(5000)), gpu.tensor(torch.zeros(5000))
+        extent = engine.alloc(20_000)
+        write = engine.write(extent, Memory.of(x))
+        write.start()
+        write.wait()
+        load = engine.read(extent, Memory.of(y))
+        file, read = load._first, threading.Event()
+        load._first = types.SimpleNamespace(start=file.start, span=file.span, wait=lambda: (read.wait(), file.wait()))
+        load.start()
+        before = gpu.compute.queued
+        for _ in range(5):
+            gpu.queue(gpu.compute, lambda: None)
+        read.set()
+        load.wait()
+        assert gpu.compute.ran == before
+        assert gpu.bytes_of(y) == raw(torch.ones(5000))
+        gpu.finish()
+        engine.close()
 
 
 def test_a_failed_write_retires_the_directory(tmp_path):

@@ -33,7 +33,7 @@ def tiered(drive, room=2 * B, in_flight=10 * B, moved=lambda nbytes: None):
 
 
 def put(engine, x):
-    extent = engine.alloc(B)
+    extent = engine.alloc(x.nbytes)
     write = engine.write(extent, Memory.of(x))
     write.start()
     write.wait()
@@ -111,6 +111,16 @@ def test_death_while_moving(drive):
     for extent in extents:
         engine.free(extent)
     assert (engine.moving_bytes, engine.host_bytes) == (0, 0)
+
+
+def test_a_large_tensor_does_not_move_for_small_ones_while_others_move(drive):
+    """Host memory holds what has its place there, and `in_flight` bytes that move."""
+    slow = DelayedEngine(drive, 60, 60)
+    engine = tiered(slow, room=4 * B, in_flight=2 * B)
+    put(engine, torch.randn(N)), put(engine, torch.randn(3 * N))
+    for _ in range(3):
+        put(engine, torch.randn(N))
+    assert (engine.host_bytes, engine.moving_bytes) == (5 * B, B)
 
 
 def test_while_too_much_moves_new_tensors_go_to_the_drive(drive):
