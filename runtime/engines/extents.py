@@ -312,7 +312,7 @@ def _open(path: str, flags: int) -> int:
     try:
         if flags & os.O_DIRECT:
             dio_alignment(fd)
-    except OSError:
+    except BaseException:
         os.close(fd)
         raise
     return fd

@@ -142,12 +142,19 @@ def test_no_package(gpu, monkeypatch, tmp_path):
             registry.make_engine(options(tmp_path, engine))
 
 
-def test_a_kvikio_that_finds_no_libcufile_is_none(stub, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError('Failure finding "libcufile.so.0"'),  # a subclass of it, by cuda.pathfinder
+        AttributeError("module 'kvikio._lib' has no attribute 'arr'"),  # parts of two versions
+    ],
+)
+def test_a_kvikio_that_cannot_be_loaded_is_none(stub, monkeypatch, error):
     def refuse(name):
-        raise RuntimeError('Failure finding "libcufile.so.0"')  # a subclass of it, by cuda.pathfinder
+        raise error
 
     monkeypatch.setattr(cufile, "_module", refuse)
-    assert cufile.status() == cufile.Status("", False, f'Failure finding "libcufile.so.0"; {cufile.MISSING}')
+    assert cufile.status() == cufile.Status("", False, f"{error}; {cufile.MISSING}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
