@@ -515,6 +515,7 @@ def test_the_stub_has_kvikios_interface():
         "found['get'] = list(inspect.signature(kvikio.cufile_driver.get).parameters)\n"
         "modes = {m.name: int(m) for m in kvikio.CompatMode}\n"
         "assert callable(kvikio.defaults.is_compat_mode_preferred)\n"
+        "assert callable(kvikio.cufile_driver.driver_open)\n"
         "with kvikio.defaults.set({'compat_mode': kvikio.CompatMode.ON}):\n"
         "    assert kvikio.defaults.get('compat_mode') == kvikio.CompatMode.ON\n"
         "print(json.dumps([found, modes]))\n"
