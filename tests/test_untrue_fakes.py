@@ -71,6 +71,42 @@ def gradients(toy: toys.Toy) -> list[Tensor]:
     return list(torch.autograd.grad(toy(x, w), (x, w)))  # type: ignore[arg-type]
 
 
+def quantized(then: Callable[[Tensor], Tensor]) -> toys.Toy:
+    """x @ w, twice. A quantized x is saved for the backward, of which PyTorch's FakeTensor says that it has floats."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(then(torch.quantize_per_tensor(x, 0.1, 3, torch.quint8)), w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x, w = ctx.saved_tensors
+            return grad @ w.t(), x.dequantize().view(grad.shape[0], -1).t() @ grad
+
+    def toy(x: Tensor, w: Tensor) -> Tensor:
+        return Product.apply(Product.apply(x, w).tanh(), w).sum()  # type: ignore[no-untyped-call, no-any-return]
+
+    return toy
+
+
+@pytest.mark.parametrize(
+    ("inner", "then"),
+    [
+        ("inductor", lambda q: q),
+        ("aot_eager", lambda q: q),
+        ("aot_eager", lambda q: q.relu().view(-1)),  # plain Inductor reads such a relu as one of floats
+    ],
+)
+def test_a_quantized_tensor_stays_in_memory(inner: str, then: Callable[[Tensor], Tensor]) -> None:
+    """A load would need its scale and zero point too, and a stand-in of its dtype, which PyTorch cannot make."""
+    expected = gradients(torch.compile(quantized(then), backend=inner))
+    torch._dynamo.reset()
+    compiled = torch.compile(quantized(then), backend=ssd_fx.backend, options=OPTIONS | {"inner": inner})
+    assert_same_bits(gradients(compiled), expected)
+
+
 def of_every_source(toy: toys.Toy) -> None:
     kept = gradients(torch.compile(toy, backend="aot_eager"))
     torch._dynamo.reset()

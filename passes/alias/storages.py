@@ -69,6 +69,7 @@ class _Facts:
     live: set[int]  # in memory anyway
     disputed: set[int]  # it is unknown what shares them
     nested: set[int]
+    quantized: set[int]  # their FakeTensors are of floats
     absolute: set[int]  # the backward reads them by positions counted from their start
     changed: set[int]  # the backward writes into them
     bytes_of_bools: set[int]  # a graph reads bools there as numbers
@@ -85,6 +86,7 @@ class _Facts:
             _live_anyway(forward, partition),
             _disputed(forward),
             _nested(forward),
+            _quantized(forward),
             _absolute(partition.backward.graph),
             set(nodes_by_storage(target for node in partition.backward.graph.nodes for target in written(node))),
             _bytes_of_bools([*forward, *partition.backward.graph.nodes]),
@@ -141,6 +143,8 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
         return NESTED
     if key in facts.disputed:
         return "aliases disagree"
+    if key in facts.quantized:
+        return "quantized, and PyTorch's metadata say float"
     if any(storage_of(facts.placeholders[n.name]) in facts.changed for n in saved):
         return "the backward writes into it"  # mostly an input, whose owner must see the write
     if any(storage_of(facts.placeholders[n.name]) in facts.returned for n in saved):
@@ -192,6 +196,28 @@ def _stored_plain(facts: _Facts, key: int, saved: list[fx.Node], owner: Layout, 
     if placed and not (as_it_is and _covers(facts.owner(key))):
         return "read by its place in the storage"
     return found or "no dense tensor holds the bytes needed"
+
+
+_QUANTIZE = ("quantize_per_", "_make_per_", "_empty_affine_quantized", "_empty_per_channel_affine_quantized")
+_DEQUANTIZE = ("dequantize", "int_repr", "q_")
+
+
+def _quantized(forward: list[fx.Node]) -> set[int]:
+    """Storages of quantized tensors.
+
+    Their FakeTensors are of floats (torch 2.13), so only operators tell. What an operator makes of a quantized tensor
+    counts as quantized too.
+    """
+    found: set[fx.Node] = set()
+    for node in forward:
+        if node.op != "call_function":
+            continue
+        target = node.target
+        namespace, _, name = target.name().partition("::") if isinstance(target, torch._ops.OpOverload) else ("",) * 3
+        makes = namespace == "quantized" or name.startswith(_QUANTIZE)
+        if makes or (not name.startswith(_DEQUANTIZE) and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return set(nodes_by_storage(found))
 
 
 def _may_be_in_flight(owner: fx.Node) -> bool:
