@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 log = logging.getLogger("ssd_fx")
@@ -35,6 +35,7 @@ planning = partial(announced, "planning what goes to the drive; recompute=False 
 
 
 def _say(text: str) -> None:
-    log.info("%s", text)
-    if sys.stderr.isatty() and not log.isEnabledFor(logging.INFO):
-        print(f"ssd_fx: {text}", file=sys.stderr, flush=True)
+    with suppress(Exception):  # the standard error may be None, closed, or an object of the program's own
+        log.info("%s", text)
+        if sys.stderr.isatty() and not log.isEnabledFor(logging.INFO):
+            print(f"ssd_fx: {text}", file=sys.stderr, flush=True)

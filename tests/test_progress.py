@@ -40,6 +40,30 @@ def test_on_a_terminal_alone(
     assert capsys.readouterr().err.count("ssd_fx: measuring") == lines
 
 
+class Tee:
+    """A stream of the program's own: it has no isatty, and is no file."""
+
+    def write(self, text: str) -> None:
+        raise AssertionError("it is no terminal")
+
+
+class Gone:
+    """A terminal that was closed."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> None:
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("stream", [Tee(), None, Gone()], ids=["without isatty", "none", "closed"])
+def test_a_standard_error_that_takes_nothing_fails_no_work(stream: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress.announced("measuring", 0.0):
+        pass
+
+
 def test_planning_and_the_first_file_are_announced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
