@@ -117,14 +117,15 @@ def compile_graph(
             survey=survey,
             about=partial(about, arguments, patterns.function()),
         )
-        if config.dump and report is None:
-            report = partial(folder.write, config.own_dump, config.share())
+        dumps_to = "" if report else config.own_dump
+        if dumps_to:
+            report = partial(folder.write, dumps_to, config.share())
         if report is not None:
             partitioner = replace(partitioner, report=partial(_reported, report, arguments))
     if config.share():
         log.info("%s", config.share())
     eager = config.inner == "aot_eager"
-    compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode, config)
+    compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode, dumps_to)
     stats.compiled()
     stats.rated(config.own_drive_tbw)
     graphs.uses(innermost_fn(compiled), config.runtime_json())
@@ -291,7 +292,7 @@ def _trains_on_cpu(inputs: Sequence[object]) -> bool:
 
 
 def _inductor(
-    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None, config: Config
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None, dumps_to: str
 ) -> Compiled:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -303,8 +304,8 @@ def _inductor(
         partitioner = _for_cpp(partitioner)
     patches = settings(gm, inputs, mode) | inductor_passes(partitioner, source_digest())
     inner = compile_fx_inner if partitioner.survey is None else _no_backward
-    if config.dump:
-        inner = partial(folder.with_code, config.own_dump, inner)
+    if dumps_to:
+        inner = partial(folder.with_code, dumps_to, inner)
     return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
 
 

@@ -79,6 +79,13 @@ def test_a_model_with_inductor_and_keyword_arguments() -> None:
     assert "keep=['act']" in found.table
 
 
+def test_with_inductor_and_a_dump_only_the_report_is_made(tmp_path: Path) -> None:
+    """No plan is written, so there is no folder for Inductor's code."""
+    said = TOY | {"inner": "inductor", "dump": str(tmp_path)}
+    assert len(ssd_fx.explain(toys.relu_chain, options=said)(*toys.inputs()).dumps) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_as_often_as_one_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo gives a function up that it compiled eight times; this one still compiles, and no directory is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -25,7 +25,7 @@ def write(directory: str, share: str, made: Explanation, about: str) -> None:
     `about`, the plan as the graph carries it, is not written: `plan.json` has all of it.
     """
     numbered = Path(directory) / made.graph
-    numbered.mkdir(exist_ok=True)
+    numbered.mkdir(parents=True, exist_ok=True)
     for old in numbered.glob("[0-9][0-9]_*.txt"):
         old.unlink()
     for name, text in made.files().items():
@@ -42,6 +42,7 @@ def with_code(
     code, graph = getattr(made, "source_code", ""), gm.meta.get(GRAPH_NAME)
     if code and graph:
         numbered = Path(directory) / graph
+        numbered.mkdir(parents=True, exist_ok=True)  # somebody may have removed it before the first backward
         part = "backward" if settings.get("is_backward") else "forward"
         number = len(list(numbered.glob("[0-9][0-9]_*.txt")))
         (numbered / f"{number:02}_inductor_{part}.txt").write_text(told_once(marked(code), config))

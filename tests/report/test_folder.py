@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ssd_fx
+from ssd_fx.passes.partitioner import GRAPH_NAME
 from ssd_fx.passes.stages import Stages
 from ssd_fx.report.code import marked, told_once
+from ssd_fx.report.folder import with_code
 
 TOY = {"engine": "memory", "machine": "default", "min_bytes": 0}
 
@@ -66,6 +69,15 @@ def test_the_code_of_inductor(tmp_path: Path) -> None:
     assert [marks.count(word) for word in ("begin", "store", "release")] == [1, stats.stores, stats.stores]
     marks = re.findall(r"# <-- ssd_fx: (\w+)$", backward.read_text(), re.MULTILINE)
     assert [marks.count(word) for word in ("load", "wait")] == [stats.loads, stats.loads]
+
+
+def test_a_dump_that_is_removed_before_the_first_backward_is_made_again(tmp_path: Path) -> None:
+    """Inductor compiles the backward then."""
+    dump = tmp_path / "dump"
+    gm = torch.fx.GraphModule({}, torch.fx.Graph())
+    gm.meta[GRAPH_NAME] = "9bd39aac"
+    with_code(str(dump), lambda *_, **__: SimpleNamespace(source_code="code"), gm, [], is_backward=True)
+    assert (dump / "9bd39aac" / "00_inductor_backward.txt").read_text() == "code"
 
 
 def test_marks() -> None:
