@@ -18,6 +18,7 @@ from torch._dynamo.backends import registry
 from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.symbolic_convert import tls
 from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
 
 from ssd_fx import patterns, progress
 from ssd_fx.calibration import calibrate
@@ -148,6 +149,9 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
         raise ValueError("torch._inductor.config.custom_partitioner_fn is set, and ssd_fx is a partitioner; unset it")
     if config.inner == "aot_eager" and mode not in (None, "default"):
         raise ValueError(f"mode={mode!r} is Inductor's; inner='aot_eager' takes none")
+    if mode is not None and mode not in list_mode_options():
+        modes = ", ".join(map(repr, list_mode_options()))
+        raise ValueError(f"mode={mode!r} is none of Inductor's; right would be one of {modes}")
     try:
         check_engine(config.engine)
     except RuntimeError as error:

@@ -145,8 +145,10 @@ class Config:
                 values[name] = _PARSERS[name](name, given[name])
             elif _variable(name) in os.environ:
                 values[name] = _from_environment(name)
-        values.setdefault("dirs", (os.path.abspath(tempfile.gettempdir()),))
-        values.setdefault("ranks", _parse_ranks("ranks", "auto"))
+        if "dirs" not in values:
+            values["dirs"] = (os.path.abspath(tempfile.gettempdir()),)
+        if "ranks" not in values:
+            values["ranks"] = _parse_ranks("ranks", "auto")
         return Config(**values)
 
     @property
@@ -233,18 +235,25 @@ def _known(name: str, names: list[str]) -> str:
 
 
 def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
-    """The absolute paths of one path, of several separated by the system's path separator, or of a sequence."""
-    if isinstance(value, (str, Path)):
-        parts: list[Any] = str(value).split(os.pathsep)
-    elif isinstance(value, (list, tuple)):
-        parts = list(value)
-    else:
-        parts = []
-    if not parts or not all(isinstance(p, (str, Path)) and str(p) for p in parts):
+    """The absolute paths of one path, of several separated by the system's path separator, or of a sequence.
+
+    A directory that is named twice, as by a link, is one: `disk_limit` holds for it.
+    """
+    parts: Any = [value] if isinstance(value, Path) else value
+    if isinstance(value, str):
+        parts = value.split(os.pathsep)
+    if (
+        not isinstance(parts, (list, tuple))
+        or not parts
+        or not all(isinstance(p, (str, Path)) and str(p) for p in parts)
+    ):
         raise ValueError(
             f"option {name}={value!r} is not a list of directories; right would be e.g. ['/mnt/nvme0', '/mnt/nvme1']"
         )
-    return tuple(os.path.abspath(os.path.expanduser(p)) for p in parts)
+    named: dict[str, str] = {}
+    for path in (os.path.abspath(os.path.expanduser(p)) for p in parts):
+        named.setdefault(os.path.realpath(path), path)
+    return tuple(named.values())
 
 
 def _parse_choice(*choices: str) -> Any:
@@ -269,8 +278,8 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
     given = value
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip() not in ("", "none", "off")]
-        pairs = (part.rpartition("=") for part in parts)
-        given = {tier or "ssd": codec for tier, _, codec in pairs}
+        codecs = {tier or "ssd": codec for tier, _, codec in (part.rpartition("=") for part in parts)}
+        given = codecs if len(codecs) == len(parts) else value  # which is none: it names a tier twice
     if given in (None, False):
         given = {}
     if not isinstance(given, Mapping) or not all(t in TIERS and c in CODECS for t, c in given.items()):
@@ -302,7 +311,7 @@ def _parse_flag(name: str, value: object) -> bool:
         return value
     if str(value).lower() in ("1", "true", "yes", "on"):
         return True
-    if str(value).lower() in ("0", "false", "no", "off", ""):
+    if str(value).lower() in ("0", "false", "no", "off"):
         return False
     raise ValueError(f"option {name}={value!r} is neither true nor false")
 

@@ -57,7 +57,9 @@ def parse_bytes(name: str, value: object) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         if match and match[2].lower() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].lower()])
+            nbytes = float(match[1]) * _UNITS[match[2].lower()]
+            if nbytes < math.inf:
+                return int(nbytes)
     raise ValueError(
         f"option {name}={value!r} is not a size; right would be a number of bytes or e.g. '512MiB' or '2GB'"
     )
@@ -79,7 +81,7 @@ def parse_share(name: str, value: object) -> float:
     """A share such as 0.05 or "5%".
 
     Raises:
-        ValueError: something else, or less than 0.
+        ValueError: something else, less than 0, or more than 1.
     """
     text = str(value).strip()
     percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
@@ -87,8 +89,8 @@ def parse_share(name: str, value: object) -> float:
         share = float(percent[1]) / 100 if percent else float(text)
     except ValueError:
         share = -1.0
-    if isinstance(value, bool) or not 0.0 <= share < math.inf:
-        raise ValueError(f"option {name}={value!r} is not a share; right would be e.g. 0.05 or '5%'")
+    if isinstance(value, bool) or not 0.0 <= share <= 1.0:
+        raise ValueError(f"option {name}={value!r} is not a share; right would be 0 to 1, such as 0.05 or '5%'")
     return share
 
 

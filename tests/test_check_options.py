@@ -45,6 +45,11 @@ def test_a_mode_that_is_none_of_ours() -> None:
         ssd_fx.check_options({"inner": "aot_eager"}, mode="max-autotune")
 
 
+def test_a_mode_that_nobody_knows(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mode='nonsense' is none of Inductor's; right would be .*'reduce-overhead'"):
+        ssd_fx.check_options({"dirs": [tmp_path], "allow_tmpfs": True}, mode="nonsense")
+
+
 def test_good_options_come_back_with_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_FX_DIRS", str(tmp_path))
     found = ssd_fx.check_options({"budget": "25%"})

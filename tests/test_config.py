@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ def test_budgets(said: object, meant: float) -> None:
     assert type(budget) is type(meant)
 
 
+HUGE = "9" * 400  # digits: beyond any float
+
 BAD = [
     ({"budget": "lots"}, r"budget='lots' is not a budget; right would be a size such as '2GiB', a share"),
     ({"budget": 1.5}, r"budget=1.5 is not a budget; .*, or 'auto'$"),
@@ -40,6 +43,11 @@ BAD = [
     ({"budget": -1}, r"budget=-1 is not a budget"),
     ({"budget": True}, r"budget=True is not a budget"),
     ({"budget": None}, r"budget=None is not a budget"),
+    ({"budget": f"{HUGE}.0G"}, r"budget='9+\.0G' is not a budget"),
+    ({"min_bytes": f"{HUGE}G"}, r"min_bytes='9+G' is not a size; right would be"),
+    ({"slowdown": 5}, r"slowdown=5 is not a share; right would be 0 to 1, such as 0\.05 or '5%'"),
+    ({"slowdown": "150%"}, r"slowdown='150%' is not a share"),
+    ({"slowdown": -0.1}, r"slowdown=-0\.1 is not a share"),
     ({"min_bytes": "1 parsec"}, r"min_bytes='1 parsec' is not a size; right would be"),
     ({"drive_tbw": "much"}, r"drive_tbw='much' is no number of TB; right would be e\.g\. 600, or 0 if not known"),
     ({"drive_tbw": -1}, r"drive_tbw=-1 is no number of TB"),
@@ -52,6 +60,7 @@ BAD = [
     ({"dirs": 3}, r"dirs=3 is not a list of directories"),
     ({"dump": 3}, r"dump=3 is not a path"),
     ({"allow_tmpfs": "maybe"}, r"allow_tmpfs='maybe' is neither true nor false"),
+    ({"checksums": ""}, r"checksums='' is neither true nor false"),
     (
         {"machine": "fast"},
         r"machine='fast' is no machine \(Expecting value: line 1 .*\); right would be 'auto', 'default' or rates",
@@ -59,13 +68,14 @@ BAD = [
     ({"machine": 7}, r"machine=7 is no machine \(no dictionary of rates\)"),
     ({"machine": {"flop": 1}}, r"is no machine \(a machine has no 'flop'; right would be any of flops, memory_bw"),
     ({"machine": {"flops": "fast"}}, r"is no machine \(flops='fast' is no rate; right would be a number > 0"),
+    ({"machine": {"flops": int(HUGE)}}, r"is no machine \(flops=9+ is no rate; right would be a number > 0"),
     ({"profile": "step.json"}, r"no option 'profile'\. The options are: dirs, budget"),
     ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, slowdown"),
     ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, budget"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD, ids=[str(o) for o, _ in BAD])
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[str(o)[:60] for o, _ in BAD])
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Config.make(options)
@@ -82,9 +92,41 @@ def test_the_environment_is_read_and_options_win(monkeypatch: pytest.MonkeyPatch
         Config.make()
 
 
+def test_an_empty_variable_turns_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves one behind where its own variable is not set."""
+    for name in ("checksums", "adapt", "recompute", "cpu_allocator"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"SSD_FX_{name.upper()}", "")
+            with pytest.raises(ValueError, match=f"in the environment: option {name}='' is neither true nor false"):
+                Config.make()
+
+
 def test_relative_directories_survive_a_chdir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert Config.make({"dirs": "spill"}).dirs == (str(tmp_path / "spill"),)
+
+
+def test_directories_that_are_said_need_no_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    assert Config.make({"dirs": "/a"}).dirs == ("/a",)
+
+
+def test_a_colon_divides_text_and_no_path() -> None:
+    assert Config.make({"dirs": "/a:/b"}).dirs == ("/a", "/b")
+    assert Config.make({"dirs": Path("/a:b")}).dirs == ("/a:b",)
+
+
+def test_a_directory_that_is_named_twice_is_one(tmp_path: Path) -> None:
+    """Else a process has two files there, and `disk_limit` holds for each."""
+    one, two, link = tmp_path / "one", tmp_path / "two", tmp_path / "link"
+    one.mkdir()
+    two.mkdir()
+    link.symlink_to(one)
+    assert Config.make({"dirs": [one, two, f"{one}/", link]}).dirs == (str(one), str(two))
+    assert Config.make({"dirs": [link, one]}).dirs == (str(link),)
 
 
 def test_the_runtime_half_is_canonical() -> None:
@@ -105,7 +147,7 @@ def test_a_codec_per_tier() -> None:
     assert json.loads(config.runtime_json())["compression"] == {"host": "bitpack", "ssd": "int8"}
 
 
-@pytest.mark.parametrize("said", ["zip", "tape=fp8", {"ssd": "zip"}, 7])
+@pytest.mark.parametrize("said", ["zip", "tape=fp8", "fp8,int8", "ssd=fp8,int8", {"ssd": "zip"}, 7])
 def test_what_is_no_compression(said: object) -> None:
     with pytest.raises(ValueError, match="is no compression; right would be one of 'bitpack', 'fp8', 'int8', or one"):
         Config.make({"compression": said})

@@ -99,6 +99,15 @@ def test_a_process_of_its_own_has_everything(monkeypatch: pytest.MonkeyPatch, tm
     assert (alone.sharing(), told.sharing(), told.own_host_budget, told.share()) == (1, 1, 10, "")
 
 
+def test_ranks_that_are_said_need_no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a scheduler that sets how many processes there are, and not which one this is."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert Config.make({"dirs": [tmp_path], "ranks": 1}).ranks == Ranks()
+    monkeypatch.setenv("SSD_FX_RANKS", "1")
+    assert Config.make({"dirs": [tmp_path]}).ranks == Ranks()
+
+
 def test_ranks_dump_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All nodes may see one directory, so it is the number among all ranks that tells them apart."""
     launched(monkeypatch, 1, 2, nodes=2, node=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -158,7 +159,7 @@ def _checked(name: str, value: object) -> float | Rates:
 
 def _number(name: str, value: object) -> float:
     least = "a number >= 0" if name in _TIMES else "a number > 0"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name}={value!r} is no rate; right would be {least}, in seconds, bytes/s or flops/s")
     if not value and name not in _TIMES:
         raise ValueError(f"{name}={value!r} is no rate; right would be {least}, in bytes/s or flops/s")
