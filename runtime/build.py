@@ -9,13 +9,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
+def cache_home() -> Path:
+    """The user's directory for caches. A relative `XDG_CACHE_HOME` is ignored, as its specification says.
+
+    Raises: FileNotFoundError if there is no home directory, as for a user whom the system does not know.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(base):
+        raise FileNotFoundError("neither XDG_CACHE_HOME nor HOME names an absolute directory")
+    return Path(base)
+
+
 def cache_directory() -> Path:
     """The directory for libraries, which is made. We load code from there, so nobody else may write to it.
 
     Raises: OSError if it cannot be made, or another user could write to it.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = Path(base) / "ssd_fx"
+    path = cache_home() / "ssd_fx"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:

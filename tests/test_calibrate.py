@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import itertools
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -25,9 +29,11 @@ from ssd_fx import Config, cli
 from ssd_fx.backend import machine_of
 from ssd_fx.calibration import calibrate, rates, timing
 from ssd_fx.calibration.host_copies import host_copies
+from ssd_fx.command import limits
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.config import RuntimeConfig
+from tests import fresh
 from tests.runtime.fake_gpu import FakeGpu, installed
 
 CPU = torch.device("cpu")
@@ -147,6 +153,143 @@ def test_a_cache_directory_that_cannot_be_made(calls: Calls, tmp_path: Path, mon
         assert calibrate.calibrated(config_for(tmp_path), CPU).flops == 2e11
     calibrate.calibrated(config_for(tmp_path), CPU)
     assert calls.compute == 1
+
+
+def test_a_file_system_without_locks_stops_no_compilation(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home directory on Lustre may be mounted so."""
+
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(RuntimeWarning, match=r"cannot keep the machine's rates \(.*not implemented\)") as seen:
+        assert calibrate.calibrated(config_for(tmp_path), CPU).flops == 2e11
+    assert len(seen) == 1
+
+
+def test_what_is_kept_is_read_beside_a_process_that_measures_and_never_ends(calls: Calls, tmp_path: Path) -> None:
+    """One that was stopped in the terminal holds its lock for as long."""
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    forget()
+    reader = threading.Thread(target=calibrate.calibrated, args=(config_for(tmp_path), CPU), daemon=True)
+    with calibrate._exclusive():
+        reader.start()
+        reader.join(20)
+        waits = reader.is_alive()
+    reader.join()
+    assert not waits
+    assert (calls.compute, calls.disk) == (1, 1)
+
+
+def test_a_process_that_measures_nothing_writes_nothing(calls: Calls, tmp_path: Path) -> None:
+
+    def written_at() -> int:
+        return calibrate.cache_path().stat().st_mtime_ns
+
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    before = written_at()
+    forget()
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    assert written_at() == before
+    calls.error = OSError(28, "No space left on device")
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        calibrate.calibrated(config_for(tmp_path, checksums=False), CPU)
+    assert written_at() == before
+
+
+def test_rates_that_can_be_read_count_where_nothing_can_be_kept(calls: Calls, tmp_path: Path) -> None:
+    """In a home directory that is mounted read-only. What is not there is measured, and that alone."""
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    forget()
+    cannot_be_locked()
+    assert calibrate.calibrated(config_for(tmp_path), CPU).flops == 2e11
+    with pytest.warns(RuntimeWarning, match="cannot keep the machine's rates"):
+        calibrate.calibrated(config_for(tmp_path, checksums=False), CPU)
+    assert (calls.compute, calls.disk) == (1, 2)
+
+
+def cannot_be_locked() -> None:
+    lock = calibrate.cache_path().with_suffix(".lock")
+    lock.unlink(missing_ok=True)
+    lock.mkdir(parents=True)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("busy", [False, True])
+def test_rates_do_not_change_within_a_process(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    """Where they cannot be kept, or could not be measured at first: other options compile for the same machine."""
+    cannot_be_locked()
+    others_s = iter((0.0, 0.6 * len(os.sched_getaffinity(0)))) if busy else itertools.repeat(0.0)
+    monkeypatch.setattr(calibrate, "_others_s", lambda: next(others_s, 0.0))
+    first = calibrate.calibrated(config_for(tmp_path), CPU)
+    calls.rates["flops"] = 1e9
+    other = calibrate.calibrated(config_for(tmp_path, checksums=False), CPU)
+    assert other == first == calibrate.calibrated(config_for(tmp_path), CPU)
+    assert first.flops == (Machine.default(CPU, torch.get_num_threads()).flops if busy else 2e11)
+    assert (calls.compute, calls.disk) == (1, 2)
+
+
+FORKED = """
+import os, sys, threading, torch
+from ssd_fx.calibration import calibrate
+from ssd_fx.runtime.config import RuntimeConfig
+
+def compute(device, though_busy):
+    measures.set()
+    forked.wait()
+    return {"flops": 2e11}
+
+measures, forked = threading.Event(), threading.Event()
+calibrate._compute, calibrate._disk = compute, lambda config, device: {"write_bw": 1.5e9}
+asked = RuntimeConfig(dirs=(sys.argv[1],), engine="posix"), torch.device("cpu")
+thread = threading.Thread(target=calibrate.calibrated, args=asked)
+thread.start()
+measures.wait()
+child = os.fork()
+if not child:
+    os._exit(calibrate.calibrated(*asked).flops != 2e11)
+forked.set()
+thread.join()
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_child_that_was_forked_while_another_thread_measured(tmp_path: Path) -> None:
+    """It has the locks of that thread, and nobody who would release them."""
+    done = fresh.run(FORKED, tmp_path, timeout_s=60, XDG_CACHE_HOME=str(tmp_path))
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
+
+
+def test_no_home_directory(calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user that it does not know. No directory is called `~` then."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.warns(RuntimeWarning, match=r"cannot keep the machine's rates \(neither XDG_CACHE_HOME nor HOME names"):
+        assert calibrate.calibrated(config_for(tmp_path), CPU).flops == 2e11
+    assert calibrate.cached() == calibrate._nothing()
+    (found,) = limits.cache()
+    assert found.says == (
+        "neither XDG_CACHE_HOME nor HOME names an absolute directory, so every process measures the machine"
+    )
+    assert cli.main(["calibrate", str(tmp_path)]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_cache_directory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The XDG specification says so: it would be another one after every chdir."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert calibrate.cache_path() == tmp_path / ".cache" / "ssd_fx" / "machine.json"
 
 
 def test_a_drive_that_cannot_be_measured_has_typical_rates_and_is_not_kept(calls: Calls, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
     ~/.cache/ssd_fx/machine.json        {"version": 3, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
 
 One process measures at a time, because ranks that share a node would otherwise measure each other. They lock a file
-beside the cache, or the temporary directory where no such file can be made. The cache has the rates of a process alone;
-a rank plans with its share (`Machine.shared`). Where nothing can be kept, every process measures, with a warning.
+beside the cache, or the temporary directory where no such file can be locked. What is in the cache is read without the
+lock. The cache has the rates of a process alone; a rank plans with its share (`Machine.shared`). Where nothing can be
+kept, every process measures, with a warning.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +32,7 @@ from ssd_fx.calibration import rates
 from ssd_fx.calibration.host_copies import host_copies
 from ssd_fx.calibration.timing import NoClock
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.runtime.build import cache_home
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.errors import first_line
@@ -76,8 +78,9 @@ def calibrated(
         device = torch.device("cuda", torch.cuda.current_device())  # of this thread; another thread measures
     keys = _keys(config, device)
     with _lock:
-        if again or any(key not in _known[section] for section, key in keys.items()):
-            _learn(config, device, again, though_busy)
+        wanted = keys if again else _missing(keys, _known)
+        if wanted:
+            _learn(config, device, wanted, again, though_busy)
         machine = Machine.default(device, torch.get_num_threads())
         for section, key in keys.items():
             machine = machine.with_rates(_known[section][key])
@@ -89,19 +92,37 @@ def _keys(config: RuntimeConfig, device: torch.device) -> dict[str, str]:
     return {"compute": compute_key(device), "disk": disk_key(config, device)}
 
 
-def _learn(config: RuntimeConfig, device: torch.device, again: bool, though_busy: bool) -> None:
-    """Fill `_known` from the cache, and measure what it lacks; with `again` measure everything."""
+def _missing(keys: Mapping[str, str], found: Cached) -> dict[str, str]:
+    """Those of `keys` that `found` has no rates of."""
+    return {section: key for section, key in keys.items() if key not in found[section]}
+
+
+def _learn(
+    config: RuntimeConfig, device: torch.device, keys: Mapping[str, str], again: bool, though_busy: bool
+) -> None:
+    """Fill `_known` with the rates of `keys`: from the cache, else measured; with `again` measure all of them."""
+    if not again:
+        with suppress(OSError, ValueError):  # it is of no use, and whoever measures says so
+            keys = _recalled(keys, _read())
+    if not keys:
+        return
     measure = {"compute": lambda: _compute(device, though_busy), "disk": lambda: _disk(config, device)}
     with _exclusive() as kept:
-        for section, key in _keys(config, device).items():
-            found = None if again else kept[section].get(key)
-            if found is None:
-                what = f"measuring {_WHAT[section].format(device=device)}, once"
-                with progress.announced(what, progress.MEASURING_S):
-                    found = _measured(section, measure[section], device)
+        for section, key in (keys if again else _recalled(keys, kept)).items():
+            what = f"measuring {_WHAT[section].format(device=device)}, once"
+            with progress.announced(what, progress.MEASURING_S):
+                found = _measured(section, measure[section], device)
             _known[section][key] = found
             if found:
                 kept[section][key] = found
+
+
+def _recalled(keys: Mapping[str, str], kept: Cached) -> Mapping[str, str]:
+    """Take the rates of `keys` from `kept` to `_known`. Returns the keys that it lacks."""
+    missing = _missing(keys, kept)
+    for section in keys.keys() - missing.keys():
+        _known[section][keys[section]] = kept[section][keys[section]]
+    return missing
 
 
 def _measured(section: str, measure: Callable[[], Rates], device: torch.device) -> Rates:
@@ -128,11 +149,21 @@ def cached() -> Cached:
     Empty if there is no file yet. Empty after a RuntimeWarning if the file is of no use.
     """
     try:
-        return _parse(cache_path().read_text())
-    except FileNotFoundError:
-        return _nothing()
+        return _read()
     except (OSError, ValueError) as error:
         warnings.warn(f"{cache_path()} is of no use ({error}), so ssd_fx measures again", RuntimeWarning, stacklevel=2)
+        return _nothing()
+
+
+def _read() -> Cached:
+    """The contents of the cache; empty if there is no file yet.
+
+    Raises:
+        OSError, ValueError: the file is of no use.
+    """
+    try:
+        return _parse(cache_path().read_text())
+    except FileNotFoundError:
         return _nothing()
 
 
@@ -146,9 +177,12 @@ def unmeasured(config: RuntimeConfig, device: torch.device) -> list[str]:
 
 
 def cache_path() -> Path:
-    """The file of the cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "ssd_fx" / "machine.json"
+    """The file of the cache.
+
+    Raises:
+        FileNotFoundError: there is no home directory.
+    """
+    return cache_home() / "ssd_fx" / "machine.json"
 
 
 def compute_key(device: torch.device) -> str:
@@ -237,31 +271,45 @@ def _in_thread(work: Callable[[], T], device: torch.device) -> T:
 
 @contextmanager
 def _exclusive() -> Iterator[Cached]:
-    """The contents of the cache, locked against other processes. Additions of the caller are written at the end."""
-    path = cache_path()
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        _warn_unkept(error)
-        with _in_turn(os.open(tempfile.gettempdir(), os.O_RDONLY)):  # all ranks measure, but not each other
-            yield _nothing()
-        return
-    with _in_turn(lock):
-        contents = cached()
-        yield contents
+    """The contents of the cache, locked against other processes. Additions of the caller are written at the end.
+
+    Empty after a RuntimeWarning where nothing can be kept.
+    """
+    with ExitStack() as turn:
+        path = None
         try:
-            _write(path, contents)
+            path = cache_path()
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            turn.enter_context(_in_turn(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT))
         except OSError as error:
+            path = None
             _warn_unkept(error)
+            with suppress(OSError):  # all ranks measure, but not each other
+                turn.enter_context(_in_turn(Path(tempfile.gettempdir()), os.O_RDONLY))
+        contents = cached() if path else _nothing()
+        before = {section: dict(entries) for section, entries in contents.items()}
+        yield contents
+        if path and contents != before:
+            try:
+                _write(path, contents)
+            except OSError as error:
+                _warn_unkept(error)
 
 
 @contextmanager
-def _in_turn(lock: int) -> Iterator[None]:
-    """Hold the lock of an open file, and close the file at the end."""
+def _in_turn(path: Path, flags: int) -> Iterator[None]:
+    """Hold the lock of a file that is opened with `flags`.
+
+    Raises:
+        OSError: it cannot be opened or locked.
+    """
+    lock = os.open(path, flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open too
     finally:
         os.close(lock)
 
@@ -311,3 +359,12 @@ def _cpu() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine()
+
+
+def _after_fork() -> None:
+    """In the child no thread measures."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

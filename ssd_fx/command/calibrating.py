@@ -46,6 +46,7 @@ def add(commands: Any) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Measure and print the rates. The exit status is 1 if they are not those of this machine."""
     try:
+        kept_in = calibrate.cache_path()
         check_engine("posix")
         check_directory(flags.directory)
     except (OSError, RuntimeError) as error:
@@ -60,12 +61,12 @@ def run(flags: argparse.Namespace) -> int:
     rates = _measured(config, device, flags.force).rates()
     missed = calibrate.unmeasured(config, device)
     if flags.json:
-        print(json.dumps({"rates": dict(rates), "unmeasured": missed, "cache": str(calibrate.cache_path())}, indent=1))
+        print(json.dumps({"rates": dict(rates), "unmeasured": missed, "cache": str(kept_in)}, indent=1))
         return 1 if missed else 0
     print(*described(rates), sep="\n")
     took = f"measured in {time.perf_counter() - started:.1f} s"
     if not missed:
-        print(f"{took}; kept in {calibrate.cache_path()}")
+        print(f"{took}; kept in {kept_in}")
         return 0
     names = " and ".join(missed)
     print(f"{took}; the rates of {names} above are typical ones. The stored rates of {names} were left as they were.")

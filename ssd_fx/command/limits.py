@@ -95,10 +95,14 @@ def shell() -> Iterator[Finding]:
 
 def cache() -> Iterator[Finding]:
     """Whether measured rates and built libraries can be kept."""
-    path = calibrate.cache_path().parent
-    above = next(each for each in (path, *path.parents) if each.exists())
-    if not os.access(above, os.W_OK):
-        says = f"{path} cannot be written, so every process measures the machine"
+    try:
+        path = calibrate.cache_path().parent
+        above = next(each for each in (path, *path.parents) if each.exists())
+        wrong = "" if os.access(above, os.W_OK) else f"{path} cannot be written"
+    except FileNotFoundError as error:
+        wrong = str(error)
+    if wrong:
+        says = f"{wrong}, so every process measures the machine"
         yield Finding("cache", says, "warn", "set XDG_CACHE_HOME to a directory that can be written")
 
 
