@@ -78,7 +78,8 @@ class Stats(GraphStats):
         moved_bytes: written to drives later, when host memory was full.
         drive_bytes_s: what drives get in a second at the present speed, over up to 16 steps; 0 before the third step.
         step_s: seconds of a step, over the same steps, with all that the loop does besides.
-        drive_tbw: rated endurance of the drives in 10^12 bytes, this rank's share of the option; 0 if it is not known.
+        drive_tbw: rated endurance of the drives in 10^12 bytes, this rank's share of the option of the last
+            compilation; 0 if it is not known.
         compiled_graphs: how often the backend was called; a reset does not change it.
         graphs: each graph that ran, by its name.
     """
@@ -283,9 +284,9 @@ def moved(nbytes: int) -> None:
 
 
 def rated(drive_tbw: float) -> None:
-    """Takes the rated endurance of the drives, in 10^12 bytes; 0 changes nothing."""
+    """Takes the rated endurance of the drives, in 10^12 bytes; 0 if it is not known."""
     global _drive_tbw
-    _drive_tbw = drive_tbw or _drive_tbw
+    _drive_tbw = drive_tbw
 
 
 def stats() -> Stats:

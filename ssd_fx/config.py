@@ -63,9 +63,9 @@ class Config:
     disk_limit (a size): The most bytes that one set of options may take in each directory. Ranks divide it among their
         files. Default: no limit but the free space.
     drive_tbw (a number of TB): What the drives of `dirs` are rated to be written in all, summed over them: 1200 for two
-        drives of 600 TBW. Only `ssd_fx.stats()` uses it, to say how long new drives would last at the present speed.
-        It is not read from the drives, because SMART needs root and does not have the rating; `ssd-fx doctor` says what
-        SMART has. Default: not known.
+        drives of 600 TBW. Only `ssd_fx.stats()` uses it, that of the last compilation, to say how long new drives
+        would last at the present speed. It is not read from the drives, because SMART needs root and does not have the
+        rating; `ssd-fx doctor` says what SMART has. Default: not known.
     host_budget (a size): Bytes of offloaded tensors that may be in host memory instead of on disk. On a GPU the plan
         chooses the tensors. On the CPU this is the same memory as that of `budget`. Tensors on their way from there to
         the drive take up to `inflight` bytes more.

@@ -11,12 +11,6 @@ import torch
 from torch import nn
 
 import ssd_fx
-from ssd_fx.runtime import stats
-
-
-@pytest.fixture(autouse=True)
-def unrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "_drive_tbw", 0.0)
 
 
 def train(steps: int, directory: Path, **options: Any) -> None:
@@ -46,6 +40,13 @@ def test_the_life_is_said_from_the_third_step_on(tmp_path: Path, capsys: pytest.
 def test_without_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(3, tmp_path)
     assert last_lines(capsys.readouterr().out)[2].endswith("; the option drive_tbw says how long drives last")
+
+
+def test_the_rating_of_one_training_is_not_that_of_the_next(tmp_path: Path) -> None:
+    train(1, tmp_path, drive_tbw=600)
+    assert ssd_fx.stats().drive_tbw == 600
+    train(1, tmp_path)
+    assert ssd_fx.stats().drive_tbw == 0
 
 
 def test_host_memory_does_not_wear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
