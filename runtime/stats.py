@@ -324,12 +324,13 @@ def reset_stats() -> None:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """What runs inside counts for nobody."""
-    global _graphs, _pace
-    before, _graphs, _pace = (_graphs, _pace), {}, Pace()
+    global _graphs, _pace, _compiled, _moved_bytes, _drive_tbw
+    before = _graphs, _pace, _compiled, _moved_bytes, _drive_tbw
+    _graphs, _pace = {}, Pace()
     try:
         yield
     finally:
-        _graphs, _pace = before
+        _graphs, _pace, _compiled, _moved_bytes, _drive_tbw = before
 
 
 def _snapshot(c: Counters) -> GraphStats:

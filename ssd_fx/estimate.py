@@ -201,7 +201,9 @@ def surveyed(
         raise ValueError(first_line(error)) from None
     finally:
         torch._dynamo.reset()
-    raise ValueError(f"torch.compile finds no tensors to compile in {_name(model)}; right would be a model that trains")
+    raise ValueError(
+        f"torch.compile finds no tensors to compile in {name_of(model)}; right would be a model that trains"
+    )
 
 
 def _logging() -> set[Callable[..., Any]]:
@@ -214,13 +216,14 @@ def _broken(model: Callable[..., Any], error: Unsupported) -> str:
     where = [f"{frame.filename}:{frame.lineno}" for frame in (error.real_stack or ())[-1:]]
     at = f" ({where[0]})" if where else ""
     return (
-        f"{_name(model)} does not compile as one graph, and a step of several graphs is not estimated: "
+        f"{name_of(model)} does not compile as one graph, and a step of several graphs is not estimated: "
         f"{first_line(error)}{at}; right would be a model for torch.compile(fullgraph=True), or ssd_fx.explain, which "
         "has the plan of every graph"
     )
 
 
-def _name(model: Callable[..., Any]) -> str:
+def name_of(model: Callable[..., Any]) -> str:
+    """A function by its name, a module by that of its class."""
     return getattr(model, "__qualname__", type(model).__name__)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import fx
 
 from ssd_fx.backend import NAME, check_options, compile_graph
+from ssd_fx.estimate import name_of
 from ssd_fx.report import measured
 from ssd_fx.report.dump import Explanation
 from ssd_fx.report.model import Report, made, step_of
@@ -47,24 +50,25 @@ def explain(
     check_options(options)
 
     def explained(*args: Any, **kwargs: Any) -> Report:
-        torch._dynamo.reset()  # Dynamo compiles a function eight times at most
-        compiled = torch.compile(
-            model, backend=_backend, options=dict(options or {}), dynamic=dynamic, fullgraph=fullgraph
-        )
-        _taken.clear()
-        began = time.perf_counter()
-        try:
-            with counts.apart():
-                compiled(*args, **kwargs)
-                entries.living()  # deals with the deaths of what the forward has stored
-            found = list(_taken.values())
-        finally:
+        with _turn:
+            torch._dynamo.reset()  # Dynamo compiles a function eight times at most
+            compiled = torch.compile(
+                model, backend=_backend, options=dict(options or {}), dynamic=dynamic, fullgraph=fullgraph
+            )
             _taken.clear()
-            torch._dynamo.reset()
+            began = time.perf_counter()
+            try:
+                with counts.apart():
+                    compiled(*args, **kwargs)
+                    entries.living()  # deals with the deaths of what the forward has stored
+                found = list(_taken.values())
+            finally:
+                _taken.clear()
+                torch._dynamo.reset()
         if not found:
             raise ValueError(
-                f"no graph of {model!r} was compiled for a backward; right would be a model that torch.compile does "
-                "not skip, whose parameters or inputs require a gradient, outside torch.no_grad()"
+                f"no graph of {name_of(model)} was compiled for a backward; right would be a model that torch.compile "
+                "does not skip, whose parameters or inputs require a gradient, outside torch.no_grad()"
             )
         order = [e.graph for e in trace.events() if e.kind == "begin" and e.started >= began]
         return made([plans.unpack(about) for _, about in found], order, dumps=[dump for dump, _ in found])
@@ -94,12 +98,24 @@ def report() -> Report:
     return made(step_of(described, step), step.order if step else (), stats=found, slots=counts.slots(), step=step)
 
 
+_turn = threading.RLock()
+"""Of one thread at a time: what is taken, and the counts that are put aside, are the process's."""
+
 _taken: dict[str, tuple[Explanation, str]] = {}
 """By graph, in the order in which they were compiled. Global, because `_take` is pickled and may own no state."""
 
 
 def _take(dump: Explanation, about: str) -> None:
     _taken.setdefault(dump.graph, (dump, about))
+
+
+def _after_fork() -> None:
+    """In the child no other thread explains."""
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _backend(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], **given: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import ssd_fx
+from ssd_fx.report.dump import Explanation
+from tests import fresh
 from tests.passes import toys
 
 TOY = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0, "recompute": False}
@@ -99,8 +102,70 @@ def test_as_often_as_one_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_to_explain() -> None:
     explained = ssd_fx.explain(toys.relu_chain, options=TOY)
-    with pytest.raises(ValueError, match=r"no graph of <function relu_chain .* was compiled for a backward"):
+    with pytest.raises(ValueError, match=r"^no graph of relu_chain was compiled for a backward"):
         explained(*(x.detach() for x in toys.inputs()))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^no graph of Sequential was compiled"):
+        ssd_fx.explain(nn.Sequential(nn.Linear(8, 8)), options=TOY)(toys.inputs()[0])
+
+
+def test_it_counts_for_nobody() -> None:
+    """`stats()` would say that new drives last for as long as those of another training."""
+    before = ssd_fx.stats()
+    ssd_fx.explain(toys.relu_chain, options=TOY | {"drive_tbw": before.drive_tbw + 5})(*toys.inputs())
+    assert ssd_fx.stats() == before
+
+
+def test_threads_explain_in_turn() -> None:
+    """Else the one that begins drops the plans of the other."""
+    within, done = threading.Event(), threading.Event()
+
+    @torch.compiler.disable
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        within.set()
+        done.wait(1.0)
+        return x
+
+    def other() -> None:
+        within.wait()
+        dumps.extend(ssd_fx.explain(toys.relu_chain, options=TOY)(*toys.inputs()).dumps)
+        done.set()
+
+    dumps: list[Explanation] = []
+    thread = threading.Thread(target=other)
+    thread.start()
+    own = ssd_fx.explain(lambda x, w: wait((x @ w).sigmoid()).tanh(), options=TOY)(*toys.inputs()).dumps
+    thread.join()
+    assert ["sigmoid" in dump.table for dump in own] == [True, False]
+    assert ["relu" in dump.table for dump in dumps] == [True]
+
+
+FORKED = """
+import os, sys, threading, torch, ssd_fx
+
+@torch.compiler.disable
+def wait(x):
+    within.set()
+    forked.wait()
+    return x
+
+within, forked = threading.Event(), threading.Event()
+x = torch.ones(4, 4, requires_grad=True)
+options = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0}
+thread = threading.Thread(target=ssd_fx.explain(lambda x: wait(x.sin()), options=options), args=(x,))
+thread.start()
+within.wait()
+child = os.fork()
+if not child:
+    os._exit(len(ssd_fx.explain(lambda x: x.sin(), options=options)(x).dumps) != 1)
+forked.set()
+thread.join()
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_child_that_was_forked_while_another_thread_explained() -> None:
+    done = fresh.run(FORKED, timeout_s=60)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
 def test_bad_options_at_once() -> None:
