@@ -86,7 +86,7 @@ FAULTS = (
     Fault(
         "transfer_before_its_kernel",
         "runtime/device/streams.py",
-        "        self._side.wait_event(streams.record(streams.current(self._device)))\n",
+        "        self._side.wait_event(self._after or streams.record(streams.current(self._device)))\n",
         "",
         "a tensor of a GPU is written before the kernel that computes it has run: wrong gradients",
         "tests/runtime/test_runtime_streams.py::test_stored_while_in_the_making",
