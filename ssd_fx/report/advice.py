@@ -92,7 +92,7 @@ def _keep_more(report: Report, found: Figures, stall: float) -> str:
     more = min(stall * rate / 2, found.offloaded_bytes)  # what stays is neither written nor read
     now = 1 - found.offloaded_bytes / movable
     share = min(1.0, math.ceil(20 * (now + more / movable)) / 20)
-    said = f"budget={share:g} keeps about {format_bytes(int(share * movable))} in memory and should end"
+    said = f"{_share(share)} keeps about {format_bytes(int(share * movable))} in memory and should end"
     own = "" if _budget(report) == "auto" else "; budget='auto' searches by itself"
     return f"{said} the waits of {format_seconds(stall)}{own}"
 
@@ -138,13 +138,18 @@ def _budget(report: Report) -> object:
     return next((graph.described["budget"] for graph in report.graphs), 0)
 
 
+def _share(budget: float) -> str:
+    """As the option takes it: `1` would be a byte."""
+    return f"budget={round(budget, 3)}"
+
+
 def _smaller(report: Report) -> str:
     budget = _budget(report)
-    return f"budget={budget / 2:g}" if isinstance(budget, float) and budget > 0.1 else "budget=0"
+    return _share(budget / 2) if isinstance(budget, float) and budget > 0.1 else "budget=0"
 
 
 def _next_share(report: Report) -> str:
     budget = _budget(report)
     if isinstance(budget, float):
-        return f"budget={min(1.0, budget + 0.25):g}"
+        return _share(min(1.0, budget + 0.25))
     return f"budget='{max(1, 2 * budget // MIB)}MiB'" if isinstance(budget, int) and budget else "such as budget=0.25"

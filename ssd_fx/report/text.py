@@ -77,9 +77,8 @@ def holders(report: Report) -> list[tuple[str, Folded]]:
 def _table(report: Report) -> list[str]:
     rows = [(row, graph.runs) for graph in report.graphs for row in graph.rows]
     folded = _fold((row, _decision(row), runs * row.nbytes, runs) for row, runs in rows)
-    least = sorted((f.nbytes for _, f in folded), reverse=True)[:ROWS][-1:] or [0]
-    shown = [each for each in folded if each[1].nbytes >= least[0]][:ROWS]
-    left = [f for each in folded if each not in shown for f in each[1:]]
+    ranked = sorted(range(len(folded)), key=lambda i: -folded[i][1].nbytes)
+    shown, left = [folded[i] for i in sorted(ranked[:ROWS])], [folded[i][1] for i in ranked[ROWS:]]
     head = ("module", "source", "groups", "bytes", "decision")
     cells = [(f.name or "(no module)", f.where, str(f.groups), format_bytes(f.nbytes), what) for what, f in shown]
     return [*aligned([head, *cells], {2, 3}), *_more(left)]

@@ -1,0 +1,36 @@
+"""What the lines and the table of a report say, of plans whose figures the tests choose."""
+
+from __future__ import annotations
+
+from ssd_fx.report.model import made
+from ssd_fx.report.summary import lines
+from ssd_fx.runtime.stats import GraphStats, Stats
+from ssd_fx.sizes import parse_budget
+from tests.report.made_up import MIB, graph, group
+
+TIMES = [0, 0, 0, 0, [0, 1000], [2000, 3000], None, 400_000, 400_000]
+
+
+def advised(budget: float, *, tbw: float = 0.0, **predicted: float) -> str:
+    """The budget that a report of a graph that offloads everything advises."""
+    seen = Stats(steps=1, drive_tbw=tbw, drive_bytes=10**12, step_s=1.0, graphs={"a": GraphStats(steps=1)})
+    plan = graph("a", [group(0, 100 * MIB, life=TIMES)], budget, **predicted)
+    said = dict(lines(made([plan], ["a"], stats=seen if tbw else None)))["next"]
+    return next(word for word in said.split() if word.startswith("budget=")).removeprefix("budget=")
+
+
+def test_the_advice_to_keep_everything_is_a_budget_that_the_option_takes() -> None:
+    """A bare 1 may mean a byte, so the option refuses it."""
+    assert advised(0.5, write_stall_s=0.5, read_stall_s=0.4) == "1.0"
+    assert advised(0.8, tbw=1.0) == "1.0"
+    assert parse_budget("budget", 1.0) == 1.0
+
+
+def test_the_table_leaves_out_the_smallest_rows_though_many_are_as_large() -> None:
+    """The 24th largest row is one of seven of its size, which stand before all others."""
+    small = [group(i, MIB, "keep", reason="scalar", module=f"small{i}") for i in range(7)]
+    large = [group(7 + i, (100 + i) * MIB, module=f"large{i}") for i in range(23)]
+    said = str(made([graph("a", [*small, *large])], ["a"])).splitlines()
+    shown = [line.split()[0] for line in said if line.startswith(("small", "large"))]
+    assert shown == ["small0", *(f"large{i}" for i in range(23))]
+    assert "and 6 more rows of 6 MiB together: report.rows() has all" in said
