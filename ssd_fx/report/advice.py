@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ssd_fx.report.figures import Figures, drive_life
-from ssd_fx.report.model import GroupRow, Report
+from ssd_fx.report.model import BELOW, WITHIN, GroupRow, Report
 from ssd_fx.report.unfreed import Unfreed, loud, unfreed
 from ssd_fx.sizes import format_bytes, format_seconds
 
 SMALL = 0.02  # a share of the step, or of the memory, that is not worth a change
 SHORT_DAYS = 180.0  # of a drive's life
 MIB = 1 << 20
-BELOW = "below min_bytes"  # the planner's words
 
 
 def advice(report: Report, found: Figures) -> str:
@@ -35,7 +34,7 @@ def advice(report: Report, found: Figures) -> str:
     life = drive_life(found)
     if 0 < life < SHORT_DAYS:
         return f"the drives last {life:.3g} days at this rate: a larger budget writes less, {_next_share(report)}"
-    kept = 0 if _budget(report) == "auto" else _bytes(report, "within the budget")
+    kept = 0 if _budget(report) == "auto" else _bytes(report, WITHIN)
     if kept > SMALL * found.stock_stay_bytes:
         return (
             f"nothing waits, so a smaller budget costs little: {_smaller(report)} keeps up to {format_bytes(kept)} less"
@@ -86,7 +85,7 @@ def _stall(found: Figures) -> tuple[float, float]:
 def _keep_more(report: Report, found: Figures, stall: float) -> str:
     """Keep what the drive would have written and read in the time that is waited."""
     rate = _rate(report)
-    movable = found.offloaded_bytes + _bytes(report, "within the budget")
+    movable = found.offloaded_bytes + _bytes(report, WITHIN)
     if not rate or not movable:
         return "a larger budget keeps more in memory and waits less"
     more = min(stall * rate / 2, found.offloaded_bytes)  # what stays is neither written nor read

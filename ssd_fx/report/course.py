@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from ssd_fx.report.model import GroupRow, Report, Span, Times
+from ssd_fx.report.model import WITHIN, GraphReport, GroupRow, Report, Span, Times
 
 Points = tuple[tuple[float, int], ...]
 
@@ -61,8 +61,15 @@ def course(report: Report) -> Course:
         for row in part.rows
         if row.times is not None
     ]
-    floor = max((int(g.predicted["floor_bytes"]) for g in report.graphs), default=0)
-    return Course(stock, own, floor, tuple(bars))
+    levels = accumulate(map(_must_stay, report.parts), initial=0)
+    floors = [level + int(part.predicted["floor_bytes"]) for level, part in zip(levels, report.parts, strict=False)]
+    return Course(stock, own, max(floors, default=0), tuple(bars))
+
+
+def _must_stay(part: GraphReport) -> int:
+    """Bytes that a forward leaves in memory under any budget, until its backward begins."""
+    kept = [row for row in part.rows if row.decision == "keep" and row.slot >= 0]
+    return sum(row.nbytes for row in kept if row.reason != WITHIN)
 
 
 def _joined(parts: Sequence[Any], stays: Sequence[int]) -> tuple[list[Span], Curve]:

@@ -17,6 +17,7 @@ from ssd_fx.report.measured import MeasuredStep
 from ssd_fx.runtime.stats import SlotStats, Stats
 
 Span = tuple[float, float]
+WITHIN, BELOW = "within the budget", "below min_bytes"  # the planner's words
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ssd_fx.report.model import made
-from ssd_fx.report.summary import lines
+from ssd_fx.report.summary import lines, summary
 from ssd_fx.runtime.stats import GraphStats, Stats
 from ssd_fx.sizes import parse_budget
 from tests.report.made_up import MIB, graph, group
@@ -34,3 +34,17 @@ def test_the_table_leaves_out_the_smallest_rows_though_many_are_as_large() -> No
     shown = [line.split()[0] for line in said if line.startswith(("small", "large"))]
     assert shown == ["small0", *(f"large{i}" for i in range(23))]
     assert "and 6 more rows of 6 MiB together: report.rows() has all" in said
+
+
+def test_the_floor_counts_what_the_graphs_before_must_keep() -> None:
+    """Two graphs of which nothing can leave memory: the peak is no higher than the floor."""
+    stuck = [graph(name, [group(0, 100 * MIB, "keep", reason="a collective")]) for name in "ab"]
+    found = summary(made(stuck, ["a", "b"]))
+    assert found.floor_bytes == found.peak_bytes == 200 * MIB
+
+
+def test_what_the_budget_alone_keeps_is_not_of_the_floor() -> None:
+    first = [group(0, 100 * MIB, "keep", reason="within the budget"), group(1, 7 * MIB, "keep", reason="scalar")]
+    second = [group(0, 50 * MIB, "keep", reason="a collective")]
+    parts = [graph("a", first, floor_bytes=8 * MIB), graph("b", second, floor_bytes=50 * MIB)]
+    assert summary(made(parts, ["a", "b"])).floor_bytes == 57 * MIB
