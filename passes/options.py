@@ -25,6 +25,7 @@ class PlanOptions:
     * `shrinks`: the shares of their bytes in which tensors of a dtype are written, with compression, by dtype.
     * `lossy`: whether what is offloaded may come back with other bits.
     * `rates`: where the rates of `machine` come from, in words for reports.
+    * `digest`: of what the user has chosen, for the graph's name. The runtime counts by it, and has a plan for each.
     """
 
     version: str
@@ -43,3 +44,4 @@ class PlanOptions:
     shrinks: Rates = ()
     lossy: bool = False
     rates: str = "typical"
+    digest: str = ""

@@ -238,9 +238,12 @@ def known_symbols(backward: fx.Graph) -> frozenset[object]:
     return frozenset(e for e in exprs if e.is_symbol)
 
 
-def fingerprint(partition: Partition) -> str:
-    """The graph's name in reports: eight hex digits, the same in every process that compiles the same graph."""
-    digest = hashlib.sha256()
+def fingerprint(partition: Partition, options: str = "") -> str:
+    """The graph's name in reports: eight hex digits.
+
+    They are the same in every process that compiles the same graph under the same `options` (`PlanOptions.digest`).
+    """
+    digest = hashlib.sha256(options.encode())
     for module in (partition.forward, partition.backward):
         for node in module.graph.nodes:
             tensor = tensor_of(node)

@@ -143,7 +143,8 @@ def decide(
 
 def analyse(partition: Partition, options: PlanOptions) -> Plan:
     """What the analyses find in `partition`, with nothing decided; no budget changes it."""
-    return _run(analyses(options, _machine(partition, options)), partition, Plan(graph=fingerprint(partition)))
+    plan = Plan(graph=fingerprint(partition, options.digest))
+    return _run(analyses(options, _machine(partition, options)), partition, plan)
 
 
 def _run(passes: Sequence[PlanPass], partition: Partition, plan: Plan) -> Plan:

@@ -235,6 +235,7 @@ def plan_options(config: Config, device: torch.device) -> PlanOptions:
         machine=machine_of(config, device),
         rates=_source_of_rates(config, device),
         runtime_config=config.runtime_json(),
+        digest=config.digest(),
         host_budget=config.own_host_budget,
         shrinks=_shrinks(config),
         lossy=any(is_lossy(codec, torch.float32) for _, codec in config.compression),

@@ -7,6 +7,7 @@ defaults. Only this module reads options from the environment. `SSD_FX_ANY_TORCH
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import sys
@@ -196,6 +197,12 @@ class Config:
             return ""
         own = f"writes to {', '.join(self.own_dirs)}, whose bandwidth {self.sharing()} ranks share"
         return f"{self.ranks}: {own}; host_budget {self.own_host_budget} B, disk_limit {self.own_disk_limit} B"
+
+    def digest(self) -> str:
+        """Of the options under which equal graphs have different plans or counts; the same for all ranks of a node."""
+        apart = ("dirs", "allow_tmpfs", "disk_limit", "drive_tbw", "dump", "ranks")  # of the node, or of where
+        chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+        return hashlib.sha256(repr(chosen).encode()).hexdigest()
 
     def runtime_json(self) -> str:
         """The options that the runtime needs, as canonical JSON. Compiled graphs carry it."""

@@ -33,6 +33,13 @@ def test_budgets(said: object, meant: float) -> None:
     assert type(budget) is type(meant)
 
 
+def test_a_graph_has_one_name_on_all_ranks_and_wherever_its_bytes_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Config.make({"dirs": ["/"]})
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert Config.make({"dirs": ["/", "/tmp"], "drive_tbw": 1, "ranks": 2}).digest() == first.digest()
+    assert Config.make({"dirs": ["/"], "compression": "bitpack"}).digest() != first.digest()
+
+
 HUGE = "9" * 400  # digits: beyond any float
 
 BAD = [

@@ -46,7 +46,7 @@ def train(options):
     while ssd_fx.stats().disk_bytes and time.perf_counter() < until:
         time.sleep(0.01)
     disk.append(ssd_fx.stats().disk_bytes)
-    print(json.dumps({"disk": disk,
+    print(json.dumps({"disk": disk, "graphs": sorted(stats.graphs),
                       "passes": len(runs), "sums": sums, "stores": stats.stores, "saved": stats.saved_bytes,
                       "written": stats.written_bytes + stats.cancelled_bytes, "order": stats.in_planned_order}))
 
@@ -77,3 +77,4 @@ def test_the_second_process_behaves_the_same_and_other_options_do_not_meet_its_e
     assert cold == warm
     assert warm["disk"] == [STEP, 0]  # the store ended with the graph, which no pass of ours has seen
     assert (kept["passes"], kept["stores"], kept["sums"]) == (1, 0, cold["sums"])
+    assert kept["graphs"] != cold["graphs"]

@@ -48,7 +48,7 @@ class Estimate:
     """What is predicted of a training step under several budgets; printed, it is a table.
 
     Attributes:
-        graph: the name that the compiled graph would have.
+        graph: the name that the compiled graph would have under the options, by PyTorch's own partition.
         batch: the first size of the first input; None if there is none.
         saved_bytes: what the forward saves, of PyTorch's own partition.
         input_bytes: parameters, buffers and inputs of the graph.

@@ -94,9 +94,9 @@ def test_each_has_its_own_options(tmp_path: Path) -> None:
             torch.testing.assert_close(ours, theirs)
     for ours, kept in zip(gradients(models[1]) + gradients(models[2]), 2 * gradients(models[0]), strict=True):
         assert torch.equal(ours, kept)
-    (graph,) = stats.graphs.values()  # the same graph, with three plans
-    assert (graph.steps, graph.stores % 2) == (3, 0)
-    assert 0.9 * 2 * graph.saved_bytes <= 3 * graph.offloaded_bytes <= 2 * graph.saved_bytes
+    kept, moved = sorted(stats.graphs.values(), key=lambda graph: graph.steps)  # two differ in their directory alone
+    assert (kept.steps, kept.stores, moved.steps, moved.stores % 2) == (1, 0, 2, 0)
+    assert 0.9 * moved.saved_bytes <= moved.offloaded_bytes <= moved.saved_bytes == 2 * kept.saved_bytes
 
 
 def test_evaluation_between_steps(tmp_path: Path) -> None:

@@ -217,6 +217,23 @@ def test_steps_before_and_after_a_reset_are_not_one() -> None:
     del model
 
 
+def test_equal_models_under_other_options_have_counts_and_plans_of_their_own(tmp_path: Path) -> None:
+    """They would have one name, the counts of both under it, and the plan of the last that ran."""
+    chosen = [TOY | {"budget": budget, "dump": str(tmp_path)} for budget in (0, 1.0)]
+    models = [torch.compile(Block(), backend=ssd_fx.backend, options=options) for options in chosen]
+    for _ in range(3):
+        for model in models:
+            model(torch.randn(SIZE, SIZE)).sum().backward()
+    moved, kept = ssd_fx.stats().graphs.values()
+    assert (moved.steps, moved.offloaded_bytes) == (3, moved.saved_bytes)
+    assert (kept.steps, kept.offloaded_bytes) == (3, 0)
+    assert {graph.described["budget"] for graph in ssd_fx.report().graphs} <= {0, 1.0}
+    assert sorted(json.loads(path.read_text())["offloaded_bytes"] for path in tmp_path.glob("*.plan.json")) == [
+        0,
+        moved.offloaded_bytes // 3,
+    ]
+
+
 def test_graphs_of_other_batches_are_not_added_to_the_step(tmp_path: Path) -> None:
     model = train(steps=2)
     alone = ssd_fx.report()
