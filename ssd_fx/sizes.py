@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from ssd_fx.runtime.stats import DAY_S, format_days
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # 1.5G is 1.5 GiB, as for dd, systemd and docker
 _UNITS |= _BINARY | {f"{letter}ib": size for letter, size in _BINARY.items()}
@@ -12,23 +14,20 @@ _ASKS_BELOW = 2**20  # a bare number so small is hardly meant as bytes
 
 
 def format_bytes(nbytes: float) -> str:
-    """`256 B`, exact, below a MiB; above it four digits: `1.5 MiB`, `11.25 GiB`."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+    """`256 B`, exact, below a MiB; above it four digits: `1.5 MiB`, `11.25 GiB`, `13.92 TiB`."""
+    for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"
     return f"{int(nbytes)} B"
 
 
 def format_seconds(seconds: float) -> str:
-    """`4.9 s`, `120 ms`, `0 ms`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def format_days(days: float) -> str:
-    """`2.7 years`, `40.7 days`, `3.1 hours`."""
-    if days >= 365:
-        return f"{days / 365:.3g} years"
-    return f"{days:.3g} days" if days >= 1 else f"{days * 24:.3g} hours"
+    """`3.1 hours`, `20 min`, `4.9 s`, `120 ms`, `0 ms`."""
+    if seconds >= 3600:
+        return format_days(seconds / DAY_S)
+    if seconds >= 600:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
 def parse_tbw(name: str, value: object) -> float:

@@ -9,7 +9,8 @@ from ssd_fx.projection.project import Projection
 from ssd_fx.projection.scenario import Drives
 from ssd_fx.projection.traffic import Traffic
 from ssd_fx.report.columns import aligned
-from ssd_fx.sizes import format_bytes, format_days, format_seconds
+from ssd_fx.runtime.stats import digits, format_days
+from ssd_fx.sizes import format_bytes, format_seconds
 
 Rows = list[tuple[str, str]]
 
@@ -57,8 +58,8 @@ def _inputs(found: Projection) -> Rows:
 
 
 def _drives(drives: Drives) -> str:
-    rates = f"{drives.write_bytes_s / 1e9:.3g} GB/s written, {drives.read_bytes_s / 1e9:.3g} read"
-    each = f"{drives.nbytes / 1e12:.4g} TB, {rates}, {drives.rated_tb:.6g} TB rated"
+    rates = f"{digits(drives.write_bytes_s / 1e9)} GB/s written, {digits(drives.read_bytes_s / 1e9)} read"
+    each = f"{digits(drives.nbytes / 1e12, 4)} TB, {rates}, {digits(drives.rated_tb, 6)} TB rated"
     return f"{drives.count:g} x {drives.drive.name} per GPU: {each}; the link has {drives.link_gbps:g} GB/s each way"
 
 
@@ -74,12 +75,15 @@ def _activations(found: Projection) -> Rows:
 
 def _rates(traffic: Traffic, drives: Drives) -> Rows:
     times = f"forward {format_seconds(traffic.forward_s)}, forward and backward {format_seconds(traffic.step_s)}"
-    half, forward = traffic.write_bytes_s / 1e9, traffic.forward_write_bytes_s / 1e9
+    half, forward = digits(traffic.write_bytes_s / 1e9), digits(traffic.forward_write_bytes_s / 1e9)
     needed = "{} per GPU within half the step, {} within the forward".format(*traffic.drives_needed(drives.drive))
     return [
         ("time", times),
-        ("write rate", f"{half:.3g} GB/s within half the step (the paper's measure), {forward:.3g} within the forward"),
-        ("read rate", f"{traffic.read_bytes_s / 1e9:.3g} GB/s within the backward"),
+        (
+            "write rate",
+            f"{half} GB/s within half the step (the paper's measure), {forward} within the forward",
+        ),
+        ("read rate", f"{digits(traffic.read_bytes_s / 1e9)} GB/s within the backward"),
         ("needed", f"{needed}, of these drives"),
         ("verdict", _verdict(traffic, drives)),
         ("", "not checked: what else uses the link, reads beside writes, and rates that fall when a drive is full"),
@@ -101,7 +105,7 @@ def _memory(found: Projection) -> Rows:
     optimizer = {"sgd": "SGD", "adam": "Adam"}[found.scenario.optimizer]
     state = f"{format_bytes(memory.state_bytes)} of {format_bytes(room)} for weights, gradients and {optimizer}"
     kept, offloaded = memory.largest_batch_kept, memory.largest_batch_offloaded
-    space = f"{LAYERS_IN_MEMORY} layers in memory, {memory.largest_drive_bytes / 1e12:.3g} TB on the drives"
+    space = f"{LAYERS_IN_MEMORY} layers in memory, {digits(memory.largest_drive_bytes / 1e12)} TB on the drives"
     space += ", which have room for no more" if memory.drives_are_full else ""
     space += f", {1 - found.share:.2g} of the activations kept" if found.share < 1 else ""
     peak = f"{format_bytes(memory.kept_bytes)} all kept, {format_bytes(memory.offloaded_bytes)} offloaded"
@@ -124,7 +128,7 @@ def _recomputed(found: Projection) -> tuple[str, str]:
 
 def _life(life: Endurance, drives: Drives, share: float) -> Rows:
     waf, retention = format_days(life.paper_waf_days), format_days(life.paper_days)
-    written = f"{life.bytes_per_day / 1e12:.4g} TB per GPU and day, if it trains day and night"
+    written = f"{digits(life.bytes_per_day / 1e12, 4)} TB per GPU and day, if it trains day and night"
     return [
         ("written", f"{written}; {share:.2g} of the activations" if share < 1 else written),
         ("drive life", f"{format_days(life.rated_days)} by rated TBW ({drives.count:g} x {drives.drive.tbw:g} TB)"),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from ssd_fx.report.figures import Figures, drive_life
 from ssd_fx.report.model import BELOW, WITHIN, GroupRow, Report
 from ssd_fx.report.unfreed import Unfreed, loud, unfreed
+from ssd_fx.runtime.stats import format_days
 from ssd_fx.sizes import format_bytes, format_seconds
 
 SMALL = 0.02  # a share of the step, or of the memory, that is not worth a change
@@ -33,7 +34,7 @@ def advice(report: Report, found: Figures) -> str:
         return f"min_bytes={max(1, least // 16)} would offload up to {format_bytes(small)} more, in smaller tensors"
     life = drive_life(found)
     if 0 < life < SHORT_DAYS:
-        return f"the drives last {life:.3g} days at this rate: a larger budget writes less, {_next_share(report)}"
+        return f"the drives last {format_days(life)} at this rate: a larger budget writes less, {_next_share(report)}"
     kept = 0 if _budget(report) == "auto" else _bytes(report, WITHIN)
     if kept > SMALL * found.stock_stay_bytes:
         return (

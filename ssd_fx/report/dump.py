@@ -24,6 +24,7 @@ from ssd_fx.passes.plan import Forecast, Keep, Offload, Plan
 from ssd_fx.report.code import configuration, told_once
 from ssd_fx.report.columns import aligned
 from ssd_fx.report.rows import Row, fold
+from ssd_fx.runtime.stats import digits
 from ssd_fx.sizes import format_bytes
 
 Sources = Mapping[str, str]  # the lines of the model by the names of the forward's nodes
@@ -92,11 +93,10 @@ def _host(found: Forecast) -> dict[str, float]:
 def _predicted(plan: Plan) -> list[str]:
     figures = predicted(plan)
     sizes = {name: format_bytes(figure) for name, figure in figures.items() if name.endswith("_bytes")}
-    step, compute = figures["step_s"] * 1e3, figures["compute_s"] * 1e3
-    writes, reads = figures["write_stall_s"] * 1e3, figures["read_stall_s"] * 1e3
+    ms = {name: digits(1e3 * figure, 4) for name, figure in figures.items() if name.endswith("_s")}
     return [
-        f"predicted step {step:.4g} ms: compute {compute:.4g}, starting transfers and computing beside them "
-        f"{figures['transfer_s'] * 1e3:.4g}, waiting for writes {writes:.4g}, for reads {reads:.4g}",
+        f"predicted step {ms['step_s']} ms: compute {ms['compute_s']}, starting transfers and computing beside them "
+        f"{ms['transfer_s']}, waiting for writes {ms['write_stall_s']}, for reads {ms['read_stall_s']}",
         f"predicted peak {sizes['peak_bytes']} of {sizes['limit_bytes']} allowed; "
         f"floor (infinitely fast I/O) {sizes['floor_bytes']}, everything kept {sizes['kept_peak_bytes']}",
         *_before_recomputing(plan),

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from ssd_fx.report.advice import advice
 from ssd_fx.report.course import course
-from ssd_fx.report.figures import Figures, drive_life
+from ssd_fx.report.figures import Figures
 from ssd_fx.report.model import GraphReport, GroupRow, Report
-from ssd_fx.runtime.stats import DAY_S
+from ssd_fx.runtime.stats import wear
 from ssd_fx.sizes import format_bytes, format_seconds
 
 _REASONS = 2  # that a line names
@@ -127,14 +127,8 @@ def _drive(found: Figures) -> str:
         said += f" (predicted {format_bytes(found.written_bytes)})"
     if not found.drive_bytes_s:
         return said
-    seconds, tb = found.measured_step_s or found.step_s, found.drive_bytes_s * DAY_S / 1e12
-    said += f", {tb:.3g} TB a day at {format_seconds(seconds)} a step; "
-    days = drive_life(found)
-    return said + (
-        f"new drives rated for {found.drive_tbw:g} TB last {days:.3g} days"
-        if days
-        else "the option drive_tbw says how long drives last"
-    )
+    daily, life = wear(found.drive_tbw, found.drive_bytes_s)
+    return f"{said}, {daily} a day at {format_seconds(found.measured_step_s or found.step_s)} a step; {life}"
 
 
 def _plan(report: Report) -> str:

@@ -16,7 +16,7 @@ from ssd_fx.passes.partition import node_names
 from ssd_fx.passes.plan import Recomputed
 from ssd_fx.report import dump
 from ssd_fx.report.rows import Row, fold
-from ssd_fx.sizes import format_bytes
+from ssd_fx.sizes import format_bytes, format_seconds
 from tests.passes import toys
 
 
@@ -154,10 +154,24 @@ def test_torchvision_is_not_pytorch() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (2**20 - 1, "1048575 B"), (2**20, "1 MiB"), (3 * 2**19, "1.5 MiB"), (45 * 2**28, "11.25 GiB")],
+    [
+        *[(0, "0 B"), (2**20 - 1, "1048575 B"), (2**20, "1 MiB"), (3 * 2**19, "1.5 MiB"), (45 * 2**28, "11.25 GiB")],
+        *[(15.3e12, "13.92 TiB"), (30e15, "26.65 PiB")],
+    ],
 )
-def test_sizes_are_readable(nbytes: int, text: str) -> None:
+def test_sizes_are_readable(nbytes: float, text: str) -> None:
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *[(0, "0 ms"), (0.9994, "999 ms"), (0.9996, "1 s"), (4.94, "4.94 s"), (599.6, "600 s"), (1200, "20 min")],
+        *[(5400, "1.5 hours"), (2.5e6, "28.9 days"), (1e9, "31.7 years"), (1e12, "31700 years")],
+    ],
+)
+def test_times_are_readable(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
 
 
 def folded(found: list[Row]) -> list[str]:

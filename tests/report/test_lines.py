@@ -48,3 +48,9 @@ def test_what_the_budget_alone_keeps_is_not_of_the_floor() -> None:
     second = [group(0, 50 * MIB, "keep", reason="a collective")]
     parts = [graph("a", first, floor_bytes=8 * MIB), graph("b", second, floor_bytes=50 * MIB)]
     assert summary(made(parts, ["a", "b"])).floor_bytes == 57 * MIB
+
+
+def test_drives_that_last_for_years_are_said_to() -> None:
+    seen = Stats(steps=3, drive_tbw=600.0, drive_bytes=3 * MIB, step_s=1.0, graphs={"a": GraphStats(steps=3)})
+    said = dict(lines(made([graph("a", [group(0, 100 * MIB)])], ["a"], stats=seen)))["drive"]
+    assert said.endswith(", 0.0906 TB a day at 1 s a step; new drives rated for 600 TB last 18.1 years")

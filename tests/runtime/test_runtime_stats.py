@@ -45,6 +45,7 @@ def test_the_life_of_the_drives() -> None:
     rated = dataclasses.replace(found, drive_tbw=1200)
     assert rated.drive_life_days == pytest.approx(1200 / 86.4)
     assert str(rated).endswith("86.4 TB are written in a day; new drives rated for 1200 TB last 13.9 days")
+    assert str(dataclasses.replace(rated, drive_bytes_s=1e3)).endswith("new drives rated for 1200 TB last 38100 years")
 
 
 def test_nothing_is_said_of_drives_without_a_speed() -> None:
