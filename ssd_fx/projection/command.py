@@ -86,6 +86,13 @@ def add(commands: Any) -> None:
     _add_device(parser.add_argument_group("GPU and drives"))
     out = parser.add_argument_group("output")
     out.add_argument("--of", nargs="+", metavar="PLAN", help="plan.json files of a compiled model, instead of a model")
+    out.add_argument(
+        "--runs",
+        nargs="+",
+        type=_number(int),
+        metavar="N",
+        help="with --of: how often a step runs the graphs, one number for all or one for each; default: once",
+    )
     out.add_argument("--step-ms", type=_number(float), help="with --of: forward and backward, instead of as predicted")
     out.add_argument("--json", action="store_true", help="print JSON; rates are bytes a second")
     out.add_argument("--plot", metavar="FILE", help="draw it as well, e.g. projection.png (needs matplotlib)")
@@ -139,7 +146,7 @@ def _of_plan(flags: argparse.Namespace) -> str:
             raise ValueError(f"{_flag(name)}={getattr(flags, name)} is of a model; right would be without --of")
     if flags.step_ms is not None:
         positive("step_ms", flags.step_ms, "milliseconds")
-    found = compiled.read(flags.of, flags.step_ms and flags.step_ms / 1e3)
+    found = compiled.read(flags.of, flags.step_ms and flags.step_ms / 1e3, flags.runs or (1,))
     drives = _drives(flags, MACHINES[flags.machine or DEFAULT_MACHINE])
     if flags.plot:
         plot.of_traffic(flags.plot, found.traffic, drives)
@@ -154,6 +161,8 @@ def _of_plan(flags: argparse.Namespace) -> str:
 def _of_model(flags: argparse.Namespace) -> str:
     if flags.step_ms is not None:
         raise ValueError(f"--step-ms={flags.step_ms:g} is for --of; right would be --tflops for a model")
+    if flags.runs is not None:
+        raise ValueError(f"--runs={flags.runs[0]} is for --of; right would be without it for a model")
     found = project(scenario(flags))
     if flags.plot:
         plot.of_scenario(flags.plot, found)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssd_fx.projection.checks import positive
+from ssd_fx.projection.checks import positive, whole
 from ssd_fx.projection.traffic import Traffic
 from ssd_fx.report.rows import layer_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """The plans of all graphs of one step, added up.
+    """The plans of all graphs of one step, added up. A graph that a step runs several times counts as often (`runs`).
 
     written_bytes: what goes to the drives in a step. The rest of offloaded_bytes is in host memory, or stays in memory
     under a budget in bytes.
@@ -24,6 +25,7 @@ class Compiled:
     """
 
     graphs: tuple[str, ...]
+    runs: tuple[int, ...]
     saved_bytes: int
     offloaded_bytes: int
     written_bytes: int
@@ -51,26 +53,42 @@ class _Plan:
     layers: Mapping[object, int]
 
 
-def read(paths: Sequence[str], step_s: float | None = None) -> Compiled:
+def read(paths: Sequence[str], step_s: float | None = None, runs: Sequence[int] = (1,)) -> Compiled:
     """The plans in `paths`. step_s: seconds of forward and backward, instead of those predicted.
+
+    runs: how often a step runs the graphs, one number for all or one for each.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a file is no plan, writes nothing to the drives, or predicts no possible time while none is given.
+            It is named twice, or the numbers of runs do not fit.
     """
-    plans, given = [_plan(path) for path in paths], f"--of {' '.join(paths)}"
+    given = f"--of {' '.join(paths)}"
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise ValueError(f"{given} names a plan twice; right would be once, with --runs for how often a step runs it")
+    for number in runs:
+        whole("runs", number)
+    if len(runs) not in (1, len(paths)):
+        right = "right would be one for all, or one for each"
+        raise ValueError(f"--runs {' '.join(map(str, runs))} has {len(runs)} numbers for {len(paths)} plans; {right}")
+    plans, counts = [_plan(path) for path in paths], runs if len(runs) > 1 else [*runs] * len(paths)
+
+    def total(name: str) -> Any:
+        return sum(number * getattr(plan, name) for plan, number in zip(plans, counts, strict=True))
+
     if step_s is None:
-        positive(f"{given}: step_s", sum(plan.step_s for plan in plans), "seconds")
+        positive(f"{given}: step_s", total("step_s"), "seconds")
     layers = _added([plan.layers for plan in plans])
     stays = max(plan.stays_bytes for plan in plans)  # the budget is one for all graphs
     found = Compiled(
         graphs=tuple(plan.graph for plan in plans),
-        saved_bytes=sum(plan.saved_bytes for plan in plans),
-        offloaded_bytes=sum(plan.offloaded_bytes for plan in plans),
-        written_bytes=max(sum(plan.written_bytes for plan in plans) - stays, 0),
+        runs=tuple(counts),
+        saved_bytes=total("saved_bytes"),
+        offloaded_bytes=total("offloaded_bytes"),
+        written_bytes=max(total("written_bytes") - stays, 0),
         layers=len(layers),
         layer_bytes=max(layers.values(), default=0),
-        step_s=sum(plan.step_s for plan in plans) if step_s is None else step_s,
+        step_s=total("step_s") if step_s is None else step_s,
         step_is_predicted=step_s is None,
     )
     if not found.offloaded_bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ssd_fx.projection.compiled import Compiled
 from ssd_fx.projection.endurance import PAPER_RETENTION, PAPER_WAF, Endurance, endurance
 from ssd_fx.projection.memory import LAYERS_IN_MEMORY
@@ -29,7 +31,7 @@ def of_compiled(found: Compiled, drives: Drives) -> str:
     step = "predicted by the plan for the machine that made it" if found.step_is_predicted else "as given"
     offloaded = f"{format_bytes(found.offloaded_bytes)} of {format_bytes(found.saved_bytes)} are offloaded"
     rows = [
-        ("graphs", ", ".join(found.graphs)),
+        ("graphs", _graphs(found)),
         ("drives", _drives(drives)),
         ("activations", f"{offloaded}, {format_bytes(found.written_bytes)} of that to the drives"),
         ("layers", f"{found.layers}, of at most {format_bytes(found.layer_bytes)}"),
@@ -39,6 +41,12 @@ def of_compiled(found: Compiled, drives: Drives) -> str:
     price = [("cost", f"{_dollars(life.drives_usd)} of drives; {_wear(life)}")] if life.drives_usd else []
     rows += [*_rates(found.traffic, drives), *_life(life, drives, found.traffic.share(drives)), *price]
     return "\n".join(aligned(rows))
+
+
+def _graphs(found: Compiled) -> str:
+    named = [f"{graph} x {runs}" if runs > 1 else graph for graph, runs in zip(found.graphs, found.runs, strict=True)]
+    once = "; each counts once, and --runs says how often a step runs it" if set(found.runs) == {1} else ""
+    return ", ".join(named) + once
 
 
 def _inputs(found: Projection) -> Rows:
@@ -93,8 +101,10 @@ def _rates(traffic: Traffic, drives: Drives) -> Rows:
 def _verdict(traffic: Traffic, drives: Drives) -> str:
     share = traffic.share(drives)
     if share < 1:
-        slow = "drives are" if drives.write_bytes_s < drives.link_gbps * 1e9 else "link is"
-        return f"the {slow} too slow for more than {share:.2g} of the activations; the rest must stay"
+        write, read = drives.write_bytes_s, drives.read_bytes_s
+        limit = min((write / traffic.write_bytes_s, write), (read / traffic.read_bytes_s, read))[1]
+        slow = "drives are" if limit < drives.link_gbps * 1e9 else "link is"
+        return f"the {slow} too slow for more than {_percent(share):g}% of the activations; the rest must stay"
     if traffic.hides(drives) == "forward":
         return "the writes hide behind the forward"
     return "the writes hide within half the step, but not behind the forward alone"
@@ -107,7 +117,7 @@ def _memory(found: Projection) -> Rows:
     kept, offloaded = memory.largest_batch_kept, memory.largest_batch_offloaded
     space = f"{LAYERS_IN_MEMORY} layers in memory, {digits(memory.largest_drive_bytes / 1e12)} TB on the drives"
     space += ", which have room for no more" if memory.drives_are_full else ""
-    space += f", {1 - found.share:.2g} of the activations kept" if found.share < 1 else ""
+    space += f", {100 - _percent(found.share):.3g}% of the activations kept" if found.share < 1 else ""
     peak = f"{format_bytes(memory.kept_bytes)} all kept, {format_bytes(memory.offloaded_bytes)} offloaded"
     peak += f", of a micro-batch of {found.scenario.batch}"
     if memory.state_bytes > room:
@@ -130,7 +140,7 @@ def _life(life: Endurance, drives: Drives, share: float) -> Rows:
     waf, retention = format_days(life.paper_waf_days), format_days(life.paper_days)
     written = f"{digits(life.bytes_per_day / 1e12, 4)} TB per GPU and day, if it trains day and night"
     return [
-        ("written", f"{written}; {share:.2g} of the activations" if share < 1 else written),
+        ("written", f"{written}; {_percent(share):g}% of the activations" if share < 1 else written),
         ("drive life", f"{format_days(life.rated_days)} by rated TBW ({drives.count:g} x {drives.drive.tbw:g} TB)"),
         ("", f"{waf} with WAF {PAPER_WAF:g}, {retention} with retention {PAPER_RETENTION:g} too:"),
         ("", "these are the reference paper's assumptions, which no vendor guarantees"),
@@ -150,6 +160,11 @@ def _cost(found: Projection) -> Rows:
 
 def _wear(life: Endurance) -> str:
     return f"wear by rated TBW {_dollars(life.wear_usd_per_day)} per GPU and day"
+
+
+def _percent(share: float) -> float:
+    """Rounded down, so that a part is never all."""
+    return math.floor(1000 * share) / 10
 
 
 def _dollars(amount: float) -> str:

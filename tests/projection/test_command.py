@@ -97,8 +97,8 @@ def test_the_text_says_what_limits_the_micro_batch(capsys: pytest.CaptureFixture
     assert "2 TB on the drives, which have room for no more)" in full
     assert "not even 1 fits on the drives" in printed(capsys, "--model", "megatron-1t", "--capacity-tb", "0.001")
     slow = printed(capsys, "--model", "megatron-18b", "--drives", "1")
-    assert "the drives are too slow for more than 0.25 of the activations; the rest must stay" in slow
-    assert ", 0.75 of the activations kept)" in slow
+    assert "the drives are too slow for more than 25.4% of the activations; the rest must stay" in slow
+    assert ", 74.6% of the activations kept)" in slow
 
 
 def test_the_link_of_the_gpu_may_be_too_slow_for_all_drives(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,22 @@ def test_the_link_of_the_gpu_may_be_too_slow_for_all_drives(capsys: pytest.Captu
     assert "the writes hide within half the step" in printed(capsys, *many)
     behind = printed(capsys, *many, "--link-gbps", "10")
     assert "; the link has 10 GB/s each way" in behind
-    assert "the link is too slow for more than 0.27 of the activations" in behind
+    assert "the link is too slow for more than 27.3% of the activations" in behind
+
+
+def test_drives_that_read_too_slowly_are_the_limit_and_not_the_link(capsys: pytest.CaptureFixture[str]) -> None:
+    """They write faster than the link."""
+    slow = printed(capsys, "--model", "llama-3-8b", "--write-gbps", "100", "--read-gbps", "0.5", "--drives", "1")
+    assert "the drives are too slow for more than 1% of the activations" in slow
+
+
+def test_nearly_all_is_not_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(PLAN | {"predicted": {"step_s": 2.0, "written_bytes": 10**10}}))
+    out = printed(
+        capsys, "--of", str(tmp_path / "a.json"), "--write-gbps", "9.988", "--read-gbps", "20", "--drives", "1"
+    )
+    assert "too slow for more than 99.8% of the activations; the rest must stay" in out
+    assert "; 99.8% of the activations\n" in out
 
 
 def test_what_a_checkpoint_around_every_layer_would_take_instead(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,10 +146,26 @@ def test_a_compiled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     found = json.loads(printed(capsys, "--of", path, "--json"))
     assert (found["compiled"]["layers"], found["compiled"]["layer_bytes"]) == (2, 500)
     assert found["needed"]["write_bytes_s"] == 900
-    twice = json.loads(printed(capsys, "--of", path, path, "--step-ms", "500", "--json"))
-    assert twice["needed"]["write_bytes_s"] == 1800 / 0.25
+    (tmp_path / "b.plan.json").write_text(json.dumps(PLAN))
+    both = json.loads(printed(capsys, "--of", path, str(tmp_path / "b.plan.json"), "--step-ms", "500", "--json"))
+    assert both["needed"]["write_bytes_s"] == 1800 / 0.25
     assert "predicted by the plan for the machine that made it" in printed(capsys, "--of", path)
     assert "500 ms, as given" in printed(capsys, "--of", path, "--step-ms", "500")
+
+
+def test_a_graph_that_runs_several_times_in_a_step_counts_as_often_as_one_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks that are compiled one by one share a graph and its plan, and no plan says how many they are."""
+    for name, budget in (("block", 300), ("head", 0)):
+        predicted = PLAN["predicted"] | {"shared_budget_bytes": budget}
+        (tmp_path / name).write_text(json.dumps(PLAN | {"graph": name, "predicted": predicted}))
+    paths = str(tmp_path / "block"), str(tmp_path / "head")
+    assert "block, head; each counts once, and --runs says how often a step runs it" in printed(capsys, "--of", *paths)
+    found = json.loads(printed(capsys, "--of", *paths, "--runs", "4", "1", "--json"))["compiled"]
+    assert (found["saved_bytes"], found["offloaded_bytes"], found["step_s"]) == (5000, 4500, 10.0)
+    assert found["written_bytes"] == 4500 - 300  # the budget is one for all
+    assert "block x 4, head x 4\n" in printed(capsys, "--of", *paths, "--runs", "4")
 
 
 @pytest.mark.parametrize(
@@ -149,8 +180,10 @@ def test_what_stays_in_memory_goes_to_no_drive(
     predicted: dict[str, int], written: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two graphs under one budget, which is one for both."""
-    (tmp_path / "a.json").write_text(json.dumps(PLAN | {"predicted": PLAN["predicted"] | predicted}))
-    found = json.loads(printed(capsys, "--of", str(tmp_path / "a.json"), str(tmp_path / "a.json"), "--json"))
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in paths:
+        path.write_text(json.dumps(PLAN | {"predicted": PLAN["predicted"] | predicted}))
+    found = json.loads(printed(capsys, "--of", *map(str, paths), "--json"))
     assert (found["compiled"]["offloaded_bytes"], found["compiled"]["written_bytes"]) == (1800, written)
     assert found["needed"]["write_bytes_s"] == written / 2
     assert found["endurance"]["bytes_per_day"] == written / 4 * 86400
@@ -204,6 +237,16 @@ def test_wrong_values_in_a_plan(
         ("--model megatron-18b --step-ms 3", "--step-ms=3 is for --of; right would be --tflops for a model"),
         ("--of missing.json", "[Errno 2] No such file or directory: 'missing.json'"),
         ("--of {tmp}/no.json", "--of {tmp}/no.json is no plan (list indices must be"),
+        (
+            "--of {tmp}/a.json {tmp}/../{name}/a.json",
+            "--of {tmp}/a.json {tmp}/../{name}/a.json names a plan twice; ",
+        ),
+        ("--of {tmp}/a.json --runs 0", "runs=0 is too small; right would be a whole number from 1 on"),
+        (
+            "--of {tmp}/a.json --runs 1 2",
+            "--runs 1 2 has 2 numbers for 1 plans; right would be one for all, or one",
+        ),
+        ("--model megatron-18b --runs 3", "--runs=3 is for --of; right would be without it for a model"),
         ("--of {tmp}/a.json --layers 3", "--layers=3 is of a model; right would be without --of"),
         ("--of {tmp}/a.json --step-ms -1", "step_ms=-1 is not possible"),
         (
@@ -221,10 +264,11 @@ def test_bad_input(flags: str, message: str, tmp_path: Path, capsys: pytest.Capt
         "resident": {"predicted": PLAN["predicted"] | {"shared_budget_bytes": 900}},
     }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(PLAN | changed))
-    assert cli.main(["project", *flags.format(tmp=tmp_path).split()]) == 2
+    where = {"tmp": tmp_path, "name": tmp_path.name}
+    assert cli.main(["project", *flags.format(**where).split()]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"ssd-fx: {message.format(tmp=tmp_path)}")
+    assert err.startswith(f"ssd-fx: {message.format(**where)}")
 
 
 @pytest.mark.parametrize(
