@@ -42,8 +42,8 @@ from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
 NAME = "ssd_fx"  # of the entry point
-Report = Callable[[Explanation, str], None]
-"""Gets the dump of a graph, and what the graph carries about its plan (`report/describe.py`)."""
+Report = Callable[[Explanation], None]
+"""Gets the dump of a graph."""
 NO_BACKWARD = (
     "the model has no backward; right would be one whose parameters or inputs require a gradient, and whose outputs "
     "depend on them, outside torch.no_grad()"
@@ -220,7 +220,8 @@ def _make_dump(directory: str) -> None:
 
 
 def _reported(report: Report, arguments: Sequence[str], made: Rewritten) -> None:
-    report(dump(made.partition, made.plan, made.names, arguments, made.stages.found), made.about)
+    found = dump(made.partition, made.plan, made.names, arguments, made.stages.found)
+    report(replace(found, about=made.about))
 
 
 def plan_options(config: Config, device: torch.device) -> PlanOptions:

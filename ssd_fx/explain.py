@@ -71,7 +71,7 @@ def explain(
                 "does not skip, whose parameters or inputs require a gradient, outside torch.no_grad()"
             )
         order = [e.graph for e in trace.events() if e.kind == "begin" and e.started >= began]
-        return made([plans.unpack(about) for _, about in found], order, dumps=[dump for dump, _ in found])
+        return made([plans.unpack(dump.about) for dump in found], order, dumps=found)
 
     return explained
 
@@ -101,12 +101,12 @@ def report() -> Report:
 _turn = threading.RLock()
 """Of one thread at a time: what is taken, and the counts that are put aside, are the process's."""
 
-_taken: dict[str, tuple[Explanation, str]] = {}
+_taken: dict[str, Explanation] = {}
 """By graph, in the order in which they were compiled. Global, because `_take` is pickled and may own no state."""
 
 
-def _take(dump: Explanation, about: str) -> None:
-    _taken.setdefault(dump.graph, (dump, about))
+def _take(dump: Explanation) -> None:
+    _taken.setdefault(dump.graph, dump)
 
 
 def _after_fork() -> None:

@@ -17,6 +17,13 @@ from ssd_fx.report.model import WITHIN, GraphReport, GroupRow, Report, Span, Tim
 Points = tuple[tuple[float, int], ...]
 
 
+def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
+    """A point for each of at most `most` parts: its begin, and its highest value."""
+    size = max(1, -(-len(points) // most))
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(part[0][0], max(nbytes for _, nbytes in part)) for part in parts]
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Bytes above the level before the step, from each time on. turn_s: the backward begins. end_s: the step ends."""

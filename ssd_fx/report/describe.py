@@ -24,6 +24,7 @@ from ssd_fx.passes.joint.modules import enclosing
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of
 from ssd_fx.passes.plan import Keep, Life, Offload, Plan
+from ssd_fx.report.course import thinned
 from ssd_fx.report.dump import Sources, predicted, recomputed, source_lines
 from ssd_fx.runtime.plans import pack
 
@@ -151,10 +152,6 @@ def _memory(starts: Sequence[float], memory: Sequence[int], forward: int) -> dic
 
 
 def _curve(starts: Sequence[float], memory: Sequence[int]) -> list[list[int]]:
-    size = max(1, -(-len(memory) // POINTS))
-    points: list[list[int]] = []
-    for i in range(0, len(memory), size):
-        highest = int(max(memory[i : i + size]))
-        if not points or points[-1][1] != highest:
-            points.append([_us(starts[i]), highest])
-    return points
+    """Where it is level, the first point alone."""
+    points = thinned([*zip(starts, map(int, memory), strict=True)], POINTS)
+    return [[_us(at), nbytes] for i, (at, nbytes) in enumerate(points) if not i or points[i - 1][1] != nbytes]

@@ -202,6 +202,7 @@ class Explanation:
         forward: the code of the forward, with stores and releases.
         backward: the code of the backward, with loads and waits.
         stages: the code of all graphs by the pass that has changed it, from the joint graph to what Inductor gets.
+        about: the plan as the graph carries it for reports, packed; no file has it.
     """
 
     graph: str
@@ -210,6 +211,7 @@ class Explanation:
     forward: str
     backward: str
     stages: Mapping[str, str] = field(default_factory=dict)
+    about: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         return self.table

@@ -19,18 +19,15 @@ from ssd_fx.report.code import configuration, marked, told_once
 from ssd_fx.report.dump import Explanation
 
 
-def write(directory: str, share: str, made: Explanation, about: str) -> None:
-    """Write what there is to see of a graph. `share`, if any, begins the plan: this rank's share of the node.
-
-    `about`, the plan as the graph carries it, is not written: `plan.json` has all of it.
-    """
+def write(directory: str, share: str, made: Explanation) -> None:
+    """Write what there is to see of a graph. `share`, if any, begins the plan: this rank's share of the node."""
     numbered = Path(directory) / made.graph
     numbered.mkdir(parents=True, exist_ok=True)
     for old in numbered.glob("[0-9][0-9]_*.txt"):
         old.unlink()
     for name, text in made.files().items():
         head = f"{share}\n" if share and name.endswith(".plan.txt") else ""
-        (Path(directory) / name).write_text(head + text)
+        (Path(directory) / name).write_text(head + text, encoding="utf-8")
 
 
 def with_code(
@@ -45,5 +42,6 @@ def with_code(
         numbered.mkdir(parents=True, exist_ok=True)  # somebody may have removed it before the first backward
         part = "backward" if settings.get("is_backward") else "forward"
         number = len(list(numbered.glob("[0-9][0-9]_*.txt")))
-        (numbered / f"{number:02}_inductor_{part}.txt").write_text(told_once(marked(code), config))
+        told = told_once(marked(code), config)
+        (numbered / f"{number:02}_inductor_{part}.txt").write_text(told, encoding="utf-8")
     return made

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssd_fx.report.course import Bar, Curve, course
+from ssd_fx.report.course import Bar, Curve, course, thinned
 from ssd_fx.report.measured import MeasuredStep
 from ssd_fx.report.model import GroupRow, Report, Span, Times
 from ssd_fx.report.summary import lines
@@ -29,12 +29,12 @@ WEB = Path(__file__).parent / "web"
 
 def page(report: Report) -> str:
     """The text of the page."""
-    found = (WEB / "page.html").read_text()
+    found = (WEB / "page.html").read_text(encoding="utf-8")
     given = json.dumps(data(report), separators=(",", ":")).replace("</", "<\\/")
     for name, text in (
-        ("style", (WEB / "page.css").read_text()),
-        ("echarts", (WEB / "echarts.min.js").read_text()),
-        ("script", (WEB / "page.js").read_text()),
+        ("style", (WEB / "page.css").read_text(encoding="utf-8")),
+        ("echarts", (WEB / "echarts.min.js").read_text(encoding="utf-8")),
+        ("script", (WEB / "page.js").read_text(encoding="utf-8")),
         ("data", given),
     ):
         before, _, behind = found.partition(f"/*{{{name}}}*/")
@@ -43,20 +43,29 @@ def page(report: Report) -> str:
 
 
 def save(report: Report, path: str | Path) -> None:
-    """Write the page to `path`, which is whole or not there.
+    """Write the page to `path`. A file is whole or as it was before; a device or a pipe is written to.
 
     Raises:
         OSError: the file cannot be written.
     """
     text, target = page(report), Path(path)
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")  # an error for a directory
+        else:
+            _replace(Path(os.path.realpath(target)), text)  # a link stays one
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # not where the link leads, nor the part
+
+
+def _replace(target: Path, text: str) -> None:
     part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
         os.replace(part, target)
-    except OSError as error:
+    except OSError:
         with contextlib.suppress(OSError):
             part.unlink()
-        error.filename, error.filename2 = str(target), None  # of the page, where it was of the part
         raise
 
 
@@ -99,14 +108,11 @@ def _spans(spans: Iterable[Span]) -> list[list[float]]:
 
 def _curve(curve: Curve) -> dict[str, Any]:
     points = [*curve.points, (curve.end_s, curve.points[-1][1] if curve.points else 0)]
-    return {"turn": _ms(curve.turn_s), "end": _ms(curve.end_s), "points": _thinned(points)}
+    return {"turn": _ms(curve.turn_s), "end": _ms(curve.end_s), "points": _points(points)}
 
 
-def _thinned(points: Sequence[tuple[float, int]]) -> list[list[float]]:
-    """The highest of each of at most `POINTS` parts."""
-    size = max(1, -(-len(points) // POINTS))
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
-    return [[_ms(part[0][0]), max(nbytes for _, nbytes in part)] for part in parts]
+def _points(points: Sequence[tuple[float, int]]) -> list[list[float]]:
+    return [[_ms(at), nbytes] for at, nbytes in thinned(points, POINTS)]
 
 
 def _predicted_lanes(curve: Curve, bars: Sequence[Bar]) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def _measured(step: MeasuredStep | None) -> dict[str, Any] | None:
     return {
         "turn": _ms(step.turn_s),
         "end": _ms(last),
-        "points": _thinned(step.memory),
+        "points": _points(step.memory),
         "compute": [_without([0.0, _ms(step.turn_s)], waits), _without([_ms(step.turn_s), _ms(last)], waits)],
         "waits": waits,
         "writes": _events(step.transfers("write")),

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,67 @@ def test_a_page_that_cannot_be_written(found: Report, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="taken"):
         found.save(tmp_path / "taken")
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_page_for_this_directory_is_an_error_of_the_system(
+    found: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.` has no name to make another one of."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(IsADirectoryError, match=r"'\.'$"):
+        found.save(".")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_page_behind_a_link_leaves_the_link(found: Report, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.html").symlink_to("real/report.html")
+    for _ in range(2):  # the link leads nowhere at first
+        found.save(tmp_path / "link.html")
+        assert (tmp_path / "link.html").is_symlink()
+        assert (tmp_path / "real" / "report.html").read_text(encoding="utf-8") == page(found)
+
+
+def test_a_page_for_a_pipe_goes_through_it(found: Report) -> None:
+    """As of `-o /dev/stdout`. What is no file must not be replaced with one."""
+    read_end, write_end = os.pipe()
+    with ThreadPoolExecutor(1) as reader:
+        got = reader.submit(os.fdopen(read_end, "rb").read)
+        try:
+            found.save(f"/proc/self/fd/{write_end}")
+        finally:
+            os.close(write_end)
+    assert got.result().decode() == page(found)
+
+
+NAMED = """
+import sys, torch, ssd_fx
+def toy(größe, w):
+    return ((größe @ w).relu() @ w).relu().sum()
+options = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0, "dump": sys.argv[1]}
+x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+torch.compile(toy, backend=ssd_fx.backend, options=options)(x, w).backward()
+ssd_fx.report().save(sys.argv[1] + "/report.html")
+"""
+
+
+def test_page_and_dump_are_the_same_in_every_locale(tmp_path: Path) -> None:
+    """Python warns of files that are in the encoding of the locale. torch itself compiles nothing in that of C."""
+    (tmp_path / "train.py").write_text(NAMED, encoding="utf-8")
+    strict = [each for name in ("page", "folder") for each in ("-W", f"error::EncodingWarning:ssd_fx.report.{name}")]
+    command = [
+        sys.executable,
+        "-X",
+        "warn_default_encoding",
+        *strict,
+        str(tmp_path / "train.py"),
+        str(tmp_path / "out"),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(Path(ssd_fx.__file__).resolve().parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (plan,) = (tmp_path / "out").glob("*.plan.txt")
+    assert "argument größe" in plan.read_text(encoding="utf-8")
 
 
 SCRIPT = """
