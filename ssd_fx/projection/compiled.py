@@ -11,6 +11,7 @@ from typing import Any
 
 from ssd_fx.projection.checks import positive, whole
 from ssd_fx.projection.traffic import Traffic
+from ssd_fx.report.figures import may_stay
 from ssd_fx.report.rows import layer_of
 
 
@@ -107,7 +108,7 @@ def _plan(path: str) -> _Plan:
             saved_bytes=int(plan["saved_bytes"]),
             offloaded_bytes=int(plan["offloaded_bytes"]),
             written_bytes=int(predicted["written_bytes"]),
-            stays_bytes=int(predicted.get("shared_budget_bytes", 0) + predicted.get("resident_bytes", 0)),
+            stays_bytes=may_stay([predicted]),
             step_s=float(predicted["step_s"]),
             layers=_added([_layer(group) for group in plan["groups"]]),
         )

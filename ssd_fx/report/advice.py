@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ssd_fx.report.figures import Figures, drive_life
 from ssd_fx.report.model import BELOW, WITHIN, GroupRow, Report
-from ssd_fx.report.unfreed import Unfreed, loud, unfreed
+from ssd_fx.report.unfreed import Unfreed, loud
 from ssd_fx.runtime.stats import format_days
 from ssd_fx.sizes import format_bytes, format_seconds
 
@@ -20,7 +20,7 @@ def advice(report: Report, found: Figures) -> str:
     """The most useful change to options or model."""
     missed = loud(report)
     if missed:
-        worst, nbytes = _worst(unfreed(report))
+        worst, nbytes = _worst(report.unfreed)
         share = f"{format_bytes(nbytes)} of the {format_bytes(missed)}"
         return f"{_free(worst)}: that is {share} that do not leave memory in a step, listed below"
     if not found.offloaded_bytes:
@@ -28,14 +28,14 @@ def advice(report: Report, found: Figures) -> str:
     stall, step = _stall(found)
     if stall > SMALL * step:
         return _keep_more(report, found, stall)
-    small = _bytes(report, BELOW)
+    small = report.kept[BELOW]
     if small > SMALL * found.stock_stay_bytes and small > found.stay_bytes / 2:
         least = min((g.described["min_bytes"] for g in report.graphs), default=0)
         return f"min_bytes={max(1, least // 16)} would offload up to {format_bytes(small)} more, in smaller tensors"
     life = drive_life(found)
     if 0 < life < SHORT_DAYS:
         return f"the drives last {format_days(life)} at this rate: a larger budget writes less, {_next_share(report)}"
-    kept = 0 if _budget(report) == "auto" else _bytes(report, WITHIN)
+    kept = 0 if _budget(report) == "auto" else report.kept[WITHIN]
     if kept > SMALL * found.stock_stay_bytes:
         return (
             f"nothing waits, so a smaller budget costs little: {_smaller(report)} keeps up to {format_bytes(kept)} less"
@@ -68,9 +68,9 @@ def _free(worst: Unfreed) -> str:
 
 
 def _nothing_goes(report: Report, found: Figures) -> str:
-    small = _bytes(report, BELOW)
+    small = report.kept[BELOW]
     if 2 * small > found.stock_stay_bytes:
-        largest = max((r.nbytes for r in _kept(report, BELOW)), default=0)
+        largest = max(row.nbytes for graph in report.graphs for row in graph.rows if row.reason == BELOW)
         return f"nothing is offloaded, for most is below min_bytes: min_bytes={max(1, largest // 4)} would change that"
     if any(graph.described["budget"] not in (0, 0.0) for graph in report.graphs):
         return "nothing is offloaded under this budget: budget=0 offloads all that can be"
@@ -86,7 +86,7 @@ def _stall(found: Figures) -> tuple[float, float]:
 def _keep_more(report: Report, found: Figures, stall: float) -> str:
     """Keep what the drive would have written and read in the time that is waited."""
     rate = _rate(report)
-    movable = found.offloaded_bytes + _bytes(report, WITHIN)
+    movable = found.offloaded_bytes + report.kept[WITHIN]
     if not rate or not movable:
         return "a larger budget keeps more in memory and waits less"
     more = min(stall * rate / 2, found.offloaded_bytes)  # what stays is neither written nor read
@@ -123,15 +123,6 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, end - max(begin, until))
         until = max(until, end)
     return total
-
-
-def _kept(report: Report, reason: str) -> list[GroupRow]:
-    """In every run of their graphs."""
-    return [row for part in report.parts for row in part.rows if row.decision == "keep" and row.reason == reason]
-
-
-def _bytes(report: Report, reason: str) -> int:
-    return sum(row.nbytes for row in _kept(report, reason))
 
 
 def _budget(report: Report) -> object:

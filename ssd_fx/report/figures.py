@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ssd_fx.runtime.stats import rated_days
@@ -47,6 +48,14 @@ class Figures:
         written = self.written_bytes if self.measured_drive_bytes is None else self.measured_drive_bytes
         seconds = self.measured_step_s or self.step_s
         return written / seconds if seconds else 0.0
+
+
+def may_stay(predicted: Iterable[Mapping[str, float]]) -> int:
+    """Bytes of what graphs offload that the runtime may leave in memory. It has one budget for all of them.
+
+    predicted: the figures of their dumps.
+    """
+    return max((int(p.get("shared_budget_bytes", 0) + p.get("resident_bytes", 0)) for p in predicted), default=0)
 
 
 def drive_life(found: Figures) -> float:

@@ -7,14 +7,19 @@ events of a step ----'
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssd_fx.report.dump import Explanation
 from ssd_fx.report.measured import MeasuredStep
 from ssd_fx.runtime.stats import SlotStats, Stats
+
+if TYPE_CHECKING:
+    from ssd_fx.report.unfreed import Unfreed
 
 Span = tuple[float, float]
 WITHIN, BELOW = "within the budget", "below min_bytes"  # the planner's words
@@ -148,6 +153,21 @@ class Report:
         """The graphs as the forward of one step runs them: one that runs twice is there twice."""
         graphs = {graph.graph: graph for graph in self.graphs}
         return [graphs[name] for name in self.order]
+
+    @property
+    def kept(self) -> Counter[str]:
+        """Bytes that the plan keeps in memory, by reason, in all runs of a step."""
+        found: Counter[str] = Counter()
+        for row in (row for part in self.parts for row in part.rows if row.decision == "keep"):
+            found[row.reason] += row.nbytes
+        return found
+
+    @cached_property
+    def unfreed(self) -> list[Unfreed]:
+        """The groups that stay though neither budget nor marks ask for it, the largest first."""
+        from ssd_fx.report.unfreed import unfreed
+
+        return unfreed(self)
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat dictionary for every alias group: `pandas.DataFrame(report.rows())`."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 
 from ssd_fx.report.advice import advice
 from ssd_fx.report.course import course
-from ssd_fx.report.figures import Figures
-from ssd_fx.report.model import GraphReport, GroupRow, Report
+from ssd_fx.report.figures import Figures, may_stay
+from ssd_fx.report.model import GroupRow, Report
 from ssd_fx.runtime.stats import wear
 from ssd_fx.sizes import format_bytes, format_seconds
 
@@ -26,7 +25,7 @@ def summary(report: Report) -> Figures:
         return sum(part.predicted[name] for part in parts)
 
     offloaded = described("offloaded_bytes")
-    rest = _rest(parts, offloaded)
+    rest = min(may_stay(part.predicted for part in parts), offloaded)
     outputs = sum(row.nbytes for part in parts for row in part.rows if row.slot < 0)
     stats, memory = report.stats, report.step.memory if report.step else ()
     steps = max(stats.steps, 1) if stats else 1
@@ -49,13 +48,6 @@ def summary(report: Report) -> Figures:
         measured_drive_bytes=round((stats.drive_bytes + stats.moved_bytes) / steps) if stats else None,
         measured_peak_bytes=max((nbytes for _, nbytes in memory), default=None),
     )
-
-
-def _rest(parts: Sequence[GraphReport], offloaded: int) -> int:
-    """What the runtime may leave in memory of the bytes offloaded. It has one budget for all graphs."""
-    names = ("shared_budget_bytes", "resident_bytes")
-    may = sum(max((int(part.predicted.get(name, 0)) for part in parts), default=0) for name in names)
-    return min(may, offloaded)
 
 
 def lines(report: Report) -> list[tuple[str, str]]:
@@ -134,8 +126,8 @@ def _drive(found: Figures) -> str:
 def _plan(report: Report) -> str:
     rows = [row for part in report.parts for row in part.rows]
     gone = [row for row in rows if row.decision == "offload"]
-    said = f"{len(gone)} of {len(rows)} groups ({format_bytes(_sum(gone))}) are offloaded"
-    kept = _by_reason(row for row in rows if row.decision == "keep")
+    said = f"{len(gone)} of {len(rows)} groups ({format_bytes(sum(row.nbytes for row in gone))}) are offloaded"
+    kept = report.kept.most_common()
     if kept:
         named = [f"{format_bytes(nbytes)} {reason}" for reason, nbytes in kept[:_REASONS]]
         if len(kept) > _REASONS:
@@ -145,14 +137,3 @@ def _plan(report: Report) -> str:
     if again:
         said += f"; {len(again)} tensors ({format_bytes(sum(r['nbytes'] for r in again))}) are recomputed"
     return said
-
-
-def _by_reason(rows: Iterable[GroupRow]) -> list[tuple[str, int]]:
-    found: dict[str, int] = defaultdict(int)
-    for row in rows:
-        found[row.reason] += row.nbytes
-    return sorted(found.items(), key=lambda each: -each[1])
-
-
-def _sum(rows: Iterable[GroupRow]) -> int:
-    return sum(row.nbytes for row in rows)

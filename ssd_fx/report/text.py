@@ -9,7 +9,7 @@ from ssd_fx.report.columns import aligned
 from ssd_fx.report.model import GroupRow, Report
 from ssd_fx.report.rows import parts
 from ssd_fx.report.summary import lines
-from ssd_fx.report.unfreed import asked, loud, unfreed
+from ssd_fx.report.unfreed import asked, loud
 from ssd_fx.sizes import format_bytes
 
 ROWS = 24  # of the table: with all else one screen
@@ -70,7 +70,7 @@ def _unfreed(report: Report) -> list[str]:
 
 def holders(report: Report) -> list[tuple[str, Folded]]:
     """Who holds what was to leave memory, layers together, the largest first."""
-    found = _fold((each.row, each.who, each.nbytes, 1) for each in unfreed(report))
+    found = _fold((each.row, each.who, each.nbytes, 1) for each in report.unfreed)
     return sorted(found, key=lambda each: -each[1].nbytes)
 
 

@@ -21,7 +21,7 @@ class Unfreed:
 
 
 def unfreed(report: Report) -> list[Unfreed]:
-    """The groups that stay though neither budget nor marks ask for it, the largest first."""
+    """For `Report.unfreed`, which keeps it."""
     steps = max(report.stats.steps, 1) if report.stats else 1
     found = [each for graph in report.graphs for row in graph.rows for each in _measured(row, steps)]
     found += [each for graph in report.graphs for row in graph.rows for each in _planned(graph, row)]
@@ -31,12 +31,12 @@ def unfreed(report: Report) -> list[Unfreed]:
 def asked(report: Report) -> int:
     """Bytes a step that budget and marks want out of memory."""
     gone: int = sum(graph.runs * graph.described["offloaded_bytes"] for graph in report.graphs)
-    return gone + sum(each.nbytes for each in unfreed(report) if each.planned)
+    return gone + sum(each.nbytes for each in report.unfreed if each.planned)
 
 
 def loud(report: Report) -> int:
     """Bytes a step that were to leave memory and stay; 0 if it is too little to tell."""
-    missed = sum(each.nbytes for each in unfreed(report))
+    missed = sum(each.nbytes for each in report.unfreed)
     return missed if missed > LOUD * asked(report) else 0
 
 
