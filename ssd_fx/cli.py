@@ -24,25 +24,38 @@ from ssd_fx import explain_script, fit
 from ssd_fx.command import bench, calibrating, doctor
 from ssd_fx.config import Config
 from ssd_fx.projection import command as projection
+from ssd_fx.refusal import Refused, refusing
 from ssd_fx.report import command as report
 
 # Each has add(commands), which names its run(flags).
 COMMANDS = (doctor, bench, calibrating, fit, explain_script, report, projection)
-_NO_OPTIONS = ("project",)  # commands that look at no option of the environment
+_NO_OPTIONS = ("project", "report")  # commands that look at no option of the environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status.
 
-    0: fine. 1: something is missing, the cores are busy, or a script does not fit. 2: a wrong word on the command line
-    or in the environment. 141, a shell's status for SIGPIPE: the reader of the output has gone.
+    0: fine. 1: something is missing, the cores are busy, a script does not fit, or the output cannot be written. 2: a
+    wrong word on the command line or in the environment. 141, a shell's status for SIGPIPE: the reader of the output
+    has gone.
     """
+    if sys.stdout is None:
+        print("ssd-fx: the output cannot be written: it is closed", file=sys.stderr)
+        return 1
     try:
         status = _run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except Refused as refused:
+        print(f"ssd-fx: {refused}", file=sys.stderr)
+        return refused.status
+    except OSError as error:
+        if error.filename is not None:  # an error of the command itself
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
-        return 128 + signal.SIGPIPE
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"ssd-fx: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return status
 
 
@@ -68,11 +81,8 @@ def _run(argv: Sequence[str] | None) -> int:
     flags = parser().parse_args(own)
     flags.behind = behind
     if flags.command not in _NO_OPTIONS:
-        try:
+        with refusing(2):
             Config.make()
-        except ValueError as error:
-            print(f"ssd-fx: {error}", file=sys.stderr)
-            return 2
     return int(flags.run(flags))
 
 

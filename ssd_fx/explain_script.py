@@ -7,7 +7,6 @@ script's own options, or another budget. Nothing is compiled.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,10 +21,10 @@ from ssd_fx.fit import TrainingStep, until_trained
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
+from ssd_fx.refusal import refusing
 from ssd_fx.report.command import add_output, tell
 from ssd_fx.report.describe import describe
 from ssd_fx.report.model import Report, made
-from ssd_fx.runtime.errors import without_number
 from ssd_fx.sizes import parse_budget
 
 USAGE = "ssd-fx explain script.py [--budget 0.5] [-o report.html] [--json] [-- the script's own arguments]"
@@ -42,17 +41,9 @@ def add(commands: Any) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Run the command, and return its exit status. 1: the script or its model cannot be planned. 2: a wrong flag."""
-    try:
+    with refusing(2):
         budget = None if flags.budget is None else parse_budget("budget", flags.budget)
-    except ValueError as error:
-        print(f"ssd-fx: {error}", file=sys.stderr)
-        return 2
-    try:
-        tell(until_trained(flags.script, flags.behind, partial(_planned, budget)), flags)
-    except (ValueError, OSError) as error:
-        print(f"ssd-fx: {without_number(error)}", file=sys.stderr)
-        return 1
-    return 0
+    return tell(lambda: until_trained(flags.script, flags.behind, partial(_planned, budget)), flags)
 
 
 def _planned(budget: Budget | None, step: TrainingStep) -> Report:

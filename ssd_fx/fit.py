@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ssd_fx.backend import backend
 from ssd_fx.estimate import BUDGETS, Call, estimate, parsed_batch, parsed_size
 from ssd_fx.fake import FakeLarge
+from ssd_fx.refusal import refusing
 from ssd_fx.report.budgets import Estimate
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_tbw
@@ -73,24 +74,18 @@ def run(flags: argparse.Namespace) -> int:
 
     0: fine. 1: the script or its model cannot be estimated, or no budget fits the memory. 2: a wrong flag.
     """
-    try:
+    with refusing(2):
         budgets = flags.budget.split(",")
         for budget in budgets:
             parse_budget("budget", budget)
         batches = [parsed_batch(batch) for batch in flags.batch.split(",")] if flags.batch else [None]
         parsed_size("memory", flags.memory)
         rated = parse_tbw("drive_tbw", flags.drive_tbw)
-    except ValueError as error:
-        print(f"ssd-fx: {error}", file=sys.stderr)
-        return 2
     asked = {"budgets": budgets, "memory": flags.memory, "drive_tbw": rated}
-    try:
+    with refusing(1):
         found = until_trained(
             flags.script, flags.behind, lambda step: [step.estimate(batch, asked) for batch in batches]
         )
-    except (ValueError, OSError) as error:
-        print(f"ssd-fx: {error}", file=sys.stderr)
-        return 1
     if flags.json:
         print(json.dumps([each.details() for each in found], indent=1))
     else:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ssd_fx import check_options
 from ssd_fx.command.toy import Shape, Step, worker
+from ssd_fx.refusal import Refused, refusing
 
 _MIB = 2**20
 _WARMUP = 3  # pairs: the first one compiles, the next ones learn
@@ -53,19 +54,15 @@ def run(flags: argparse.Namespace) -> int:
     """Train, print the comparison, and return the exit status: 1 if a training failed, 2 for a wrong value."""
     shape = Shape(flags.layers, flags.width, flags.heads, flags.batch, flags.seq)
     options = {"dirs": [flags.directory], "budget": flags.budget}
-    try:
+    with refusing(2):
         _check(shape, flags.steps)
         check_options(options)
-    except (ValueError, OSError) as error:
-        print(f"ssd-fx: {error}", file=sys.stderr)
-        return 2
     print(f"{shape}; compiling takes two to three minutes", file=sys.stderr, flush=True)
     try:
         with worker(shape, None) as plain, worker(shape, options) as ours:
             pairs = [(plain.step(), ours.step()) for _ in range(_WARMUP + flags.steps)][_WARMUP:]
     except RuntimeError as error:
-        print(f"ssd-fx: {error}", file=sys.stderr)
-        return 1
+        raise Refused(str(error), 1) from None
     if flags.json:
         shown = {"shape": asdict(shape), "options": options, **figures(pairs)}
         print(json.dumps(shown | {"steps": [[asdict(step) for step in pair] for pair in pairs]}, indent=1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from ssd_fx.projection.presets import DEFAULT_MACHINE, DRIVES, MACHINES, RUNS, U
 from ssd_fx.projection.project import project
 from ssd_fx.projection.scenario import ELEMENT_BYTES, Device, Drive, Drives, Model, Parallelism, Scenario
 from ssd_fx.projection.traffic import Traffic
+from ssd_fx.refusal import refusing
 
 _MODEL = {
     "layers": "layers",
@@ -132,11 +132,9 @@ def _flag(name: str) -> str:
 
 def run(flags: argparse.Namespace) -> int:
     """Print the projection, and return the exit status: 2 for a wrong value, which one line on stderr names."""
-    try:
-        print(_of_plan(flags) if flags.of else _of_model(flags))
-    except (ValueError, OSError) as error:
-        print(f"ssd-fx: {error}", file=sys.stderr)
-        return 2
+    with refusing(2):
+        found = _of_plan(flags) if flags.of else _of_model(flags)
+    print(found)
     return 0
 
 

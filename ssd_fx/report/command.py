@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Callable
 from typing import Any
 
+from ssd_fx.refusal import refusing
 from ssd_fx.report.model import Report
 from ssd_fx.report.saved import read
-from ssd_fx.runtime.errors import without_number
 
 
 def add(commands: Any) -> None:
@@ -27,21 +27,15 @@ def add_output(parser: Any) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run the command, and return its exit status: 1 if the trace cannot be used, which one line on stderr says."""
-    try:
-        tell(read(flags.trace), flags)
-    except (ValueError, OSError) as error:
-        print(f"ssd-fx: {without_number(error)}", file=sys.stderr)
-        return 1
-    return 0
+    """Run the command, and return its exit status. 1: the trace cannot be used, or the page cannot be written."""
+    return tell(lambda: read(flags.trace), flags)
 
 
-def tell(report: Report, flags: argparse.Namespace) -> None:
-    """Write the page, if one is asked for, and print the report.
-
-    Raises:
-        OSError: the page cannot be written.
-    """
-    if flags.output:
-        report.save(flags.output)
+def tell(made: Callable[[], Report], flags: argparse.Namespace) -> int:
+    """Make the report, write the page, if one is asked for, and print it; return the exit status."""
+    with refusing(1):
+        report = made()
+        if flags.output:
+            report.save(flags.output)
     print(json.dumps(report.to_dict(), indent=1) if flags.json else report)
+    return 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -56,14 +58,53 @@ def test_a_wrong_environment(
     assert err.count("\n") == 1
 
 
-def test_nobody_reads_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ssd-fx doctor | head -1`"""
+@pytest.mark.parametrize("command", [["doctor"], ["project", "--model", "megatron-18b"]])
+def test_nobody_reads_what_is_printed(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ssd-fx doctor | head -1`; a command may print a line at a time or all at once."""
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w", buffering=1) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli.main(["doctor"]) == 141
+        assert cli.main(command) == 141
         print("what Python flushes at exit", flush=True)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_a_full_disk_for_the_output_is_one_line(
+    buffering: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ssd-fx project > /dev/full` wrote a traceback, and another one at exit."""
+    with open("/dev/full", "w", buffering=buffering) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["project", "--model", "megatron-18b"]) == 1
+        print("what Python flushes at exit", flush=True)
+    assert capsys.readouterr().err == "ssd-fx: the output cannot be written: No space left on device\n"
+
+
+def test_a_closed_output_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ssd-fx project >&-`: Python has no sys.stdout then."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["project", "--model", "megatron-18b"]) == 1
+    assert capsys.readouterr().err == "ssd-fx: the output cannot be written: it is closed\n"
+
+
+def test_an_error_of_the_command_itself_is_not_taken_for_one_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> NoReturn:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/sys/missing")
+
+    monkeypatch.setattr(cli.doctor.software, "findings", fails)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["doctor"])
+
+
+def test_a_report_asks_for_no_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace is read in any environment, such as one that an older version had."""
+    monkeypatch.setenv("SSD_FX_BUDGET", "abc")
+    assert cli.main(["report", "missing.json"]) == 1
+    assert capsys.readouterr().err == "ssd-fx: missing.json: No such file or directory\n"
 
 
 def test_rates_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ def test_wrong_values_in_a_plan(
         ("--model megatron-18b --utilisation 2", "utilisation=2 is not possible; right would be above 0 and at most 1"),
         ("--model megatron-18b --tbw nan", "tbw=nan is not possible; right would be a number of TB above 0"),
         ("--model megatron-18b --step-ms 3", "--step-ms=3 is for --of; right would be --tflops for a model"),
-        ("--of missing.json", "[Errno 2] No such file or directory: 'missing.json'"),
+        ("--of missing.json", "missing.json: No such file or directory"),
         ("--of {tmp}/no.json", "--of {tmp}/no.json is no plan (list indices must be"),
         (
             "--of {tmp}/a.json {tmp}/../{name}/a.json",
