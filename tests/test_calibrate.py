@@ -44,7 +44,7 @@ DISK = rates.Disk(write_bw=1.5e9, read_bw=1e9, latency_s=1e-4, drag_s_per_byte=1
 
 def forget() -> None:
     """What this process has read or measured; the file stays."""
-    calibrate._known.update(calibrate._nothing())
+    calibrate._known.update(calibrate.nothing())
 
 
 class Calls:

@@ -103,7 +103,7 @@ def _learn(
     """Fill `_known` with the rates of `keys`: from the cache, else measured; with `again` measure all of them."""
     if not again:
         with suppress(OSError, ValueError):  # it is of no use, and whoever measures says so
-            keys = _recalled(keys, _read())
+            keys = _recalled(keys, cached())
     if not keys:
         return
     measure = {"compute": lambda: _compute(device, though_busy), "disk": lambda: _disk(config, device)}
@@ -144,19 +144,7 @@ def _measured(section: str, measure: Callable[[], Rates], device: torch.device) 
 
 
 def cached() -> Cached:
-    """The contents of the cache, by section and hardware.
-
-    Empty if there is no file yet. Empty after a RuntimeWarning if the file is of no use.
-    """
-    try:
-        return _read()
-    except (OSError, ValueError) as error:
-        warnings.warn(f"{cache_path()} is of no use ({error}), so ssd_fx measures again", RuntimeWarning, stacklevel=2)
-        return _nothing()
-
-
-def _read() -> Cached:
-    """The contents of the cache; empty if there is no file yet.
+    """The contents of the cache, by section and hardware; empty if there is no file yet.
 
     Raises:
         OSError, ValueError: the file is of no use.
@@ -164,10 +152,11 @@ def _read() -> Cached:
     try:
         return _parse(cache_path().read_text())
     except FileNotFoundError:
-        return _nothing()
+        return nothing()
 
 
-def _nothing() -> Cached:
+def nothing() -> Cached:
+    """The contents of an empty cache."""
     return {section: {} for section in _SECTIONS}
 
 
@@ -286,7 +275,7 @@ def _exclusive() -> Iterator[Cached]:
             _warn_unkept(error)
             with suppress(OSError):  # all ranks measure, but not each other
                 turn.enter_context(_in_turn(Path(tempfile.gettempdir()), os.O_RDONLY))
-        contents = cached() if path else _nothing()
+        contents = _usable(path) if path else nothing()
         before = {section: dict(entries) for section, entries in contents.items()}
         yield contents
         if path and contents != before:
@@ -294,6 +283,15 @@ def _exclusive() -> Iterator[Cached]:
                 _write(path, contents)
             except OSError as error:
                 _warn_unkept(error)
+
+
+def _usable(path: Path) -> Cached:
+    """The contents of the cache at `path`; empty after a RuntimeWarning if the file is of no use."""
+    try:
+        return cached()
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} is of no use ({error}), so ssd_fx measures again", RuntimeWarning, stacklevel=2)
+        return nothing()
 
 
 @contextmanager

@@ -97,8 +97,8 @@ def cache() -> Iterator[Finding]:
     """Whether measured rates and built libraries can be kept."""
     try:
         path = calibrate.cache_path().parent
-        above = next(each for each in (path, *path.parents) if each.exists())
-        wrong = "" if os.access(above, os.W_OK) else f"{path} cannot be written"
+        above = next(each for each in (path, *path.parents) if os.path.exists(each))  # Path's raises in a closed home
+        wrong = "" if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be written"
     except FileNotFoundError as error:
         wrong = str(error)
     if wrong:

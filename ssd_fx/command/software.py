@@ -104,7 +104,11 @@ def _options() -> Finding:
 
 def _rates() -> Iterator[Finding]:
     """The rates that plans are made for, as measured earlier. Those that were not are typical ones."""
-    found = calibrate.cached()
+    found = calibrate.nothing()
+    try:
+        found = calibrate.cached()
+    except (OSError, ValueError) as error:
+        yield Finding("rates", f"{calibrate.cache_path()} is of no use ({error})", "warn")
     for section, entries in found.items():
         for key, rates in entries.items():
             lines = "".join(f"\n{'':12}{line}" for line in described(rates))

@@ -8,9 +8,10 @@ import json
 import os
 import re
 import tempfile
+import warnings
 import zlib
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -100,6 +101,34 @@ def test_rates_that_were_never_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert missing.do.startswith("`ssd-fx calibrate DIR` measures them")
     monkeypatch.setenv("SSD_FX_MACHINE", "default")
     assert [each.subject for each in software._rates()] == ["disk"]
+
+
+def test_rates_that_cannot_be_read_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no warning that ssd_fx measures again, for doctor measures nothing."""
+    (tmp_path / "ssd_fx").mkdir()
+    (tmp_path / "ssd_fx" / "machine.json").write_text('{"version": 1}')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = next(software._rates())
+    assert (found.subject, found.status) == ("rates", "warn")
+    assert found.says.endswith("machine.json is of no use (not version 3 of the machine's rates)")
+
+
+def test_a_home_that_this_user_may_not_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under sudo to another user: even to ask what is there is refused."""
+    looks = os.stat
+
+    def refuses(path: Any, *words: Any, **named: Any) -> os.stat_result:
+        if str(path).startswith(f"{tmp_path}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return looks(path, *words, **named)
+
+    monkeypatch.setattr(os, "stat", refuses)
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (found,) = limits.cache()
+    assert found.says == f"{tmp_path}/home/ssd_fx cannot be written, so every process measures the machine"
 
 
 def test_without_a_pool_of_threads(

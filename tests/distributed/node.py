@@ -55,7 +55,7 @@ def measured(out: Path, directory: str, cache: str) -> list[tuple[float, float]]
     rates.Transfers.measure = lambda self: measure("disk", disk)  # type: ignore[method-assign]
     calibrate._others_s = lambda: 0.0  # the other ranks are at work
     os.environ["XDG_CACHE_HOME"] = str(out / cache)
-    calibrate._known.update(calibrate._nothing())  # this process has read or measured nothing
+    calibrate._known.update(calibrate.nothing())  # this process has read or measured nothing
     dist.barrier()
     calibrate.calibrated(RuntimeConfig(dirs=(directory,), engine="posix"), torch.device("cpu"))
     return spans
