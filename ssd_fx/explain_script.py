@@ -7,6 +7,7 @@ script's own options, or another budget. Nothing is compiled.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,8 @@ USAGE = "ssd-fx explain script.py [--budget 0.5] [-o report.html] [--json] [-- t
 def add(commands: Any) -> None:
     """Add the command to `commands`, argparse's sub-parsers."""
     parser = commands.add_parser("explain", usage=USAGE, help="the report of a training script, before it trains")
-    parser.add_argument("script", help="a Python script that compiles its model with ssd_fx.backend and trains it")
+    said = "a Python script that compiles its model with ssd_fx.backend and trains it"
+    parser.add_argument("script", type=os.path.expanduser, help=said)
     parser.add_argument("--budget", help="another budget than the script's: a share, a size or auto")
     add_output(parser)
     parser.set_defaults(run=run)

@@ -50,7 +50,8 @@ def add(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("script", help="a Python script that compiles its model with ssd_fx.backend and trains it")
+    said = "a Python script that compiles its model with ssd_fx.backend and trains it"
+    parser.add_argument("script", type=os.path.expanduser, help=said)
     budgets = ",".join(map(str, BUDGETS))
     parser.add_argument("--budget", default=budgets, help="shares, sizes, auto; default %(default)s")
     parser.add_argument("--batch", help="other batch sizes than the script's")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import warnings
@@ -11,13 +12,11 @@ from typing import Any
 
 import torch
 
+from ssd_fx.backend import check_options
 from ssd_fx.calibration import calibrate
-from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import Machine, described
+from ssd_fx.refusal import refusing
 from ssd_fx.runtime.config import RuntimeConfig, parse
-from ssd_fx.runtime.engines.preflight import check_directory
-from ssd_fx.runtime.engines.registry import check_engine
-from ssd_fx.runtime.errors import without_number
 
 _EXAMPLES = """examples:
   ssd-fx calibrate /mnt/nvme            best when nothing else uses the cores
@@ -36,7 +35,7 @@ def add(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory")
+    parser.add_argument("directory", type=os.path.expanduser)
     parser.add_argument("--wait", action="store_true", help="first wait until other processes leave the cores idle")
     parser.add_argument("--force", action="store_true", help="keep what is measured though others use the cores")
     parser.add_argument("--json", action="store_true", help="print the rates as JSON, in bytes, seconds and flops")
@@ -45,15 +44,10 @@ def add(commands: Any) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Measure and print the rates. The exit status is 1 if they are not those of this machine."""
-    try:
+    with refusing(1):
         kept_in = calibrate.cache_path()
-        check_engine("posix")
-        check_directory(flags.directory)
-    except (OSError, RuntimeError) as error:
-        print(f"ssd-fx: {without_number(error)}", file=sys.stderr)
-        return 1
+        config = parse(check_options({"dirs": [flags.directory]}).runtime_json())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = parse(Config.make({"dirs": [flags.directory]}).runtime_json())
     if flags.wait:
         print("waiting until other processes leave the cores idle", file=sys.stderr, flush=True)
         calibrate.wait_until_idle()

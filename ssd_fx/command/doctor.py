@@ -34,7 +34,8 @@ def add(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", nargs="*", help="where activations would go; 256 MiB are written and read there")
+    said = "where activations would go; 256 MiB are written and read there"
+    parser.add_argument("directory", nargs="*", type=os.path.expanduser, help=said)
     parser.add_argument(
         "--json", action="store_true", help="print JSON; figures are in bytes, bytes a second and seconds"
     )

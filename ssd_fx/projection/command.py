@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,7 +86,8 @@ def add(commands: Any) -> None:
     _add_model(parser.add_argument_group("model"))
     _add_device(parser.add_argument_group("GPU and drives"))
     out = parser.add_argument_group("output")
-    out.add_argument("--of", nargs="+", metavar="PLAN", help="plan.json files of a compiled model, instead of a model")
+    plans = "plan.json files of a compiled model, instead of a model"
+    out.add_argument("--of", nargs="+", metavar="PLAN", type=os.path.expanduser, help=plans)
     out.add_argument(
         "--runs",
         nargs="+",
@@ -95,7 +97,8 @@ def add(commands: Any) -> None:
     )
     out.add_argument("--step-ms", type=_number(float), help="with --of: forward and backward, instead of as predicted")
     out.add_argument("--json", action="store_true", help="print JSON; rates are bytes a second")
-    out.add_argument("--plot", metavar="FILE", help="draw it as well, e.g. projection.png (needs matplotlib)")
+    drawn = "draw it as well, e.g. projection.png (needs matplotlib)"
+    out.add_argument("--plot", metavar="FILE", type=os.path.expanduser, help=drawn)
     parser.set_defaults(run=run)
 
 

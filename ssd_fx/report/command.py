@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,15 @@ from ssd_fx.report.saved import read
 def add(commands: Any) -> None:
     """Add the command to `commands`, argparse's sub-parsers."""
     parser = commands.add_parser("report", help="what a run did, from the trace that ssd_fx.export_trace wrote")
-    parser.add_argument("trace", help="the file")
+    parser.add_argument("trace", type=os.path.expanduser, help="the file")
     add_output(parser)
     parser.set_defaults(run=run)
 
 
 def add_output(parser: Any) -> None:
     """Add the flags that say what becomes of a report."""
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the page as well, e.g. report.html")
+    said = "write the page as well, e.g. report.html"
+    parser.add_argument("-o", "--output", metavar="FILE", type=os.path.expanduser, help=said)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the text")
 
 

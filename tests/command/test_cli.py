@@ -14,6 +14,7 @@ import pytest
 
 import ssd_fx
 from ssd_fx import cli
+from ssd_fx.runtime.engines import gds, preflight
 
 NAMES = ("doctor", "bench", "calibrate", "fit", "project")
 
@@ -120,6 +121,52 @@ def known(config: object, device: object) -> None:
     keys = calibrate._keys(config, device)  # type: ignore[arg-type]
     calibrate._known["compute"][keys["compute"]] = {"flops": 2e11}
     calibrate._known["disk"][keys["disk"]] = {"write_bw": 1.5e9}
+
+
+def test_an_engine_that_the_machine_lacks_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`SSD_FX_ENGINE=kvikio ssd-fx calibrate` on a machine without GPUDirect Storage."""
+
+    def lacks(*, forced: bool) -> NoReturn:
+        raise RuntimeError("no GPUDirect Storage here")
+
+    monkeypatch.setenv("SSD_FX_ENGINE", "kvikio")
+    monkeypatch.setattr(gds, "check_machine", lacks)
+    assert cli.main(["calibrate", str(tmp_path)]) == 1
+    assert capsys.readouterr() == ("", "ssd-fx: no GPUDirect Storage here\n")
+
+
+def test_calibrating_in_memory_is_refused_unless_it_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.calibrating.calibrate, "_learn", lambda config, device, *_: known(config, device))
+    monkeypatch.setattr(cli.calibrating.calibrate, "_known", {"compute": {}, "disk": {}})
+    monkeypatch.setattr(preflight, "file_system_type", lambda _: 0x01021994)
+    assert cli.main(["calibrate", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.endswith("or set allow_tmpfs for a test\n")
+    monkeypatch.setenv("SSD_FX_ALLOW_TMPFS", "1")
+    assert cli.main(["calibrate", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("doctor ~/x", "directory"),
+        ("calibrate ~/x", "directory"),
+        ("fit ~/x", "script"),
+        ("explain ~/x", "script"),
+        ("report ~/x", "trace"),
+        ("report trace -o ~/x", "output"),
+        ("project --of ~/x", "of"),
+        ("project --plot ~/x", "plot"),
+    ],
+)
+def test_a_tilde_in_quotes_is_the_home_directory(words: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell expands none in quotes, which a path with a space needs, and none behind `--of=`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    found = getattr(cli.parser().parse_args(words.split()), name)
+    assert found in ("/home/me/x", ["/home/me/x"])
 
 
 def test_what_a_shell_completes(capsys: pytest.CaptureFixture[str]) -> None:
