@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status.
 
     0: fine. 1: something is missing, the cores are busy, a script does not fit, or the output cannot be written. 2: a
-    wrong word on the command line or in the environment. 141, a shell's status for SIGPIPE: the reader of the output
-    has gone.
+    wrong word on the command line or in the environment. As a shell has it, 130: Ctrl-C, and 141: the reader of the
+    output has gone.
     """
     if sys.stdout is None:
         print("ssd-fx: the output cannot be written: it is closed", file=sys.stderr)
@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Refused as refused:
         print(f"ssd-fx: {refused}", file=sys.stderr)
         return refused.status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except OSError as error:
         if error.filename is not None:  # an error of the command itself
             raise

@@ -6,6 +6,7 @@ Resident memory is that of the process (VmHWM of proc(5)), so a process trains i
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,15 +134,19 @@ class Worker:
 
 @contextmanager
 def worker(shape: Shape, options: dict[str, Any] | None) -> Iterator[Worker]:
-    """A process that trains until the end of the context."""
+    """A process that trains until the end of the context. Ctrl-C does not reach it: that ends the context."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, shape, options), daemon=True)
-    process.start()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process inherits it, and its compiler processes
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     theirs.close()
     try:
-        yield Worker(ours)
+        with ours:
+            yield Worker(ours)
+        process.join(timeout=60)  # it has read the end of the pipe
     finally:
-        ours.close()  # the process reads the end of the pipe
-        process.join(timeout=60)
         process.kill()

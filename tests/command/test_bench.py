@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
 
 from ssd_fx import cli
-from ssd_fx.command import bench
+from ssd_fx.command import bench, toy
 from ssd_fx.command.toy import Shape, Step, Worker, worker
+from tests.command import workers
 
 MOVED = {
     "stall_s": 0.01,
@@ -91,6 +95,27 @@ def test_a_training_process_that_was_killed() -> None:
     theirs.close()
     with ours, pytest.raises(RuntimeError, match="the training process ended"):
         Worker(ours).step()
+
+
+ANY: Any = None
+
+
+def test_an_interrupt_does_not_wait_for_a_busy_training_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for up to a minute."""
+    monkeypatch.setattr(toy, "_work", workers.busy)
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt), worker(ANY, None):
+        raise KeyboardInterrupt
+    assert time.perf_counter() - began < 30
+
+
+def test_ctrl_c_is_for_the_command_and_not_for_its_training_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to all of them, and each wrote a traceback."""
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(toy, "_work", workers.interrupted)
+    with worker(ANY, None) as training, pytest.raises(RuntimeError, match="goes on"):
+        training.step()
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.slow

@@ -101,6 +101,17 @@ def test_an_error_of_the_command_itself_is_not_taken_for_one_of_the_output(monke
         cli.main(["doctor"])
 
 
+def test_ctrl_c_is_a_status_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.doctor.software, "findings", interrupted)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_report_asks_for_no_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace is read in any environment, such as one that an older version had."""
     monkeypatch.setenv("SSD_FX_BUDGET", "abc")
