@@ -134,7 +134,8 @@ class _Script:
 
     def stand_in(self, model: Any = None, **settings: Any) -> Any:
         """Stands in for `torch.compile`: what is compiled with ssd_fx ends the script when it is called to train."""
-        if settings.get("backend") not in _BACKENDS:
+        ours = _ours(settings)
+        if ours is None:
             return self.compile(model, **settings)
         if model is None:  # as a decorator
             return functools.partial(self.stand_in, **settings)
@@ -143,7 +144,7 @@ class _Script:
         def called(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return model(*args, **kwargs)
-            self.end(TrainingStep(model, args, kwargs, settings, self.optimizers))
+            self.end(TrainingStep(model, args, kwargs, ours, self.optimizers))
 
         if not isinstance(model, nn.Module):
             return functools.wraps(model)(called)
@@ -186,6 +187,31 @@ class _Script:
             yield
 
 
+def _ours(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of `torch.compile`, with those of a `functools.partial` of our backend; None if it is not ours."""
+    backend, bound = settings.get("backend"), dict[str, Any]()
+    if isinstance(backend, functools.partial):
+        bound, backend = backend.keywords, backend.func
+    if backend not in _BACKENDS or settings.get("disable"):
+        return None
+    return settings | {name: value for name, value in bound.items() if not settings.get(name)}
+
+
+@contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """Within, all output goes to the standard error, that of other processes and libraries too."""
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(output, 1)
+        os.close(output)
+
+
 def until_trained(path: str, arguments: Sequence[str], ask: Ask) -> Answer:
     """Run a script until it calls the model that it has compiled with ssd_fx; return what `ask` says of that call.
 
@@ -197,11 +223,12 @@ def until_trained(path: str, arguments: Sequence[str], ask: Ask) -> Answer:
         raise ValueError(f"{path!r} is no file; right would be a Python script that trains")
     script = _Script(ask)
     argv, folder = [path, *arguments], os.path.dirname(os.path.abspath(path))
+    safe = getattr(sys.flags, "safe_path", False)  # Python puts no folder in front then; from 3.11 on
     try:
         with (
             mock.patch.object(sys, "argv", argv),
-            mock.patch.object(sys, "path", [folder, *sys.path[1:]]),
-            redirect_stdout(sys.stderr),
+            mock.patch.object(sys, "path", [*sys.path] if safe else [folder, *sys.path[1:]]),
+            _printing_to_stderr(),
             script.watched(),
             FakeLarge(),
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,46 @@ def test_a_block_that_is_compiled_in_place(folder: Path, capsys: pytest.CaptureF
     assert first == second
 
 
+COMPILED = "backend=ssd_fx.backend, options=options"
+
+
+def test_a_backend_with_its_options_bound(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`functools.partial` around the backend trains as well; what torch.compile is given goes first, as there."""
+    assert fit("--budget", "0", "--", "64", "8") == 0
+    for words in ("options=options)", "options={'bugdet': 0}), options=options"):
+        changed = TRAIN.replace(COMPILED, f"backend=functools.partial(ssd_fx.backend, {words}")
+        (folder / "train.py").write_text("import functools\n" + changed)
+        assert fit("--budget", "0", "--", "64", "8") == 0
+    first, *others = (line for line in capsys.readouterr().out.splitlines() if line.startswith("0 "))
+    assert others == [first, first]
+
+
+def test_a_compilation_that_is_turned_off_is_none_of_ours(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model would train eagerly, and keep what the estimate says is offloaded."""
+    (folder / "train.py").write_text(TRAIN.replace(COMPILED, f"{COMPILED}, disable=True"))
+    assert fit("--budget", "0", "--", "64", "8") == 1
+    assert "train.py compiled no model with ssd_fx; right would be" in capsys.readouterr().err
+
+
+def test_what_a_process_of_the_script_prints_is_no_result(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text("import os\nos.system('echo of a child')\n" + TRAIN)
+    assert fit("--budget", "0", "--json", "--", "64", "8") == 0
+    out, err = capfd.readouterr()
+    assert len(json.loads(out)) == 1
+    assert "of a child" in err
+
+
+def test_a_path_without_the_folder_of_the_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PYTHONSAFEPATH=1 the first folder is one of the user's, where the script finds its modules."""
+    (folder / "lib").mkdir()
+    (folder / "lib" / "only_there.py").write_text("")
+    (folder / "train.py").write_text("import only_there\n" + TRAIN)
+    flags = {name: getattr(sys.flags, name) for name in dir(sys.flags) if not name.startswith("_")}
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(**flags | {"safe_path": True}))
+    monkeypatch.syspath_prepend(folder / "lib")
+    assert fit("--budget", "0", "--", "64", "8") == 0
+
+
 COMPILE = "import torch, ssd_fx\nf = torch.compile(lambda x: x.sin(), backend=ssd_fx.backend)\n"
 
 
@@ -153,6 +194,12 @@ def test_a_wrong_flag(words: list[str], said: str, capsys: pytest.CaptureFixture
     assert err.startswith(f"ssd-fx: {said}")
     assert err.count("\n") == 1
     assert not (folder / "ended").exists(), "the script did not start"
+
+
+def test_a_script_that_is_interrupted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text("raise KeyboardInterrupt")
+    assert fit() == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
