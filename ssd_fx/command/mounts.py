@@ -42,7 +42,7 @@ def mount_of(directory: str, table: Path = MOUNTS) -> Mount | None:
     path, best, found = Path(directory).resolve(), -1, None
     if not table.exists():
         return None
-    for line in table.read_text().splitlines():
+    for line in table.read_text("utf-8", "surrogateescape").splitlines():
         left, _, right = line.partition(" - ")
         _, _, device, _, point, own, *_ = left.split()
         kind, source, general = right.split(" ")[:3]  # a mount may have no source

@@ -10,7 +10,7 @@ from ssd_fx.integrations.meter import Meter
 
 
 class SsdFxCallback(Callback):  # type: ignore[misc]  # the library is not looked at when this is checked
-    """Logs what ssd_fx did to all loggers of the Trainer, every `log_every_n_steps` steps."""
+    """Logs what ssd_fx did to all loggers of the Trainer, every `log_every_n_steps` steps, and never for 0."""
 
     def __init__(self) -> None:
         self._meter = Meter()
@@ -25,8 +25,8 @@ class SsdFxCallback(Callback):  # type: ignore[misc]  # the library is not looke
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs once per training step, whatever the number of batches that a step accumulates."""
-        step = trainer.global_step
-        if step == self._logged or step % trainer.log_every_n_steps:
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if step == self._logged or not every or step % every:
             return
         self._logged = step
         figures = self._meter.read(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,16 @@ def test_a_mount_without_a_source(table: Path) -> None:
     assert (found.kind, found.source) == ("tmpfs", "")
     assert "noswap" in found.options
     assert directories.file_system(found).says == "tmpfs on none, mounted at /bare"
+
+
+def test_a_mount_point_of_another_encoding(table: Path) -> None:
+    """Someone else's mount in Latin-1 must not end the search for ours; and ours may be that one."""
+    with table.open("ab") as file:
+        file.write(b"40 22 8:1 / /media/caf\xe9 rw - vfat /dev/sdb1 rw\n")
+    for path, kind in (("/srv", "ext4"), (os.fsdecode(b"/media/caf\xe9/run"), "vfat")):
+        found = mounts.mount_of(path, table)
+        assert found is not None
+        assert found.kind == kind
 
 
 def test_both_lists_of_options(table: Path) -> None:

@@ -68,6 +68,18 @@ def test_lightning_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged == {100_010: 50}
 
 
+def test_lightning_that_never_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`log_every_n_steps=0` means so there, and is no step to divide by."""
+    logged: list[int] = []
+    logger = SimpleNamespace(log_metrics=lambda found, step: logged.append(step))
+    trainer = SimpleNamespace(global_step=0, log_every_n_steps=0, loggers=[logger])
+    callback = made("lightning", "lightning", monkeypatch)()
+    callback.on_train_start(trainer, None)
+    trainer.global_step = 1
+    callback.on_train_batch_end(trainer, None, None, None, 0)
+    assert logged == []
+
+
 def made(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The callback, on a library that has nothing but the names that it imports."""
     names = ("Callback", "LightningModule", "Trainer", "TrainerCallback")
