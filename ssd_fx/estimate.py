@@ -43,12 +43,12 @@ def estimate(
     model: Callable[..., Any],
     inputs: object,
     *,
-    budgets: Iterable[Budget] = BUDGETS,
+    budgets: Budget | Iterable[Budget] = BUDGETS,
     options: Mapping[str, Any] | None = None,
     memory: int | str | None = None,
     drive_tbw: float = 0.0,
     batch: int | None = None,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     dynamic: bool | None = None,
     mode: str | None = None,
 ) -> Estimate:
@@ -59,12 +59,12 @@ def estimate(
     Args:
         model: real, of FakeTensors or on the device "meta"; without data it may be larger than the machine.
         inputs: a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
-        budgets: as the option `budget`.
+        budgets: each as the option `budget`; one of them or several.
         options: those of `ssd_fx.Config`; `dynamic` and `mode` are those of `torch.compile`.
         memory: marks the fastest budget whose tensors fit in so many bytes ("8GiB").
         drive_tbw: a number of TB that all drives of the node are rated for; 0 for that of the options.
         batch: another batch size than that of the inputs, if they have it first.
-        optimizers: their state counts.
+        optimizers: one or several, whose state counts.
 
     It calls `torch._dynamo.reset()`, so what the process compiled before is compiled again when it runs next.
 
@@ -73,7 +73,8 @@ def estimate(
             small for the model.
         ValueError: the model does not compile as one graph with a backward.
     """
-    asked = tuple(parse_budget("budget", budget) for budget in budgets)
+    several = [budgets] if isinstance(budgets, (int, float, str)) else budgets
+    asked = tuple(parse_budget("budget", budget) for budget in several)
     if not asked:
         raise ValueError("budgets is empty; right would be e.g. [0, 0.5]")
     limit, rated = parsed_size("memory", memory), parse_tbw("drive_tbw", drive_tbw)
@@ -83,7 +84,8 @@ def estimate(
     if batch is not None:
         call = fake.with_batch(call, parsed_batch(batch))
     found = surveyed(model, call, lambda _: partial(_plans, asked), options, dynamic, mode)
-    state = sum(map(_state_bytes, optimizers))
+    made = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    state = sum(map(_state_bytes, made))
     rows = tuple(_prediction(b, p, found.input_bytes + state) for b, p in zip(asked, found.plans, strict=True))
     name, saved = found.own.graph, found.own.saved_bytes
     of_step = (name, fake.batch_of(call), saved, found.input_bytes, state, rows)
@@ -94,13 +96,14 @@ def parsed_size(name: str, value: int | str | None) -> int | None:
     """The bytes of a size; None for None.
 
     Raises:
-        ValueError: no size above 0, or a number as text without a unit.
+        ValueError: no size above 0, or a number without a unit below a MiB, which is hardly meant as bytes.
     """
     if value is None:
         return None
-    if isinstance(value, str) and re.fullmatch(r"\s*[\d.]+\s*", value):
-        raise ValueError(f"{name}={value!r} has no unit; right would be e.g. {value.strip() + 'GiB'!r}")
-    return parse_positive(name, value)
+    nbytes, bare = parse_positive(name, value), str(value).strip()
+    if nbytes < 2**20 and re.fullmatch(r"[\d.]+", bare):
+        raise ValueError(f"{name}={value!r} has no unit; right would be e.g. {bare + 'GiB'!r}")
+    return nbytes
 
 
 def parsed_batch(value: int | str) -> int:

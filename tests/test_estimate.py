@@ -262,6 +262,15 @@ def test_in_a_checkpoint_all_budgets_are_alike() -> None:
         checkpointed(*toys.inputs())
 
 
+def test_one_budget_and_one_optimizer_need_no_list() -> None:
+    """A text is a sequence of letters, and "0.5" was refused for its dot."""
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    several = ssd_fx.estimate(model, x, budgets=["0.5"], options=TOY, memory=1 << 30, optimizers=[optimizer])
+    assert ssd_fx.estimate(model, x, budgets="0.5", options=TOY, memory="1GiB", optimizers=optimizer) == several
+    assert several.state_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -269,6 +278,8 @@ def test_in_a_checkpoint_all_budgets_are_alike() -> None:
         ({"budgets": ["lots"]}, "option budget='lots' is not a budget; right would be"),
         ({"budgets": []}, r"budgets is empty; right would be e\.g\. \[0, 0\.5\]"),
         ({"memory": "8"}, r"memory='8' has no unit; right would be e\.g\. '8GiB'"),
+        ({"memory": 8}, r"memory=8 has no unit; right would be e\.g\. '8GiB'"),
+        ({"memory": "."}, r"memory='\.' is not a size; right would be a number of bytes or"),
         ({"drive_tbw": "600TB"}, r"drive_tbw='600TB' is no number of TB; right would be e\.g\. 600"),
         ({"batch": 0}, "batch=0 is no batch size; right would be a number above 0"),
         ({"inputs": 3}, "inputs=3 are no inputs; right would be a tensor, a tuple"),
