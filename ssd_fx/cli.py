@@ -43,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("ssd-fx: the output cannot be written: it is closed", file=sys.stderr)
         return 1
     try:
-        status = _run(argv)
-        sys.stdout.flush()
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
     except Refused as refused:
         print(f"ssd-fx: {refused}", file=sys.stderr)
         return refused.status
@@ -58,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGPIPE
         print(f"ssd-fx: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    return status
 
 
 class _Parser(argparse.ArgumentParser):

@@ -73,14 +73,15 @@ def test_nobody_reads_what_is_printed(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("command", [["project", "--model", "megatron-18b"], ["--version"]])
 @pytest.mark.parametrize("buffering", [1, -1])
 def test_a_full_disk_for_the_output_is_one_line(
-    buffering: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    buffering: int, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ssd-fx project > /dev/full` wrote a traceback, and another one at exit."""
     with open("/dev/full", "w", buffering=buffering) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli.main(["project", "--model", "megatron-18b"]) == 1
+        assert cli.main(command) == 1
         print("what Python flushes at exit", flush=True)
     assert capsys.readouterr().err == "ssd-fx: the output cannot be written: No space left on device\n"
 
