@@ -276,7 +276,7 @@ def test_no_home_directory(calls: Calls, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     with pytest.warns(RuntimeWarning, match=r"cannot keep the machine's rates \(neither XDG_CACHE_HOME nor HOME names"):
         assert calibrate.calibrated(config_for(tmp_path), CPU).flops == 2e11
-    assert calibrate.cached() == calibrate._nothing()
+    assert calibrate.cached() == calibrate.nothing()
     (found,) = limits.cache()
     assert found.says == (
         "neither XDG_CACHE_HOME nor HOME names an absolute directory, so every process measures the machine"
