@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from torch._dynamo.output_graph import OutputGraph
 
 import ssd_fx
 from examples.train_gpt import Shape
-from ssd_fx.backend import _keeps_all
+from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.runtime import trace
 from ssd_fx.sizes import format_bytes
 from tests import sources
@@ -162,17 +164,21 @@ def waits_for_a_stream(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss_of", [several_streams, waits_for_an_event, waits_for_a_stream])
-def test_a_graph_that_knows_other_streams_keeps_all(loss_of: Callable[..., torch.Tensor]) -> None:
+def test_a_graph_that_knows_other_streams_keeps_all(
+    loss_of: Callable[..., torch.Tensor], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Transfers follow the current stream. The store of an input would stand before a wait within the graph."""
     found = []
 
-    def backend(gm: fx.GraphModule, inputs: object) -> Callable[..., object]:
-        found.append(_keeps_all(gm))
+    def compiled(gm: fx.GraphModule, inputs: object, partitioner: Partitioner) -> Callable[..., object]:
+        found.append(partitioner.keeps_all)
         return lambda *arguments: (arguments[0].sum(),)  # there are no streams to wait for
 
+    monkeypatch.setattr(sys.modules["ssd_fx.backend"], "_aot_eager", compiled)
+    ours = partial(torch.compile, backend=ssd_fx.backend, options=options | {"inner": "aot_eager"})
     with pytest.warns(RuntimeWarning, match="keeps all tensors.*it computes on several streams or waits for one"):
-        torch.compile(loss_of, backend=backend)(torch.randn(16, 16), torch.randn(16, 16))
-    torch.compile(curve, backend=backend)(torch.randn(16, 16))
+        ours(loss_of)(torch.randn(16, 16), torch.randn(16, 16))
+    ours(curve)(torch.randn(16, 16))
     assert found == [True, False]
 
 
