@@ -24,6 +24,7 @@ from ssd_fx.passes.planner.solve import solve
 from ssd_fx.passes.verify.errors import VerifyError
 from ssd_fx.passes.verify.plan import verify_plan
 from ssd_fx.report import dump
+from ssd_fx.runtime.store import Store
 from tests.passes import toys
 from tests.passes.joint.test_marks import under
 from tests.passes.planner.instances import Instance, limits, random_instance
@@ -291,17 +292,25 @@ def test_a_plan_that_overfills_host_memory_is_broken() -> None:
         verify_plan(partition, plan.with_(decisions=more))
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_generated_code_carries_the_tier(tmp_path: Path, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_the_tier_reaches_the_store_that_runs(tmp_path: Path, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another device: tensors on the CPU may then only go to the drive, and no bit changes."""
     options = {"inner": inner, "engine": "memory", "min_bytes": 0, "host_budget": "1MiB", "dump": str(tmp_path)}
     plain = toys.inputs()
     chain(*plain).backward()
     monkeypatch.setattr(pipeline, "_device", lambda partition: torch.device("meta"))
+    store, tiers = Store.store, []
+
+    def noted(self: Store, *args: Any) -> None:
+        tiers.append(args[5])
+        store(self, *args)
+
+    monkeypatch.setattr(Store, "store", noted)
     torch._dynamo.reset()
     x, w = toys.inputs()
     more = options | {"machine": "default"}
     torch.compile(chain, backend=ssd_fx.backend, fullgraph=True, options=more)(x, w).backward()
     (told,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.plan.json"))
     assert {group["decision"] for group in told["groups"]} == {"offload ssd"}
+    assert tiers == ["ssd"] * len(told["groups"])
     torch.testing.assert_close((x.grad, w.grad), (plain[0].grad, plain[1].grad))
