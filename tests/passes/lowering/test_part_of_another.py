@@ -6,7 +6,6 @@ of its own. So a write of the caller before the backward must change no gradient
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
 import ssd_fx
 from ssd_fx.passes.lowering import inductor
@@ -153,20 +153,30 @@ def is_close(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
 def test_an_output_that_is_made_of_a_stored_tensor(
     make: Callable[[Tensor, Tensor], Tensor], budget: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient is eager's, or the error is autograd's."""
+    """The gradient is eager's. Autograd's error comes only where plain Inductor has it too."""
     torch._dynamo.reset()
     monkeypatch.setattr(select, "_points", late(select._points))
     step = output_of(make)
-    try:
-        expected = gradients(step, step)
-    except RuntimeError:
+    expected = unless_refused(lambda: gradients(step, step))
+    if not expected:
         pytest.skip("eager mode refuses it")
-    with contextlib.suppress(RuntimeError), kernels_on_demand():
-        if not is_close(gradients(step, torch.compile(step, dynamic=False)), expected):
-            pytest.skip("plain Inductor has another gradient, and no error")
-    with contextlib.suppress(RuntimeError):
-        for found in trained(step, budget, tmp_path):
-            assert is_close(found, expected)
+    with kernels_on_demand():
+        plain = unless_refused(lambda: gradients(step, torch.compile(step, dynamic=False)))
+    if plain and not is_close(plain, expected):
+        pytest.skip("plain Inductor has another gradient, and no error")
+    steps = unless_refused(lambda: list(trained(step, budget, tmp_path)))
+    assert ssd_fx.stats().offloaded_bytes > 0
+    assert all(is_close(found, expected) for found in steps) if steps else not plain
+
+
+def unless_refused(run: Callable[[], list[Any]]) -> list[Any]:
+    """What `run` returns, or nothing if autograd has seen the write."""
+    try:
+        return run()
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return []
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -178,5 +188,5 @@ def test_the_audit_refuses_a_part_that_is_stored(step: Step, tmp_path: Path, mon
     options = {"dirs": [tmp_path], "allow_tmpfs": True, "budget": 0, "min_bytes": 0, "recompute": False}
     with kernels_on_demand(), torch._inductor.config.patch(force_disable_caches=True):
         run = torch.compile(step, backend=ssd_fx.backend, options=options | {"machine": "default"}, dynamic=False)
-        with pytest.raises(Exception, match=r"is stored as a part of .* that the caller may write into"):
+        with pytest.raises(BackendCompilerFailed, match=r"VerifyError: .* is stored as a part of .* may write into"):
             gradients(step, run)
