@@ -446,6 +446,10 @@ def test_a_pattern_of_modules_that_save_nothing_is_a_note(
     assert [note.partition(" in graph ")[0] for note in notes] == ["module pattern '1' has no effect"]
 
 
+def second_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
 def arguments(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tensor]:
     """The first model is an argument that the second graph has no use for."""
 
@@ -454,12 +458,12 @@ def arguments(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tens
         break_()
         return second(x)  # type: ignore[no-any-return]
 
-    return functools.partial(function, first=Block(), second=nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    return functools.partial(function, first=Block(), second=second_model())
 
 
 def dictionary(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Both models are in a dictionary."""
-    models = {"first": Block(), "second": nn.Sequential(nn.Linear(8, 8), nn.Tanh())}
+    models = {"first": Block(), "second": second_model()}
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = models["first"](x)
@@ -471,7 +475,7 @@ def dictionary(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Ten
 
 def state(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Both models are attributes of an object."""
-    held = SimpleNamespace(first=Block(), second=nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    held = SimpleNamespace(first=Block(), second=second_model())
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = held.first(x)
@@ -507,11 +511,11 @@ class Distilled(nn.Module):
     [
         *[
             (arguments, "attn"),
-            (arguments, "0"),
+            (arguments, "1"),
             (dictionary, "attn"),
-            (dictionary, "0"),
+            (dictionary, "1"),
             (state, "attn"),
-            (state, "0"),
+            (state, "1"),
         ],
         (Distilled, "block.attn"),
     ],
@@ -519,14 +523,17 @@ class Distilled(nn.Module):
 )
 def test_a_pattern_names_a_module_of_one_of_several_graphs(
     options: dict[str, object],
+    tmp_path: Path,
     what: Callable[[Callable[[], None]], Callable[[torch.Tensor], torch.Tensor]],
     pattern: str,
 ) -> None:
     """Whichever graph it is, and when both are compiled again for another number of rows."""
-    compiled = compiled_with(what(torch._dynamo.graph_break), options, keep=[pattern])
+    dump = tmp_path / "dump"
+    compiled = compiled_with(what(torch._dynamo.graph_break), options, dump=str(dump), keep=[pattern])
     for rows in (4, 6):
         compiled(torch.randn(rows, 8)).sum().backward()
-    assert len(ssd_fx.stats().graphs) == 4
+    plans = [path.read_text() for path in dump.glob("*.plan.txt")]
+    assert sorted(plan.count(f" keep     keep=['{pattern}'] ") for plan in plans) == [0, 0, 1, 1]
 
 
 def test_a_renamed_module_is_another_entry_of_the_compile_cache(options: dict[str, object], tmp_path: Path) -> None:
