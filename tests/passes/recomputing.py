@@ -26,8 +26,11 @@ def all_priced(partition: Partition, analysed: Plan, least: int = 0) -> Plan:
 
 @contextmanager
 def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
-    """Yields how many groups were, of every graph that was compiled since. `least`: as in `all_priced`."""
-    decide, groups = pipeline.decide, list[int]()
+    """Yields how many groups were, of every graph that was compiled since. `least`: as in `all_priced`.
+
+    None were where a second partition was not made, or must not be used.
+    """
+    decide, cut_so, groups = pipeline.decide, proposals._cut_so, list[int]()
 
     def all_that_can(partition: Partition, options: Any, *, priced: bool = False, **more: Any) -> Plan:
         if not priced:
@@ -37,5 +40,15 @@ def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
         groups.append(len(plan.decisions))
         return plan
 
-    with mock.patch.object(pipeline, "decide", all_that_can), mock.patch.object(proposals, "GAIN", -math.inf):
+    def counted(*args: Any) -> Partition | None:
+        partition = cut_so(*args)
+        if partition is None:
+            groups[-1] = 0
+        return partition
+
+    with (
+        mock.patch.object(pipeline, "decide", all_that_can),
+        mock.patch.object(proposals, "GAIN", -math.inf),
+        mock.patch.object(proposals, "_cut_so", counted),
+    ):
         yield groups
