@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,12 +31,12 @@ from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.engines.tiered import TieredEngine, TieredExtent
-from ssd_fx.runtime.entries import Entry, State
+from ssd_fx.runtime.entries import Entry, Load, State
 from ssd_fx.runtime.layout import TensorMeta, alias
 from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer
-from tests.passes.lazy_engines import Lazy, LazyRead
+from tests.passes.lazy_engines import Lazy, LazyRead, Unending
 from tests.runtime.engines import Failure
 
 ENGINE = "test-sources"
@@ -49,7 +50,7 @@ class _Finished(Lazy):
         self.wait()
 
 
-class _TooLate(Lazy):
+class _TooLate(Unending):
     """A write that nobody saw ending, and that had ended after all when it is cancelled."""
 
     def cancel(self) -> bool:
@@ -69,8 +70,9 @@ class _FailedRead(Failure):
 
 
 class _FailedWrite(Failure):
-    def __init__(self) -> None:
+    def __init__(self, write: Completion) -> None:
         super().__init__(errno.EIO)
+        _now.happened.add("failed")
 
 
 Write = Callable[[Completion], Completion]
@@ -78,7 +80,10 @@ Write = Callable[[Completion], Completion]
 
 @dataclass
 class _Switch:
-    """How transfers go at the moment. `moves`: what is in the host tier goes on to the drive before it is read."""
+    """How transfers go at the moment, and how they went. `moves`: what is in the host tier goes on before it is read.
+
+    `happened`: "failed" if a write failed, "refused" if there was no room for one.
+    """
 
     write: Write = _Finished
     read: Callable[[Completion, Memory], Completion] = LazyRead
@@ -87,6 +92,15 @@ class _Switch:
     reads_that_fail: int = 0
     refuses: bool = False
     failed: dict[Extent, int] = field(default_factory=dict)
+    moved: set[Extent] = field(default_factory=set)
+    happened: set[str] = field(default_factory=set)
+
+    def of(self, extent: Extent | None) -> set[str]:
+        """How the extent was read."""
+        found = {"again"} if extent in self.failed else set()
+        if extent in self.moved:
+            return found | {"moved on"}
+        return found | ({"host"} if isinstance(extent, TieredExtent) and extent.host else set())
 
 
 _now = _Switch()
@@ -106,6 +120,7 @@ class SwitchedEngine:
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         if _now.refuses:
+            _now.happened.add("refused")
             raise OSError(errno.ENOSPC, "no room, says the test")
         return self._tiered.alloc(nbytes, "") if _now.tiered else self._drive.alloc(nbytes)
 
@@ -122,6 +137,7 @@ class SwitchedEngine:
             extent.moving.wait()
             self._tiered._reap()
             assert extent.host is None, "it is on the drive now"
+            _now.moved.add(extent)
         if _now.failed.get(extent, 0) < _now.reads_that_fail:
             _now.failed[extent] = _now.failed.get(extent, 0) + 1
             return _FailedRead(memory)
@@ -141,15 +157,18 @@ def _make(config: RuntimeConfig) -> Engine:
 ENGINES[ENGINE] = _make
 
 
+MORE = {"ahead", "written", "given", "copied", "aside"}  # what loads of a source may be besides
+
+
 @dataclass(frozen=True)
 class Source:
-    """`check` raises AssertionError unless the counters say that values came from this source alone."""
+    """`means`: what `_seen` says of every load from here. `loads`: what it said of each."""
 
     name: str
+    means: set[str]
     switch: Callable[[], _Switch]
     patches: Callable[[], AbstractContextManager[object]] = nullcontext
-    from_memory: bool = False
-    counts: dict[str, int] = field(default_factory=dict, compare=False)
+    loads: list[set[str]] = field(default_factory=list, compare=False)
 
     @contextmanager
     def forced(self, **options: object) -> Iterator[dict[str, object]]:
@@ -157,19 +176,19 @@ class Source:
         global _now
         before, _now = _now, self.switch()
         ssd_fx.reset_stats()
-        self.counts.clear()
-        with self.patches(), _counted(self.counts), _never_blocking() if self.from_memory else nullcontext():
+        self.loads.clear()
+        with self.patches(), _seen(self.loads), nullcontext() if "read" in self.means else _never_blocking():
             try:
                 yield OPTIONS | options
             finally:
                 _now = before
 
     def check(self, stats: ssd_fx.Stats) -> None:
+        """Raises AssertionError unless there were loads, and all of them from here."""
         assert stats.loads, f"{self.name}: nothing was offloaded"
-        right, wrong = ("memory", "engine") if self.from_memory else ("engine", "memory")
-        held = stats.held_bytes > 0 and not self.from_memory  # leaves that require grad stay, whatever the source
-        assert self.counts.get(right) or held, f"{self.name}: nothing came from {right}: {self.counts}"
-        assert not self.counts.get(wrong) or held, f"{self.name}: {self.counts}"
+        assert self.loads, f"{self.name}: nothing was loaded but leaves and empty tensors"
+        wrong = [words for words in self.loads if not self.means <= words <= self.means | MORE]
+        assert not wrong, f"{self.name} means {self.means}, and these loads were {wrong}"
 
 
 OPTIONS: dict[str, object] = {
@@ -186,25 +205,48 @@ OPTIONS: dict[str, object] = {
 
 
 @contextmanager
-def _counted(counts: dict[str, int]) -> Iterator[None]:
-    """Counts loads by where their bytes were; those of no bytes count nowhere."""
-    begin = Reader.begin
+def _seen(loads: list[set[str]]) -> Iterator[None]:
+    """Says what each load is, but for those of no bytes, and of leaves that require grad, which stay."""
+    begin, read = Reader.begin, Reader._read
+    taken: list[str] = []
 
-    def counting(self: Reader, entry: Entry, *args: object, **kwargs: object) -> object:
-        where = {State.IN_MEMORY: "memory", State.ON_DISK: "engine"}.get(entry.state)
-        found = [where] if where and entry.nbytes else []
-        if where == "memory" and entry.nbytes:
-            found += [] if entry.borrowed else ["aside"]
-        load = begin(self, entry, *args, **kwargs)  # type: ignore[arg-type]
-        if where == "memory" and entry.nbytes:
-            found.append("given" if entry.held is None else "copied")
-        for kind in found:
-            counts[kind] = counts.get(kind, 0) + 1
+    def reading(self: Reader, entry: Entry, *args: Any) -> Load:
+        ahead = entry.ahead
+        load = read(self, entry, *args)
+        taken[:] = ["ahead"] if ahead and load.read is ahead.read else []
         return load
 
-    # Writes that never end must not hide those that have ended.
-    with mock.patch.object(Reader, "begin", counting), mock.patch.object(writer, "OVERTAKERS", 1 << 20):
+    def seeing(self: Reader, entry: Entry, *args: Any, **kwargs: Any) -> Load:
+        held = entry.held is not None
+        leaf = held and entry.storage is None
+        words = _before(entry, self._writer)
+        load = begin(self, entry, *args, **kwargs)
+        if held:
+            words.add("copied" if entry.held is not None else "written" if entry.extent else "given")
+        else:
+            words.update(taken, _now.of(entry.extent))
+        if entry.nbytes and not leaf:
+            loads.append(words)
+        return load
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Reader, "begin", seeing))
+        stack.enter_context(mock.patch.object(Reader, "_read", reading))
+        # Writes that never end must not hide those that have ended.
+        stack.enter_context(mock.patch.object(writer, "OVERTAKERS", 1 << 20))
         yield
+
+
+def _before(entry: Entry, held_by: Writer) -> set[str]:
+    """What is known of a load before it begins."""
+    words = {"decoded"} if entry.encoded else set()
+    if entry.held is None:
+        return words | {"read"}
+    if not entry.borrowed and not entry.encoded:
+        words.add("aside")
+    if entry in held_by._resident:
+        return words | {"resident"}
+    return words | ({"writing"} if entry in held_by._writing else _now.happened)
 
 
 @contextmanager
@@ -316,20 +358,20 @@ def _encoded_ahead() -> AbstractContextManager[None]:
 
 
 ALL: tuple[Source, ...] = (
-    Source("read", _Switch, _without_codec),
-    Source("read_ahead", _Switch, _ahead),
-    Source("read_at_the_third_attempt", lambda: _Switch(reads_that_fail=2), _without_codec),
-    Source("given_away", lambda: _Switch(write=Lazy), _without_codec, from_memory=True),
-    Source("given_away_just_written", lambda: _Switch(write=_TooLate), _without_codec, from_memory=True),
-    Source("copied", lambda: _Switch(write=Lazy), _graph_kept, from_memory=True),
-    Source("resident", lambda: _Switch(write=Lazy), _resident, from_memory=True),
-    Source("write_failed", lambda: _Switch(write=lambda _: _FailedWrite()), _without_codec, from_memory=True),
-    Source("no_room", lambda: _Switch(refuses=True), _without_codec, from_memory=True),
-    Source("put_aside", lambda: _Switch(refuses=True), _not_handed_over, from_memory=True),
-    Source("host_tier", lambda: _Switch(tiered=True), _without_codec),
-    Source("host_tier_moved_on", lambda: _Switch(tiered=True, moves=True), _without_codec),
-    Source("decoded", _Switch, _encoded),
-    Source("decoded_from_memory", lambda: _Switch(write=Lazy), _encoded, from_memory=True),
-    Source("decoded_ahead", _Switch, _encoded_ahead),
+    Source("read", {"read"}, _Switch, _without_codec),
+    Source("read_ahead", {"read", "ahead"}, _Switch, _ahead),
+    Source("read_at_the_third_attempt", {"read", "again"}, lambda: _Switch(reads_that_fail=2), _without_codec),
+    Source("given_away", {"writing"}, lambda: _Switch(write=Unending), _without_codec),
+    Source("given_away_just_written", {"writing"}, lambda: _Switch(write=_TooLate), _without_codec),
+    Source("copied", {"writing", "copied"}, lambda: _Switch(write=Unending), _graph_kept),
+    Source("resident", {"resident"}, lambda: _Switch(write=Unending), _resident),
+    Source("write_failed", {"failed"}, lambda: _Switch(write=_FailedWrite), _without_codec),
+    Source("no_room", {"refused"}, lambda: _Switch(refuses=True), _without_codec),
+    Source("put_aside", {"refused", "aside"}, lambda: _Switch(refuses=True), _not_handed_over),
+    Source("host_tier", {"read", "host"}, lambda: _Switch(tiered=True), _without_codec),
+    Source("host_tier_moved_on", {"read", "moved on"}, lambda: _Switch(tiered=True, moves=True), _without_codec),
+    Source("decoded", {"read", "decoded"}, _Switch, _encoded),
+    Source("decoded_from_memory", {"writing", "decoded"}, lambda: _Switch(write=Unending), _encoded),
+    Source("decoded_ahead", {"read", "decoded", "ahead"}, _Switch, _encoded_ahead),
 )
 SOURCES = {source.name: source for source in ALL}

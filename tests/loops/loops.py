@@ -109,6 +109,7 @@ def _assert_every_source_gives(kept: list[Tensor], loop: Loop, inner: str, **mor
     for name in ("read_ahead", "given_away", "copied", "host_tier_moved_on", "decoded"):
         with sources.SOURCES[name].forced(**{**more, "inner": inner}) as options:
             found = _run(loop, partial(torch.compile, backend="ssd_fx", options=options), reset=False)
+            sources.SOURCES[name].check(ssd_fx.stats())
         assert_same_bits(found, kept)
 
 
@@ -120,6 +121,6 @@ def current_test() -> str:
 
 def assert_all_read_back(stats: ssd_fx.Stats) -> None:
     """Of a loop that settles before every backward: what leaves is written and read, but for leaves, which stay."""
-    assert stats.written_bytes == stats.read_bytes == stats.offloaded_bytes - stats.held_bytes
+    assert 0 < stats.read_bytes == stats.written_bytes == stats.offloaded_bytes - stats.held_bytes
     assert stats.loads == stats.stores
     assert stats.in_planned_order == 1.0

@@ -40,6 +40,10 @@ class Lazy:
         return self._transfer.span()
 
 
+class Unending(Lazy):
+    """And tests that wait for all writes do not wait for this one."""
+
+
 class LazyRead(Lazy):
     """And leaves garbage in the memory until then."""
 
