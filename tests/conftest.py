@@ -18,9 +18,11 @@ from tests.alone import turn
 from tests.inductor import kernels_on_demand, start_at_once
 from tests.runtime.engines import forget_late
 
+for name in [name for name in os.environ if name.startswith("SSD_FX_")]:
+    del os.environ[name]  # what a developer trains with is nothing to the tests
 # Tests of the I/O want their tensors on disk. Those of recomputing and of budgets say so.
-os.environ.setdefault("SSD_FX_RECOMPUTE", "0")
-os.environ.setdefault("SSD_FX_BUDGET", "0")
+os.environ["SSD_FX_RECOMPUTE"] = "0"
+os.environ["SSD_FX_BUDGET"] = "0"
 os.environ["SSD_FX_MACHINE"] = "default"  # plans do not depend on the machine, and nothing is measured
 start_at_once()
 
