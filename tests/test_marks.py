@@ -122,7 +122,10 @@ def test_no_bit_changes(options: dict[str, object], toy: Toy) -> None:
     for mark, budget in ((none, 1.0), (ssd_fx.keep, 0), (ssd_fx.offload, 1.0)):
         more = options | {"budget": budget}
         compiled = torch.compile(toy(mark), backend=ssd_fx.backend, fullgraph=True, options=more)
+        ssd_fx.reset_stats()
         seen.append(gradients(compiled, *inputs()))
+        left = ssd_fx.stats().offloaded_bytes - ssd_fx.stats().held_bytes
+        assert left > 0 or mark is not ssd_fx.offload
     assert same_bits(seen[0], seen[1])
     assert same_bits(seen[0], seen[2])
 
@@ -130,7 +133,7 @@ def test_no_bit_changes(options: dict[str, object], toy: Toy) -> None:
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("mark", [ssd_fx.keep, ssd_fx.offload], ids=["keep", "offload"])
 def test_an_input_that_is_changed_and_that_another_one_is_a_view_of(
-    options: dict[str, object], inner: str, mark: Mark
+    options: dict[str, object], inner: str, mark: Mark, tmp_path: Path
 ) -> None:
     """It is viewed anew from the memory of both: two nodes that were made under one annotation, and share it."""
 
@@ -142,12 +145,16 @@ def test_an_input_that_is_changed_and_that_another_one_is_a_view_of(
     for who in (mark, none):
         base, w = (x.detach() for x in inputs())
         compiled = torch.compile(
-            functools.partial(function, who), backend=ssd_fx.backend, options=options | {"inner": inner}
+            functools.partial(function, who),
+            backend=ssd_fx.backend,
+            options=options | {"inner": inner, "dump": str(tmp_path / who.__name__)},
         )
         found.append(
             (*gradients(lambda w, base=base, c=compiled: c(base.view(64, 64), base[:16], w), w.requires_grad_()), base)
         )
     assert same_bits(*found)
+    (row,) = re.findall(r"^as_strided_scatter .*", plan_text(tmp_path / mark.__name__), re.MULTILINE)
+    assert f"marked by ssd_fx.{mark.__name__}" in row
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -162,6 +169,7 @@ def test_what_is_marked_leaves_whatever_the_budget(options: dict[str, object], i
         gradients(torch.compile(layers(mark), backend=ssd_fx.backend, options=more), *inputs())
         stats = ssd_fx.stats()
         left.append(stats.written_bytes + stats.cancelled_bytes)  # cancelled: wanted before it was written
+    assert left[1] > 0
     assert left[1] == {0: left[0], 1.0: 2 * 64 * 64 * 4, "1TiB": 2 * 64 * 64 * 4}[budget]  # type: ignore[index]
 
 

@@ -93,6 +93,7 @@ def test_a_region_of_dynamic_size(tmp_path: Path) -> None:
         return x.grad
 
     ours = gradient("ssd_fx", {"dirs": [str(tmp_path)], "min_bytes": 0})
+    assert ssd_fx.stats().offloaded_bytes > ssd_fx.stats().held_bytes
     torch.testing.assert_close(ours, gradient("aot_eager"))
 
 
@@ -138,5 +139,6 @@ def test_no_kernel_writes_over_a_tensor_that_a_region_returns_twice(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ssd_fx keeps", RuntimeWarning)
         found = gradients(torch.compile(loss, backend=ssd_fx.backend, options=options))
+    assert (ssd_fx.stats().offloaded_bytes > ssd_fx.stats().held_bytes) == (budget == 0)
     for ours, eager in zip(found, gradients(loss), strict=True):
         assert torch.allclose(ours, eager, rtol=1e-4, atol=1e-4)

@@ -108,12 +108,18 @@ def test_a_quantized_tensor_stays_in_memory(inner: str, then: Callable[[Tensor],
 
 
 def of_every_source(toy: toys.Toy) -> None:
-    kept = gradients(torch.compile(toy, backend="aot_eager"))
+    """Beside the toy, whose tensors may all stay, something is stored."""
+
+    def toy_and_more(x: Tensor, w: Tensor) -> Tensor:
+        return toy(x, w) + (w @ x).sin().sum()
+
+    kept = gradients(torch.compile(toy_and_more, backend="aot_eager"))
     torch._dynamo.reset()
-    compiled = torch.compile(toy, backend=ssd_fx.backend, options=OPTIONS)
+    compiled = torch.compile(toy_and_more, backend=ssd_fx.backend, options=OPTIONS)
     for source in sources.ALL:
         with source.forced():
             found = gradients(compiled)
+            source.check(ssd_fx.stats())
         assert_same_bits(found, kept)
 
 

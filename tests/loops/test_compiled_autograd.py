@@ -72,6 +72,7 @@ def test_gradients_are_those_without_compiled_autograd(tmp_path: Path) -> None:
 
     for ours, theirs in zip(run(whole_step, tmp_path), run(plain, tmp_path), strict=True):
         torch.testing.assert_close(ours, theirs)
+        assert_all_read_back(ssd_fx.stats())
 
 
 def test_loads_are_not_moved_to_their_uses(tmp_path: Path) -> None:
@@ -80,6 +81,7 @@ def test_loads_are_not_moved_to_their_uses(tmp_path: Path) -> None:
     planned = [e.seq for e in trace.events() if e.kind in ("load", "wait")]
     half = len(planned) // 2
     assert planned == 2 * list(range(half))
+    assert half > 2
 
 
 class Halves(Net):
@@ -145,6 +147,7 @@ def test_a_gradient_that_is_a_saved_tensor(inner: str) -> None:
         for source in sources.ALL:
             with source.forced():
                 torch.testing.assert_close(gradients_of(compiled), expected, msg=source.name)
+                source.check(ssd_fx.stats())
 
 
 @pytest.mark.parametrize("other", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

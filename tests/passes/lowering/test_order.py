@@ -240,6 +240,8 @@ def test_an_order_that_cannot_be_is_an_error() -> None:
 def test_the_kernels_are_those_of_plain_inductor(toy: toys.Toy) -> None:
     ours, theirs = lower(toy, *toys.inputs(), options={}), lower(toy, *toys.inputs())
     assert [len(graph.kernels) for graph in ours] == [len(graph.kernels) for graph in theirs]
+    assert "store" in text(ours[0])
+    assert "load" in text(ours[1])
 
 
 @pytest.mark.slow
@@ -309,6 +311,7 @@ def exchanged(options: dict[str, float] | None, **patches: object) -> list[str]:
     """The names that the forward's calls of `exchange` have, as they run."""
     inputs = torch.ones(64, 64, requires_grad=True), torch.ones(64, 64, requires_grad=True)
     forward, _ = lower(crossed, *inputs, options=options, **patches)
+    assert ("store" in text(forward)) == (options is not None and options["budget"] == 0)
     kernels = [n.node for n in forward.nodes if getattr(n.node, "op_overload", None) is EXCHANGE]
     return [kernel.constant_args[-1] for kernel in kernels]  # type: ignore[union-attr]
 
