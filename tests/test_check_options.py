@@ -20,21 +20,21 @@ def complaint_of_the_backend(options: dict[str, object]) -> Exception:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "says"),
     [
-        {"bugdet": 0},
-        {"budget": "lots"},
-        {"dirs": ["/nowhere/at/all"]},
-        {"dirs": ["/proc"]},
-        {"machine": {"flops": "many"}},
-        {"dump": "/proc/nothing"},
-        pytest.param({"engine": "kvikio"}, marks=NO_GPU),
+        ({"bugdet": 0}, "has no option 'bugdet'; did you mean 'budget'"),
+        ({"budget": "lots"}, "budget='lots' is not a budget"),
+        ({"dirs": ["/nowhere/at/all"]}, "does not exist; create it on an NVMe drive: '/nowhere/at/all'"),
+        ({"dirs": ["/proc"]}, "no file can be made here .*name a directory on a drive: '/proc'"),
+        ({"machine": {"flops": "many"}}, "flops='many' is no rate"),
+        ({"dump": "/proc/nothing"}, "No such file or directory: '/proc/nothing'"),
+        pytest.param({"engine": "kvikio"}, "torch sees no CUDA device", marks=NO_GPU),
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_the_same_complaint(options: dict[str, object]) -> None:
+def test_the_same_complaint(options: dict[str, object], says: str) -> None:
     later = complaint_of_the_backend(options)
-    with pytest.raises((ValueError, OSError)) as caught:
+    with pytest.raises((ValueError, OSError), match=says) as caught:
         ssd_fx.check_options(options)
     assert isinstance(later, type(caught.value))
     assert str(later).startswith(str(caught.value))  # Dynamo adds how to see its own stack

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
 from ssd_fx.passes import pipeline, proposals
 from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.partition import Partition
@@ -28,7 +31,8 @@ def all_priced(partition: Partition, analysed: Plan, least: int = 0) -> Plan:
 def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
     """Yields how many groups were, of every graph that was compiled since. `least`: as in `all_priced`.
 
-    None were where a second partition was not made, or must not be used.
+    None were where a second partition was not made, or must not be used. No graph comes out of a cache, where no pass
+    would run, and none goes into one, where others would find this plan.
     """
     decide, cut_so, groups = pipeline.decide, proposals._cut_so, list[int]()
 
@@ -50,5 +54,7 @@ def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
         mock.patch.object(pipeline, "decide", all_that_can),
         mock.patch.object(proposals, "GAIN", -math.inf),
         mock.patch.object(proposals, "_cut_so", counted),
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
     ):
         yield groups

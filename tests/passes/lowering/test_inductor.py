@@ -47,8 +47,7 @@ def test_what_is_computed_again_is_rounded_in_both_graphs(rounding: pytest.Monke
     rounding.setattr(inductor, "_is_saved_and_read", look)
     torch._dynamo.reset()
     options = {"budget": 0, "min_bytes": 0, "engine": "memory", "recompute": True, "machine": SLOW}
-    no_caches = torch._inductor.config.patch(force_disable_caches=True)
-    with everything_recomputed() as groups, kernels_on_demand(), no_caches:
+    with everything_recomputed() as groups, kernels_on_demand():
         torch.compile(toys.rounded, backend=ssd_fx.backend, options=options)(*toys.inputs()).backward()
     assert sum(groups) > 0
     assert asked["sub"] == [True, True]
