@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def train(options: Mapping[str, Any] | None, steps: int = 5, shape: Shape = SMAL
     return seen
 
 
-def assert_same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+def assert_same_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
     assert len(a) == len(b) > 0
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
         assert torch.equal(x, y), f"tensor {i} differs by {(x - y).abs().max().item():.3g}"

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import ssd_fx
 from ssd_fx import Config
 from tests.inductor import graphs_cached_in
+from tests.models import assert_same_bits
 
 INNERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -37,10 +38,6 @@ def inputs(size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 def gradients(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(function(*args), args)
-
-
-def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def plan_text(directory: Path) -> str:
@@ -99,7 +96,7 @@ def test_without_a_compiler_they_are_the_identity() -> None:
 def test_under_other_backends_too(backend: str) -> None:
     x, w = inputs()
     marked, plain = (torch.compile(layers(mark), backend=backend, fullgraph=True) for mark in (ssd_fx.offload, none))
-    assert same_bits(gradients(marked, x, w), gradients(plain, x, w))
+    assert_same_bits(gradients(marked, x, w), gradients(plain, x, w))
 
 
 def test_export_and_vmap() -> None:
@@ -126,8 +123,8 @@ def test_no_bit_changes(options: dict[str, object], toy: Toy) -> None:
         seen.append(gradients(compiled, *inputs()))
         left = ssd_fx.stats().offloaded_bytes - ssd_fx.stats().held_bytes
         assert left > 0 or mark is not ssd_fx.offload
-    assert same_bits(seen[0], seen[1])
-    assert same_bits(seen[0], seen[2])
+    assert_same_bits(seen[0], seen[1])
+    assert_same_bits(seen[0], seen[2])
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -152,7 +149,7 @@ def test_an_input_that_is_changed_and_that_another_one_is_a_view_of(
         found.append(
             (*gradients(lambda w, base=base, c=compiled: c(base.view(64, 64), base[:16], w), w.requires_grad_()), base)
         )
-    assert same_bits(*found)
+    assert_same_bits(*found)
     (row,) = re.findall(r"^as_strided_scatter .*", plan_text(tmp_path / mark.__name__), re.MULTILINE)
     assert f"marked by ssd_fx.{mark.__name__}" in row
 
@@ -192,11 +189,11 @@ def test_inductor_writes_the_same_code(options: dict[str, object], toy: Toy, tmp
     assert ("_scaled_dot_product" in code) == (toy is attention)
     kept, kept_code = run(ssd_fx.keep)
     assert (kept_code == code) is True  # no diff of a thousand lines
-    assert same_bits(kept, plain)
+    assert_same_bits(kept, plain)
     offloaded, _ = run(ssd_fx.offload)
     # Of `written` one: what is saved of its first product is the result of relu_, which is another value.
     assert ssd_fx.stats().stores >= (1 if toy is written else 2)
-    assert same_bits(offloaded, plain)
+    assert_same_bits(offloaded, plain)
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -264,7 +261,7 @@ def test_must_cpu_offload_trains_as_without_a_checkpoint(options: dict[str, obje
     assert ssd_fx.stats().offloaded_bytes == 0
     offloaded = run(CheckpointPolicy.MUST_CPU_OFFLOAD)
     assert ssd_fx.stats().offloaded_bytes == 3 * 64 * 64 * 4
-    assert same_bits(saved, offloaded)
+    assert_same_bits(saved, offloaded)
     for ours, eager in zip(offloaded, gradients(layers(none), *inputs()), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-2)  # gradients of about 1e4
 

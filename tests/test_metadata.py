@@ -6,6 +6,7 @@ Autograd saves what the kernel returned. So does ssd_fx, wherever the value come
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 import ssd_fx
-from tests import sources
+from tests import fresh, sources
 
 Kernel = Callable[[Tensor], Tensor]
 # What `kernel` returns for a float32 matrix, and what the metadata promises of it.
@@ -30,7 +31,7 @@ KERNELS: dict[str, tuple[Kernel, Kernel]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
+@contextmanager
 def library() -> Iterator[None]:
     made = Library("unlike", "FRAGMENT")
     for name, (kernel, promised) in KERNELS.items():
@@ -47,6 +48,12 @@ def library() -> Iterator[None]:
         )
     yield
     made._destroy()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> Iterator[None]:
+    with library():
+        yield
 
 
 def _backward(ctx: object, grad: Tensor) -> Tensor:
@@ -132,11 +139,24 @@ def test_a_lossy_codec_does_not_see_what_lies_in_the_gaps(codec: str) -> None:
 
 @pytest.mark.parametrize("name", ["wider", "narrower", "another_half"])
 def test_generated_code_for_another_dtype_is_refused(name: str) -> None:
-    """Inductor's code would read the bits of one dtype as another one."""
-    compiled = torch.compile(step(name), backend=ssd_fx.backend, options=sources.OPTIONS | {"inner": "inductor"})
-    for name in ("read", "given_away", "copied"):
-        with sources.SOURCES[name].forced(), pytest.raises(RuntimeError, match=r"a tensor of torch\..*compiled for"):
-            train(compiled)
+    """Inductor's code would read the bits of one dtype as another one, behind the end of the memory too."""
+    code = """
+        import sys, pytest, torch, ssd_fx
+        from tests import sources
+        from tests.inductor import kernels_on_demand
+        from tests.test_metadata import library, step, train
+
+        options = sources.OPTIONS | {"inner": "inductor"}
+        with library(), kernels_on_demand():
+            compiled = torch.compile(step(sys.argv[1]), backend=ssd_fx.backend, options=options)
+            for name in ("read", "given_away", "copied"):
+                refused = pytest.raises(RuntimeError, match=r"a tensor of torch\\..*compiled for")
+                with sources.SOURCES[name].forced(), refused:
+                    train(compiled)
+        print("fine")
+    """
+    done = fresh.run(code, name)
+    assert (done.stdout, done.returncode) == ("fine\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("autocast", [False, True])

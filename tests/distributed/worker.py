@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 import ssd_fx
 from tests.distributed.modes import MODES
+from tests.passes.recomputing import SLOW
 from tests.zoo.trial import Trial
 
 STEPS, RATE = 2, 0.1
 UNLIKE = ", ranks with unlike plans"  # behind the name of a mode
 AGREED = ", ranks that agree on what is saved"
-SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
 FAST = SLOW | {"write_bw": 1e12, "read_bw": 1e12, "latency_s": 0.0}
 PATIENCE = timedelta(minutes=5)  # for the other ranks, whose plans may take longer on a busy machine
 

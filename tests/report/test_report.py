@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ from ssd_fx.runtime.stats import Stats
 from tests.report.trained import SIZE, TOY, Block, Stack, report, train
 
 HIDDEN = 4 * SIZE * SIZE  # bytes of one hidden state
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-    ssd_fx.reset_stats()
 
 
 def train_blocks(layers: int, steps: int, *, keep: bool) -> list[Block]:

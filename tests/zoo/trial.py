@@ -109,10 +109,6 @@ class Compiled:
         return Trial(values, *(nbytes // STEPS for nbytes in sizes), breaks)
 
 
-def _plain(model: torch.nn.Module) -> Any:
-    return torch.compile(model, backend="inductor")
-
-
 def _ours(model: torch.nn.Module, options: Mapping[str, Any]) -> Any:
     return torch.compile(model, backend=ssd_fx.backend, options=dict(options))
 
