@@ -206,7 +206,12 @@ OPTIONS: dict[str, object] = {
 
 @contextmanager
 def _seen(loads: list[set[str]]) -> Iterator[None]:
-    """Says what each load is, but for those of no bytes, and of leaves that require grad, which stay."""
+    """Says what each load is, but for those of no bytes, and of leaves that require grad, which stay.
+
+    "read", and then "host" or "moved on" of the host tier, "ahead" if it had begun before, "again" if it had failed.
+    From memory: "resident", "writing", or "failed" or "refused" as the write was. Then "given" or "copied", or
+    "written" if the write had ended after all; "aside" if it was copied at the release. From either: "decoded".
+    """
     begin, read = Reader.begin, Reader._read
     taken: list[str] = []
 
