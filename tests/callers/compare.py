@@ -19,6 +19,7 @@ STOCK_IS_WRONG = "stock is not near eager mode, ours is"
 TWO_FAULTS = "a line with two faults: stock names one, ours the other"
 ANOTHER_GRAPH = "a checkpoint ran another compiled graph again, and ours says so"
 HOOKED = "PyTorch checks no version behind saved_tensors_hooks, ours does"
+EXCUSES = (STOCK_IS_WRONG, TWO_FAULTS, ANOTHER_GRAPH, HOOKED)
 
 
 @dataclass(frozen=True)

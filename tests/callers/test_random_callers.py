@@ -26,6 +26,7 @@ from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer
 from tests.callers.caller import Caller
+from tests.callers.compare import ANOTHER_GRAPH, EXCUSES
 from tests.callers.programs import MODES, Program, programs
 from tests.callers.runs import OURS, SHARED, judge, main, many_compiled, run, run_ours
 from tests.sources import SOURCES
@@ -68,6 +69,7 @@ class Tally:
         most = most if program.mode in SHARED else 1  # the others compile in every run
         verdict = run(program, [*sources[first:], *sources[:first]][:most], inner)
         assert not verdict.differences, "\n".join([*map(str, verdict.differences), repr(program)])
+        assert ANOTHER_GRAPH not in verdict.excused or "checkpoint" in program.source, repr(program)
         self.seen.add(repr(program))
         self.found.update(verdict.excused)
         self.found[program.mode] += 1
@@ -106,6 +108,7 @@ def test_callers_find_what_stock_has() -> None:
     assert {"static", "dynamic", "automatic", "float32", "autocast"} <= tally.found.keys()
     errors = {"modified by an inplace operation", "backward through the graph a second time"}
     assert errors <= {kind.partition(": ")[2] for kind in tally.found}
+    assert sum(tally.found[reason] for reason in EXCUSES) < 0.05 * tally.found["lines"]
 
 
 @pytest.mark.slow
@@ -135,7 +138,8 @@ def mlp_twice(t: Caller) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_values_come_from_their_source(source: str) -> None:
-    run_ours(mlp_twice, "static", "float32", OURS, SOURCES[source])
+    found, _ = run_ours(mlp_twice, "static", "float32", OURS, SOURCES[source])
+    assert not [outcome.kind for outcome in found.outcomes if outcome.kind]
     SOURCES[source].check(ssd_fx.stats())
 
 
