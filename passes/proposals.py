@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ssd_fx.passes.joint.collectives import communication
+from ssd_fx.passes.joint.compared import compares_again
 from ssd_fx.passes.joint.recompute import CutError, Joint, recomputed
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Forecast, Limits, Plan
@@ -105,7 +106,8 @@ def _cut_so(joint: Joint, first: Candidate, proposal: Plan) -> Partition | None:
     """The partition that computes again what is proposed; None where PyTorch cannot make it, or it must not be used.
 
     Other ranks may run PyTorch's own partition, and all must communicate in the same order. So this one must
-    communicate like the first one. And its backward must read no further tensor that the caller may change before.
+    communicate like the first one. Its backward must read no further tensor that the caller may change before, and
+    compare nothing that it computes again.
     """
     try:
         partition = joint.partition_again(proposal.recomputed_nodes, proposal.saved_nodes)
@@ -114,5 +116,7 @@ def _cut_so(joint: Joint, first: Candidate, proposal: Plan) -> Partition | None:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return None
     if communication(partition) != communication(first.partition):
+        return None
+    if compares_again(partition):
         return None
     return partition if partition.shared_with_caller <= first.partition.shared_with_caller else None

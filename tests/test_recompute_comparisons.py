@@ -116,6 +116,19 @@ def test_comparisons_see_what_was_saved() -> None:
     check(range(2, 4))
 
 
+def test_a_comparison_that_the_forward_made_is_not_made_again() -> None:
+    """The forward compares a product with its largest, and saves the mask. The next cut would compare in the backward.
+
+    That has the product anyway, computed again and rounded otherwise, and the gradients were NaN.
+    """
+    function = program(6)
+    compiled = torch.compile(function, backend=ssd_fx.backend, options=OPTIONS)
+    with everything_recomputed(least=ROWS * WIDTH) as groups:
+        found = gradients(compiled, 6, torch.float32)
+    assert groups == [0]  # what was proposed is refused
+    assert are_close(found, gradients(function, 6, torch.float64))
+
+
 @pytest.mark.slow
 def test_forty_programs_of_comparisons() -> None:
     check(range(4, 44))

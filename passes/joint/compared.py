@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from ssd_fx.passes.groups import AliasGroup
-from ssd_fx.passes.partition import Partition, tensor_of, tensors_of
+from ssd_fx.passes.partition import RECOMPUTED, Partition, tensor_of, tensors_of
 from ssd_fx.passes.plan import Plan
 
 COMPARED = "the backward compares it, and compression is lossy"
@@ -41,26 +42,48 @@ def compared(partition: Partition) -> frozenset[str]:
 
     Parameters are not among them: they are as they were. Nor is what is made of the gradients that come in.
     """
-    bits = {n.name: 1 << i for i, n in enumerate(partition.saved) if tensor_of(n) is not None}  # sizes have none
-    activations = {n.name for n in partition.saved if n.op != "placeholder"}
-    activations |= {n.name for n in partition.caller_inputs}
-    varying = sum(bit for name, bit in bits.items() if name in activations)
-    saved = {n.name for n in partition.saved}
-    made_of: dict[fx.Node, int] = {}  # the bits of saved tensors, of nodes that are made without gradients
-    found = 0
+    found, varying = functools.reduce(operator.or_, _deciding(partition), 0), _varying(partition)
+    return frozenset(n.name for i, n in enumerate(partition.saved) if found & 1 << i and n.name in varying)
+
+
+def compares_again(partition: Partition) -> bool:
+    """Whether the backward compares what it computes again, by our choice, with something that it does not.
+
+    Hazard: PyTorch's own partition may compare in the forward, and save the mask. `compared` does not see that. Where
+    the backward has the tensor anyway, PyTorch's next cut compares there, with a saved maximum of other bits.
+    """
+    again = 1 << len(partition.saved)
+    return any(bits & again for bits in _deciding(partition, again))
+
+
+def _deciding(partition: Partition, again: int = 0) -> Iterator[int]:
+    """For every comparison of two tensors, and every choice, in the backward: what its arguments are made of.
+
+    A bit for each saved tensor, by its number. `again`: the bit of what is computed again by our choice, whatever that
+    is made of; 0 for those of what it is made of.
+    """
+    saved = partition.saved
+    bits = {n.name: 1 << i if tensor_of(n) is not None else 0 for i, n in enumerate(saved)}  # sizes have none
+    varying = sum(bits[name] for name in _varying(partition)) | again
+    made_of: dict[fx.Node, int] = {}  # of nodes that are made without gradients
     for node in partition.backward.graph.nodes:
         if node.op == "placeholder":
-            if node.name in saved:
-                made_of[node] = bits.get(node.name, 0)
+            if node.name in bits:
+                made_of[node] = bits[node.name]
             continue
         arguments = node.all_input_nodes
         sources = functools.reduce(operator.or_, (made_of.get(source, 0) for source in arguments), 0)
         related = sources if _of_two(node) else sources & varying  # a parameter may be compared with its maximum
         if chooses(node) or (_several(related) and jumps(node)):
-            found |= sources & varying
+            yield sources
         if all(source in made_of for source in arguments):
-            made_of[node] = sources
-    return frozenset(name for name, bit in bits.items() if found & bit)
+            made_of[node] = again if again and RECOMPUTED in node.meta else sources
+
+
+def _varying(partition: Partition) -> set[str]:
+    """Names of the saved tensors that are activations, and no parameters."""
+    inputs = set(partition.caller_inputs)
+    return {n.name for n in partition.saved if n.op != "placeholder" or n in inputs}
 
 
 def _several(bits: int) -> bool:

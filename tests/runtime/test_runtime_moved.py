@@ -74,7 +74,7 @@ def make(gpu: FakeGpu, tmp_path, monkeypatch) -> Callable[[str], Engine]:
     driver = Driver(gpu)
     stub = stub_kvikio.install(monkeypatch, gpu)
     stub.driver = True
-    monkeypatch.setattr(gds, "make_engine", lambda config: posix(config.dirs[0]))
+    monkeypatch.setattr(gds, "PosixEngine", lambda directory, **others: posix(directory))
     return made
 
 

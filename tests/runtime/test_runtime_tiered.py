@@ -117,9 +117,10 @@ def test_a_large_tensor_does_not_move_for_small_ones_while_others_move(drive):
     """Host memory holds what has its place there, and `in_flight` bytes that move."""
     slow = DelayedEngine(drive, 60, 60)
     engine = tiered(slow, room=4 * B, in_flight=2 * B)
-    put(engine, torch.randn(N)), put(engine, torch.randn(3 * N))
-    for _ in range(3):
-        put(engine, torch.randn(N))
+    for numbers in (N, 3 * N, N):
+        put(engine, torch.randn(numbers))
+    late = engine.alloc(B)
+    assert late.host is None
     assert (engine.host_bytes, engine.moving_bytes) == (5 * B, B)
 
 
