@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from ssd_fx.runtime.stats import DAY_S, format_days
+from ssd_fx.runtime.wear import DAY_S, format_days
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # 1.5G is 1.5 GiB, as for dd, systemd and docker

@@ -198,8 +198,11 @@ def _stored_plain(facts: _Facts, key: int, saved: list[fx.Node], owner: Layout, 
     return found or "no dense tensor holds the bytes needed"
 
 
-_QUANTIZE = ("quantize_per_", "_make_per_", "_empty_affine_quantized", "_empty_per_channel_affine_quantized")
-_DEQUANTIZE = ("dequantize", "int_repr", "q_")
+_QUANTIZE = (
+    *("quantized::", "aten::quantize_per_", "aten::_make_per_"),
+    *("aten::_empty_affine_quantized", "aten::_empty_per_channel_affine_quantized"),
+)
+_DEQUANTIZE = ("aten::dequantize", "aten::int_repr", "aten::q_")
 
 
 def _quantized(forward: list[fx.Node]) -> set[int]:
@@ -210,12 +213,9 @@ def _quantized(forward: list[fx.Node]) -> set[int]:
     """
     found: set[fx.Node] = set()
     for node in forward:
-        if node.op != "call_function":
-            continue
-        target = node.target
-        namespace, _, name = target.name().partition("::") if isinstance(target, torch._ops.OpOverload) else ("",) * 3
-        makes = namespace == "quantized" or name.startswith(_QUANTIZE)
-        if makes or (not name.startswith(_DEQUANTIZE) and not found.isdisjoint(node.all_input_nodes)):
+        name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
+        reads_one = not found.isdisjoint(node.all_input_nodes)
+        if name.startswith(_QUANTIZE) or (reads_one and not name.startswith(_DEQUANTIZE)):
             found.add(node)
     return set(nodes_by_storage(found))
 

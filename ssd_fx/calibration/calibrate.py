@@ -108,7 +108,9 @@ def _learn(
         return
     measure = {"compute": lambda: _compute(device, though_busy), "disk": lambda: _disk(config, device)}
     with _exclusive() as kept:
-        for section, key in (keys if again else _recalled(keys, kept)).items():
+        if not again:
+            keys = _recalled(keys, kept)  # another process may have measured meanwhile
+        for section, key in keys.items():
             what = f"measuring {_WHAT[section].format(device=device)}, once"
             with progress.announced(what, progress.MEASURING_S):
                 found = _measured(section, measure[section], device)

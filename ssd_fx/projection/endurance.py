@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ssd_fx.projection.scenario import Drives
 from ssd_fx.projection.traffic import Traffic
-from ssd_fx.runtime.stats import DAY_S, rated_days
+from ssd_fx.runtime.wear import DAY_S, rated_days
 
 PAPER_WAF = 2.5  # write amplification in the workload that TBW is rated for; large sequential writes have about 1
 PAPER_RETENTION = 86.0  # more cycles if data need to last for 1 day only, instead of 3 years

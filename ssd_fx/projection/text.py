@@ -11,7 +11,7 @@ from ssd_fx.projection.project import Projection
 from ssd_fx.projection.scenario import Drives
 from ssd_fx.projection.traffic import Traffic
 from ssd_fx.report.columns import aligned
-from ssd_fx.runtime.stats import digits, format_days
+from ssd_fx.runtime.wear import digits, format_days
 from ssd_fx.sizes import format_bytes, format_seconds
 
 Rows = list[tuple[str, str]]

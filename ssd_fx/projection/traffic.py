@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ssd_fx.projection.scenario import Drive, Drives
-from ssd_fx.runtime.stats import DAY_S
+from ssd_fx.runtime.wear import DAY_S
 
 Hides = Literal["forward", "half", "no"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ssd_fx.report.figures import Figures, drive_life
 from ssd_fx.report.model import BELOW, WITHIN, GroupRow, Report
 from ssd_fx.report.unfreed import Unfreed, loud
-from ssd_fx.runtime.stats import format_days
+from ssd_fx.runtime.wear import format_days
 from ssd_fx.sizes import format_bytes, format_seconds
 
 SMALL = 0.02  # a share of the step, or of the memory, that is not worth a change

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ssd_fx.report.columns import aligned
-from ssd_fx.runtime.stats import DAY_S, format_days, rated_days
+from ssd_fx.runtime.wear import DAY_S, format_days, rated_days
 from ssd_fx.sizes import format_bytes, format_seconds
 
 _COARSE = 0.01  # by a smaller share predicted times cannot be told apart

@@ -24,7 +24,7 @@ from ssd_fx.passes.plan import Forecast, Keep, Offload, Plan
 from ssd_fx.report.code import configuration, told_once
 from ssd_fx.report.columns import aligned
 from ssd_fx.report.rows import Row, fold
-from ssd_fx.runtime.stats import digits
+from ssd_fx.runtime.wear import digits
 from ssd_fx.sizes import format_bytes
 
 Sources = Mapping[str, str]  # the lines of the model by the names of the forward's nodes

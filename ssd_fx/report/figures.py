@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ssd_fx.runtime.stats import rated_days
+from ssd_fx.runtime.wear import rated_days
 
 
 @dataclass(frozen=True, slots=True)

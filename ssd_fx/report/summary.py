@@ -8,7 +8,7 @@ from ssd_fx.report.advice import advice
 from ssd_fx.report.course import course
 from ssd_fx.report.figures import Figures, may_stay
 from ssd_fx.report.model import GroupRow, Report
-from ssd_fx.runtime.stats import wear
+from ssd_fx.runtime.wear import wear
 from ssd_fx.sizes import format_bytes, format_seconds
 
 _REASONS = 2  # that a line names

@@ -68,6 +68,14 @@ FAULTS = (
         "tests/test_recompute.py::test_what_a_model_has_beside_its_weights_is_not_computed_from",
     ),
     Fault(
+        "partition_that_compares_what_it_computes_again",
+        "passes/proposals.py",
+        "    if compares_again(partition):\n",
+        "    if False:\n",
+        "what is computed again is compared with a saved maximum that was rounded otherwise: gradients are NaN",
+        "tests/test_recompute_comparisons.py::test_a_comparison_that_the_forward_made_is_not_made_again",
+    ),
+    Fault(
         "partition_that_reads_what_the_caller_has",
         "passes/proposals.py",
         "return partition if partition.shared_with_caller <= first.partition.shared_with_caller else None",
