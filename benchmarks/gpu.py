@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from gpu_bandwidth import MIB, bandwidth  # neighbours of this file
 from gpu_report import report
-from gpu_steps import steps
+from gpu_steps import OPTIMIZERS, steps
 from system import write_json
 
 from ssd_fx.runtime.config import RuntimeConfig
@@ -84,7 +84,7 @@ def system(flags: argparse.Namespace) -> dict[str, str]:
         "directory": f"{flags.dir} on " + output(["findmnt", "-no", "FSTYPE,SOURCE", "-T", flags.dir]),
         "commit": output(["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]),
         "model": f"GPT, {flags.layers} layers, width {flags.width}, {flags.heads} heads, batch {flags.batch} x "
-        f"{flags.seq}, {'bfloat16 autocast' if flags.amp else 'float32'}, budget {flags.budget}, "
+        f"{flags.seq}, {'bfloat16 autocast' if flags.amp else 'float32'}, {flags.optimizer}, budget {flags.budget}, "
         f"host budget {flags.host_budget}",
     }
 
@@ -118,9 +118,11 @@ def parse_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         add(f"--{name}", type=int, default=default, help="default %(default)s")
     for name, rate in (("dropout", 0.1), ("lr", 3e-4)):
         add(f"--{name}", type=float, default=rate, help="default %(default)s")
+    add("--optimizer", default="adamw", choices=tuple(OPTIMIZERS), help="sgd: no state, for wide models")
     add("--budget", default="0", help="saved bytes that stay on the device, default %(default)s")
     add("--host-budget", default="0", help="bytes that may be in host memory instead of on disk, default %(default)s")
     add("--no-amp", dest="amp", action="store_false", help="float32 instead of bfloat16 autocast")
+    add("--untimed", action="store_true", help="no event around any node, so that a short warm-up does")
     add("--profile", action="store_true", help="kernels and timeline of one more step")
     add("--predicted", action="store_true", help="what the plan said beside what was measured")
     add("--allow-tmpfs", action="store_true", help=argparse.SUPPRESS)
@@ -139,10 +141,10 @@ def check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     if flags.engines and ALONE in flags.engines.split(",")[1:] + flags.engines.split(",")[:-1]:
         parser.error(f"{ALONE} needs a process of its own: --engines {ALONE}")
     traced = [n for n in range(flags.warmup, flags.warmup + flags.pairs) if n < RUNS or n % RUNS == 0]
-    if flags.device == "cuda" and traced and not flags.bandwidth_only:
+    if flags.device == "cuda" and traced and not (flags.bandwidth_only or flags.untimed):
         parser.error(
             f"pair {traced[0]} would be measured, and has events around every node, as the first {RUNS} and one of "
-            f"{RUNS} later; right would be --warmup {RUNS + 1} and --pairs of at most {RUNS - 1}"
+            f"{RUNS} later; right would be --warmup {RUNS + 1} and --pairs of at most {RUNS - 1}, or --untimed"
         )
 
 

@@ -2,11 +2,13 @@
 
 python benchmarks/gpu_parts.py --dir DIR --out OUT                  # all, about 25 minutes
 python benchmarks/gpu_parts.py --dir DIR --out OUT info bandwidth   # these
+python benchmarks/gpu_parts.py --dir DIR --out OUT tests            # all tests, at once
 python benchmarks/gpu_parts.py --dry-run                            # what would be run
 
-Every part is a row of processes of its own, has less than five minutes, and stops no other part when it fails. What
-they print goes to OUT/log.txt too, and how they ended to OUT/summary.json; the last thing printed is a table of it.
-The exit status is 1 if a part failed. The parts follow the order in which one would want to know.
+Every part is a row of processes of its own, has less than five minutes, and stops no other part when it fails. Tests
+run at once, and what is timed runs alone. The output goes to OUT/PART.txt too, and how a part ended to
+OUT/summary.json, at once; the last thing printed is a table of it. The exit status is 1 if a part failed. The parts
+follow the order in which one would want to know.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -30,6 +33,7 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = "{python} benchmarks/gpu.py --dir {dir} --results {out} --no-md"
 STEPS = f"{BENCH} --steps-only --pairs 5"
+WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --optimizer sgd --warmup 5 --profile"
 TESTS = "{python} -m pytest -m gpu -q"
 
 
@@ -37,13 +41,15 @@ TESTS = "{python} -m pytest -m gpu -q"
 class Part:
     """`commands` run one after the other, together for at most `limit_s`; with {python}, {dir} and {out} filled in.
 
-    `needs`: a program, or "module NAME", without which there is nothing to run.
+    `alone`: times are taken, so nothing else may run. `needs`: a program, or "module NAME", without which there is
+    nothing to run.
     """
 
     name: str
     what: str
     limit_s: int
     commands: tuple[str, ...]
+    alone: bool = True
     needs: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -78,6 +84,7 @@ PARTS = (
         "the ops on CUDA tensors, bitwise: engines memory and posix, and torch's streams",
         240,
         (TESTS + " tests/gpu/test_gpu_roundtrip.py",),
+        alone=False,
         environment={"GPU_ENGINES": "memory,posix"},
     ),
     Part(
@@ -85,6 +92,7 @@ PARTS = (
         "the tests of streams that run on fake devices elsewhere, and training steps in eager mode",
         180,
         ("{python} -m pytest -q tests/runtime/test_runtime_streams.py tests/accelerator",),
+        alone=False,
     ),
     Part(
         "sanitizer",
@@ -95,6 +103,7 @@ PARTS = (
             + TESTS
             + " tests/gpu/test_gpu_roundtrip.py -k 'test_round_trip and dtype1 and 999'",
         ),
+        alone=False,
         needs="compute-sanitizer",
         environment={"GPU_ENGINES": "posix"},
     ),
@@ -103,6 +112,7 @@ PARTS = (
         "a small GPT: gradients bitwise those of engine memory, near plain Inductor's, and the peak",
         290,
         (TESTS + " tests/gpu/test_gpu_training.py",),
+        alone=False,
         environment={"GPU_ENGINES": "memory,posix"},
     ),
     Part(
@@ -110,6 +120,23 @@ PARTS = (
         "DistributedDataParallel on two processes of one GPU: gradients bitwise those of engine memory",
         290,
         (TESTS + " tests/gpu/test_gpu_ranks.py",),
+        alone=False,
+    ),
+    Part(
+        "models",
+        "other people's models, through every way that a tensor may take",
+        290,
+        (TESTS + " -n {workers} tests/gpu/test_gpu_models.py",),
+        alone=False,
+        needs="module transformers",
+        environment={"GPU_ENGINES": "memory,posix,kvikio-forced"},
+    ),
+    Part(
+        "runtime",
+        "the runtime's tests, as they are on a machine with a GPU",
+        290,
+        ("{python} -m pytest -q -n 4 tests/runtime",),
+        alone=False,
     ),
     Part(
         "calibrate",
@@ -146,6 +173,21 @@ PARTS = (
         "4 layers, engine posix, nothing stays; with kernels and timeline",
         290,
         (STEPS + " --name steps-drive --engines posix --layers 4 --profile",),
+    ),
+    Part(
+        "ways-wide",
+        "2 wide layers, for which a drive is fast enough, in turns with plain Inductor and with recomputing",
+        290,
+        (
+            WAYS
+            + " --name wide --layers 2 --width 12288 --heads 96 --batch 12 --ways memory:auto memory:0 recompute:0.5",
+        ),
+    ),
+    Part(
+        "ways-gpt",
+        "12 layers, engine memory, all budgets in turns",
+        290,
+        (WAYS + " --name gpt --ways memory:0 memory:0.5 posix:auto recompute:0.5",),
     ),
     Part(
         "predicted",
@@ -186,27 +228,39 @@ def filled(command: str, where: Mapping[str, str]) -> list[str]:
     return [word.format(**where) for word in shlex.split(command)]
 
 
-def run(parts: Sequence[Part], where: Mapping[str, str], log: TextIO) -> list[Ended]:
-    """All parts, whatever becomes of them."""
-    ended = []
-    for part in parts:
-        tell(log, f"\n==== {part.name}: {part.what}\n")
+def run(parts: Sequence[Part], where: Mapping[str, str], out: Path) -> Iterator[Ended]:
+    """All parts, whatever becomes of them, as they end: those that may run at once, then the others."""
+
+    def whole(part: Part) -> Ended:
+        print(f"==== {part.name}: {part.what}", flush=True)
         started = time.monotonic()
-        result = run_part(part, where, log)
-        ended.append(Ended(part.name, result, time.monotonic() - started))
-        tell(log, f"==== {part.name}: {result}, {ended[-1].seconds:.0f} s\n")
-    return ended
+        with open(out / f"{part.name}.txt", "a") as log:
+            result = run_part(part, where, log)
+        ended = Ended(part.name, result, time.monotonic() - started)
+        print(f"==== {part.name}: {ended.result}, {ended.seconds:.0f} s", flush=True)
+        return ended
+
+    together = [part for part in parts if not part.alone]
+    with ThreadPoolExecutor(max_workers=max(1, len(together))) as pool:
+        for started in as_completed([pool.submit(whole, part) for part in together]):
+            yield started.result()
+    for part in parts:
+        if part.alone:
+            yield whole(part)
 
 
 def run_part(part: Part, where: Mapping[str, str], log: TextIO) -> str:
-    """How it ended: the first of its commands that failed says so, and the others run all the same."""
+    """How it ended: the first of its commands that failed says so, and the others run all the same.
+
+    What the commands write goes to `log`, and to the terminal if the part is alone.
+    """
     if part.needs and not there(part.needs):
         return f"skipped: there is no {part.needs}"
     deadline, failures = time.monotonic() + part.limit_s, []
     for command in part.commands:
         words = filled(command, where)
-        tell(log, f"$ {shlex.join(words)}\n")
-        failure = run_command(words, dict(os.environ) | dict(part.environment), deadline, log)
+        tell(log, f"$ {shlex.join(words)}\n", part.alone)
+        failure = run_command(words, dict(os.environ) | dict(part.environment), deadline, log, part.alone)
         if failure:
             failures.append(f"{Path(words[0]).name} {' '.join(words[1:3])}: {failure}")
     return failures[0] if failures else "ok"
@@ -217,7 +271,7 @@ def there(needed: str) -> bool:
     return bool(importlib.util.find_spec(name) if kind == "module" else shutil.which(name))
 
 
-def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: float, log: TextIO) -> str:
+def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: float, log: TextIO, aloud: bool) -> str:
     """Empty if it ended well before the deadline; all of its processes are ended there."""
     left = deadline - time.monotonic()
     if left <= 0:
@@ -246,7 +300,7 @@ def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: 
     try:
         assert process.stdout, "a pipe"
         for line in process.stdout:
-            tell(log, line)
+            tell(log, line, aloud)
         status = process.wait()
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
@@ -258,9 +312,9 @@ def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: 
     return f"exit status {status}" if status else ""
 
 
-def tell(log: TextIO, text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def tell(log: TextIO, text: str, aloud: bool) -> None:
+    if aloud:
+        print(text, end="", flush=True)
     log.write(text)
     log.flush()
 
@@ -276,7 +330,8 @@ def keep(path: Path, ended: Sequence[Ended]) -> None:
 
 
 def chosen(names: Sequence[str]) -> list[Part]:
-    """Parts by name, in the order of PARTS; all without names. "steps" are all whose name begins so.
+    """Parts by name, in the order of PARTS; all without names. "steps" and "ways" are all whose name begins so, "tests"
+    those that run at once.
 
     Raises: SystemExit for a name that is none.
     """
@@ -287,12 +342,16 @@ def chosen(names: Sequence[str]) -> list[Part]:
 
 
 def named(part: Part, name: str) -> bool:
-    return part.name == name or (name == "steps" and part.name.startswith("steps-"))
+    if name == "tests":
+        return not part.alone
+    return part.name == name or (name in ("steps", "ways") and part.name.startswith(f"{name}-"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(part.name for part in PARTS)}; steps: all of these")
+    parser.add_argument(
+        "parts", nargs="*", help=f"of {', '.join(part.name for part in PARTS)}; steps, ways, tests: all of these"
+    )
     parser.add_argument("--dir", default="demo-out/gpu", help="directory on the drive, default %(default)s")
     parser.add_argument("--out", default="demo-out/gpu-results", help="where results go, default %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
@@ -300,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = chosen(flags.parts)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     where = {"python": sys.executable, "dir": os.path.abspath(flags.dir), "out": os.path.abspath(flags.out)}
-    where["cache"] = cache
+    where |= {"cache": cache, "workers": str(max(1, len(os.sched_getaffinity(0)) - 4))}
     if flags.dry_run:
         for part in parts:
             print(f"{part.name}, at most {part.limit_s} s: {part.what}")
@@ -312,10 +371,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit("no GPU here: torch sees no CUDA device, so nothing was run")
     for path in (where["dir"], where["out"]):
         os.makedirs(path, exist_ok=True)
-    with open(Path(where["out"]) / "log.txt", "a") as log:
-        ended = run(parts, where, log)
-        tell(log, table(ended) + "\n")
-    keep(Path(where["out"]) / "summary.json", ended)
+    out, ended = Path(where["out"]), []
+    for each in run(parts, where, out):
+        ended.append(each)
+        keep(out / "summary.json", ended)
+    print(table(ended))
     return int(any(each.failed for each in ended))
 
 

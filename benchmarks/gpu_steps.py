@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ssd_fx.runtime.device import device_trace
 
 LARGEST = 8  # kernels that are named
 COPIES = ("Memcpy", "Memset")  # how the profiler calls what is no kernel
+OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class Training:
         self.apart = flags.predicted
         torch.manual_seed(flags.seed)
         shape = train_gpt.Shape(flags.layers, flags.width, flags.heads, flags.seq, flags.dropout)
-        self.model = train_gpt.GPT(shape).to(self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=flags.lr)
+        with self.device:  # a wide model takes minutes to initialise on the CPU
+            self.model = train_gpt.GPT(shape)
+        self.optimizer = OPTIMIZERS[flags.optimizer](self.model.parameters(), lr=flags.lr)
         self.batches = train_gpt.batches(flags.batch, flags.seq, flags.seed)
         if engine is None:
             self.compiled = torch.compile(self.model)
@@ -77,6 +80,11 @@ class Training:
         return Step(seconds, peak, loss.item(), graph_s, **Step.figures(seen))
 
 
+def no_events() -> None:
+    """From here on no node has events around it, so that the steps after the first are like all later ones."""
+    device_trace.node = lambda *_: nullcontext()
+
+
 def options(flags: argparse.Namespace, engine: str, dump: str = "") -> dict[str, Any]:
     """What ssd_fx is told."""
     made = {"dirs": [flags.dir], "engine": engine, "allow_tmpfs": flags.allow_tmpfs}
@@ -88,6 +96,8 @@ def steps(engine: str, flags: argparse.Namespace, path: Path) -> dict[str, Any]:
     the flags want them, the former beside `path`-ENGINE.trace.json.gz."""
     torch._dynamo.reset()
     device_trace.clear()  # another engine's graphs may have the same names, and their runs are counted
+    if flags.untimed:
+        no_events()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="ssd_fx-gpu-") as scratch:
         trainings = (Training(flags, None), Training(flags, engine, scratch if flags.predicted else ""))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.gpu import test_gpu_roundtrip as roundtrips
+from tests.gpu import test_gpu_training as training
 
 ROOT = Path(__file__).parent.parent
 ON_STREAMS = {  # what these see of the device, the CPU has not
@@ -48,3 +49,19 @@ def test_every_engine_is_tried_and_the_forced_one_alone(engines: str) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
     names = [line.split("[")[1].rstrip("]") for line in found.stdout.splitlines() if "test_counts[" in line]
     assert names == ([engines] if engines else ["memory", "posix", "kvikio"])
+
+
+def test_training_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "DEVICE", "cpu")
+    config = json.dumps({"dirs": [str(tmp_path)], "engine": "posix"})
+    training.test_same_bits_as_in_memory(config)
+    training.test_close_to_plain_inductor(config)
+
+
+@pytest.mark.slow
+def test_a_model_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pytest.importorskip("tests.gpu.test_gpu_models")
+    monkeypatch.setattr(models, "DEVICE", "cpu")
+    for settled in (True, False):
+        models.test_every_way("GPT-2", settled, tmp_path)
+    models.test_close_to_plain_inductor("GPT-2", tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import argparse
 import json
 import os
 import re
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import gpu
 import gpu_parts
+import gpu_ways
 import pytest
 import torch
 from gpu_parts import PARTS, Ended, Part, filled, run
@@ -21,7 +22,7 @@ from gpu_report import kernel_lines, report
 from gpu_steps import options, summed
 
 ROOT = Path(__file__).parents[2]
-WHERE = {"python": sys.executable, "dir": "/drive", "out": "/out", "cache": "/cache"}
+WHERE = {"python": sys.executable, "dir": "/drive", "out": "/out", "cache": "/cache", "workers": "2"}
 COMMANDS = [(part, filled(command, WHERE)) for part in PARTS for command in part.commands]
 
 
@@ -53,8 +54,16 @@ def test_the_benchmark_takes_the_flags_of_its_parts(name: str, given: list[str])
         assert flags.pairs <= 15
 
 
+@pytest.mark.parametrize(("name", "given"), arguments("benchmarks/gpu_ways.py"), ids=lambda value: str(value)[:20])
+def test_the_ways_are_taken(name: str, given: list[str]) -> None:
+    ways = given[given.index("--ways") + 1 :]
+    assert [gpu_ways.checked(way) for way in ways] == ways
+    assert gpu.parse_flags(["--untimed", *given[: given.index("--ways")]]).warmup == 5
+
+
 def test_results_of_the_parts_have_different_names() -> None:
-    names = [gpu.parse_flags(given).name for _, given in arguments("benchmarks/gpu.py")]
+    given = (*arguments("benchmarks/gpu.py"), *arguments("benchmarks/gpu_ways.py"))
+    names = [words[words.index("--name") + 1] for _, words in given]
     assert len(set(names)) == len(names)
 
 
@@ -97,6 +106,12 @@ def test_the_budgets_reach_the_options() -> None:
     }
 
 
+@pytest.mark.parametrize("way", ["memory", "memory:", "tape:0", ""])
+def test_a_way_that_there_is_not(way: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{way}' is no way; right would be ENGINE:BUDGET"):
+        gpu_ways.checked(way)
+
+
 def python(code: str) -> str:
     return f"{{python}} -c {shlex.quote(code)}"
 
@@ -110,9 +125,9 @@ FAKES = (
 )
 
 
-def test_a_part_that_fails_stops_no_other() -> None:
-    log, started = io.StringIO(), time.monotonic()
-    ended = run(FAKES, WHERE, log)
+def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
+    started = time.monotonic()
+    ended = list(run(FAKES, WHERE, tmp_path))
     assert time.monotonic() - started < 30
     results = {each.name: each.result for each in ended}
     assert list(results) == ["first", "absent", "needy", "slow", "last"]
@@ -122,20 +137,30 @@ def test_a_part_that_fails_stops_no_other() -> None:
     assert results["slow"].endswith("took longer than the part may")
     assert results["last"] == "ok"
     assert [each.failed for each in ended] == [True, True, False, True, False]
-    lines = log.getvalue().splitlines()
-    assert [line for line in lines if line in ("one", "two", "three", "four yes", "never")] == [
-        "one",
-        "two",
-        "three",
-        "four yes",
-    ]
+    logs = {name: (tmp_path / f"{name}.txt").read_text().splitlines() for name in results}
+    said = {name: [line for line in lines if not line.startswith("$")] for name, lines in logs.items()}
+    assert said == {"first": ["one", "two"], "absent": [], "needy": [], "slow": ["three"], "last": ["four yes"]}
+
+
+def test_what_is_not_timed_runs_at_once(tmp_path: Path) -> None:
+    """Each waits for the file of the other. What runs alone comes behind them."""
+
+    def meets(mine: str, other: str) -> str:
+        files = f"mine, other = pathlib.Path({str(tmp_path / mine)!r}), pathlib.Path({str(tmp_path / other)!r})"
+        return python(f"import pathlib, time; {files}; mine.touch()\nwhile not other.exists(): time.sleep(0.01)")
+
+    first = Part("timed", "", 20, (python(f"import os; os.stat({str(tmp_path / 'a')!r})"),))
+    parts = (first, *(Part(x, "", 20, (meets(x, y),), alone=False) for x, y in ("ab", "ba")))
+    ended = list(run(parts, WHERE, tmp_path))
+    assert [each.result for each in ended] == ["ok"] * 3
+    assert ended[-1].name == "timed"
 
 
 def test_a_part_that_is_too_slow_leaves_no_process(tmp_path: Path) -> None:
     """What it had started is ended with it."""
     child = f"import time, os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    (ended,) = run([Part("slow", "", 2, (python(starts),))], WHERE, io.StringIO())
+    (ended,) = run([Part("slow", "", 2, (python(starts),))], WHERE, tmp_path)
     assert ended.failed
     pid = int((tmp_path / "pid").read_text())
     for _ in range(100):
@@ -159,7 +184,9 @@ def test_a_table_and_a_file_that_later_parts_add_to(tmp_path: Path, monkeypatch:
         "first": Path(sys.executable).name,
         "needy": "skipped:",
     }
-    assert (tmp_path / "out" / "log.txt").read_text().count("part                 s  result") == 2
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("first.txt", "last.txt", "needy.txt", "summary.json")
+    }
     assert gpu_parts.table([Ended("a", "ok", 3.2)]).splitlines()[-1] == "a                    3  ok"
 
 
@@ -169,6 +196,10 @@ def test_a_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert re.findall(r"^(\S+), at most", out, re.MULTILINE) == [
         *("info", "steps-memory", "steps-auto", "steps-host", "steps-drive")
     ]
+    assert {part.name for part in gpu_parts.chosen(["tests"])} == {
+        *("roundtrips", "accelerator", "sanitizer", "training", "ranks", "models", "runtime")
+    }
+    assert [part.name for part in gpu_parts.chosen(["ways"])] == ["ways-wide", "ways-gpt"]
     assert not (tmp_path / "drive").exists()
     with pytest.raises(SystemExit, match="no part is called nothing; there are info, roundtrips,"):
         gpu_parts.main(["--dry-run", "nothing"])

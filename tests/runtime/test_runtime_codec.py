@@ -9,6 +9,7 @@ from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
 from tests.runtime.harness import config_json, load, raw, release, settle, store, watch
 
+pytestmark = pytest.mark.usefixtures("no_device")
 N = 30_001  # no multiple of 8 or of a block
 
 

@@ -26,6 +26,7 @@ from tests.runtime.harness import (
     watch,
 )
 
+pytestmark = pytest.mark.usefixtures("no_device")
 N = 50_000
 B = 4 * N
 

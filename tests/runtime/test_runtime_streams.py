@@ -528,7 +528,7 @@ def test_the_fake_is_a_backend():
 @LATE
 def test_what_one_stream_makes_is_not_written_before_it_is_there(gpu):
     """It is resident until a store on another stream pushes it out."""
-    config = config_json("", "memory", host_budget=8 * N, dirs=[])
+    config = config_json("", "memory", resident=8 * N, dirs=[])
     values = torch.arange(N, dtype=torch.int64)
     x = gpu.tensor(values)
     handle = store(x, config)
@@ -548,7 +548,7 @@ def test_what_one_stream_makes_is_not_written_before_it_is_there(gpu):
 @LATE
 def test_what_another_stream_encodes_stays_until_its_own_waits(gpu, tmp_path, monkeypatch):
     """Its memory goes back to the stream that made it, which does not know yet that the other one reads it."""
-    config = config_json(tmp_path, "memory", host_budget=N, dirs=[], compression={"ssd": "bitpack"})
+    config = config_json(tmp_path, "memory", resident=N, dirs=[], compression={"ssd": "bitpack"})
     encoded = SimpleNamespace(nbytes=N // 8, lossy=False)
     monkeypatch.setattr(
         writer.codec, "encode", lambda name, x: (gpu.tensor(torch.ones(N // 8, dtype=torch.int8)), encoded)

@@ -21,6 +21,11 @@ class Case:
     inputs: Mapping[str, Any]
     loss: Callable[[Any], Tensor]
 
+    def on(self, device: str) -> Case:
+        """The same on `device`."""
+        inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.inputs.items()}
+        return Case(self.model.to(device), inputs, self.loss)
+
 
 Builder = Callable[[float], Case]  # of a probability of dropout
 

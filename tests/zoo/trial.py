@@ -73,10 +73,10 @@ def train(build: Builder, dropout: float, options: Mapping[str, Any] | None) -> 
 class Compiled:
     """A model that trains from the same start as often as one likes, compiled once."""
 
-    def __init__(self, build: Builder, dropout: float, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, build: Builder, dropout: float, options: Mapping[str, Any] | None, device: str = "cpu") -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self._case = build(dropout)
+        self._case = build(dropout).on(device)
         self._model = self._case.model.train()
         self._start = copy.deepcopy(self._model.state_dict())
         self._compiled = (

@@ -1,0 +1,54 @@
+"""Other people's models through Inductor on CUDA: the bits of what stays on the device, whatever way a tensor took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+pytest.importorskip("transformers", reason="the zoo needs pip install -e '.[zoo]'")
+
+from tests.gpu import switched
+from tests.zoo.models import MODELS
+from tests.zoo.trial import Compiled, deterministic
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def one_order() -> Iterator[None]:
+    """Attention that saves memory adds up in any order in its backward; cuDNN's convolutions round to TF32."""
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["in flight", "settled"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way(name: str, settled: bool, tmp_path: Path) -> None:
+    """`settled`: every write has ended before the backward begins."""
+    options = {"dirs": [str(tmp_path)], "allow_tmpfs": True, "min_bytes": 0, "budget": 0, "adapt": False}
+    with deterministic():
+        ours = Compiled(MODELS[name], 0.1, options | {"engine": switched.NAME}, DEVICE)
+        with switched.kept():
+            kept = ours.train()
+            assert kept.written_bytes == 0
+            assert ours.train().difference(kept) == 0.0, "two runs of the same code differ, so nothing can be compared"
+        for way, taken in switched.WAYS.items():
+            with taken():
+                found = ours.train(settled=settled)
+            assert found.difference(kept) == 0.0, way
+            assert found.written_bytes > 0.5 * found.offloaded_bytes or not settled, way
+            assert found.offloaded_bytes > 0.5 * found.saved_bytes, way
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_close_to_plain_inductor(name: str, tmp_path: Path) -> None:
+    options = {"dirs": [str(tmp_path)], "allow_tmpfs": True, "min_bytes": 0, "budget": 0, "engine": "memory"}
+    with deterministic():
+        ours = Compiled(MODELS[name], 0.1, options, DEVICE).train(settled=True)
+        plain = Compiled(MODELS[name], 0.1, None, DEVICE).train()
+    assert ours.close_to(plain)
+    assert ours.graph_breaks == plain.graph_breaks
