@@ -27,7 +27,9 @@ def group(slot: int, nbytes: int, decision: str = "offload", **changed: Any) -> 
     }
 
 
-def graph(name: str, groups: Sequence[dict[str, Any]], budget: object = 0.5, **predicted: float) -> dict[str, Any]:
+def graph(
+    name: str, groups: Sequence[dict[str, Any]], budget: object = 0.5, unused_tier: float = 0.0, **predicted: float
+) -> dict[str, Any]:
     """A graph of a second. Its peak, and its floor if none is given, are what its groups keep in memory."""
     saved, step_us = sum(each["nbytes"] for each in groups), 1_000_000
     offloaded = sum(each["nbytes"] for each in groups if each["decision"] == "offload")
@@ -47,6 +49,7 @@ def graph(name: str, groups: Sequence[dict[str, Any]], budget: object = 0.5, **p
         "saved_bytes": saved,
         "offloaded_bytes": offloaded,
         "predicted": figures | predicted,
+        "unused_tier": unused_tier,
         "stock": {"saved_bytes": saved, "floor_bytes": kept, "peak_bytes": saved, **memory(saved)},
         **memory(kept),
         "groups": list(groups),

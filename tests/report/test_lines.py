@@ -26,6 +26,20 @@ def test_the_advice_to_keep_everything_is_a_budget_that_the_option_takes() -> No
     assert parse_budget("budget", 1.0) == 1.0
 
 
+def test_host_memory_beside_a_slow_drive_is_advised() -> None:
+    """Where a GPU computes, and the step waits for the drive, or is too short for it."""
+
+    def said(decision: str, unused_tier: float, **predicted: float) -> str:
+        groups = [group(i, 700 * MIB, decision, reason="within the budget", life=TIMES) for i in range(2)]
+        return dict(lines(made([graph("a", groups, "auto", unused_tier, **predicted)], ["a"])))["next"]
+
+    rest = "host_budget='2GiB' sends tensors to host memory, which is 18 times as fast as the drives"
+    assert said("keep", 18.4) == f"nothing is offloaded, for the step is too short for the drives: {rest}"
+    assert said("offload", 18.4, write_stall_s=0.5) == f"the step waits for the drives: {rest}"
+    for little in (0.0, 1.4):
+        assert "host_budget" not in said("keep", little) + said("offload", little, write_stall_s=0.5)
+
+
 def test_the_table_leaves_out_the_smallest_rows_though_many_are_as_large() -> None:
     """The 24th largest row is one of seven of its size, which stand before all others."""
     small = [group(i, MIB, "keep", reason="scalar", module=f"small{i}") for i in range(7)]

@@ -228,6 +228,20 @@ def test_on_the_cpu_host_memory_is_no_tier() -> None:
     assert tiers_of_stores(partition) == [(), (), ()]
 
 
+def test_host_memory_that_could_be_a_tier_is_told_of() -> None:
+    """Its rate is that of the bus less what the drives' bytes take of it."""
+    machine = replace(Machine.default(torch.device("cpu"), 2), write_bw=2e9, to_host_bw=50e9)
+
+    def told(*args: torch.Tensor, **changes: object) -> float:
+        _, plan, _ = planned(chain, *args, machine=machine, **changes)
+        assert plan.forecast is not None
+        return plan.forecast.unused_tier
+
+    assert told() == 24.0
+    assert told(host_budget=600) == 0.0
+    assert told(*toys.inputs()) == 0.0
+
+
 def marked(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The first is marked for the drive, the last for host memory."""
     x = ssd_fx.offload((x @ w).sigmoid(), tier="ssd")
