@@ -12,6 +12,7 @@ import argparse
 import json
 import timeit
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -39,12 +40,51 @@ def node(x: torch.Tensor, config: str) -> Callable[[], object]:
     return work
 
 
+class _Backward(torch.autograd.Function):
+    """A node whose backward calls a function: a load asks the running backward whether it keeps its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return grad, None
+
+
+def backward(call: Callable[[], object]) -> None:
+    """Runs `call` in a backward."""
+    root = torch.zeros((), requires_grad=True)
+    _Backward.apply(root, call).backward()  # type: ignore[no-untyped-call]
+
+
+def round_trip(x: torch.Tensor, config: str) -> Callable[[], object]:
+    """Store and release of `x`, then a backward with its load and wait."""
+    ops = torch.ops.ssd_fx
+
+    def work() -> None:
+        handle = ops.store(x, config, "trip", 0, 0)
+        ops.wait_store_(handle, x, 1, True)
+
+        def back() -> None:
+            y = ops.load(handle, x.shape, x.stride(), x.dtype, x.device, 0)
+            ops.wait_load_(y, handle, 1)
+
+        backward(back)
+
+    return work
+
+
 def costs(device: torch.device, times: int) -> dict[str, float]:
     """By what it is."""
     x = torch.ones(1024, device=device)
     works = {
         "store and release of 4 KiB that stays": node(x, KEEPS),
         "store and release of 4 KiB to host memory": node(x, WRITES),
+        "and with load and wait, in a backward": round_trip(x, WRITES),
+        "a backward": lambda: backward(lambda: None),
     }
     queued = streams.of(device)
     if queued:

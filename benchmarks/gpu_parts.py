@@ -1,9 +1,9 @@
 """All that is to be seen on a GPU, in parts that fit a short loan: `make gpu`, or one of them: `make gpu-calibrate`.
 
-python benchmarks/gpu_parts.py --dir DIR --out OUT                  # all, about 25 minutes
+python benchmarks/gpu_parts.py --dir DIR --out OUT                  # all
 python benchmarks/gpu_parts.py --dir DIR --out OUT info bandwidth   # these
 python benchmarks/gpu_parts.py --dir DIR --out OUT tests            # all tests, at once
-python benchmarks/gpu_parts.py --dry-run                            # what would be run
+python benchmarks/gpu_parts.py --dry-run                            # what would be run, and how long it may take
 
 Every part is a row of processes of its own, has less than five minutes, and stops no other part when it fails. Tests
 run at once, and what is timed runs alone. The output goes to OUT/PART.txt too, and how a part ended to
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -32,9 +33,9 @@ from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = "{python} benchmarks/gpu.py --dir {dir} --results {out} --no-md"
-STEPS = f"{BENCH} --steps-only --pairs 5"
-WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --optimizer sgd --warmup 5 --profile"
+WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --warmup 5 --profile --seconds 120"
 TESTS = "{python} -m pytest -m gpu -q"
+AT_ONCE = "-v --tb=short --maxfail=5"  # the reasons are printed before the part's time is over
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ PARTS = (
     Part(
         "info",
         "the machine, the package, what small things cost",
-        120,
+        60,
         (
             "nvidia-smi",
             "df -hT {dir}",
@@ -82,7 +83,7 @@ PARTS = (
     Part(
         "roundtrips",
         "the ops on CUDA tensors, bitwise: engines memory and posix, and torch's streams",
-        240,
+        120,
         (TESTS + " tests/gpu/test_gpu_roundtrip.py",),
         alone=False,
         environment={"GPU_ENGINES": "memory,posix"},
@@ -90,14 +91,14 @@ PARTS = (
     Part(
         "accelerator",
         "the tests of streams that run on fake devices elsewhere, and training steps in eager mode",
-        180,
+        150,
         ("{python} -m pytest -q tests/runtime/test_runtime_streams.py tests/accelerator",),
         alone=False,
     ),
     Part(
         "sanitizer",
         "one round trip of posix under compute-sanitizer",
-        180,
+        120,
         (
             "compute-sanitizer --error-exitcode 9 "
             + TESTS
@@ -110,7 +111,7 @@ PARTS = (
     Part(
         "training",
         "a small GPT: gradients bitwise those of engine memory, near plain Inductor's, and the peak",
-        290,
+        200,
         (TESTS + " tests/gpu/test_gpu_training.py",),
         alone=False,
         environment={"GPU_ENGINES": "memory,posix"},
@@ -118,85 +119,52 @@ PARTS = (
     Part(
         "ranks",
         "DistributedDataParallel on two processes of one GPU: gradients bitwise those of engine memory",
-        290,
+        200,
         (TESTS + " tests/gpu/test_gpu_ranks.py",),
         alone=False,
     ),
     Part(
         "models",
         "other people's models, through every way that a tensor may take",
-        290,
-        (TESTS + " -n {workers} tests/gpu/test_gpu_models.py",),
+        200,
+        (f"{{python}} -m pytest -m gpu {AT_ONCE} -n {{workers}} tests/gpu/test_gpu_models.py",),
         alone=False,
         needs="module transformers",
         environment={"GPU_ENGINES": "memory,posix,kvikio-forced"},
     ),
     Part(
-        "runtime",
-        "the runtime's tests, as they are on a machine with a GPU",
-        290,
-        ("{python} -m pytest -q -n 4 tests/runtime",),
-        alone=False,
-    ),
-    Part(
         "calibrate",
         "the rates that plans are made for; to be compared with the card's data sheet",
-        120,
+        40,
         ("{python} -m ssd_fx calibrate {dir}", "cp {cache}/ssd_fx/machine.json {out}/machine.json"),
     ),
     Part(
         "bandwidth",
         "engines memory and posix with 1, 8 and 64 MiB, and the CPU time of the I/O threads",
-        180,
+        60,
         (BENCH + " --name bandwidth --bandwidth-only --engines memory,posix",),
     ),
     Part(
-        "steps-memory",
-        "12 layers, engine memory, nothing stays on the GPU; with kernels and timeline",
-        290,
-        (STEPS + " --name steps-memory --engines memory --profile",),
-    ),
-    Part(
-        "steps-auto",
-        "12 layers, engine posix, budget auto; with kernels and timeline",
-        290,
-        (STEPS + " --name steps-auto --engines posix --budget auto --profile",),
-    ),
-    Part(
-        "steps-host",
-        "12 layers, engine posix behind 32 GiB of host memory",
-        290,
-        (STEPS + " --name steps-host --engines posix --host-budget 32GiB",),
-    ),
-    Part(
-        "steps-drive",
-        "4 layers, engine posix, nothing stays; with kernels and timeline",
-        290,
-        (STEPS + " --name steps-drive --engines posix --layers 4 --profile",),
-    ),
-    Part(
         "ways-wide",
-        "2 wide layers, for which a drive is fast enough, in turns with plain Inductor and with recomputing",
-        290,
+        "2 wide layers, whose steps are long enough for host memory, beside plain Inductor and recomputing",
+        150,
         (
-            WAYS
-            + " --name wide --layers 2 --width 12288 --heads 96 --batch 12 --ways memory:auto memory:0 recompute:0.5",
+            f"{WAYS} --name wide --layers 2 --width 12288 --heads 96 --batch 12 --optimizer sgd "
+            "--ways memory:auto memory:0 recompute:0.5",
         ),
     ),
     Part(
         "ways-gpt",
-        "12 layers, engine memory, all budgets in turns",
-        290,
-        (WAYS + " --name gpt --ways memory:0 memory:0.5 posix:auto recompute:0.5",),
+        "12 layers: host memory, the drive, both, and recomputing",
+        150,
+        (f"{WAYS} --name gpt --ways memory:0 posix:auto posix:auto:32GiB recompute:0.5",),
     ),
+    Part("ways-drive", "4 layers, nothing stays", 150, (f"{WAYS} --name drive --layers 4 --ways posix:0",)),
     Part(
-        "predicted",
-        "4 layers, what the plan said of time and peak beside what was measured",
-        290,
-        (
-            STEPS + " --name predicted-auto --engines posix --layers 4 --budget auto --predicted",
-            STEPS + " --name predicted-half --engines memory --layers 4 --budget 0.5 --predicted",
-        ),
+        "runtime",
+        "the runtime's tests, as they are on a machine with a GPU",
+        200,
+        (f"{{python}} -m pytest {AT_ONCE} -n 4 tests/runtime",),
     ),
     Part(
         "kvikio",
@@ -229,7 +197,7 @@ def filled(command: str, where: Mapping[str, str]) -> list[str]:
 
 
 def run(parts: Sequence[Part], where: Mapping[str, str], out: Path) -> Iterator[Ended]:
-    """All parts, whatever becomes of them, as they end: those that may run at once, then the others."""
+    """All parts, whatever becomes of them, as they end. Neighbours that may run at once do."""
 
     def whole(part: Part) -> Ended:
         print(f"==== {part.name}: {part.what}", flush=True)
@@ -240,13 +208,18 @@ def run(parts: Sequence[Part], where: Mapping[str, str], out: Path) -> Iterator[
         print(f"==== {part.name}: {ended.result}, {ended.seconds:.0f} s", flush=True)
         return ended
 
-    together = [part for part in parts if not part.alone]
-    with ThreadPoolExecutor(max_workers=max(1, len(together))) as pool:
-        for started in as_completed([pool.submit(whole, part) for part in together]):
-            yield started.result()
-    for part in parts:
-        if part.alone:
-            yield whole(part)
+    for alone, neighbours in itertools.groupby(parts, key=lambda part: part.alone):
+        if alone:
+            yield from map(whole, neighbours)
+            continue
+        together = list(neighbours)
+        with ThreadPoolExecutor(max_workers=len(together)) as pool:
+            try:
+                for future in as_completed([pool.submit(whole, part) for part in together]):
+                    yield future.result()
+            except BaseException:  # Ctrl-C comes to this thread alone
+                end_running()
+                raise
 
 
 def run_part(part: Part, where: Mapping[str, str], log: TextIO) -> str:
@@ -289,6 +262,7 @@ def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: 
         )
     except OSError as error:
         return error.strerror or str(error)
+    _running.add(process)
     late = threading.Event()
 
     def end() -> None:
@@ -307,9 +281,19 @@ def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: 
         raise
     finally:
         timer.cancel()
+        _running.discard(process)
     if late.is_set():
         return "took longer than the part may"
     return f"exit status {status}" if status else ""
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def end_running() -> None:
+    """Ends all commands that run, with their processes."""
+    for process in list(_running):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def tell(log: TextIO, text: str, aloud: bool) -> None:
@@ -330,8 +314,8 @@ def keep(path: Path, ended: Sequence[Ended]) -> None:
 
 
 def chosen(names: Sequence[str]) -> list[Part]:
-    """Parts by name, in the order of PARTS; all without names. "steps" and "ways" are all whose name begins so, "tests"
-    those that run at once.
+    """Parts by name, in the order of PARTS; all without names. "ways" are all whose name begins so, "tests" those that
+    run at once.
 
     Raises: SystemExit for a name that is none.
     """
@@ -344,13 +328,13 @@ def chosen(names: Sequence[str]) -> list[Part]:
 def named(part: Part, name: str) -> bool:
     if name == "tests":
         return not part.alone
-    return part.name == name or (name in ("steps", "ways") and part.name.startswith(f"{name}-"))
+    return part.name == name or (name == "ways" and part.name.startswith("ways-"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "parts", nargs="*", help=f"of {', '.join(part.name for part in PARTS)}; steps, ways, tests: all of these"
+        "parts", nargs="*", help=f"of {', '.join(part.name for part in PARTS)}; ways, tests: all of these"
     )
     parser.add_argument("--dir", default="demo-out/gpu", help="directory on the drive, default %(default)s")
     parser.add_argument("--out", default="demo-out/gpu-results", help="where results go, default %(default)s")
@@ -364,6 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in parts:
             print(f"{part.name}, at most {part.limit_s} s: {part.what}")
             print(*(f"    {shlex.join(filled(command, where))}" for command in part.commands), sep="\n")
+        at_once = max((part.limit_s for part in parts if not part.alone), default=0)
+        print(f"in all at most {at_once + sum(part.limit_s for part in parts if part.alone)} s")
         return 0
     import torch  # not before: a dry run needs none
 

@@ -1,17 +1,18 @@
 """On a GPU: one GPT trained in several ways that take turns, so that one table shows what each saves and costs.
 
-python benchmarks/gpu_ways.py --dir /mnt/nvme --layers 2 --width 12288 --heads 96 --batch 16 --optimizer sgd \\
+python benchmarks/gpu_ways.py --dir /mnt/nvme --layers 2 --width 12288 --heads 96 --batch 12 --optimizer sgd \\
     --ways memory:auto memory:0 recompute:0.5
 python benchmarks/gpu_ways.py --print FILE.json ...   # the tables of what was measured before
 
 A way is ENGINE:BUDGET[:HOST_BUDGET] of ssd_fx, or recompute:SHARE, which is plain Inductor with that
-`activation_memory_budget`. Plain Inductor is always there. How a step is measured: gpu.py. No event is around any node.
+`activation_memory_budget`. Plain Inductor is always there. All train one model with one optimizer, so that a wide one
+has room. How a step is measured: gpu.py. No event is around any node. The first step of a way compiles, and pins host
+memory where no way before has.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import json
 import statistics
@@ -24,113 +25,193 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import parse_flags as step_flags  # neighbours of this file
-from gpu import slug, system
+from gpu import ALONE, parse_flags, slug, system  # neighbours of this file
 from gpu_report import middle
 from gpu_steps import Training, kernels, no_events
 from predicted import read as read_plan
 from system import MIB, write_json
+from torch._inductor.compile_fx import compile_fx
 
+import ssd_fx
+from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines.registry import ENGINES
+from ssd_fx.sizes import parse_budget, parse_bytes
 
 PLAIN, RECOMPUTE = "plain", "recompute"
-COLUMNS = ("way", "step ms", "of plain", "peak MiB", "less", "saved MiB", "written", "read", "stall ms", "predicted")
+COLUMNS = (
+    *("way", "step ms", "of plain", "peak MiB", "less", "saved MiB", "written", "read", "stall ms"),
+    *("without optimizer ms", "predicted"),
+)
 
 
 class Way:
-    """A training, and what was measured of it. `first_s`: the first step, which compiles and pins memory."""
+    """A compilation of the model of `training`, and what was measured of it.
 
-    def __init__(self, name: str, flags: argparse.Namespace, scratch: str) -> None:
-        self.name, self.steps, self.first_s = name, list[dict[str, Any]](), 0.0
+    `first_s`: the first step. `ended`: why it takes no part any more.
+    """
+
+    def __init__(self, name: str, training: Training, flags: argparse.Namespace, scratch: str) -> None:
+        self.name, self.steps, self.first_s, self.ended = name, list[dict[str, Any]](), 0.0, ""
+        self._training, self._plan = training, ""
         engine, _, rest = name.partition(":")
-        self._share, self._plan = 1.0, ""
         if name == PLAIN:
-            self.training = Training(flags, None)
+            self._compiled = torch.compile(training.model)
         elif engine == RECOMPUTE:
-            self.training, self._share = Training(flags, None), float(rest)
-            model = self.training.model  # with other options, or Dynamo would run plain Inductor's graph for it too
-            self.training.compiled = torch.compile(model, options={"shape_padding": True})
+            self._compiled = torch.compile(training.model, backend=_recomputing(float(rest)))
         else:
-            own = copy.copy(flags)
-            own.budget, _, host = rest.partition(":")
-            own.host_budget = host or "0"
             self._plan = tempfile.mkdtemp(dir=scratch)
-            self.training = Training(own, engine, self._plan)
+            budget, _, host_budget = rest.partition(":")
+            options: dict[str, Any] = {"dirs": [flags.dir], "engine": engine, "budget": budget, "dump": self._plan}
+            options |= {"host_budget": host_budget or 0, "allow_tmpfs": flags.allow_tmpfs}
+            self._compiled = torch.compile(training.model, backend=ssd_fx.backend, options=options)
 
     def step(self, measured: bool) -> None:
-        with torch._functorch.config.patch(activation_memory_budget=self._share):
-            made = self.training.step()
+        """One step. A way for which the GPU has no memory ends."""
+        self.take()
+        try:
+            made = self._training.step()
+        except torch.OutOfMemoryError as error:
+            self.ended = str(error).partition("\n")[0]
+            return
         self.first_s = self.first_s or made.time_s
         if measured:
             self.steps.append(asdict(made))
 
+    def take(self) -> Training:
+        """The training, which goes this way from here on."""
+        self._training.compiled, self._training.ours = self._compiled, bool(self._plan)
+        return self._training
+
     def found(self) -> dict[str, Any]:
-        """`steps`, `first_s`, and `predicted` where there is a plan."""
-        predicted = {"predicted": asdict(read_plan(Path(self._plan)))} if self._plan else {}
-        return {"steps": self.steps, "first_s": self.first_s} | predicted
+        """`steps`, `first_s`, `ended`, and `predicted` where there is a plan."""
+        planned = self._plan and self.first_s
+        predicted = {"predicted": asdict(read_plan(Path(self._plan)))} if planned else {}
+        return {"steps": self.steps, "first_s": self.first_s, "ended": self.ended} | predicted
+
+
+def _recomputing(share: float) -> Any:
+    """Plain Inductor's backend with `activation_memory_budget`. Each is another one to Dynamo, which would run equal
+    backends' code for each other."""
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            return compile_fx(gm, inputs)
+
+    return backend
 
 
 def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result: dict[str, Any]) -> None:
-    """Fills `result` and writes it after every round: what was measured is kept if the time ends. Says how far it is,
-    for a wide model compiles, and pins host memory, for minutes."""
+    """Fills `result` and writes it after every round, and says how far it is: the first round may take minutes.
+
+    `flags.seconds`: no round begins later.
+    """
     no_events()
+    torch._dynamo.config.recompile_limit = max(8, 2 * len(names))  # all ways compile one function
     began = time.monotonic()
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="ssd_fx-gpu-") as scratch:
-        ways = [Way(name, flags, scratch) for name in (PLAIN, *names)]
-        say("models made")
+        training = Training(flags, None)
+        say("model made")
+        ways = [Way(name, training, flags, scratch) for name in (PLAIN, *names)]
         for number in range(flags.warmup + flags.pairs):
+            if time.monotonic() - began > flags.seconds:
+                say(f"no more rounds: {flags.seconds} s are over")
+                break
             first = number % len(ways)
             for way in ways[first:] + ways[:first]:
-                way.step(number >= flags.warmup)
-                if number == 0:
-                    say(f"{way.name}: first step")
+                if way.ended:
+                    continue
+                way.step(measured=number >= flags.warmup)
+                if number == 0 or way.ended:
+                    say(f"{way.name}: {way.ended or 'first step'}")
+                if way.ended:
+                    torch.cuda.empty_cache()
             say(f"round {number + 1} of {flags.warmup + flags.pairs}")
-            if number >= flags.warmup:
-                result["ways"] = {way.name: way.found() for way in ways}
-                write_json(f"{path}.json", result)
-        for way in ways if flags.profile else ():
-            named = Path(f"{path}-{slug(way.name.replace(':', ' '))}.trace.json.gz")
-            result["ways"][way.name]["kernels"] = kernels(way.training, named)
+            result["ways"] = {way.name: way.found() for way in ways}
             write_json(f"{path}.json", result)
-            say(f"{way.name}: profiled")
+        for way in ways if flags.profile else ():
+            if way.steps and time.monotonic() - began < flags.seconds:
+                trace.clear()  # it has the steps of all ways
+                named = Path(f"{path}-{slug(way.name.replace(':', ' '))}.trace.json.gz")
+                result["ways"][way.name]["kernels"] = kernels(way.take(), named if way.take().ours else None)
+                write_json(f"{path}.json", result)
+                say(f"{way.name}: profiled")
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The measured ways as Markdown: medians, peaks the highest."""
-    ways = result["ways"]
-    plain = ways[PLAIN]["steps"]
-    kept = max(1, *(step["peak_bytes"] for step in plain))
+    """The measured ways as Markdown: medians, peaks the highest. A ratio is of neighbouring steps."""
+    ways = result.get("ways", {})
     lines = [f"# {result['system']['device']}, {result['date']}", "", "Written by benchmarks/gpu_ways.py.", ""]
     lines += [f"- {name}: {text}" for name, text in result["system"].items()]
-    lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    for name, found in ways.items():
-        steps = found["steps"]
-        ratios = sorted(a["time_s"] / b["time_s"] for a, b in zip(steps, plain, strict=True))
-        peak = max(step["peak_bytes"] for step in steps)
-        cells = [name, middle(steps, "time_s", 1e3)]
-        cells += [f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"]
-        cells += [f"{peak / MIB:.0f}", f"{1 - peak / kept:.1%}"]
-        cells += [middle(steps, f"{what}_bytes", 1 / MIB) for what in ("saved", "written", "read")]
-        cells += [middle(steps, "stall_s", 1e3)]
-        said = found.get("predicted")
-        cells += [f"{said['step_s'] * 1e3:.1f} ms, {said['peak_bytes'] / MIB:.0f} MiB" if said else "-"]
-        lines.append("| " + " | ".join(cells) + " |")
+    lines += [f"- {name}: no steps: {found['ended'] or 'the time was over'}" for name, found in ways.items()
+              if not found["steps"]]  # fmt: skip
+    if ways and ways[PLAIN]["steps"]:
+        lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+        lines += [row(name, found, ways[PLAIN]["steps"]) for name, found in ways.items() if found["steps"]]
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def row(name: str, found: Mapping[str, Any], plain: Sequence[Mapping[str, Any]]) -> str:
+    steps = found["steps"]
+    ratios = sorted(a["time_s"] / b["time_s"] for a, b in zip(steps, plain, strict=False))
+    peak, kept = (max(step["peak_bytes"] for step in each) for each in (steps, plain))
+    cells = [name, middle(steps, "time_s", 1e3)]
+    cells += [f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"]
+    cells += [f"{peak / MIB:.0f}", f"{1 - peak / kept:.1%}" if kept else "-"]
+    cells += [middle(steps, f"{what}_bytes", 1 / MIB) for what in ("saved", "written", "read")]
+    cells += [middle(steps, "stall_s", 1e3), middle(steps, "graph_s", 1e3)]
+    said = found.get("predicted")
+    cells += [f"{said['step_s'] * 1e3:.1f} ms, {said['peak_bytes'] / MIB:.0f} MiB" if said else "-"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of gpu.py that tell of the model, the steps and the place, with `ways`, `seconds` and `print`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", type=checked, default=["memory:auto"], metavar="WAY")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no round later, default %(default)s")
     parser.add_argument("--print", nargs="+", metavar="JSON", help="only print what these say")
     own, others = parser.parse_known_args(arguments)
+    if len(set(own.ways)) < len(own.ways):
+        parser.error(f"a way is named twice: {' '.join(own.ways)}")
+    engines = {way.partition(":")[0] for way in own.ways}
+    if ALONE in engines and "kvikio" in engines:
+        parser.error(f"{ALONE} needs a process of its own: it configures cuFile otherwise than kvikio")
     if own.print:
-        print(*(table(json.loads(Path(path).read_text())) for path in own.print), sep="\n", end="")
+        return own
+    flags = parse_flags(["--steps-only", "--untimed", "--predicted", *others])
+    for name, value in vars(own).items():
+        setattr(flags, name, value)
+    return flags
+
+
+def checked(way: str) -> str:
+    """The name of a way that there is. Raises: argparse.ArgumentTypeError for others."""
+    engine, _, rest = way.partition(":")
+    try:
+        if engine == RECOMPUTE:
+            if not 0.0 <= float(rest) <= 1.0:
+                raise ValueError(f"{rest} is no share from 0 to 1")
+        elif engine in ENGINES:
+            budget, _, host_budget = rest.partition(":")
+            parse_budget("budget", budget)
+            parse_bytes("host_budget", host_budget or 0)
+        else:
+            raise ValueError(f"engines are {', '.join(ENGINES)}")
+    except ValueError as error:
+        right = f"right would be ENGINE:BUDGET, ENGINE:BUDGET:HOST_BUDGET or {RECOMPUTE}:SHARE"
+        raise argparse.ArgumentTypeError(f"{way!r} is no way: {error}; {right}") from error
+    return way
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    flags = parsed(arguments)
+    if flags.print:
+        print(*(table(json.loads(Path(path).read_text())) for path in flags.print), sep="\n", end="")
         return
-    flags = step_flags(["--steps-only", "--untimed", "--predicted", *others])
     if flags.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no GPU here: torch sees no CUDA device, so nothing was run and nothing was written")
     Path(flags.dir).mkdir(parents=True, exist_ok=True)
@@ -139,19 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = Path(flags.results) / f"{date}-{slug(about['device'])}-{flags.name or 'ways'}"
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"date": date, "system": about, "flags": vars(flags)}
-    measure(own.ways, flags, path, result)
-    print(table(result))
-
-
-def checked(way: str) -> str:
-    """The name of a way that there is. Raises: argparse.ArgumentTypeError for others."""
-    engine, _, rest = way.partition(":")
-    if not rest or engine not in (RECOMPUTE, *ENGINES):
-        raise argparse.ArgumentTypeError(
-            f"{way!r} is no way; right would be ENGINE:BUDGET, ENGINE:BUDGET:HOST_BUDGET or {RECOMPUTE}:SHARE, "
-            f"with an engine of {', '.join(ENGINES)}"
-        )
-    return way
+    measure(flags.ways, flags, path, result)
+    print(table(result), end="")
 
 
 if __name__ == "__main__":

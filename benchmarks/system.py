@@ -38,7 +38,10 @@ def announce(directory: str | None, *, width: int = 10, **more: str) -> dict[str
 
 
 def write_json(path: str | Path, found: object) -> None:
-    Path(path).write_text(json.dumps(found, indent=1) + "\n")
+    """Whoever ends the program meanwhile leaves the file as it was."""
+    fresh = Path(f"{path}.new")
+    fresh.write_text(json.dumps(found, indent=1) + "\n")
+    fresh.replace(path)
 
 
 def io_cpu_s() -> float | None:

@@ -61,7 +61,7 @@ def test_a_trial_on_the_cpu(tmp_path: Path) -> None:
     assert "torch sees no CUDA device" in result["missing"]["kvikio"]
     assert [(row["engine"], row["size_mib"]) for row in result["bandwidth"]] == [("memory", 1), ("memory", 8)]
     assert [len(found["pairs"]) for found in result["steps"].values()] == [2]
-    assert result["system"]["model"].endswith("float32, budget 0, host budget 1MiB")
+    assert result["system"]["model"].endswith("float32, adamw, budget 0, host budget 1MiB")
     assert result["steps"]["memory"]["kernels"]["ours"]["count"] == 0  # the CPU has no kernels of a device
     text = written[1].read_text()
     assert "| memory | 8 |" in text
@@ -88,3 +88,28 @@ def test_one_half_of_it(tmp_path: Path, only: str, empty: str) -> None:
     for row in result.get("bandwidth", ()):
         assert 0.0 <= row["cpu_s_per_gb"] < 100.0
     assert [row["size_mib"] for row in result.get("bandwidth", ())] in ([], [1, 2])
+
+
+@pytest.mark.slow
+def test_ways_in_turns(tmp_path: Path) -> None:
+    """All train one model, and what they offload differs."""
+    small = ["--layers", "1", "--width", "64", "--heads", "1", "--batch", "4", "--seq", "128", "--no-amp"]
+    small += ["--pairs", "2", "--warmup", "1", "--name", "small", "--allow-tmpfs"]
+    ways = ["memory:0", "memory:1.0", "recompute:0.0", "recompute:1.0"]
+    command = [sys.executable, str(SCRIPT.with_name("gpu_ways.py")), *places(tmp_path), "--device", "cpu", *small]
+    environment = {**os.environ, "SSD_FX_MACHINE": "default", "SSD_FX_MIN_BYTES": "0"}
+    done = subprocess.run([*command, "--ways", *ways], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1].endswith("round 3 of 3")
+    (written,) = (tmp_path / "results").iterdir()
+    found = json.loads(written.read_text())
+    assert list(found["ways"]) == ["plain", *ways]
+    assert all(len(way["steps"]) == 2 and way["first_s"] > 0 and not way["ended"] for way in found["ways"].values())
+    offloaded = {name: way["steps"][0]["offloaded_bytes"] for name, way in found["ways"].items()}
+    assert offloaded["memory:0"] > 0
+    assert {name for name, nbytes in offloaded.items() if nbytes} == {"memory:0"}
+    assert {name for name, way in found["ways"].items() if "predicted" in way} == {"memory:0", "memory:1.0"}
+    compiled = found["ways"]["recompute:0.0"]["steps"][0]["loss"], found["ways"]["recompute:1.0"]["steps"][0]["loss"]
+    assert compiled[0] != compiled[1], "one model: each step has changed it"
+    printed = subprocess.run([*command[:2], "--print", str(written)], capture_output=True, text=True, check=True)
+    assert printed.stdout == done.stdout

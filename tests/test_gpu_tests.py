@@ -62,6 +62,4 @@ def test_training_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_model_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = pytest.importorskip("tests.gpu.test_gpu_models")
     monkeypatch.setattr(models, "DEVICE", "cpu")
-    for settled in (True, False):
-        models.test_every_way("GPT-2", settled, tmp_path)
-    models.test_close_to_plain_inductor("GPT-2", tmp_path)
+    models.test_every_way("GPT-2", tmp_path)

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import gpu
@@ -56,9 +57,11 @@ def test_the_benchmark_takes_the_flags_of_its_parts(name: str, given: list[str])
 
 @pytest.mark.parametrize(("name", "given"), arguments("benchmarks/gpu_ways.py"), ids=lambda value: str(value)[:20])
 def test_the_ways_are_taken(name: str, given: list[str]) -> None:
-    ways = given[given.index("--ways") + 1 :]
-    assert [gpu_ways.checked(way) for way in ways] == ways
-    assert gpu.parse_flags(["--untimed", *given[: given.index("--ways")]]).warmup == 5
+    flags = gpu_ways.parsed(given)
+    assert name == f"ways-{flags.name}"
+    assert flags.ways == given[given.index("--ways") + 1 :]
+    limit = next(part.limit_s for part in PARTS if part.name == name)
+    assert flags.seconds < limit  # what was measured is printed before the part is ended
 
 
 def test_results_of_the_parts_have_different_names() -> None:
@@ -68,13 +71,11 @@ def test_results_of_the_parts_have_different_names() -> None:
 
 
 def test_the_forced_engine_has_processes_of_its_own() -> None:
+    """cuFile is configured once in a process."""
     for part, words in COMMANDS:
-        engines = {part.environment.get("GPU_ENGINES", ""), *(w for w in words if w.startswith("kvikio"))} - {
-            "",
-            "kvikio",
-        }
-        if "kvikio-forced" in engines:
-            assert part.name == "kvikio-forced"
+        named = [words[i + 1] for i, word in enumerate(words) if word == "--engines"]
+        engines = set(",".join([part.environment.get("GPU_ENGINES", ""), *named]).split(","))
+        assert not {"kvikio", "kvikio-forced"} <= engines
 
 
 REFUSED = {
@@ -106,10 +107,46 @@ def test_the_budgets_reach_the_options() -> None:
     }
 
 
-@pytest.mark.parametrize("way", ["memory", "memory:", "tape:0", ""])
+@pytest.mark.parametrize(
+    "way", ["", "memory", "memory:", "tape:0", "memory:lots", "memory:0:x", "recompute:half", "recompute:2"]
+)
 def test_a_way_that_there_is_not(way: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=f"'{way}' is no way; right would be ENGINE:BUDGET"):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{way}' is no way: .*; right would be ENGINE:BUDGET"):
         gpu_ways.checked(way)
+
+
+@pytest.mark.parametrize("ways", [["memory:0", "memory:0"], ["kvikio:0", "kvikio-forced:0"]])
+def test_ways_that_do_not_go_together(ways: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_ways.parsed(["--dir", "d", "--ways", *ways])
+
+
+def test_every_share_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo runs the code of one backend for an equal one, if the model is the same."""
+    shares = []
+
+    def compiled(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., object]:
+        shares.append(torch._functorch.config.activation_memory_budget)
+        return gm.forward
+
+    monkeypatch.setattr(gpu_ways, "compile_fx", compiled)
+    model = torch.nn.Linear(2, 2)
+    for share in (0.3, 0.7, 0.3):
+        torch.compile(model, backend=gpu_ways._recomputing(share))(torch.ones(2))
+    assert shares == [0.3, 0.7, 0.3]
+
+
+def test_a_way_without_memory_is_not_in_the_table() -> None:
+    step = {"time_s": 0.02, "graph_s": 0.01, "stall_s": 0.0, "peak_bytes": 4 << 20}
+    step |= {f"{what}_bytes": 1 << 20 for what in ("saved", "written", "read")}
+    less = {"steps": [step | {"time_s": 0.03, "peak_bytes": 1 << 20}], "ended": ""}
+    ways = {"plain": {"steps": [step], "ended": ""}, "memory:0": less, "memory:1.0": {"steps": [], "ended": "no room"}}
+    said = gpu_ways.table({"system": {"device": "a GPU"}, "date": "today", "ways": ways}).splitlines()
+    assert "- memory:1.0: no steps: no room" in said
+    assert said[-1].startswith(
+        "| memory:0 | 30.0 | 1.500 (1.500 to 1.500) | 1 | 75.0% | 1.0 | 1.0 | 1.0 | 0.0 | 10.0 |"
+    )
+    assert "plain" not in gpu_ways.table({"system": {"device": "a GPU"}, "date": "today"})
 
 
 def python(code: str) -> str:
@@ -143,17 +180,27 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
 
 
 def test_what_is_not_timed_runs_at_once(tmp_path: Path) -> None:
-    """Each waits for the file of the other. What runs alone comes behind them."""
+    """Each waits for the file of the other. What runs alone comes in its turn."""
 
     def meets(mine: str, other: str) -> str:
         files = f"mine, other = pathlib.Path({str(tmp_path / mine)!r}), pathlib.Path({str(tmp_path / other)!r})"
         return python(f"import pathlib, time; {files}; mine.touch()\nwhile not other.exists(): time.sleep(0.01)")
 
-    first = Part("timed", "", 20, (python(f"import os; os.stat({str(tmp_path / 'a')!r})"),))
-    parts = (first, *(Part(x, "", 20, (meets(x, y),), alone=False) for x, y in ("ab", "ba")))
+    timed = Part("timed", "", 20, (python(f"import os; os.stat({str(tmp_path / 'a')!r})"),))
+    parts = (*(Part(x, "", 20, (meets(x, y),), alone=False) for x, y in ("ab", "ba")), timed)
     ended = list(run(parts, WHERE, tmp_path))
     assert [each.result for each in ended] == ["ok"] * 3
     assert ended[-1].name == "timed"
+
+
+def test_ctrl_c_ends_what_runs_at_once(tmp_path: Path) -> None:
+    parts = [Part(name, "", 60, (python("import time; time.sleep(50)"),), alone=False) for name in "ab"]
+    quick = Part("c", "", 60, (python("pass"),), alone=False)
+    started, running = time.monotonic(), run([*parts, quick], WHERE, tmp_path)
+    assert next(running).name == "c"
+    with pytest.raises(KeyboardInterrupt):
+        running.throw(KeyboardInterrupt)
+    assert time.monotonic() - started < 20
 
 
 def test_a_part_that_is_too_slow_leaves_no_process(tmp_path: Path) -> None:
@@ -191,15 +238,13 @@ def test_a_table_and_a_file_that_later_parts_add_to(tmp_path: Path, monkeypatch:
 
 
 def test_a_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert gpu_parts.main(["--dry-run", "--dir", str(tmp_path / "drive"), "steps", "info"]) == 0
+    assert gpu_parts.main(["--dry-run", "--dir", str(tmp_path / "drive"), "ways", "info"]) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"^(\S+), at most", out, re.MULTILINE) == [
-        *("info", "steps-memory", "steps-auto", "steps-host", "steps-drive")
-    ]
+    assert re.findall(r"^(\S+), at most", out, re.MULTILINE) == [*("info", "ways-wide", "ways-gpt", "ways-drive")]
+    assert out.endswith("in all at most 510 s\n")
     assert {part.name for part in gpu_parts.chosen(["tests"])} == {
-        *("roundtrips", "accelerator", "sanitizer", "training", "ranks", "models", "runtime")
+        *("roundtrips", "accelerator", "sanitizer", "training", "ranks", "models")
     }
-    assert [part.name for part in gpu_parts.chosen(["ways"])] == ["ways-wide", "ways-gpt"]
     assert not (tmp_path / "drive").exists()
     with pytest.raises(SystemExit, match="no part is called nothing; there are info, roundtrips,"):
         gpu_parts.main(["--dry-run", "nothing"])
@@ -213,10 +258,10 @@ def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
 
 
 def test_make_passes_the_part_on() -> None:
-    given = ["gpu-steps-host", "GPU_DIR=/drive", "GPU_RESULTS=/out", "GPU_FLAGS=--dry-run"]
+    given = ["gpu-ways-gpt", "GPU_DIR=/drive", "GPU_RESULTS=/out", "GPU_FLAGS=--dry-run"]
     command = ["make", "-n", "--no-print-directory", *given]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.rstrip().endswith("benchmarks/gpu_parts.py --dir /drive --out /out --dry-run steps-host")
+    assert found.stdout.rstrip().endswith("benchmarks/gpu_parts.py --dir /drive --out /out --dry-run ways-gpt")
 
 
 def test_kernels_are_told_from_copies() -> None:

@@ -5,18 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest import mock
 
 from ssd_fx.runtime import ops
 from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
-from ssd_fx.runtime.engines.registry import ENGINES, make_engine, make_tiers
+from ssd_fx.runtime.engines.memory import MemoryEngine
+from ssd_fx.runtime.engines.registry import ENGINES, make_engine
+from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.writer import Writer
 
 NAME = "test-switched"
-ROOM = 1 << 30  # of the host tier
-_now = "memory"
+
+
+@dataclass
+class _Switch:
+    """`room`: of the tier of host memory, in bytes."""
+
+    engine: str = "memory"
+    room: int = 0
+
+
+_now = _Switch()
 
 
 class Switched:
@@ -30,11 +42,13 @@ class Switched:
         self._of: dict[Extent, Engine] = {}
 
     def _engine(self) -> Engine:
-        if _now not in self._made:
-            tiered = _now == "tiered"
-            config = replace(self._config, engine="posix" if tiered else _now, host_budget=ROOM * tiered)
-            self._made[_now] = make_tiers(config, lambda _: None)[0] if tiered else make_engine(config)
-        return self._made[_now]
+        name, config = _now.engine, self._config
+        if name not in self._made:
+            made = make_engine(replace(config, engine="posix" if name == "tiered" else name))
+            if name == "tiered":  # as `make_tiers` makes it where a GPU is
+                made = TieredEngine(MemoryEngine(), made, _now.room, config.inflight, lambda _: None)
+            self._made[name] = made
+        return self._made[name]
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         engine = self._engine()
@@ -68,10 +82,10 @@ ENGINES[NAME] = Switched
 
 
 @contextmanager
-def through(engine: str) -> Iterator[None]:
-    """What is stored meanwhile goes through `engine`, or "tiered": posix behind a tier of host memory."""
+def through(engine: str, room: int = 0) -> Iterator[None]:
+    """What is stored meanwhile goes through `engine`, or "tiered": posix behind `room` bytes of host memory."""
     global _now
-    before, _now = _now, engine
+    before, _now = _now, _Switch(engine, room)
     try:
         yield
     finally:
@@ -92,10 +106,15 @@ def graph_kept(engine: str) -> Iterator[None]:
         yield
 
 
-WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    **{name: lambda name=name: through(name) for name in ("memory", "posix", "tiered")},  # type: ignore[misc]
-    "memory, graph kept": lambda: graph_kept("memory"),
-    "posix, graph kept": lambda: graph_kept("posix"),
-}
-if "kvikio-forced" in os.environ.get("GPU_ENGINES", ""):
-    WAYS["kvikio-forced"] = lambda: through("kvikio-forced")
+def ways(saved_bytes: int) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    """All ways of a step that saves so much; half of it has room in the tier of host memory."""
+    found: dict[str, Callable[[], AbstractContextManager[None]]] = {
+        "memory": lambda: through("memory"),
+        "posix": lambda: through("posix"),
+        "tiered": lambda: through("tiered", saved_bytes // 2),
+        "memory, graph kept": lambda: graph_kept("memory"),
+        "posix, graph kept": lambda: graph_kept("posix"),
+    }
+    if "kvikio-forced" in os.environ.get("GPU_ENGINES", "") and cufile.status(forced=True).version:
+        found["kvikio-forced"] = lambda: through("kvikio-forced")
+    return found
