@@ -25,6 +25,9 @@ from ssd_fx.passes.planner.simulate import Outcome, first_uses
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
 # is early costs some memory within the limit while one that is late costs a stall.
 LOAD_MARGIN = 2.0
+# Items that may be loaded before their use however large they are. Those of a wide layer are larger than `prefetch`,
+# and are wanted one soon after the other: one at a time, most would be waited for.
+TOGETHER = 3
 
 
 def place(
@@ -41,11 +44,11 @@ def place(
 ) -> dict[int, Transfer] | None:
     """The transfers of the offloaded items, or None where memory would exceed `limit` bytes whatever is waited for.
 
-    At most `prefetch` bytes are loaded before their use, or one item. `played`: the simulation of an earlier placement,
-    which says when the operators start; without it nothing is taken to stall. `margin`: a load starts that many times
-    its predicted duration before it is due. `deferred`: items that are written when there is nothing else to write.
-    They are forwarded if the backward begins before that, so memory is kept for them. `hosted`: items that go to host
-    memory if they are offloaded.
+    At most `prefetch` bytes are loaded before their use, or `TOGETHER` items. `played`: the simulation of an earlier
+    placement, which says when the operators start; without it nothing is taken to stall. `margin`: a load starts that
+    many times its predicted duration before it is due. `deferred`: items that are written when there is nothing else to
+    write. They are forwarded if the backward begins before that, so memory is kept for them. `hosted`: items that go to
+    host memory if they are offloaded.
     """
     return _Placing(step, choices, machine, limit, prefetch, played, margin, deferred, hosted).run()
 
@@ -216,7 +219,7 @@ class _Placing:
                 continue
             ahead += item.nbytes
             window.append(i)
-            while ahead > self.prefetch and len(window) > 1:
+            while ahead > self.prefetch and len(window) > TOGETHER:
                 first = window.pop(0)
                 ahead -= items[first].nbytes
                 earliest = max(earliest, self.firsts[first])

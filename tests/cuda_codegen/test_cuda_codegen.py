@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 import pytest
 import torch
 
+from tests.cuda_codegen import plans
 from tests.cuda_codegen.__main__ import table
 from tests.cuda_codegen.code import Counts, count
 from tests.cuda_codegen.models import CASES
-from tests.cuda_codegen.process import Generated, generated
+from tests.cuda_codegen.process import ROOT, Generated, generated, pretending
 
 FAST = ("MLP", "MLP of odd sizes", "GPT, 1 layer")
 SLOW = tuple(case for case in CASES if case not in FAST)
@@ -143,3 +145,16 @@ def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"false -m tests\.cuda_codegen\.generate MLP ended with 1"):
         generated(["MLP"])
+
+
+@pytest.mark.slow
+def test_wide_layers_leave_a_gpu_without_waiting() -> None:
+    """Their tensors are larger than `prefetch`. Read one at a time, 85% of the bytes would stay."""
+    machine = ROOT / "docs" / "results" / "gpu" / "2026-11-26-nvidia-h200-machine.json"
+    model = ["--layers", "3", "--width", "8192", "--heads", "64", "--batch", "16", "--budgets", "auto"]
+    arguments = ["--machine", str(machine), *model, "--pretending"]
+    *_, last = pretending("tests.cuda_codegen.plans", arguments, os.environ)
+    cells = dict(zip(plans.COLUMNS, (cell.strip() for cell in last.strip("| ").split("|")), strict=True))
+    assert float(cells["offloaded"].rstrip("%")) > 90
+    assert (cells["of compute"], cells["stalls ms"]) == ("1.000", "0.0")
+    assert float(cells["peak GiB"]) < 0.6 * float(cells["kept GiB"])

@@ -121,7 +121,7 @@ class Trial:
         with recorded(self.plans), _use_lazy_graph_module(True):
             try:
                 outputs = compiled(*values.values())
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 if self.traced:
                     raise
                 return False

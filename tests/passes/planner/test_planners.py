@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.items import Choice, Item, Step
-from ssd_fx.passes.planner.place import floor, place
+from ssd_fx.passes.planner.place import TOGETHER, floor, place
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solve import BudgetError, solve
 from tests.passes.planner.instances import Instance, instances, limits
@@ -104,24 +104,25 @@ def test_a_load_begins_twice_the_time_of_its_read_before_its_use() -> None:
     assert transfers[0].load_before == 4  # the last to begin by 9.0 - 2 * 2.0 - 0.5
 
 
-def test_a_load_has_the_window_as_soon_as_another_was_waited_for() -> None:
-    """Each read takes longer than all operators. The window has two: the third may begin where the first is used."""
-    items = tuple(Item(100, produced=0, last_use=0, first_use=first, last_bwd_use=first) for first in (6, 7, 9))
+@pytest.mark.parametrize(("prefetch", "loads"), [(0, [2, 2, 2, 5, 6]), (400, [2, 2, 2, 2, 5]), (500, [2] * 5)])
+def test_a_load_has_the_window_as_soon_as_another_was_waited_for(prefetch: int, loads: list[int]) -> None:
+    """Each read takes longer than all operators. Three have room in any window, and the next begins at a use."""
+    items = tuple(Item(100, produced=0, last_use=0, first_use=first, last_bwd_use=first) for first in (5, 6, 7, 8, 9))
     machine = Machine(1.0, 1.0, write_bw=100.0, read_bw=1.0, latency_s=0.0)
     step = Step((1.0,) * 10, (0,) * 10, 2, items)
-    transfers = place(step, [Choice.OFFLOAD] * 3, machine, limit=float("inf"), prefetch=200)
+    transfers = place(step, [Choice.OFFLOAD] * 5, machine, limit=float("inf"), prefetch=prefetch)
     assert transfers is not None
-    assert [transfers[i].load_before for i in range(3)] == [2, 2, 6]
+    assert [transfers[i].load_before for i in range(5)] == loads
 
 
 @settings(max_examples=15, deadline=None)
 @given(instances, st.integers(0, 3))
 def test_no_more_than_the_window_is_read_ahead(instance: Instance, items: int) -> None:
-    """Of what is loaded before the operator that reads it, at most `prefetch` bytes wait at a time, or one item."""
+    """Of what is loaded before the operator that reads it, at most `prefetch` bytes wait at a time, or three items."""
     step, prefetch = instance.step, items * 10**6
     offload = tuple(Choice.OFFLOAD if Choice.OFFLOAD in i.choices else min(i.choices, key=str) for i in step.items)
     transfers = place(step, offload, instance.machine, limit=float("inf"), prefetch=prefetch)
     assert transfers is not None
     for p in range(step.forward, len(step.seconds)):
         ahead = [step.items[i] for i, t in transfers.items() if t.load_before <= p < step.items[i].first_use]
-        assert sum(i.nbytes for i in ahead) <= prefetch or len(ahead) <= 1
+        assert sum(i.nbytes for i in ahead) <= prefetch or len(ahead) <= TOGETHER
