@@ -1,4 +1,4 @@
-"""All that is to be seen on a GPU, in parts that fit a short loan: `make gpu`, or one of them: `make gpu-calibrate`.
+"""All that is to be seen on a GPU, in parts of a few minutes: `make gpu`, or one of them: `make gpu-calibrate`.
 
 python benchmarks/gpu_parts.py --dir DIR --out OUT                  # all
 python benchmarks/gpu_parts.py --dir DIR --out OUT info bandwidth   # these
