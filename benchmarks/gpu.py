@@ -84,9 +84,16 @@ def system(flags: argparse.Namespace) -> dict[str, str]:
         "directory": f"{flags.dir} on " + output(["findmnt", "-no", "FSTYPE,SOURCE", "-T", flags.dir]),
         "commit": output(["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]),
         "model": f"GPT, {flags.layers} layers, width {flags.width}, {flags.heads} heads, batch {flags.batch} x "
-        f"{flags.seq}, {'bfloat16 autocast' if flags.amp else 'float32'}, {flags.optimizer}, budget {flags.budget}, "
-        f"host budget {flags.host_budget}",
+        f"{flags.seq}, {'bfloat16 autocast' if flags.amp else 'float32'}, {flags.optimizer}",
+        "options": f"budget {flags.budget}, host budget {flags.host_budget}",
     }
+
+
+def results_path(flags: argparse.Namespace, date: str, device: str, name: str) -> Path:
+    """Where the results of a run go, without a suffix; the directory is there."""
+    path = Path(flags.results) / "-".join(filter(None, (date, slug(device), name)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def output(command: list[str]) -> str:
@@ -159,9 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     serving, missing = available(flags)
     result: dict[str, Any] = {"date": datetime.date.today().isoformat(), "system": system(flags)}
     result |= {"serving": serving, "missing": missing, "flags": vars(flags), "bandwidth": [], "steps": {}}
-    named = f"-{flags.name}" if flags.name else ""
-    path = Path(flags.results) / f"{result['date']}-{slug(result['system']['device'])}{named}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = results_path(flags, result["date"], result["system"]["device"], flags.name)
     sizes = [size * MIB for size in flags.sizes if size * MIB <= flags.total]
     for name in () if flags.steps_only else serving:
         result["bandwidth"] += [asdict(bandwidth(name, size, flags)) for size in sizes]

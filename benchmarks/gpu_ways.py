@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import ALONE, parse_flags, slug, system  # neighbours of this file
+from gpu import ALONE, parse_flags, results_path, slug, system  # neighbours of this file
 from gpu_report import middle
 from gpu_steps import Training, kernels, no_events
 from predicted import read as read_plan
@@ -82,6 +82,13 @@ class Way:
         self._training.compiled, self._training.ours = self._compiled, bool(self._plan)
         return self._training
 
+    def profiled(self, path: Path) -> dict[str, Any]:
+        """The kernels of one more step. Its timeline goes beside `path`, if the way has events of ours."""
+        trace.clear()  # it has the steps of all ways
+        training = self.take()
+        timeline = Path(f"{path}-{slug(self.name.replace(':', ' '))}.trace.json.gz")
+        return kernels(training, timeline if training.ours else None)
+
     def found(self) -> dict[str, Any]:
         """`steps`, `first_s`, `ended`, and `predicted` where there is a plan."""
         planned = self._plan and self.first_s
@@ -134,9 +141,7 @@ def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result:
             write_json(f"{path}.json", result)
         for way in ways if flags.profile else ():
             if way.steps and time.monotonic() - began < flags.seconds:
-                trace.clear()  # it has the steps of all ways
-                named = Path(f"{path}-{slug(way.name.replace(':', ' '))}.trace.json.gz")
-                result["ways"][way.name]["kernels"] = kernels(way.take(), named if way.take().ours else None)
+                result["ways"][way.name]["kernels"] = way.profiled(path)
                 write_json(f"{path}.json", result)
                 say(f"{way.name}: profiled")
 
@@ -216,9 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("no GPU here: torch sees no CUDA device, so nothing was run and nothing was written")
     Path(flags.dir).mkdir(parents=True, exist_ok=True)
     date, about = datetime.date.today().isoformat(), system(flags)
-    about["model"] = about["model"].partition(", budget")[0]
-    path = Path(flags.results) / f"{date}-{slug(about['device'])}-{flags.name or 'ways'}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    del about["options"]  # each way has its own
+    path = results_path(flags, date, about["device"], flags.name or "ways")
     result = {"date": date, "system": about, "flags": vars(flags)}
     measure(flags.ways, flags, path, result)
     print(table(result), end="")

@@ -143,7 +143,7 @@ class Forecast:
     `written`: bytes to the drives, those included whose write the backward may cut short.
     `limits`: what the budget allows. `floor`: the peak with infinitely fast I/O. `everything`: the peak with everything
     kept. `resident`: bytes that may stay resident in the same memory beyond the peak. `shared`: a budget in bytes for
-    the latest tensors of all graphs, which stay resident. `unused_tier`: how many times as fast as the drives host
+    the latest tensors of all graphs, which stay resident. `host_speedup`: how many times as fast as the drives host
     memory would be, beside a device with memory of its own; 0 without one, and where there is a `host_budget`.
     """
 
@@ -162,7 +162,7 @@ class Forecast:
     host_budget: int
     resident: int
     shared: int
-    unused_tier: float
+    host_speedup: float
 
     @property
     def transfer_s(self) -> float:

@@ -77,12 +77,12 @@ def select(
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
-    unused_tier = machine.lanes("host").write_bw / machine.write_bw if host_tier and not options.host_budget else 0.0
+    host_speedup = machine.lanes("host").write_bw / machine.write_bw if host_tier and not options.host_budget else 0.0
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
     return plan.with_(
         decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups},
         points={slot: _points(plan, modelled, slot, transfer) for slot, transfer in transfers.items()},
-        forecast=_forecast(plan, modelled, solution, at, options, unused_tier),
+        forecast=_forecast(plan, modelled, solution, at, options, host_speedup),
         course=course(plan, modelled, solution, machine),
         stock=plan.stock if plan.recomputed else stock(plan, modelled),
     )
@@ -186,7 +186,7 @@ def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer) -> Po
 
 
 def _forecast(
-    plan: Plan, modelled: Modelled, solution: Solution, at: Limits, options: PlanOptions, unused_tier: float
+    plan: Plan, modelled: Modelled, solution: Solution, at: Limits, options: PlanOptions, host_speedup: float
 ) -> Forecast:
     step, outcome = modelled.step, solution.outcome
     assert plan.timeline is not None
@@ -208,7 +208,7 @@ def _forecast(
         host_budget=step.host_budget,
         resident=options.host_budget - step.host_budget,  # all of it where host memory is no tier
         shared=options.budget if isinstance(options.budget, int) else 0,
-        unused_tier=unused_tier,
+        host_speedup=host_speedup,
     )
 
 

@@ -28,8 +28,8 @@ def advice(report: Report, found: Figures) -> str:
         return _nothing_goes(report, found)
     stall, step = _stall(found)
     if stall > SMALL * step:
-        unused = _unused_tier(report, found)
-        return f"the step waits for the drives: {unused}" if unused else _keep_more(report, found, stall)
+        host = _host_memory(report, found)
+        return f"the step waits for the drives: {host}" if host else _keep_more(report, found, stall)
     small = report.kept[BELOW]
     if small > SMALL * found.stock_stay_bytes and small > found.stay_bytes / 2:
         least = min((g.described["min_bytes"] for g in report.graphs), default=0)
@@ -74,17 +74,17 @@ def _nothing_goes(report: Report, found: Figures) -> str:
     if 2 * small > found.stock_stay_bytes:
         largest = max(row.nbytes for graph in report.graphs for row in graph.rows if row.reason == BELOW)
         return f"nothing is offloaded, for most is below min_bytes: min_bytes={max(1, largest // 4)} would change that"
-    unused = _unused_tier(report, found)
-    if unused and _budget(report) == "auto" and report.kept[WITHIN]:
-        return f"nothing is offloaded, for the step is too short for the drives: {unused}"
+    host = _host_memory(report, found)
+    if host and _budget(report) == "auto" and report.kept[WITHIN]:
+        return f"nothing is offloaded, for the step is too short for the drives: {host}"
     if any(graph.described["budget"] not in (0, 0.0) for graph in report.graphs):
         return "nothing is offloaded under this budget: budget=0 offloads all that can be"
     return "nothing can be offloaded; the reasons are below"
 
 
-def _unused_tier(report: Report, found: Figures) -> str:
+def _host_memory(report: Report, found: Figures) -> str:
     """What host memory would do; empty where it is no tier, is used, or is hardly faster than the drives."""
-    times = max((graph.described["unused_tier"] for graph in report.graphs), default=0.0)
+    times = max((graph.described["host_speedup"] for graph in report.graphs), default=0.0)
     if times < FASTER:
         return ""
     room = math.ceil((found.offloaded_bytes + report.kept[WITHIN]) / GIB)

@@ -3,7 +3,7 @@
     graph, budget, min_bytes, saved_bytes, offloaded_bytes
     rates       where those of the machine come from: "measured", "typical", "typical compute", "given"
     predicted   the figures of the dump
-    unused_tier as in `Forecast`
+    host_speedup  as in `Forecast`
     stock       the step of PyTorch's own partition with everything kept: saved_bytes, floor_bytes, peak_bytes, step_us,
                 and its memory
     memory      of the plan: [[us, bytes], ...] for the forward and for the backward, and `turn_us` between them
@@ -59,7 +59,7 @@ def describe(
         "saved_bytes": int(plan.saved_bytes),
         "offloaded_bytes": int(plan.offloaded_bytes),
         "predicted": predicted(plan),
-        "unused_tier": round(plan.forecast.unused_tier, 1),
+        "host_speedup": round(plan.forecast.host_speedup, 1),
         "stock": {
             "saved_bytes": int(stock.saved_bytes),
             "floor_bytes": stock.floor,

@@ -18,9 +18,10 @@ import gpu_parts
 import gpu_ways
 import pytest
 import torch
-from gpu_parts import PARTS, Ended, Part, filled, run
+from gpu_parts import PARTS
 from gpu_report import kernel_lines, report
 from gpu_steps import options, summed
+from parts import Ended, Part, filled, run
 
 ROOT = Path(__file__).parents[2]
 WHERE = {"python": sys.executable, "dir": "/drive", "out": "/out", "cache": "/cache", "workers": "2"}

@@ -28,7 +28,7 @@ def group(slot: int, nbytes: int, decision: str = "offload", **changed: Any) -> 
 
 
 def graph(
-    name: str, groups: Sequence[dict[str, Any]], budget: object = 0.5, unused_tier: float = 0.0, **predicted: float
+    name: str, groups: Sequence[dict[str, Any]], budget: object = 0.5, host_speedup: float = 0.0, **predicted: float
 ) -> dict[str, Any]:
     """A graph of a second. Its peak, and its floor if none is given, are what its groups keep in memory."""
     saved, step_us = sum(each["nbytes"] for each in groups), 1_000_000
@@ -49,7 +49,7 @@ def graph(
         "saved_bytes": saved,
         "offloaded_bytes": offloaded,
         "predicted": figures | predicted,
-        "unused_tier": unused_tier,
+        "host_speedup": host_speedup,
         "stock": {"saved_bytes": saved, "floor_bytes": kept, "peak_bytes": saved, **memory(saved)},
         **memory(kept),
         "groups": list(groups),

@@ -29,9 +29,9 @@ def test_the_advice_to_keep_everything_is_a_budget_that_the_option_takes() -> No
 def test_host_memory_beside_a_slow_drive_is_advised() -> None:
     """Where a GPU computes, and the step waits for the drive, or is too short for it."""
 
-    def said(decision: str, unused_tier: float, **predicted: float) -> str:
+    def said(decision: str, host_speedup: float, **predicted: float) -> str:
         groups = [group(i, 700 * MIB, decision, reason="within the budget", life=TIMES) for i in range(2)]
-        return dict(lines(made([graph("a", groups, "auto", unused_tier, **predicted)], ["a"])))["next"]
+        return dict(lines(made([graph("a", groups, "auto", host_speedup, **predicted)], ["a"])))["next"]
 
     rest = "host_budget='2GiB' sends tensors to host memory, which is 18 times as fast as the drives"
     assert said("keep", 18.4) == f"nothing is offloaded, for the step is too short for the drives: {rest}"

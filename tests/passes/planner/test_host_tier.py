@@ -235,7 +235,7 @@ def test_host_memory_that_could_be_a_tier_is_told_of() -> None:
     def told(*args: torch.Tensor, **changes: object) -> float:
         _, plan, _ = planned(chain, *args, machine=machine, **changes)
         assert plan.forecast is not None
-        return plan.forecast.unused_tier
+        return plan.forecast.host_speedup
 
     assert told() == 24.0
     assert told(host_budget=600) == 0.0

@@ -1,0 +1,162 @@
+"""Parts of a long check: rows of processes with a limit of time, none of which stops another. For gpu_parts.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """`commands` run one after the other, together for at most `limit_s`; with {python}, {dir} and {out} filled in.
+
+    `alone`: times are taken, so nothing else may run. `needs`: a program, or "module NAME", without which there is
+    nothing to run.
+    """
+
+    name: str
+    what: str
+    limit_s: int
+    commands: tuple[str, ...]
+    alone: bool = True
+    needs: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a part ended: "ok", "skipped: ..." or what failed."""
+
+    name: str
+    result: str
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return self.result != "ok" and not self.result.startswith("skipped")
+
+
+def filled(command: str, where: Mapping[str, str]) -> list[str]:
+    """The command's words. What is filled in is one word, whatever it is made of."""
+    return [word.format(**where) for word in shlex.split(command)]
+
+
+def run(parts: Sequence[Part], where: Mapping[str, str], out: Path) -> Iterator[Ended]:
+    """All parts, whatever becomes of them, as they end. Neighbours that may run at once do."""
+
+    def whole(part: Part) -> Ended:
+        print(f"==== {part.name}: {part.what}", flush=True)
+        started = time.monotonic()
+        with open(out / f"{part.name}.txt", "a") as log:
+            result = run_part(part, where, log)
+        ended = Ended(part.name, result, time.monotonic() - started)
+        print(f"==== {part.name}: {ended.result}, {ended.seconds:.0f} s", flush=True)
+        return ended
+
+    for alone, neighbours in itertools.groupby(parts, key=lambda part: part.alone):
+        if alone:
+            yield from map(whole, neighbours)
+            continue
+        together = list(neighbours)
+        with ThreadPoolExecutor(max_workers=len(together)) as pool:
+            try:
+                for future in as_completed([pool.submit(whole, part) for part in together]):
+                    yield future.result()
+            except BaseException:  # Ctrl-C comes to this thread alone
+                end_running()
+                raise
+
+
+def run_part(part: Part, where: Mapping[str, str], log: TextIO) -> str:
+    """How it ended: the first of its commands that failed says so, and the others run all the same.
+
+    What the commands write goes to `log`, and to the terminal if the part is alone.
+    """
+    if part.needs and not there(part.needs):
+        return f"skipped: there is no {part.needs}"
+    deadline, failures = time.monotonic() + part.limit_s, []
+    for command in part.commands:
+        words = filled(command, where)
+        tell(log, f"$ {shlex.join(words)}\n", part.alone)
+        failure = run_command(words, dict(os.environ) | dict(part.environment), deadline, log, part.alone)
+        if failure:
+            failures.append(f"{Path(words[0]).name} {' '.join(words[1:3])}: {failure}")
+    return failures[0] if failures else "ok"
+
+
+def there(needed: str) -> bool:
+    kind, _, name = needed.rpartition(" ")
+    return bool(importlib.util.find_spec(name) if kind == "module" else shutil.which(name))
+
+
+def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: float, log: TextIO, aloud: bool) -> str:
+    """Empty if it ended well before the deadline; all of its processes are ended there."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return "no time was left for it"
+    try:
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env={**environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return error.strerror or str(error)
+    _running.add(process)
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(left, end)
+    timer.start()
+    try:
+        assert process.stdout, "a pipe"
+        for line in process.stdout:
+            tell(log, line, aloud)
+        status = process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        timer.cancel()
+        _running.discard(process)
+    if late.is_set():
+        return "took longer than the part may"
+    return f"exit status {status}" if status else ""
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def end_running() -> None:
+    """Ends all commands that run, with their processes."""
+    for process in list(_running):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def tell(log: TextIO, text: str, aloud: bool) -> None:
+    if aloud:
+        print(text, end="", flush=True)
+    log.write(text)
+    log.flush()
