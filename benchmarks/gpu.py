@@ -45,6 +45,7 @@ from ssd_fx.runtime.engines.registry import ENGINES, make_engine
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = "kvikio-forced"
+PRECISION = {(True, False): "bfloat16 autocast", (False, False): "float32", (False, True): "bfloat16"}
 
 
 def available(flags: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
@@ -84,7 +85,7 @@ def system(flags: argparse.Namespace) -> dict[str, str]:
         "directory": f"{flags.dir} on " + output(["findmnt", "-no", "FSTYPE,SOURCE", "-T", flags.dir]),
         "commit": output(["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]),
         "model": f"GPT, {flags.layers} layers, width {flags.width}, {flags.heads} heads, batch {flags.batch} x "
-        f"{flags.seq}, {'bfloat16 autocast' if flags.amp else 'float32'}, {flags.optimizer}",
+        f"{flags.seq}, {PRECISION[flags.amp, flags.bfloat16]}, {flags.optimizer}",
         "options": f"budget {flags.budget}, host budget {flags.host_budget}",
     }
 
@@ -128,12 +129,15 @@ def parse_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--optimizer", default="adamw", choices=tuple(OPTIMIZERS), help="sgd: no state, for wide models")
     add("--budget", default="0", help="saved bytes that stay on the device, default %(default)s")
     add("--host-budget", default="0", help="bytes that may be in host memory instead of on disk, default %(default)s")
-    add("--no-amp", dest="amp", action="store_false", help="float32 instead of bfloat16 autocast")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--no-amp", dest="amp", action="store_false", help="float32 instead of bfloat16 autocast")
+    precision.add_argument("--bfloat16", action="store_true", help="weights too, and no autocast")
     add("--untimed", action="store_true", help="no event around any node, so that a short warm-up does")
     add("--profile", action="store_true", help="kernels and timeline of one more step")
     add("--predicted", action="store_true", help="what the plan said beside what was measured")
     add("--allow-tmpfs", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
+    flags.amp &= not flags.bfloat16
     check(parser, flags)
     return flags
 

@@ -2,11 +2,12 @@
 
 python benchmarks/gpu_parts.py --dir DIR --out OUT                  # all
 python benchmarks/gpu_parts.py --dir DIR --out OUT info bandwidth   # these
-python benchmarks/gpu_parts.py --dir DIR --out OUT tests            # all tests, at once
+python benchmarks/gpu_parts.py --dir DIR --out OUT tests            # the tests, at once
+python benchmarks/gpu_parts.py --dir DIR --out OUT ways             # training steps: they compile at once
 python benchmarks/gpu_parts.py --dry-run                            # what would be run, and how long it may take
 
 Every part is a row of processes of its own, has less than five minutes, and stops no other part when it fails. Tests
-run at once, and what is timed runs alone. The output goes to OUT/PART.txt too, and how a part ended to
+run at once, and what is timed alone or in turns. The output goes to OUT/PART.txt too, and how a part ended to
 OUT/summary.json, at once; the last thing printed is a table of it. The exit status is 1 if a part failed. The parts
 follow the order in which one would want to know.
 """
@@ -25,8 +26,10 @@ from pathlib import Path
 from parts import Ended, Part, filled, run  # a neighbour of this file
 
 BENCH = "{python} benchmarks/gpu.py --dir {dir} --results {out} --no-md"
-WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --warmup 5 --profile --seconds 120"
+WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --turns {out}/turns --patience 200 --warmup 4"
+LARGE = f"{WAYS} --bfloat16 --optimizer sgd"
 TESTS = "{python} -m pytest -m gpu -q"
+FEW = {"TORCHINDUCTOR_COMPILE_THREADS": "3"}  # of each of the processes that compile at once
 EARLY = "-v --tb=short --maxfail=5"  # reasons are printed at the end, which must come before the part's time is over
 
 
@@ -108,20 +111,53 @@ PARTS = (
     ),
     Part(
         "ways-wide",
-        "2 wide layers, whose steps are long enough for host memory, beside plain Inductor and recomputing",
-        150,
+        "2 layers of width 12,288, whose steps are long enough for host memory, beside recomputing",
+        290,
         (
-            f"{WAYS} --name wide --layers 2 --width 12288 --heads 96 --batch 12 --optimizer sgd "
-            "--ways memory:auto memory:0 recompute:0.5",
+            f"{LARGE} --name wide --layers 2 --width 12288 --heads 96 --batch 12 --profile --seconds 40 "
+            "--ways memory:auto memory:0 memory:0,inflight=4GiB recompute:0.5",
         ),
+        alone=False,
+        environment=FEW,
+    ),
+    Part(
+        "ways-middle",
+        "3 layers of width 8,192",
+        290,
+        (
+            f"{LARGE} --name middle --layers 3 --width 8192 --heads 64 --batch 16 --seconds 30 "
+            "--ways memory:auto memory:0,inflight=4GiB recompute:0.5",
+        ),
+        alone=False,
+        environment=FEW,
+    ),
+    Part(
+        "ways-narrow",
+        "6 layers of width 4,096",
+        290,
+        (
+            f"{LARGE} --name narrow --layers 6 --width 4096 --heads 32 --batch 16 --seconds 30 "
+            "--ways memory:auto memory:0,inflight=4GiB",
+        ),
+        alone=False,
+        environment=FEW,
     ),
     Part(
         "ways-gpt",
-        "12 layers: host memory, the drive, both, and recomputing",
-        150,
-        (f"{WAYS} --name gpt --ways memory:0 posix:auto posix:auto:32GiB recompute:0.5",),
+        "12 layers of width 768: host memory, the drive behind it, and recomputing",
+        290,
+        (f"{WAYS} --name gpt --seconds 20 --ways memory:auto memory:0 posix:auto:4GiB recompute:0.5",),
+        alone=False,
+        environment=FEW,
     ),
-    Part("ways-drive", "4 layers, nothing stays", 150, (f"{WAYS} --name drive --layers 4 --ways posix:0",)),
+    Part(
+        "ways-drive",
+        "4 layers, nothing stays",
+        290,
+        (f"{WAYS} --name drive --layers 4 --pairs 5 --seconds 20 --ways posix:0",),
+        alone=False,
+        environment=FEW,
+    ),
     Part(
         "runtime",
         "the runtime's tests, as they are on a machine with a GPU",
@@ -177,7 +213,7 @@ def chosen(names: Sequence[str]) -> list[Part]:
 
 def named(part: Part, name: str) -> bool:
     if name == "tests":
-        return not part.alone
+        return not part.alone and not named(part, "ways")
     return part.name == name or (name == "ways" and part.name.startswith("ways-"))
 
 

@@ -50,6 +50,8 @@ class Training:
         shape = train_gpt.Shape(flags.layers, flags.width, flags.heads, flags.seq, flags.dropout)
         with self.device:  # a wide model takes minutes to initialise on the CPU
             self.model = train_gpt.GPT(shape)
+        if flags.bfloat16:
+            self.model.bfloat16()
         self.optimizer = OPTIMIZERS[flags.optimizer](self.model.parameters(), lr=flags.lr)
         self.batches = train_gpt.batches(flags.batch, flags.seq, flags.seed)
         if engine is None:

@@ -4,16 +4,19 @@ python benchmarks/gpu_ways.py --dir /mnt/nvme --layers 2 --width 12288 --heads 9
     --ways memory:auto memory:0 recompute:0.5
 python benchmarks/gpu_ways.py --print FILE.json ...   # the tables of what was measured before
 
-A way is ENGINE:BUDGET[:HOST_BUDGET] of ssd_fx, or recompute:SHARE, which is plain Inductor with that
-`activation_memory_budget`. Plain Inductor is always there. All train one model with one optimizer, so that a wide one
-has room. How a step is measured: gpu.py. No event is around any node. The first step of a way compiles, and pins host
-memory where no way before has.
+A way is ENGINE:BUDGET[:HOST_BUDGET] of ssd_fx, with more options behind commas (memory:0,inflight=4GiB), or
+recompute:SHARE, which is plain Inductor with that `activation_memory_budget`. Plain Inductor is always there. All train
+one model with one optimizer, so that a wide one has room. How a step is measured: gpu.py. No event is around any node.
+The first step of a way compiles, and pins host memory where no way before has.
+
+Several such processes may compile at once: with one `--turns FILE` each measures when all have compiled, and alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
 import statistics
 import sys
@@ -33,9 +36,9 @@ from system import MIB, write_json
 from torch._inductor.compile_fx import compile_fx
 
 import ssd_fx
+from ssd_fx.config import Config
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines.registry import ENGINES
-from ssd_fx.sizes import parse_budget, parse_bytes
 
 PLAIN, RECOMPUTE = "plain", "recompute"
 COLUMNS = (
@@ -60,9 +63,7 @@ class Way:
             self._compiled = torch.compile(training.model, backend=_recomputing(float(rest)))
         else:
             self._plan = tempfile.mkdtemp(dir=scratch)
-            budget, _, host_budget = rest.partition(":")
-            options: dict[str, Any] = {"dirs": [flags.dir], "engine": engine, "budget": budget, "dump": self._plan}
-            options |= {"host_budget": host_budget or 0, "allow_tmpfs": flags.allow_tmpfs}
+            options = {"dirs": [flags.dir], "dump": self._plan, "allow_tmpfs": flags.allow_tmpfs} | options_of(name)
             self._compiled = torch.compile(training.model, backend=ssd_fx.backend, options=options)
 
     def step(self, measured: bool) -> None:
@@ -110,7 +111,7 @@ def _recomputing(share: float) -> Any:
 def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result: dict[str, Any]) -> None:
     """Fills `result` and writes it after every round, and says how far it is: the first round may take minutes.
 
-    `flags.seconds`: no round begins later.
+    `flags.seconds`: no round begins later, counted from the second, which may have to wait for its turn.
     """
     no_events()
     torch._dynamo.config.recompile_limit = max(8, 2 * len(names))  # all ways compile one function
@@ -123,8 +124,14 @@ def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result:
         training = Training(flags, None)
         say("model made")
         ways = [Way(name, training, flags, scratch) for name in (PLAIN, *names)]
+        turn = Turn(flags.turns) if flags.turns else None
+        started = began
         for number in range(flags.warmup + flags.pairs):
-            if time.monotonic() - began > flags.seconds:
+            if number == 1 and turn:
+                result["alone"] = turn.wait(flags.patience)
+                say("measures alone" if result["alone"] else f"measures beside others, after {flags.patience} s")
+                started = time.monotonic()
+            if time.monotonic() - started > flags.seconds:
                 say(f"no more rounds: {flags.seconds} s are over")
                 break
             first = number % len(ways)
@@ -140,10 +147,34 @@ def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result:
             result["ways"] = {way.name: way.found() for way in ways}
             write_json(f"{path}.json", result)
         for way in ways if flags.profile else ():
-            if way.steps and time.monotonic() - began < flags.seconds:
+            if way.steps and time.monotonic() - started < flags.seconds:
                 result["ways"][way.name]["kernels"] = way.profiled(path)
                 write_json(f"{path}.json", result)
                 say(f"{way.name}: profiled")
+
+
+class Turn:
+    """Of processes that name one file: none measures while another compiles or measures. It lasts until this one ends.
+
+    The file is locked: shared to compile, exclusively to measure. So a process that is killed stops no other.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = Path(path).open("a")  # noqa: SIM115, it is open while this process lives
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def wait(self, patience_s: float) -> bool:
+        """Whether the turn came within that time."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.1)
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -174,10 +205,12 @@ def row(name: str, found: Mapping[str, Any], plain: Sequence[Mapping[str, Any]])
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of gpu.py that tell of the model, the steps and the place, with `ways`, `seconds` and `print`."""
+    """The flags of gpu.py that tell of the model, the steps and the place, with those of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", type=checked, default=["memory:auto"], metavar="WAY")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no round later, default %(default)s")
+    parser.add_argument("--turns", metavar="FILE", help="measure alone, of all processes that name this file")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds to wait for that, default %(default)s")
     parser.add_argument("--print", nargs="+", metavar="JSON", help="only print what these say")
     own, others = parser.parse_known_args(arguments)
     if len(set(own.ways)) < len(own.ways):
@@ -201,15 +234,22 @@ def checked(way: str) -> str:
             if not 0.0 <= float(rest) <= 1.0:
                 raise ValueError(f"{rest} is no share from 0 to 1")
         elif engine in ENGINES:
-            budget, _, host_budget = rest.partition(":")
-            parse_budget("budget", budget)
-            parse_bytes("host_budget", host_budget or 0)
+            Config.make(options_of(way))
         else:
             raise ValueError(f"engines are {', '.join(ENGINES)}")
     except ValueError as error:
-        right = f"right would be ENGINE:BUDGET, ENGINE:BUDGET:HOST_BUDGET or {RECOMPUTE}:SHARE"
+        right = f"right would be ENGINE:BUDGET[:HOST_BUDGET][,OPTION=VALUE] or {RECOMPUTE}:SHARE"
         raise argparse.ArgumentTypeError(f"{way!r} is no way: {error}; {right}") from error
     return way
+
+
+def options_of(way: str) -> dict[str, Any]:
+    """The options of ssd_fx that a way ENGINE:BUDGET[:HOST_BUDGET][,OPTION=VALUE...] names."""
+    first, *more = way.split(",")
+    engine, _, rest = first.partition(":")
+    budget, _, host_budget = rest.partition(":")
+    options = {"engine": engine, "budget": budget, "host_budget": host_budget or "0"}
+    return options | dict(each.partition("=")[::2] for each in more)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -108,11 +108,12 @@ def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: 
     left = deadline - time.monotonic()
     if left <= 0:
         return "no time was left for it"
+    path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH", ""))))
     try:
         process = subprocess.Popen(
             words,
             cwd=ROOT,
-            env={**environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            env={**environment, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -109,7 +109,11 @@ def test_the_budgets_reach_the_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["", "memory", "memory:", "tape:0", "memory:lots", "memory:0:x", "recompute:half", "recompute:2"]
+    "way",
+    [
+        *("", "memory", "memory:", "tape:0", "memory:lots", "memory:0:x", "memory:0,inflght=1GiB", "memory:0,inflight"),
+        *("recompute:half", "recompute:2"),
+    ],
 )
 def test_a_way_that_there_is_not(way: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{way}' is no way: .*; right would be ENGINE:BUDGET"):
@@ -120,6 +124,25 @@ def test_a_way_that_there_is_not(way: str) -> None:
 def test_ways_that_do_not_go_together(ways: list[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_ways.parsed(["--dir", "d", "--ways", *ways])
+
+
+def test_a_way_has_options() -> None:
+    found = gpu_ways.options_of(gpu_ways.checked("posix:auto:4GiB,inflight=1GiB,min_bytes=2MiB"))
+    assert found == {
+        **{"engine": "posix", "budget": "auto", "host_budget": "4GiB"},
+        **{"inflight": "1GiB", "min_bytes": "2MiB"},
+    }
+
+
+def test_who_measures_does_it_alone(tmp_path: Path) -> None:
+    """The second compiles, or measures, so the first waits, and goes on without its turn after a while."""
+    path = str(tmp_path / "turns")
+    first, second = gpu_ways.Turn(path), gpu_ways.Turn(path)
+    assert not first.wait(0.2)
+    assert second.wait(0.0)
+    assert not first.wait(0.2)
+    del second
+    assert first.wait(0.0)
 
 
 def test_every_share_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +264,9 @@ def test_a_table_and_a_file_that_later_parts_add_to(tmp_path: Path, monkeypatch:
 def test_a_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert gpu_parts.main(["--dry-run", "--dir", str(tmp_path / "drive"), "ways", "info"]) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"^(\S+), at most", out, re.MULTILINE) == [*("info", "ways-wide", "ways-gpt", "ways-drive")]
-    assert out.endswith("in all at most 510 s\n")
+    ways = [f"ways-{name}" for name in ("wide", "middle", "narrow", "gpt", "drive")]
+    assert re.findall(r"^(\S+), at most", out, re.MULTILINE) == ["info", *ways]
+    assert out.endswith("in all at most 350 s\n")
     assert {part.name for part in gpu_parts.chosen(["tests"])} == {
         *("roundtrips", "accelerator", "sanitizer", "training", "ranks", "models")
     }
