@@ -28,6 +28,7 @@ from parts import Ended, Part, filled, run  # a neighbour of this file
 BENCH = "{python} benchmarks/gpu.py --dir {dir} --results {out} --no-md"
 WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --turns {out}/turns --patience 200 --warmup 4"
 LARGE = f"{WAYS} --bfloat16 --optimizer sgd"
+MEASURED = ("auto", "memory", "posix")
 TESTS = "{python} -m pytest -m gpu -q"
 FEW = {"TORCHINDUCTOR_COMPILE_THREADS": "3"}  # of each of the processes that compile at once
 EARLY = "-v --tb=short --maxfail=5"  # reasons are printed at the end, which must come before the part's time is over
@@ -99,9 +100,12 @@ PARTS = (
     ),
     Part(
         "calibrate",
-        "the rates that plans are made for; to be compared with the card's data sheet",
-        40,
-        ("{python} -m ssd_fx calibrate {dir}", "cp {cache}/ssd_fx/machine.json {out}/machine.json"),
+        "the rates that plans are made for, of every engine that steps are measured with, while nothing else runs",
+        60,
+        (
+            *(f"env SSD_FX_ENGINE={engine} {{python}} -m ssd_fx calibrate {{dir}}" for engine in MEASURED),
+            "cp {cache}/ssd_fx/machine.json {out}/machine.json",
+        ),
     ),
     Part(
         "bandwidth",
@@ -115,7 +119,7 @@ PARTS = (
         290,
         (
             f"{LARGE} --name wide --layers 2 --width 12288 --heads 96 --batch 12 --profile --seconds 40 "
-            "--ways memory:auto memory:0 memory:0,inflight=4GiB recompute:0.5",
+            "--ways memory:auto memory:0 posix:auto:8GiB checkpoint",
         ),
         alone=False,
         environment=FEW,
@@ -126,7 +130,7 @@ PARTS = (
         290,
         (
             f"{LARGE} --name middle --layers 3 --width 8192 --heads 64 --batch 16 --seconds 30 "
-            "--ways memory:auto memory:0,inflight=4GiB recompute:0.5",
+            "--ways memory:auto memory:0 checkpoint",
         ),
         alone=False,
         environment=FEW,
@@ -137,7 +141,7 @@ PARTS = (
         290,
         (
             f"{LARGE} --name narrow --layers 6 --width 4096 --heads 32 --batch 16 --seconds 30 "
-            "--ways memory:auto memory:0,inflight=4GiB",
+            "--ways memory:auto memory:0 checkpoint",
         ),
         alone=False,
         environment=FEW,
@@ -146,7 +150,7 @@ PARTS = (
         "ways-gpt",
         "12 layers of width 768: host memory, the drive behind it, and recomputing",
         290,
-        (f"{WAYS} --name gpt --seconds 20 --ways memory:auto memory:0 posix:auto:4GiB recompute:0.5",),
+        (f"{WAYS} --name gpt --seconds 20 --ways memory:auto memory:0 posix:auto:4GiB checkpoint",),
         alone=False,
         environment=FEW,
     ),

@@ -5,9 +5,10 @@ python benchmarks/gpu_ways.py --dir /mnt/nvme --layers 2 --width 12288 --heads 9
 python benchmarks/gpu_ways.py --print FILE.json ...   # the tables of what was measured before
 
 A way is ENGINE:BUDGET[:HOST_BUDGET] of ssd_fx, with more options behind commas (memory:0,inflight=4GiB), or
-recompute:SHARE, which is plain Inductor with that `activation_memory_budget`. Plain Inductor is always there. All train
-one model with one optimizer, so that a wide one has room. How a step is measured: gpu.py. No event is around any node.
-The first step of a way compiles, and pins host memory where no way before has.
+recompute:SHARE, which is plain Inductor with that `activation_memory_budget`, or checkpoint, which is plain Inductor
+with a checkpoint around every layer. Plain Inductor is always there. All train one model with one optimizer, so that a
+wide one has room. How a step is measured: gpu.py. No event is around any node. The first step of a way compiles, and
+pins host memory where no way before has.
 
 Several such processes may compile at once: with one `--turns FILE` each measures when all have compiled, and alone.
 """
@@ -15,6 +16,7 @@ Several such processes may compile at once: with one `--turns FILE` each measure
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import fcntl
 import json
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import ways as others
 from gpu import ALONE, parse_flags, results_path, slug, system  # neighbours of this file
 from gpu_report import middle
 from gpu_steps import Training, kernels, no_events
@@ -40,7 +43,7 @@ from ssd_fx.config import Config
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines.registry import ENGINES
 
-PLAIN, RECOMPUTE = "plain", "recompute"
+PLAIN, CHECKPOINT, RECOMPUTE = "plain", "checkpoint", "recompute"
 COLUMNS = (
     *("way", "step ms", "of plain", "peak MiB", "less", "saved MiB", "written", "read", "stall ms"),
     *("without optimizer ms", "predicted"),
@@ -59,6 +62,8 @@ class Way:
         engine, _, rest = name.partition(":")
         if name == PLAIN:
             self._compiled = torch.compile(training.model)
+        elif name == CHECKPOINT:
+            self._compiled = torch.compile(checkpointed(training.model))
         elif engine == RECOMPUTE:
             self._compiled = torch.compile(training.model, backend=_recomputing(float(rest)))
         else:
@@ -106,6 +111,14 @@ def _recomputing(share: float) -> Any:
             return compile_fx(gm, inputs)
 
     return backend
+
+
+def checkpointed(model: torch.nn.Module) -> torch.nn.Module:
+    """Another model of the same weights, with a checkpoint around every layer."""
+    other = copy.copy(model)
+    other._modules = dict(model._modules)
+    others.checkpoint_layers(other)
+    return other
 
 
 def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result: dict[str, Any]) -> None:
@@ -230,6 +243,8 @@ def checked(way: str) -> str:
     """The name of a way that there is. Raises: argparse.ArgumentTypeError for others."""
     engine, _, rest = way.partition(":")
     try:
+        if way == CHECKPOINT:
+            return way
         if engine == RECOMPUTE:
             if not 0.0 <= float(rest) <= 1.0:
                 raise ValueError(f"{rest} is no share from 0 to 1")
@@ -238,7 +253,7 @@ def checked(way: str) -> str:
         else:
             raise ValueError(f"engines are {', '.join(ENGINES)}")
     except ValueError as error:
-        right = f"right would be ENGINE:BUDGET[:HOST_BUDGET][,OPTION=VALUE] or {RECOMPUTE}:SHARE"
+        right = f"right would be ENGINE:BUDGET[:HOST_BUDGET][,OPTION=VALUE], {RECOMPUTE}:SHARE or {CHECKPOINT}"
         raise argparse.ArgumentTypeError(f"{way!r} is no way: {error}; {right}") from error
     return way
 

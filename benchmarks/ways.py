@@ -70,10 +70,15 @@ def compiled(
     if way == "recompute":
         torch._functorch.config.activation_memory_budget = budget
     if way == "checkpoint":
-        for name, child in list(model.named_children()):
-            if isinstance(child, nn.ModuleList):
-                setattr(model, name, nn.ModuleList(Checkpointed(block) for block in child))
+        checkpoint_layers(model)
     return torch.compile(model, backend="inductor"), Hooks()
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Every layer, as an element of a ModuleList, is computed again in the backward."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, nn.ModuleList):
+            setattr(model, name, nn.ModuleList(Checkpointed(block) for block in child))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -18,7 +18,7 @@ class RuntimeConfig:
 
     `dirs`: absolute directories for the files.
     `engine`: a name in `engines.registry.ENGINES`.
-    `inflight`: the most that is being written at a time.
+    `inflight`: the most that is being written at a time; 0 for what suits the device (`streams.inflight_bytes`).
     `prefetch`: the most that is read before the graph asks, and not waited for yet.
     `allow_tmpfs`: accept a directory that is in RAM.
     `checksums`: sum every block when it is written, and verify it when it is read.
@@ -34,7 +34,7 @@ class RuntimeConfig:
 
     dirs: tuple[str, ...] = ()
     engine: str = "auto"
-    inflight: int = 128 << 20
+    inflight: int = 0
     prefetch: int = 64 << 20
     allow_tmpfs: bool = False
     checksums: bool = True
@@ -51,10 +51,9 @@ class RuntimeConfig:
         relative = [path for path in self.dirs if not os.path.isabs(path)]
         if relative:
             raise ValueError(f"dirs must be absolute, because a process may change its directory: {relative}")
-        for name in ("inflight", "ranks"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, not {getattr(self, name)}")
-        for name in ("prefetch", "disk_limit", "host_budget", "resident", "resident_at_most"):
+        if self.ranks <= 0:
+            raise ValueError(f"ranks must be > 0, not {self.ranks}")
+        for name in ("inflight", "prefetch", "disk_limit", "host_budget", "resident", "resident_at_most"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, not {getattr(self, name)}")
         for tier, codec in self.compression:

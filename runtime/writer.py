@@ -14,6 +14,7 @@ import warnings
 from collections import OrderedDict
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -39,7 +40,8 @@ class Writer:
         self._engine = engine
         self._habits = habits
         self._residency = residency
-        self._cap = config.inflight
+        self._inflight = config.inflight
+        self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
         codecs = dict(config.compression)
         self._codec = codecs.get("ssd", "")
         self._host_codec = codecs.get("host", "")
@@ -176,10 +178,16 @@ class Writer:
         oldest = None if self._ended else next(iter(self._resident), None)
         return oldest if oldest and (oldest.early or self.resident_bytes > self._residency.nbytes) else None
 
+    def _cap(self, device: torch.device) -> int:
+        """The most bytes that are written at a time, where the next to be written is of `device`."""
+        if device not in self._caps:
+            self._caps[device] = self._inflight or streams.inflight_bytes(device)
+        return self._caps[device]
+
     def _start_due(self) -> Entry | None:
         """Starts the writes that are due. Returns the entry whose write holds the next one up, or None."""
         while entry := self._due():
-            if self._writing and self.writing_bytes + entry.moved_bytes > self._cap:
+            if self._writing and self.writing_bytes + entry.moved_bytes > self._cap(entry.device):
                 return next(iter(self._writing))
             assert entry.held is not None, "a resident entry holds its tensor"
             storage = entry.held.untyped_storage()  # an encoding reads it until `in_turn_with` has ended

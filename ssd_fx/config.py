@@ -55,7 +55,9 @@ class Config:
         comparisons. `"auto"` takes GPUDirect Storage for tensors on a GPU where it works, else direct file I/O. On
         accelerators that are not NVIDIA's, files are reached through pinned memory, which is slower.
     inner (a name): The compiler that gets the rewritten graphs: `"inductor"` or `"aot_eager"`.
-    inflight (a size above 0): The most bytes that may be on their way to the drives. A store beyond it waits for room.
+    inflight (a size above 0, or `"auto"`): The most bytes that may be on their way to the drives. A store beyond it
+        waits for room. `"auto"` is 128 MiB for tensors of the CPU. For those of a GPU it is 1/32 of its memory, because
+        the host runs ahead of a GPU.
     prefetch (a size): Bytes that may be read before the graph asks for them.
     dump (a directory): Gets the plan and both rewritten graphs of everything that is compiled. The directory is made
         if it is missing. With this option no compiled graph comes from the compile cache.
@@ -69,7 +71,7 @@ class Config:
         rating; `ssd-fx doctor` says what SMART has. Default: not known.
     host_budget (a size): Bytes of offloaded tensors that may be in host memory instead of on disk. On a GPU the plan
         chooses the tensors. On the CPU this is the same memory as that of `budget`. Tensors on their way from there to
-        the drive take up to `inflight` bytes more.
+        the drive take up to `inflight` bytes more, 128 MiB if that is `"auto"`.
     compression (a name, or names per tier): `"bitpack"` is lossless, and shrinks masks, small integers and the zeros
         of ReLU. `"fp8"` and `"int8"` are lossy. With them, floats that the backward compares with each other stay in
         memory: a maximum, and the tensor that it is of. `"int8"` makes 0 of what is below 1/254 of the largest of its
@@ -104,7 +106,7 @@ class Config:
     min_bytes: int = 1 << 20
     engine: str = RuntimeConfig.engine
     inner: str = "inductor"
-    inflight: int = RuntimeConfig.inflight
+    inflight: int | str = "auto"
     prefetch: int = RuntimeConfig.prefetch
     dump: str = ""
     allow_tmpfs: bool = RuntimeConfig.allow_tmpfs
@@ -215,7 +217,7 @@ class Config:
             "disk_limit": self.own_disk_limit,
             "engine": self.engine,
             "host_budget": self.own_host_budget,
-            "inflight": self.inflight,
+            "inflight": 0 if isinstance(self.inflight, str) else self.inflight,
             "prefetch": self.prefetch,
             "resident": self.budget if isinstance(self.budget, int) else 0,
         }
@@ -340,6 +342,15 @@ def _parse_machine(name: str, value: object) -> str:
     return json.dumps(dict(given), sort_keys=True)
 
 
+def _parse_inflight(name: str, value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    try:
+        return parse_positive(name, value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or 'auto'") from None
+
+
 def _parse_ranks(name: str, value: object) -> Ranks:
     return parse_ranks(name, value, os.environ)
 
@@ -352,7 +363,7 @@ _PARSERS: dict[str, Any] = {
     "min_bytes": parse_bytes,
     "engine": _parse_engine,
     "inner": _parse_choice("inductor", "aot_eager"),
-    "inflight": parse_positive,
+    "inflight": _parse_inflight,
     "prefetch": parse_bytes,
     "dump": _parse_path,
     "allow_tmpfs": _parse_flag,

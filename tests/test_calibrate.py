@@ -496,6 +496,23 @@ def test_transfers_of_a_device_take_the_time_of_its_events(monkeypatch: pytest.M
     assert found.read_bw == pytest.approx(rates._TRANSFER_BYTES / 1.5e-3, rel=0.01)
 
 
+def test_what_the_host_does_costs_a_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan would otherwise recompute what could be offloaded for nothing (docs/gpu.md, "Steps")."""
+    with installed(1) as gpu:
+        monkeypatch.setattr(torch, "full", lambda size, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
+        monkeypatch.setattr(rates.Transfers, "_start", slowly(rates.Transfers._start))
+        found = rates.Transfers(RuntimeConfig(engine="memory"), CPU).measure()
+    assert found.drag_s_per_byte == 0.0
+
+
+def slowly(start: Any) -> Any:
+    def started(*args: Any) -> Any:
+        time.sleep(0.02)
+        return start(*args)
+
+    return started
+
+
 def test_work_on_a_device_is_timed_by_its_events_in_any_thread() -> None:
     """Its kernels take 5 ms, and the host no time to launch them; a new thread is on another device."""
     with installed("lazy") as gpu:

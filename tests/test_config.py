@@ -16,7 +16,7 @@ def test_defaults_are_documented_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSD_FX_BUDGET")
     config = Config.make()
     assert (config.budget, config.min_bytes, config.engine, config.inner) == ("auto", 2**20, "auto", "inductor")
-    assert (config.inflight, config.prefetch, config.dump) == (128 * 2**20, 64 * 2**20, "")
+    assert (config.inflight, config.prefetch, config.dump) == ("auto", 64 * 2**20, "")
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,13 @@ def test_a_small_budget_without_a_unit(said: object, right: str) -> None:
 def test_nothing_in_flight() -> None:
     with pytest.raises(ValueError, match="inflight=0 lets nothing be written"):
         Config.make({"inflight": 0})
+
+
+def test_in_flight_is_a_size_or_left_to_the_device() -> None:
+    said = [json.loads(Config.make({"inflight": value}).runtime_json())["inflight"] for value in ("auto", "1GiB")]
+    assert said == [0, 2**30]
+    with pytest.raises(ValueError, match=r"inflight='much' is not a size; .* 'auto'"):
+        Config.make({"inflight": "much"})
 
 
 def test_options_that_are_no_dictionary() -> None:

@@ -28,6 +28,9 @@ from torch import Tensor
 from ssd_fx.runtime.device.clock import Anchor, anchor
 from ssd_fx.runtime.layout import Ints
 
+INFLIGHT_BYTES = 128 << 20  # the least that may be on its way out of memory, where the option does not say
+INFLIGHT_SHARE = 32  # or one of so many parts of a device's memory
+
 Check = Callable[[], None]
 """Called once a transfer is over; raises OSError if it went wrong."""
 
@@ -84,6 +87,11 @@ class Streams:
         storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
+    def memory_bytes(self, device: torch.device) -> int:
+        """All memory of the device; 0 if its package does not say."""
+        ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+        return int(getattr(ask(device), "total_memory", 0)) if ask else 0
+
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         """Queues `target.copy_(source)` on `stream`."""
         with stream:
@@ -132,6 +140,16 @@ def of(device: torch.device) -> Streams | None:
     if found is None and device.type != "cpu" and device.type == accelerator():
         return _ACCELERATOR
     return found
+
+
+def inflight_bytes(device: torch.device) -> int:
+    """How much of a device may be on its way out of memory at a time, where the option `inflight` does not say.
+
+    Of a device with streams it is more. The host runs ahead of it, and a store that has to wait for room stops the
+    host. Where one tensor fills the room, the device then soon has nothing to do (docs/gpu.md, "Steps").
+    """
+    queued = of(device)
+    return max(INFLIGHT_BYTES, queued.memory_bytes(device) // INFLIGHT_SHARE) if queued else INFLIGHT_BYTES
 
 
 def current(device: torch.device) -> Stream | None:

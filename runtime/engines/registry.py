@@ -105,7 +105,7 @@ def make_tiers(config: RuntimeConfig, moved: Callable[[int], None]) -> tuple[Eng
     from ssd_fx.runtime.engines.memory import MemoryEngine
     from ssd_fx.runtime.engines.tiered import TieredEngine
 
-    tiers = TieredEngine(MemoryEngine(), engine, config.host_budget, config.inflight, moved)
+    tiers = TieredEngine(MemoryEngine(), engine, config.host_budget, config.inflight or streams.INFLIGHT_BYTES, moved)
     return tiers, config.resident
 
 

@@ -128,10 +128,8 @@ def test_ways_that_do_not_go_together(ways: list[str]) -> None:
 
 def test_a_way_has_options() -> None:
     found = gpu_ways.options_of(gpu_ways.checked("posix:auto:4GiB,inflight=1GiB,min_bytes=2MiB"))
-    assert found == {
-        **{"engine": "posix", "budget": "auto", "host_budget": "4GiB"},
-        **{"inflight": "1GiB", "min_bytes": "2MiB"},
-    }
+    first = {"engine": "posix", "budget": "auto", "host_budget": "4GiB"}
+    assert found == first | {"inflight": "1GiB", "min_bytes": "2MiB"}
 
 
 def test_who_measures_does_it_alone(tmp_path: Path) -> None:

@@ -174,6 +174,9 @@ class FakeGpu:
         self.check(address, nbytes, "a view")
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
+    def memory_bytes(self, device: torch.device) -> int:
+        return 0
+
     def copy(self, stream: FakeStream, target: Tensor, source: Tensor) -> None:
         to, size, stride, dtype = target.data_ptr(), target.size(), target.stride(), target.dtype
         at, other = source.data_ptr(), source.stride()

@@ -309,7 +309,8 @@ def test_configuration():
         ('{"inflight": true}', "inflight must be a int, not True"),
         ('{"dirs": [1]}', "list of strings"),
         ('{"dirs": ["a"]}', r"must be absolute.*\['a'\]"),
-        ('{"inflight": 0}', "must be > 0"),
+        ('{"inflight": -1}', "inflight must be >= 0, not -1"),
+        ('{"ranks": 0}', "ranks must be > 0, not 0"),
     ],
 )
 def test_bad_configuration(text, message):

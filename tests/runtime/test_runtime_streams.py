@@ -522,6 +522,21 @@ def test_the_fake_is_a_backend():
         assert fake[name] == parameters
 
 
+# ---- the cap on bytes in flight
+
+
+@pytest.mark.parametrize(("memory_bytes", "stand"), [(0, 1), (3 * 4 * N, 3)])
+def test_a_share_of_the_device_may_be_on_its_way_while_the_host_runs_ahead(monkeypatch, memory_bytes, stand):
+    """The device has not begun with anything. Where it is small, a store waits until the one before has ended."""
+    monkeypatch.setattr(streams, "INFLIGHT_BYTES", 100)
+    monkeypatch.setattr(FakeGpu, "memory_bytes", lambda self, device: streams.INFLIGHT_SHARE * memory_bytes)
+    with installed("lazy") as gpu:
+        handles = [store(gpu.tensor(numbers(N)), MEMORY, slot=i) for i in range(3)]
+        assert get_store(MEMORY).writer.writing_bytes == stand * 4 * N
+        del handles
+        close_stores()
+
+
 # ---- several streams of the user
 
 
