@@ -25,6 +25,7 @@ class PlanOptions:
     * `shrinks`: the shares of their bytes in which tensors of a dtype are written, with compression, by dtype.
     * `lossy`: whether what is offloaded may come back with other bits.
     * `rates`: where the rates of `machine` come from, in words for reports.
+    * `copied`: whether a device's tensors go to host memory and no further, as with the engine "memory".
     * `digest`: of what the user has chosen, for the graph's name. The runtime counts by it, and has a plan for each.
     """
 
@@ -44,4 +45,5 @@ class PlanOptions:
     shrinks: Rates = ()
     lossy: bool = False
     rates: str = "typical"
+    copied: bool = False
     digest: str = ""

@@ -237,6 +237,7 @@ def plan_options(config: Config, device: torch.device) -> PlanOptions:
         rates=_source_of_rates(config, device),
         runtime_config=config.runtime_json(),
         digest=config.digest(),
+        copied=config.engine == "memory",
         host_budget=config.own_host_budget,
         shrinks=_shrinks(config),
         lossy=any(is_lossy(codec, torch.float32) for _, codec in config.compression),

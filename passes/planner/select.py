@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from typing_extensions import assert_never
@@ -22,6 +22,7 @@ from ssd_fx.passes.plan import Decision, Forecast, Keep, Limits, Offload, Plan, 
 from ssd_fx.passes.planner.course import course, stock
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
 from ssd_fx.passes.planner.place import everything, floor
+from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solution import TOLERANCE, Solution, kept_bytes
 from ssd_fx.passes.planner.solve import BudgetError, solve
 from ssd_fx.passes.planner.step import Modelled, model
@@ -32,6 +33,7 @@ AUTO_SHARES = 20  # the share is one of so many
 # Times the floor may be used in any case. At the floor itself nothing can be read early, so steps wait. "auto" has room
 # for what is computed again, too: few layers need it, and with many it is less than the share.
 HEADROOM, AUTO_HEADROOM = 1.1, 1.3
+IN_VAIN = "needed before it would be written"
 LISTED = 3  # groups that an error names
 
 
@@ -73,19 +75,41 @@ def select(
     stay = isinstance(options.budget, float) and options.budget == 1.0
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=stay) for g in plan.groups}
     modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
-    solution, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
+    found, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
+    vain = _in_vain(modelled.step, found, copied=options.copied) if host_tier else frozenset()
+    solution = _without(modelled.step, found, vain, machine) if vain else found
+    kept = kept_bytes(modelled.step, found.choices)  # what is kept in vain would leave no memory when offloaded
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
     host_speedup = machine.lanes("host").write_bw / machine.write_bw if host_tier and not options.host_budget else 0.0
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
     return plan.with_(
-        decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups},
+        decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups}
+        | {modelled.slots[i]: Keep(IN_VAIN) for i in vain},
         points={slot: _points(plan, modelled, slot, transfer) for slot, transfer in transfers.items()},
-        forecast=_forecast(plan, modelled, solution, at, options, host_speedup),
+        forecast=_forecast(plan, modelled, solution, kept, at, options, host_speedup),
         course=course(plan, modelled, solution, machine),
         stock=plan.stock if plan.recomputed else stock(plan, modelled),
     )
+
+
+def _in_vain(step: Step, found: Solution, *, copied: bool) -> frozenset[int]:
+    """The items that a device would copy to host memory although they are needed before.
+
+    Their memory is never gone. A copy that waits in a stream cannot be cut short, as a write to a drive can. So the
+    load would wait for it, and for all copies before it. A mark that binds is obeyed all the same.
+    """
+    transfers, items = found.transfers, step.items
+    queued = {i for i in found.outcome.forwarded if copied or transfers[i].tier == "host"}
+    return frozenset(i for i in queued if Choice.KEEP in items[i].choices)
+
+
+def _without(step: Step, found: Solution, vain: Set[int], machine: Machine) -> Solution:
+    """`found`, with the items of `vain` kept. Nothing else is planned differently."""
+    choices = tuple(Choice.KEEP if i in vain else choice for i, choice in enumerate(found.choices))
+    transfers = {i: transfer for i, transfer in found.transfers.items() if i not in vain}
+    return Solution(choices, transfers, simulate(step, choices, transfers, machine))
 
 
 def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:
@@ -186,7 +210,13 @@ def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer) -> Po
 
 
 def _forecast(
-    plan: Plan, modelled: Modelled, solution: Solution, at: Limits, options: PlanOptions, host_speedup: float
+    plan: Plan,
+    modelled: Modelled,
+    solution: Solution,
+    kept: int,
+    at: Limits,
+    options: PlanOptions,
+    host_speedup: float,
 ) -> Forecast:
     step, outcome = modelled.step, solution.outcome
     assert plan.timeline is not None
@@ -199,7 +229,7 @@ def _forecast(
         read_stall_s=outcome.read_stall_s,
         peak=outcome.peak,
         peak_node=before + modelled.begins[peak],
-        kept=kept_bytes(step, solution.choices),
+        kept=kept,
         written=outcome.written,
         limits=at,
         floor=floor(step),

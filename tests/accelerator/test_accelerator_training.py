@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ssd_fx
 from ssd_fx.runtime.engines import staged
 from tests.models import assert_same_bits
+from tests.rates import QUICK
 from tests.runtime.real_device import kinds
 
 pytestmark = pytest.mark.skipif(not kinds(), reason="no accelerator here, nor the simulated one, torch_openreg")
@@ -66,7 +67,7 @@ def trained(how: dict[str, Any]) -> list[Tensor]:
 )
 def test_gradients_are_those_of_the_stock_compiler(more: dict[str, Any], tmp_path: Path) -> None:
     expected = trained({"backend": "aot_eager"})
-    options = {"dirs": [str(tmp_path)], "allow_tmpfs": True, "inner": "aot_eager", "machine": "default"}
+    options = {"dirs": [str(tmp_path)], "allow_tmpfs": True, "inner": "aot_eager", "machine": QUICK}
     options |= {"min_bytes": 0, "budget": 0} | more
     ssd_fx.reset_stats()
     with warnings.catch_warnings():

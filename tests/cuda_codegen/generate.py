@@ -21,8 +21,9 @@ from tests.cuda_codegen import pretend
 from tests.cuda_codegen.code import count
 from tests.cuda_codegen.models import CASES, DYNAMIC
 from tests.passes.lowered import lower
+from tests.rates import QUICK
 
-OPTIONS: dict[str, dict[str, Any] | None] = {"inductor": None, "ssd_fx": {"machine": "default", "recompute": False}}
+OPTIONS: dict[str, dict[str, Any] | None] = {"inductor": None, "ssd_fx": {"machine": QUICK, "recompute": False}}
 
 
 def generate(name: str, backend: str, directory: Path | None) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from tests.cuda_values.late_gpu import installed
 from tests.cuda_values.plants import PLANTS
 from tests.cuda_values.results import Trained
 from tests.cuda_values.step import Compiled, compiled, eager, train
+from tests.rates import QUICK
 
-ALL = {"engine": "memory", "min_bytes": 0, "budget": 0, "machine": "default", "recompute": False}
+ALL = {"engine": "memory", "min_bytes": 0, "budget": 0, "machine": QUICK, "recompute": False}
 Order = str | int
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ssd_fx
 from examples.train_gpt import GPT, Shape
 from tests.models import batch, deterministic
+from tests.rates import QUICK
 
 SMALL = Shape(layers=2, width=128, heads=2, seq=128, dropout=0.0)
 STEPS = 3
@@ -29,6 +30,7 @@ def main(device: str, engine: str, directory: str) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(SMALL).to(device))
     options = {"dirs": [directory], "engine": engine, "allow_tmpfs": True, "min_bytes": 0, "budget": 0}
+    options["machine"] = QUICK
     step = torch.compile(model, backend=ssd_fx.backend, options=options)
     inputs, targets = (x.to(device) for x in batch(SMALL))
     seen = hashlib.sha256()

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ssd_fx
 from examples.train_gpt import GPT, Shape
 from tests.models import assert_same_bits, batch, deterministic
+from tests.rates import QUICK
 
 DEVICE = "cuda"
 SMALL = Shape(layers=2, width=128, heads=2, seq=128, dropout=0.1)
@@ -53,7 +54,7 @@ def train(options: dict[str, Any] | None, steps: int = 4) -> list[torch.Tensor]:
 def test_same_bits_as_in_memory(config: str) -> None:
     """Losses and gradients with everything offloaded are those of the same graphs with engine "memory"."""
     chosen = json.loads(config)
-    options = {"dirs": chosen["dirs"], "allow_tmpfs": True, "min_bytes": 0, "budget": 0}
+    options = {"dirs": chosen["dirs"], "allow_tmpfs": True, "min_bytes": 0, "budget": 0, "machine": QUICK}
     with deterministic():
         expected = train({**options, "engine": "memory"})
         ssd_fx.reset_stats()

@@ -17,7 +17,7 @@ import ssd_fx
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.cost.machine import Machine, Tier
 from ssd_fx.passes.partition import Partition, node_names
-from ssd_fx.passes.plan import Offload, Plan
+from ssd_fx.passes.plan import Keep, Offload, Plan
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solve import solve
@@ -165,8 +165,13 @@ def device_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.empty(8, 8, device="meta").requires_grad_() for _ in range(2))  # type: ignore[return-value]
 
 
+# Copies to host memory keep up with the toys, so that none is in vain.
+QUICK = replace(toys.MACHINE, to_host_bw=1e15, from_host_bw=1e15, host_latency_s=0.0)
+
+
 def planned(toy: toys.Toy, *args: torch.Tensor, **changes: object) -> tuple[str, Plan, Partition]:
     """The dump without its first line and the times, the plan and the graphs."""
+    changes = {"machine": QUICK} | changes
     partition = toys.partitioned(toy, *(args or device_inputs()))
     names = node_names(partition)
     plan = pipeline.decide(partition, toys.options(**changes))
@@ -178,6 +183,7 @@ def planned(toy: toys.Toy, *args: torch.Tensor, **changes: object) -> tuple[str,
 
 def details(toy: toys.Toy, **changes: object) -> Any:
     """What `<graph>.plan.json` says."""
+    changes = {"machine": QUICK} | changes
     partition = toys.partitioned(toy, *device_inputs())
     plan = pipeline.decide(partition, toys.options(**changes))
     return dump.dump(partition, plan, node_names(partition)).plan
@@ -193,8 +199,8 @@ def test_the_dump_and_the_ops_name_the_tier() -> None:
     assert_expected_inline(
         text,
         """\
-sigmoid    256 B  offload host  store>sigmoid release>t_4 load<expand wait<mm_5                [sigmoid]
-sigmoid_1  256 B  offload host  store>sigmoid_1 release>t_4 load<expand wait<mm_3              [sigmoid_1]
+sigmoid    256 B  offload host  store>sigmoid release>mm_1 load<detach_1 wait<mm_5             [sigmoid]
+sigmoid_1  256 B  offload host  store>sigmoid_1 release>mm_2 load<sigmoid_backward wait<mm_3   [sigmoid_1]
 sigmoid_2  256 B  offload ssd   store>sigmoid_2 release>t_4 load<expand wait<sigmoid_backward  [detach_3]
 predicted host memory 512 B of 600 B allowed""",
     )
@@ -202,6 +208,37 @@ predicted host memory 512 B of 600 B allowed""",
     told = details(chain, host_budget=600)
     assert [group["decision"] for group in told["groups"]] == ["offload host", "offload host", "offload ssd"]
     assert (told["predicted"]["host_peak_bytes"], told["predicted"]["host_budget_bytes"]) == (512, 600)
+
+
+# A copy ends a second after its tensor is made, and the toy takes microseconds.
+LATE = replace(toys.MACHINE, latency_s=1.0, host_latency_s=1.0)
+VAIN = "needed before it would be written"
+
+
+@pytest.mark.parametrize("way", [{"host_budget": 600}, {"copied": True}], ids=["tier", "engine memory"])
+def test_what_would_be_needed_before_its_copy_has_ended_is_not_copied(way: dict[str, object]) -> None:
+    """A copy in a stream cannot be cut short: the load would wait for it. The peak is that of the plan with it."""
+    _, plan, partition = planned(chain, machine=LATE, **way)
+    assert plan.forecast is not None
+    stays = [group for group in plan.groups if plan.decisions[group.slot] == Keep(VAIN)]
+    assert stays
+    assert len(tiers_of_stores(partition)) == len(plan.groups) - len(stays)
+    assert not [group for group in plan.offloaded if plan.tier(group.slot) == "host"]
+    assert plan.forecast.kept == 0  # budget 0 holds
+    cut_short, before, _ = planned(chain, machine=LATE)
+    assert VAIN not in cut_short  # as a write to a drive is
+    assert before.forecast is not None
+    assert plan.forecast.peak <= before.forecast.peak
+
+
+def test_a_mark_binds_though_its_copy_is_in_vain() -> None:
+    _, _, partition = planned(marked, machine=LATE, host_budget=300)
+    assert tiers_of_stores(partition)[-1] == ("host", True)
+
+
+def test_on_the_cpu_nothing_is_in_vain() -> None:
+    found, _, _ = planned(chain, *toys.inputs(), machine=LATE, copied=True)
+    assert VAIN not in found
 
 
 def test_without_host_memory_nothing_is_said_of_tiers() -> None:
@@ -309,7 +346,8 @@ def test_a_plan_that_overfills_host_memory_is_broken() -> None:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_the_tier_reaches_the_store_that_runs(tmp_path: Path, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another device: tensors on the CPU may then only go to the drive, and no bit changes."""
-    options = {"inner": inner, "engine": "memory", "min_bytes": 0, "host_budget": "1MiB", "dump": str(tmp_path)}
+    options = {"inner": inner, "engine": "posix", "min_bytes": 0, "host_budget": "1MiB", "dump": str(tmp_path)}
+    options |= {"dirs": [str(tmp_path)], "allow_tmpfs": True}
     plain = toys.inputs()
     chain(*plain).backward()
     monkeypatch.setattr(pipeline, "_device", lambda partition: torch.device("meta"))
