@@ -128,9 +128,9 @@ NO_RATES = {
     "no JSON": "rates",
     "a list": "[]",
     "another version": '{"version": 0}',
-    "a section missing": '{"version": 3, "compute": {}}',
-    "a number": '{"version": 3, "compute": 1, "disk": {}}',
-    "no rate": '{"version": 3, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
+    "a section missing": '{"version": 4, "compute": {}}',
+    "a number": '{"version": 4, "compute": 1, "disk": {}}',
+    "no rate": '{"version": 4, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
 }
 
 

@@ -15,7 +15,8 @@ TIERS: tuple[Tier, Tier] = ("ssd", "host")
 Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and a number, mostly flops/s
 _BY_DTYPE = ("flops_by_dtype", "attention_flops", "attention_backward_flops")
 _TIMES = (  # may be 0; rates may not
-    "latency_s", "node_s", "drag_s_per_byte", "kernel_s", "erf_s", "random_s", "host_latency_s",
+    "latency_s", "node_s", "drag_s_per_byte", "kernel_s", "erf_s", "random_s", "host_latency_s", "launch_s",
+    "host_node_s",
 )  # fmt: skip
 
 
@@ -30,6 +31,8 @@ class Machine:
     transferred byte takes from the compute lane, whose cores or memory bandwidth its I/O uses. `kernel_s`: fixed cost
     of a kernel. `erf_s`, `random_s`: one error function, one random number, in a fused kernel. `to_host_bw`,
     `from_host_bw`, `host_latency_s`: of copies between a device with memory of its own and pinned host memory.
+    `launch_s`, `host_node_s`: what the host needs to launch a kernel, and for one of our nodes, if the device runs
+    behind it. A CPU has `node_s` instead.
     """
 
     flops: float
@@ -48,6 +51,8 @@ class Machine:
     to_host_bw: float = 12e9  # PCIe 3.0 x16 gives 12 to 13 GB/s to pinned memory, 4.0 twice that
     from_host_bw: float = 12e9
     host_latency_s: float = 2e-5
+    launch_s: float = 0.0
+    host_node_s: float = 0.0
 
     @staticmethod
     def default(device: torch.device, threads: int) -> Machine:
@@ -59,6 +64,10 @@ class Machine:
     def own_s(self, nbytes: int, tier: Tier = "ssd") -> float:
         """What the two nodes of ours at either end of a transfer add to the compute lane."""
         return 2 * self.node_s + self.lanes(tier).drag_s_per_byte * nbytes
+
+    def host_s(self, kernels: int, transfers: int) -> float:
+        """What a step takes of a host that a device runs behind. A transfer has four nodes."""
+        return self.launch_s * kernels + 4 * self.host_node_s * transfers
 
     def product_flops(self, dtype: torch.dtype) -> float:
         """Flops per second of a matrix product."""
@@ -121,6 +130,8 @@ _WORDS = {  # for people, in the order of printing: what a rate is of, its unit,
     "to_host_bw": ("copies to host memory", "MB/s", 1e-6),
     "from_host_bw": ("copies from host memory", "MB/s", 1e-6),
     "host_latency_s": ("copies, latency", "us", 1e6),
+    "launch_s": ("host, launch of a kernel", "us", 1e6),
+    "host_node_s": ("host, node of ssd_fx", "us", 1e6),
 }
 
 

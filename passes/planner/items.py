@@ -59,6 +59,11 @@ class Step:
     host_budget: int = 0
 
     @cached_property
+    def kernels(self) -> int:
+        """How many operators take time."""
+        return sum(seconds > 0 for seconds in self.seconds)
+
+    @cached_property
     def columns(self) -> Columns:
         """What is read of every item each time that the step is played."""
         items = self.items

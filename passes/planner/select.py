@@ -271,7 +271,8 @@ def limits(step: Step, budget: int | float | str, headroom: float = HEADROOM) ->
 
 
 def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: float) -> tuple[Solution, Limits]:
-    """The least share, 0 excepted, whose step waits for little time.
+    """The least share, 0 excepted, whose step waits for little time: for transfers, or for a host that has more to do
+    than the device.
 
     It is found with the quick search, by doubling and bisection, since less memory rarely takes less time. Without
     `quick` the full search then plans that share, unless what it finds waits longer.
@@ -281,11 +282,15 @@ def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: 
     def searched(share: int) -> tuple[Solution, Limits]:
         return solve_for(step, limits(step, share / AUTO_SHARES, AUTO_HEADROOM), machine, prefetch, quick=True)
 
-    kept = searched(AUTO_SHARES)[0].outcome
-    allowed_s = kept.stall_s + (slowdown + TOLERANCE) * kept.seconds
+    def waits_s(found: Solution) -> float:
+        host_s = machine.host_s(step.kernels, len(found.transfers))
+        return found.outcome.stall_s + max(0.0, host_s - found.outcome.seconds)
+
+    kept = searched(AUTO_SHARES)[0]
+    allowed_s = waits_s(kept) + (slowdown + TOLERANCE) * kept.outcome.seconds
 
     def is_cheap(share: int) -> bool:
-        return searched(share)[0].outcome.stall_s <= allowed_s
+        return waits_s(searched(share)[0]) <= allowed_s
 
     low, high = 0, 1
     while high < AUTO_SHARES and not is_cheap(high):
@@ -297,4 +302,4 @@ def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: 
     if quick:
         return found, at
     full, _ = solve_for(step, at, machine, prefetch)
-    return (full if full.outcome.stall_s <= allowed_s else found), at
+    return (full if waits_s(full) <= allowed_s else found), at

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner import select
-from ssd_fx.passes.planner.items import Choice
+from ssd_fx.passes.planner.items import Choice, Item, Step
 from ssd_fx.passes.planner.solve import solve
 from tests.passes.planner.brute_force import SLOWDOWN, TINY, all_kept_s, best_of_all, least_that_is_cheap
 from tests.passes.planner.instances import limits, random_instance
@@ -52,3 +53,13 @@ def test_auto_is_the_least_share_that_costs_little(seed: int) -> None:
     share = at.kept / sum(item.nbytes for item in tiny.step.items)
     assert share == pytest.approx(max(math.ceil(20 * best), 1) / 20)
     assert solution.outcome.stall_s <= SLOWDOWN * all_kept_s(tiny.step, tiny.machine)
+
+
+@pytest.mark.parametrize(("host_node_s", "offloaded"), [(0.0, 4), (0.05, 4), (0.2, 2), (5.0, 0)])
+def test_auto_leaves_a_busy_host_alone(host_node_s: float, offloaded: int) -> None:
+    """Four tensors whose transfers take no time, in a step of 16 s of which the host needs 15. It may take 17."""
+    items = tuple(Item(100, p, p, 15 - p, 15 - p) for p in range(4))
+    step = Step((1.0,) * 16, (0,) * 16, 8, items)
+    machine = Machine(1.0, 1.0, 1e12, 1e12, 0.0, launch_s=15 / 16, host_node_s=host_node_s)
+    solution, _ = select.solve_for(step, "auto", machine, slowdown=1 / 16)
+    assert len(solution.transfers) == offloaded
