@@ -76,9 +76,11 @@ def select(
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=stay) for g in plan.groups}
     modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
     found, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
-    vain = _in_vain(modelled.step, found, copied=options.copied) if host_tier else frozenset()
-    solution = _without(modelled.step, found, vain, machine) if vain else found
-    kept = kept_bytes(modelled.step, found.choices)  # what is kept in vain would leave no memory when offloaded
+    kept = kept_bytes(modelled.step, found.choices)  # what would be copied in vain does not count: it never leaves
+    solution = found
+    if host_tier:
+        solution = without_vain(modelled.step, found, machine, at.memory, copied=options.copied)
+    vain = [i for i in found.transfers if i not in solution.transfers]
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
@@ -94,22 +96,40 @@ def select(
     )
 
 
-def _in_vain(step: Step, found: Solution, *, copied: bool) -> frozenset[int]:
-    """The items that a device would copy to host memory although they are needed before.
+def without_vain(step: Step, found: Solution, machine: Machine, limit: float, *, copied: bool) -> Solution:
+    """`found`, but what a device would copy to host memory in vain is kept. No more than `limit` bytes are alive.
+
+    `copied`: all that is offloaded goes to host memory.
+    """
+    solution = found
+    while vain := _in_vain(step, solution, copied):
+        solution = _kept_instead(step, solution, vain, machine, limit)
+    return solution
+
+
+def _in_vain(step: Step, found: Solution, copied: bool) -> set[int]:
+    """The items that would be copied to host memory although they are needed before.
 
     Their memory is never gone. A copy that waits in a stream cannot be cut short, as a write to a drive can. So the
     load would wait for it, and for all copies before it. A mark that binds is obeyed all the same.
     """
-    transfers, items = found.transfers, step.items
-    queued = {i for i in found.outcome.forwarded if copied or transfers[i].tier == "host"}
-    return frozenset(i for i in queued if Choice.KEEP in items[i].choices)
+    queued = {i for i in found.outcome.forwarded if copied or found.transfers[i].tier == "host"}
+    return {i for i in queued if Choice.KEEP in step.items[i].choices}
 
 
-def _without(step: Step, found: Solution, vain: Set[int], machine: Machine) -> Solution:
-    """`found`, with the items of `vain` kept. Nothing else is planned differently."""
+def _kept_instead(step: Step, found: Solution, vain: Set[int], machine: Machine, limit: float) -> Solution:
+    """With the items of `vain` kept, and nothing else planned differently.
+
+    Operators then start earlier. So more of them run while a tensor is written, and it is held that long. If that
+    exceeds the limit, all releases wait for their writes.
+    """
     choices = tuple(Choice.KEEP if i in vain else choice for i, choice in enumerate(found.choices))
     transfers = {i: transfer for i, transfer in found.transfers.items() if i not in vain}
-    return Solution(choices, transfers, simulate(step, choices, transfers, machine))
+    outcome = simulate(step, choices, transfers, machine)
+    if outcome.peak > limit:
+        transfers = {i: replace(transfer, block=True) for i, transfer in transfers.items()}
+        outcome = simulate(step, choices, transfers, machine)
+    return Solution(choices, transfers, outcome)
 
 
 def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:
