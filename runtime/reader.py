@@ -145,8 +145,8 @@ class Reader:
                 _place(entry, load)
             return load
         if consume and same and _may_begin_there(held, relies_on) and is_alone(held) and not is_foreign(held):
-            out = alias(held, layout)  # before `cancel`, which drops `held` if the write has ended meanwhile
-            self._writer.cancel(entry)
+            out = alias(held, layout)  # before `give_away`, which drops `held` if the write has ended meanwhile
+            self._writer.give_away(entry)
             drop(entry)
             entry.storage = None  # it lives on in the backward, so it cannot show whether the write freed memory
             return Load(out, out, None, seq)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Literal
 
 import torch
@@ -49,6 +49,7 @@ class Writer:
         self._writing: dict[Entry, None] = {}  # oldest first
         self.resident_bytes = 0
         self.writing_bytes = 0
+        self._in_vain: deque[tuple[streams.Queued, Tensor]] = deque()  # copies that go on, and what they read
         self._outstanding = _Outstanding()
         self._said_no_memory = False
         self._ended = False
@@ -76,6 +77,8 @@ class Writer:
 
     def reap(self) -> None:
         """Drops our references to the tensors that have been written."""
+        while self._in_vain and self._in_vain[0][0].done():
+            self._in_vain.popleft()
         unfinished = 0
         ended = []
         for entry in self._writing:
@@ -135,6 +138,20 @@ class Writer:
         else:
             self.finish(entry, error)
 
+    def give_away(self, entry: Entry) -> None:
+        """Ends an entry's write, or its wait for one, for somebody who takes the tensor over and may write into it.
+
+        A copy that is queued on a stream goes on: nothing can take it back, and the host would wait for all copies
+        before it. What it moves is not read. Until it has ended nobody else gets the memory that it reads.
+        """
+        write, held = entry.write, entry.held
+        if isinstance(write, streams.Queued) and write.cannot_fail() and not write.done():
+            assert held is not None, "what is being written is held"
+            self._in_vain.append((write, alias(held, entry.layout)))
+            self._cancelled(entry)
+            return
+        self.cancel(entry)
+
     def end(self) -> None:
         """Ends all writes for good. What was being written stays in memory, even if its write had just ended."""
         self._ended = True
@@ -142,6 +159,9 @@ class Writer:
             if entry.write:
                 entry.write.cancel()
             self._cancelled(entry)
+        for write, _ in self._in_vain:
+            write.cancel()
+        self._in_vain.clear()
 
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""

@@ -300,13 +300,18 @@ class Queued:
         if self._error:
             raise self._error
 
+    def cannot_fail(self) -> bool:
+        """Whether it was started, and its outcome is known before its end."""
+        return not self._may_fail and self._error is None and self._ended is not None
+
     def follow(self) -> bool:
         """Whether the device's current stream waits for the end from here on, so that the host need not.
 
         False if the host has to see the outcome. Memory must be kept as for a transfer that is under way.
         """
-        if self._may_fail or self._error or self._ended is None:
+        if not self.cannot_fail():
             return False
+        assert self._ended, "it was started"
         with self._streams.on(self._device):
             self._streams.current(self._device).wait_event(self._ended)
         return True

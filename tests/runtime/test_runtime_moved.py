@@ -19,6 +19,7 @@ from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
 from ssd_fx.runtime.engines.striped import StripedEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
+from ssd_fx.runtime.memory import numa
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_cuda import FakeDriver, FakeEvent, library
 from tests.runtime.fake_gpu import FakeGpu, installed
@@ -52,6 +53,7 @@ def gpu(request, monkeypatch):
 def as_cuda(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on its memory is a `Memory` of DEVICE, and host memory is nobody's."""
     monkeypatch.setattr(streams, "of", lambda device: gpu if device.type == "cuda" else None)
+    monkeypatch.setattr(numa, "_cores", lambda device: set())  # on a machine with a GPU it would ask that one
 
 
 @pytest.fixture

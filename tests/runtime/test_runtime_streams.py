@@ -171,6 +171,35 @@ def test_given_away_and_overwritten_while_being_written(gpu, config):
     assert gpu.bytes_of(load(second, others)) == raw(others)
 
 
+@LATE
+def test_what_is_given_away_does_not_wait_for_its_copy(gpu):
+    """Nor for those before it. The copy then reads what the backward has made of the memory, and nobody gets that."""
+    values, others, mine = numbers(), numbers(N, 7), torch.full((N,), -1.0)
+    first, x = gpu.tensor(others), gpu.tensor(values)
+    before, handle = store(first, MEMORY), store(x, MEMORY, slot=1)
+    address = x.data_ptr()
+    release(handle, x)
+    waits = gpu.ms
+    del x
+    y = load(handle, values)
+    late = gpu.order == "lazy"  # else the copy may have ended
+    if late:
+        assert lookup(handle).state is State.DONATED
+        assert (y.data_ptr(), gpu.ms) == (address, waits)  # the host has waited for nothing
+    assert gpu.bytes_of(y) == raw(values)
+    gpu.overwrite(y, mine)
+    del y
+    taken = gpu.tensor(torch.full((N,), 5.0))
+    if late:
+        assert taken.data_ptr() != address  # nobody gets it while the copy reads it
+    again = on_disk(gpu, MEMORY, values, slot=2)  # in the host memory of the copy, perhaps
+    assert gpu.bytes_of(load(again, values)) == raw(values)
+    assert gpu.bytes_of(load(before, others)) == raw(others)
+    settle(before)
+    store(gpu.tensor(numbers(1)), MEMORY, slot=99)
+    assert not get_store(MEMORY).writer._in_vain
+
+
 def test_handle_dies_while_its_write_is_queued(gpu, config):
     values = numbers()
     for i in range(3):
