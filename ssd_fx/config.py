@@ -343,12 +343,7 @@ def _parse_machine(name: str, value: object) -> str:
 
 
 def _parse_inflight(name: str, value: object) -> int | str:
-    if value == "auto":
-        return "auto"
-    try:
-        return parse_positive(name, value)
-    except ValueError as error:
-        raise ValueError(f"{error}, or 'auto'") from None
+    return "auto" if value == "auto" else parse_positive(name, value)
 
 
 def _parse_ranks(name: str, value: object) -> Ranks:

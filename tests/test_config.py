@@ -198,7 +198,7 @@ def test_nothing_in_flight() -> None:
 def test_in_flight_is_a_size_or_left_to_the_device() -> None:
     said = [json.loads(Config.make({"inflight": value}).runtime_json())["inflight"] for value in ("auto", "1GiB")]
     assert said == [0, 2**30]
-    with pytest.raises(ValueError, match=r"inflight='much' is not a size; .* 'auto'"):
+    with pytest.raises(ValueError, match="inflight='much' is not a size"):
         Config.make({"inflight": "much"})
 
 
