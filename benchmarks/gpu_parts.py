@@ -25,8 +25,8 @@ from pathlib import Path
 
 from parts import Ended, Part, filled, run  # a neighbour of this file
 
-BENCH = "{python} benchmarks/gpu.py --dir {dir} --results {out} --no-md"
-WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --turns {out}/turns --patience 200 --warmup 4"
+BENCH = "{python} benchmarks/gpu_bandwidth.py --dir {dir} --results {out}"
+WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --turns {out}/turns --patience 200"
 LARGE = f"{WAYS} --bfloat16 --optimizer sgd"
 MEASURED = ("auto", "memory", "posix")
 TESTS = "{python} -m pytest -m gpu -q"
@@ -111,7 +111,7 @@ PARTS = (
         "bandwidth",
         "engines memory and posix with 1, 8 and 64 MiB, and the CPU time of the I/O threads",
         60,
-        (BENCH + " --name bandwidth --bandwidth-only --engines memory,posix",),
+        (BENCH + " --name bandwidth --engines memory,posix",),
     ),
     Part(
         "ways-wide",
@@ -158,7 +158,7 @@ PARTS = (
         "ways-drive",
         "4 layers, nothing stays",
         290,
-        (f"{WAYS} --name drive --layers 4 --pairs 5 --seconds 20 --ways posix:0",),
+        (f"{WAYS} --name drive --layers 4 --rounds 5 --seconds 20 --ways posix:0",),
         alone=False,
         environment=FEW,
     ),
@@ -174,7 +174,7 @@ PARTS = (
         240,
         (
             TESTS + " tests/gpu/test_gpu_roundtrip.py -k kvikio",
-            BENCH + " --name kvikio --bandwidth-only --engines kvikio --sizes 1 8 64",
+            BENCH + " --name kvikio --engines kvikio --sizes 1 8 64",
         ),
         needs="module kvikio",
         environment={"GPU_ENGINES": "kvikio"},
@@ -185,7 +185,7 @@ PARTS = (
         180,
         (
             TESTS + " tests/gpu/test_gpu_roundtrip.py -k kvikio",
-            BENCH + " --name kvikio-forced --bandwidth-only --engines kvikio-forced --sizes 64",
+            BENCH + " --name kvikio-forced --engines kvikio-forced --sizes 64",
         ),
         needs="module kvikio",
         environment={"GPU_ENGINES": "kvikio-forced"},

@@ -1,4 +1,4 @@
-"""Steps of a GPT on a GPU, plain Inductor and ssd_fx in turns: the second half of gpu.py."""
+"""Steps of a GPT on a GPU, for gpu_ways.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gzip
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 import train_gpt
 from gpu_bandwidth import synchronize
 from moved import Moved
-from predicted import read as read_plan
 from torch.profiler import ProfilerActivity
 
 import ssd_fx
@@ -32,32 +31,32 @@ OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD
 
 @dataclass(frozen=True)
 class Step(Moved):
-    """`graph_s`: forward and backward, 0 where they were not timed apart from the optimizer."""
+    """`graph_s`: of `time_s`, forward and backward."""
 
     time_s: float
     peak_bytes: int
     loss: float
-    graph_s: float = 0.0
+    graph_s: float
 
 
 class Training:
-    """A model of its own under one backend; `step` makes one step. `engine` None: plain Inductor."""
+    """A model, its optimizer and its batches. `compiled` makes the forward of a step; `ours`: with ssd_fx.
 
-    def __init__(self, flags: argparse.Namespace, engine: str | None, dump: str = "") -> None:
-        self.device, self.amp, self.ours = torch.device(flags.device), flags.amp, engine is not None
-        self.apart = flags.predicted
+    A step is forward, backward and optimizer, with a synchronisation before each half and behind it. The peak is that
+    of forward and backward above the level before them, as torch's allocator counts; gradients lie below that level.
+    """
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self.device, self.amp, self.ours = torch.device(flags.device), flags.amp, False
         torch.manual_seed(flags.seed)
         shape = train_gpt.Shape(flags.layers, flags.width, flags.heads, flags.seq, flags.dropout)
         with self.device:  # a wide model takes minutes to initialise on the CPU
             self.model = train_gpt.GPT(shape)
         if flags.bfloat16:
             self.model.bfloat16()
+        self.compiled: Callable[..., Any] = self.model
         self.optimizer = OPTIMIZERS[flags.optimizer](self.model.parameters(), lr=flags.lr)
         self.batches = train_gpt.batches(flags.batch, flags.seq, flags.seed)
-        if engine is None:
-            self.compiled = torch.compile(self.model)
-        else:
-            self.compiled = torch.compile(self.model, backend=ssd_fx.backend, options=options(flags, engine, dump))
 
     def step(self) -> Step:
         inputs, targets = (x.to(self.device) for x in next(self.batches))
@@ -67,13 +66,12 @@ class Training:
         level = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        start, graph_s = time.perf_counter(), 0.0
+        start = time.perf_counter()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
             loss = self.compiled(inputs, targets)
         loss.backward()
-        if self.apart:
-            synchronize(self.device)
-            graph_s = time.perf_counter() - start
+        synchronize(self.device)
+        graph_s = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated() - level if self.device.type == "cuda" else 0
         self.optimizer.step()
         synchronize(self.device)
@@ -85,37 +83,6 @@ class Training:
 def no_events() -> None:
     """From here on no node has events around it, so that the steps after the first are like all later ones."""
     device_trace.node = lambda *_: nullcontext()
-
-
-def options(flags: argparse.Namespace, engine: str, dump: str = "") -> dict[str, Any]:
-    """What ssd_fx is told."""
-    made = {"dirs": [flags.dir], "engine": engine, "allow_tmpfs": flags.allow_tmpfs}
-    return made | {"budget": flags.budget, "host_budget": flags.host_budget} | ({"dump": dump} if dump else {})
-
-
-def steps(engine: str, flags: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """What was measured of an engine: `pairs` of (plain, ours) in neighbouring steps; `kernels` and `predicted` if
-    the flags want them, the former beside `path`-ENGINE.trace.json.gz."""
-    torch._dynamo.reset()
-    device_trace.clear()  # another engine's graphs may have the same names, and their runs are counted
-    if flags.untimed:
-        no_events()
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="ssd_fx-gpu-") as scratch:
-        trainings = (Training(flags, None), Training(flags, engine, scratch if flags.predicted else ""))
-        taken = []
-        for number in range(flags.warmup + flags.pairs):
-            order = (0, 1) if number % 2 == 0 else (1, 0)
-            made = {which: trainings[which].step() for which in order}
-            taken.append((asdict(made[0]), asdict(made[1])))
-        found["pairs"] = taken[flags.warmup :]
-        if flags.profile:
-            traces = (None, Path(f"{path}-{engine}.trace.json.gz"))
-            names = ("plain", "ours")
-            found["kernels"] = {n: kernels(t, f) for n, t, f in zip(names, trainings, traces, strict=True)}
-        if flags.predicted:
-            found["predicted"] = asdict(read_plan(Path(scratch)))
-    return found
 
 
 def kernels(training: Training, trace: Path | None) -> dict[str, Any]:

@@ -7,8 +7,8 @@ python benchmarks/gpu_ways.py --print FILE.json ...   # the tables of what was m
 A way is ENGINE:BUDGET[:HOST_BUDGET] of ssd_fx, with more options behind commas (memory:0,inflight=4GiB), or
 recompute:SHARE, which is plain Inductor with that `activation_memory_budget`, or checkpoint, which is plain Inductor
 with a checkpoint around every layer. Plain Inductor is always there. All train one model with one optimizer, so that a
-wide one has room. How a step is measured: gpu.py. No event is around any node. The first step of a way compiles, and
-pins host memory where no way before has.
+wide one has room. The first step of a way compiles, and pins host memory where no way before has. No event is around
+any node, so the steps after it are all alike. gpu_steps.py says what a step is.
 
 Several such processes may compile at once: with one `--turns FILE` each measures when all have compiled, and alone.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import fcntl
 import json
 import statistics
 import sys
@@ -31,12 +30,13 @@ from typing import Any
 
 import torch
 import ways as others
-from gpu import ALONE, parse_flags, results_path, slug, system  # neighbours of this file
-from gpu_report import middle
-from gpu_steps import Training, kernels, no_events
+from gpu_bandwidth import ALONE  # neighbours of this file
+from gpu_machine import add_flags, prepare, results_path, slug, system
+from gpu_steps import OPTIMIZERS, Training, kernels, no_events
 from predicted import read as read_plan
 from system import MIB, write_json
 from torch._inductor.compile_fx import compile_fx
+from turns import Turn
 
 import ssd_fx
 from ssd_fx.config import Config
@@ -134,12 +134,12 @@ def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result:
         print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="ssd_fx-gpu-") as scratch:
-        training = Training(flags, None)
+        training = Training(flags)
         say("model made")
         ways = [Way(name, training, flags, scratch) for name in (PLAIN, *names)]
         turn = Turn(flags.turns) if flags.turns else None
         started = began
-        for number in range(flags.warmup + flags.pairs):
+        for number in range(flags.warmup + flags.rounds):
             if number == 1 and turn:
                 result["alone"] = turn.wait(flags.patience)
                 say("measures alone" if result["alone"] else f"measures beside others, after {flags.patience} s")
@@ -156,7 +156,7 @@ def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result:
                     say(f"{way.name}: {way.ended or 'first step'}")
                 if way.ended:
                     torch.cuda.empty_cache()
-            say(f"round {number + 1} of {flags.warmup + flags.pairs}")
+            say(f"round {number + 1} of {flags.warmup + flags.rounds}")
             result["ways"] = {way.name: way.found() for way in ways}
             write_json(f"{path}.json", result)
         for way in ways if flags.profile else ():
@@ -164,30 +164,6 @@ def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result:
                 result["ways"][way.name]["kernels"] = way.profiled(path)
                 write_json(f"{path}.json", result)
                 say(f"{way.name}: profiled")
-
-
-class Turn:
-    """Of processes that name one file: none measures while another compiles or measures. It lasts until this one ends.
-
-    The file is locked: shared to compile, exclusively to measure. So a process that is killed stops no other.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._file = Path(path).open("a")  # noqa: SIM115, it is open while this process lives
-        fcntl.flock(self._file, fcntl.LOCK_SH)
-
-    def wait(self, patience_s: float) -> bool:
-        """Whether the turn came within that time."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.1)
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -200,6 +176,10 @@ def table(result: Mapping[str, Any]) -> str:
     if ways and ways[PLAIN]["steps"]:
         lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
         lines += [row(name, found, ways[PLAIN]["steps"]) for name, found in ways.items() if found["steps"]]
+    profiled = {name: found["kernels"] for name, found in ways.items() if "kernels" in found}
+    if profiled:
+        lines += ["", "Kernels of one more step:", "", "| way | kernels | ms | copies, ms |", "|---|---|---|---|"]
+        lines += [f"| {name} | {k['count']} | {k['ms']:.2f} | {k['copies_ms']:.2f} |" for name, k in profiled.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -217,26 +197,44 @@ def row(name: str, found: Mapping[str, Any], plain: Sequence[Mapping[str, Any]])
     return "| " + " | ".join(cells) + " |"
 
 
+def middle(steps: Sequence[Mapping[str, Any]], name: str, scale: float) -> str:
+    return f"{statistics.median(step[name] for step in steps) * scale:.1f}"
+
+
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of gpu.py that tell of the model, the steps and the place, with those of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", type=checked, default=["memory:auto"], metavar="WAY")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no round later, default %(default)s")
-    parser.add_argument("--turns", metavar="FILE", help="measure alone, of all processes that name this file")
-    parser.add_argument("--patience", type=float, default=600.0, help="seconds to wait for that, default %(default)s")
-    parser.add_argument("--print", nargs="+", metavar="JSON", help="only print what these say")
-    own, others = parser.parse_known_args(arguments)
-    if len(set(own.ways)) < len(own.ways):
-        parser.error(f"a way is named twice: {' '.join(own.ways)}")
-    engines = {way.partition(":")[0] for way in own.ways}
-    if ALONE in engines and "kvikio" in engines:
+    add_flags(parser)
+    add = parser.add_argument
+    add("--ways", nargs="+", type=checked, default=["memory:auto"], metavar="WAY")
+    for name, default in (("layers", 12), ("width", 768), ("heads", 12), ("batch", 8), ("seq", 1024), ("seed", 0)):
+        add(f"--{name}", type=int, default=default, help="default %(default)s")
+    for name, rate in (("dropout", 0.1), ("lr", 3e-4)):
+        add(f"--{name}", type=float, default=rate, help="default %(default)s")
+    add("--optimizer", default="adamw", choices=tuple(OPTIMIZERS), help="sgd: no state, for wide models")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--no-amp", dest="amp", action="store_false", help="float32 instead of bfloat16 autocast")
+    precision.add_argument("--bfloat16", action="store_true", help="weights too, and no autocast")
+    add("--rounds", type=int, default=7, help="measured rounds of one step of every way, default %(default)s")
+    add("--warmup", type=int, default=4, help="rounds before them, default %(default)s")
+    add("--seconds", type=float, default=3600.0, help="begin no round later, default %(default)s")
+    add("--turns", metavar="FILE", help="measure alone, of all processes that name this file")
+    add("--patience", type=float, default=600.0, help="seconds to wait for that, default %(default)s")
+    add("--profile", action="store_true", help="kernels and timeline of one more step of every way")
+    flags = parser.parse_args(arguments)
+    flags.amp &= not flags.bfloat16
+    if len(set(flags.ways)) < len(flags.ways):
+        parser.error(f"a way is named twice: {' '.join(flags.ways)}")
+    if {ALONE, "kvikio"} <= {way.partition(":")[0] for way in flags.ways}:
         parser.error(f"{ALONE} needs a process of its own: it configures cuFile otherwise than kvikio")
-    if own.print:
-        return own
-    flags = parse_flags(["--steps-only", "--untimed", "--predicted", *others])
-    for name, value in vars(own).items():
-        setattr(flags, name, value)
+    if not flags.print:
+        prepare(parser, flags)
     return flags
+
+
+def model_of(flags: argparse.Namespace) -> str:
+    precision = "bfloat16" if flags.bfloat16 else "bfloat16 autocast" if flags.amp else "float32"
+    shape = f"{flags.layers} layers, width {flags.width}, {flags.heads} heads, batch {flags.batch} x {flags.seq}"
+    return f"GPT, {shape}, {precision}, {flags.optimizer}"
 
 
 def checked(way: str) -> str:
@@ -272,11 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if flags.print:
         print(*(table(json.loads(Path(path).read_text())) for path in flags.print), sep="\n", end="")
         return
-    if flags.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no GPU here: torch sees no CUDA device, so nothing was run and nothing was written")
-    Path(flags.dir).mkdir(parents=True, exist_ok=True)
-    date, about = datetime.date.today().isoformat(), system(flags)
-    del about["options"]  # each way has its own
+    date, about = datetime.date.today().isoformat(), system(flags) | {"model": model_of(flags)}
     path = results_path(flags, date, about["device"], flags.name or "ways")
     result = {"date": date, "system": about, "flags": vars(flags)}
     measure(flags.ways, flags, path, result)

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import gpu
+import gpu_bandwidth
 import gpu_parts
 import gpu_ways
 import pytest
 import torch
+import turns
 from gpu_parts import PARTS
-from gpu_report import kernel_lines, report
-from gpu_steps import options, summed
+from gpu_steps import summed
 from parts import Ended, Part, filled, run
 
 ROOT = Path(__file__).parents[2]
@@ -44,21 +44,29 @@ def test_what_the_parts_run_is_there() -> None:
         assert all((ROOT / word).exists() for word in words if re.fullmatch(r"(tests|benchmarks)/.*", word)), words
 
 
-@pytest.mark.parametrize(("name", "given"), arguments("benchmarks/gpu.py"), ids=lambda value: str(value)[:20])
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As if there was one, and a directory on its drive."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+
+
+def here(given: Sequence[str]) -> list[str]:
+    return ["drive" if word == "/drive" else word for word in given]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("name", "given"), arguments("benchmarks/gpu_bandwidth.py"), ids=lambda value: str(value)[:20])
 def test_the_benchmark_takes_the_flags_of_its_parts(name: str, given: list[str]) -> None:
-    """None of the steps that are measured is traced, and results of one part do not replace those of another."""
-    flags = gpu.parse_flags(given)
-    assert flags.name.startswith(name)
-    assert (flags.dir, flags.results, flags.md) == ("/drive", "/out", False)
-    assert flags.bandwidth_only != flags.steps_only
-    if flags.steps_only:
-        assert flags.warmup == 17
-        assert flags.pairs <= 15
+    flags = gpu_bandwidth.parsed(here(given))
+    assert flags.name == name
+    assert flags.results == "/out"
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("name", "given"), arguments("benchmarks/gpu_ways.py"), ids=lambda value: str(value)[:20])
 def test_the_ways_are_taken(name: str, given: list[str]) -> None:
-    flags = gpu_ways.parsed(given)
+    flags = gpu_ways.parsed(here(given))
     assert name == f"ways-{flags.name}"
     assert flags.ways == given[given.index("--ways") + 1 :]
     limit = next(part.limit_s for part in PARTS if part.name == name)
@@ -66,7 +74,7 @@ def test_the_ways_are_taken(name: str, given: list[str]) -> None:
 
 
 def test_results_of_the_parts_have_different_names() -> None:
-    given = (*arguments("benchmarks/gpu.py"), *arguments("benchmarks/gpu_ways.py"))
+    given = (*arguments("benchmarks/gpu_bandwidth.py"), *arguments("benchmarks/gpu_ways.py"))
     names = [words[words.index("--name") + 1] for _, words in given]
     assert len(set(names)) == len(names)
 
@@ -79,33 +87,20 @@ def test_the_forced_engine_has_processes_of_its_own() -> None:
         assert not {"kvikio", "kvikio-forced"} <= engines
 
 
-REFUSED = {
-    "no directory": ([], "--dir is needed"),
-    "not alone": (["--dir", "d", "--engines", "posix,kvikio-forced"], "kvikio-forced needs a process of its own"),
-    "both halves": (["--dir", "d", "--bandwidth-only", "--steps-only"], "not allowed with"),
-    "too early": (["--dir", "d", "--warmup", "3"], "pair 3 would be measured, and has events around every node"),
-    "too long": (["--dir", "d", "--pairs", "16"], "pair 32 would be measured.*--pairs of at most 15"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_flags_that_would_mislead_are_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given, message = REFUSED[case]
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--dir is needed"),
+        (["--dir", "d", "--engines", "posix,kvikio-forced"], "kvikio-forced needs a process of its own"),
+    ],
+    ids=["no directory", "not alone"],
+)
+def test_flags_that_would_mislead_are_refused(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        gpu.parse_flags(given)
-    assert re.search(message, " ".join(capsys.readouterr().err.split()))
-
-
-def test_the_budgets_reach_the_options() -> None:
-    flags = gpu.parse_flags(["--dir", "/drive", "--host-budget", "32GiB", "--budget", "auto"])
-    found = options(flags, "posix")
-    assert found == {
-        "dirs": ["/drive"],
-        "engine": "posix",
-        "allow_tmpfs": False,
-        "budget": "auto",
-        "host_budget": "32GiB",
-    }
+        gpu_bandwidth.parsed(given)
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +130,7 @@ def test_a_way_has_options() -> None:
 def test_who_measures_does_it_alone(tmp_path: Path) -> None:
     """The second compiles, or measures, so the first waits, and goes on without its turn after a while."""
     path = str(tmp_path / "turns")
-    first, second = gpu_ways.Turn(path), gpu_ways.Turn(path)
+    first, second = turns.Turn(path), turns.Turn(path)
     assert not first.wait(0.2)
     assert second.wait(0.0)
     assert not first.wait(0.2)
@@ -291,19 +286,11 @@ def test_kernels_are_told_from_copies() -> None:
     events = [("triton_a", 500.0), ("Memcpy DtoH", 250.0), ("triton_b", 2000.0), ("triton_a", 500.0)]
     found = summed(events)
     assert found == {"count": 3, "ms": 3.0, "copies_ms": 0.25, "largest": {"triton_b": 2.0, "triton_a": 1.0}}
-    lines = kernel_lines("posix", {"plain": found, "ours": found})
-    assert "| ours | 3 | 3.00 | 0.25 |" in lines
-    assert "- triton_b: 2.000" in lines
+    ways = {"plain": {"steps": [], "ended": ""}, "memory:0": {"steps": [], "ended": "", "kernels": found}}
+    assert "| memory:0 | 3 | 3.00 | 0.25 |" in gpu_ways.table({"system": {"device": ""}, "date": "", "ways": ways})
 
 
-def test_half_a_result_has_half_a_report() -> None:
-    system = {"device": "a GPU"}
-    result = {
-        "system": system,
-        "date": "today",
-        "serving": {},
-        "missing": {"kvikio": "no"},
-        "bandwidth": [],
-        "steps": {},
-    }
-    assert report(result).splitlines()[-2:] == ["- device: a GPU", "- engine kvikio: not here: no"]
+def test_half_a_result_has_half_a_table() -> None:
+    result = {"system": {"device": "a GPU"}, "date": "today", "serving": {}, "missing": {"kvikio": "no"}}
+    said = gpu_bandwidth.table(result | {"bandwidth": []})
+    assert said.splitlines()[-2:] == ["- device: a GPU", "- engine kvikio: not here: no"]

@@ -1,0 +1,31 @@
+"""Processes that compile at once and measure one after the other."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from pathlib import Path
+
+
+class Turn:
+    """Of processes that name one file: none measures while another compiles or measures. It lasts until this one ends.
+
+    The file is locked: shared to compile, exclusively to measure. So a process that is killed stops no other.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = Path(path).open("a")  # noqa: SIM115, it is open while this process lives
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def wait(self, patience_s: float) -> bool:
+        """Whether the turn came within that time."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.1)
