@@ -94,7 +94,10 @@ class Engine(Protocol):
         """
 
     def free(self, extent: Extent) -> None:
-        """Takes back an extent whose transfers are done."""
+        """Takes back an extent whose transfers are done. A copy on a stream that cannot fail may go on: it is in vain.
+
+        The engine keeps it from what the extent's room has later.
+        """
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         """A transfer of the bytes of `memory` to `extent`, which the caller starts."""

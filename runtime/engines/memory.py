@@ -25,7 +25,11 @@ class _HostExtent(Extent):
 
 
 class MemoryEngine:
-    """Extents are host memory and transfers are copies: the reference that others are compared with."""
+    """Extents are host memory and transfers are copies: the reference that others are compared with.
+
+    A copy from a device may go on after its extent was freed (`Writer.give_away`). The next one into the same memory is
+    queued behind it. What the host copies, which waits for no stream, goes to memory that no such copy ever gets.
+    """
 
     name = "memory"
     disk_bytes = 0
@@ -33,7 +37,7 @@ class MemoryEngine:
     def __init__(self) -> None:
         self.devices = frozenset({"cpu", "cuda", streams.accelerator() or "cuda"})
         self._sides = streams.SideStreams()
-        self._pinned: dict[torch.device, Pinned] = {}
+        self._pinned: dict[tuple[torch.device, bool], Pinned] = {}  # and whether the host fills it
         self._reads: dict[streams.Queued, Piece] = {}  # those under way, with the memory that they read
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
@@ -77,7 +81,8 @@ class MemoryEngine:
     def _take(self, queued: streams.Streams, memory: Memory) -> Piece:
         device = memory.reader
         with queued.on(device):
-            return self._pinned.setdefault(device, Pinned(queued, device)).take(memory.nbytes)
+            by_host = memory.home is not None
+            return self._pinned.setdefault((device, by_host), Pinned(queued, device)).take(memory.nbytes)
 
     def _copy(self, queued: streams.Streams, memory: Memory, pinned: Piece, write: bool) -> Completion:
         def enqueue(side: streams.Stream) -> None:

@@ -292,3 +292,36 @@ def test_a_device_that_executes_late(monkeypatch, tmp_path, order):
         assert gpu.bytes_of(y) == raw(values)
         del y, handle
         close_stores()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_tensor_moves_on_to_memory_that_a_copy_in_vain_still_fills(order):
+    """Where the drive is host memory too (engine "memory"). The copy was given up, and the device does it all the same.
+
+    A tensor that moves on is copied by the host, behind nothing that the device has yet to do.
+    """
+
+    def wrap(inner):
+        return TieredEngine(MemoryEngine(), inner, B, B)
+
+    values = [torch.arange(i, N + i, dtype=torch.float32) for i in range(3)]
+    with installed(order) as gpu, registered(wrap, "memory") as name:
+        config = json.dumps({"engine": name, "adapt": False, "prefetch": 0})
+
+        def put(slot, tier):
+            x = gpu.tensor(values[slot])
+            handle = op.store(x, config, "g", slot, 0, tier)
+            release(handle, x)
+            return handle
+
+        first = put(0, "host")
+        settle(first)
+        given_away = put(1, "ssd")
+        load(given_away, values[1])
+        del given_away
+        last = put(2, "host")  # so the first moves on
+        assert lookup(first).extent.moving or lookup(first).extent.drive
+        gpu.finish()
+        right = [gpu.bytes_of(load(handle, values[i])) == raw(values[i]) for handle, i in ((first, 0), (last, 2))]
+        assert right == [True, True]
+        close_stores()
