@@ -22,7 +22,7 @@ from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
-from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Engine, Extent, Memory, cut_short, outcome
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, cut_short, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import PLAIN, Habits
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
@@ -62,23 +62,20 @@ class Writer:
         with GUARD.lock:
             self.reap()
             self._hold(entry, x)
-            oldest = self._start_due()
-        if oldest is None:
+            before = self._start_due()
+        if before is None:
             return 0.0
         arrival = Arrival(x.device)
-        while oldest:
-            write = oldest.write  # None: another thread saw its end
-            if write:
-                outcome(write)  # an error is left to `reap`
+        while before:
+            outcome(before)  # an error is left to `reap`
             with GUARD.lock:
                 self.reap()
-                oldest = self._start_due()
+                before = self._start_due()
         return arrival.waited_s()
 
     def reap(self) -> None:
         """Drops our references to the tensors that have been written."""
-        while self._in_vain and self._in_vain[0][0].done():
-            self._in_vain.popleft()
+        self.let_go()
         unfinished = 0
         ended = []
         for entry in self._writing:
@@ -90,6 +87,18 @@ class Writer:
                 break
         for entry, write in ended:
             self.finish(entry, outcome(write))
+
+    def let_go(self) -> None:
+        """Drops what was given away while its copy was queued, and whose copy has ended.
+
+        A backward gives away first what was stored last, and a row of micro-batches the first of them. So both ends are
+        looked at.
+        """
+        given = self._in_vain
+        while given and given[0][0].done():
+            given.popleft()
+        while given and given[-1][0].done():
+            given.pop()
 
     def finish(self, entry: Entry, error: OSError | None) -> None:
         """Records the end of a write: the bytes are on disk, or after an error the tensor stays in memory.
@@ -142,7 +151,8 @@ class Writer:
         """Ends an entry's write, or its wait for one, for somebody who takes the tensor over and may write into it.
 
         A copy that is queued on a stream goes on: nothing can take it back, and the host would wait for all copies
-        before it. What it moves is not read. Until it has ended nobody else gets the memory that it reads.
+        before it. What it moves is not read. Until it has ended nobody else gets the memory that it reads, and it
+        counts as being written: a host far ahead of its device would else give away more and more.
         """
         write, held = entry.write, entry.held
         if isinstance(write, streams.Queued) and write.cannot_fail() and not write.done():
@@ -204,17 +214,28 @@ class Writer:
             self._caps[device] = self._inflight or streams.inflight_bytes(device)
         return self._caps[device]
 
-    def _start_due(self) -> Entry | None:
-        """Starts the writes that are due. Returns the entry whose write holds the next one up, or None."""
+    def _start_due(self) -> Completion | None:
+        """Starts the writes that are due. Returns the write that holds the next one up, or None."""
         while entry := self._due():
-            if self._writing and self.writing_bytes + entry.moved_bytes > self._cap(entry.device):
-                return next(iter(self._writing))
+            if self._under_way_bytes() + entry.moved_bytes > self._cap(entry.device):
+                before = self._before_all()
+                if before:
+                    return before
             assert entry.held is not None, "a resident entry holds its tensor"
             storage = entry.held.untyped_storage()  # an encoding reads it until `in_turn_with` has ended
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
             del storage
         return None
+
+    def _under_way_bytes(self) -> int:
+        return self.writing_bytes + sum(given.nbytes for _, given in self._in_vain)
+
+    def _before_all(self) -> Completion | None:
+        """The write whose end makes room next, None if nothing is under way."""
+        if self._in_vain:
+            return self._in_vain[0][0]
+        return next((entry.write for entry in self._writing if entry.write), None)
 
     def _start(self, entry: Entry) -> None:
         self._remove_resident(entry)

@@ -566,6 +566,52 @@ def test_a_share_of_the_device_may_be_on_its_way_while_the_host_runs_ahead(monke
         close_stores()
 
 
+def given(gpu, config, slot=0):
+    """What a backward got at once, while the copy of it is queued."""
+    values = numbers(N, slot)
+    x = gpu.tensor(values)
+    handle = store(x, config, slot=slot)
+    release(handle, x)
+    del x
+    return load(handle, values)
+
+
+def alive(gpu):
+    return sum(block.live for block in gpu.blocks.values() if block.nbytes == 4 * N)
+
+
+def test_a_host_far_ahead_gives_away_no_more_than_may_be_in_flight():
+    """What a copy still reads is memory, whoever had the tensor, and the device has not begun with anything."""
+    with installed("lazy") as gpu:
+        config = json.dumps({"engine": "memory", "inflight": 2 * 4 * N})
+        most = 0
+        for _ in range(10):
+            given(gpu, config)
+            most = max(most, alive(gpu))
+        assert most == 2
+        close_stores()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_was_given_away_is_free_once_its_own_copy_has_ended(first):
+    """In whatever order: a backward begins with what was stored last."""
+    with installed("lazy") as gpu:
+        handles, copies = [], []
+        for i in range(2):
+            x = gpu.tensor(numbers(N, i))
+            handles.append(store(x, MEMORY, slot=i))
+            release(handles[i], x)
+            copies.append(lookup(handles[i]).write)
+            del x
+        load(handles[first], numbers())
+        load(handles[1 - first], numbers())
+        assert alive(gpu) == 2
+        copies[0].wait()
+        store(gpu.tensor(numbers(1)), MEMORY, slot=99)
+        assert alive(gpu) == 1
+        close_stores()
+
+
 # ---- several streams of the user
 
 
