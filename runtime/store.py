@@ -346,6 +346,13 @@ def _at_exit() -> None:
         entries.forget()
 
 
-when_idle.append(CPU_ALLOCATOR.tick)
+def _let_go() -> None:
+    """For a process that trains no more, or only evaluates: no op comes that would drop what was given away."""
+    with GUARD.lock:
+        for store in list(_stores.values()):
+            store.writer.let_go()
+
+
+when_idle += [CPU_ALLOCATOR.tick, _let_go]
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_at_exit)

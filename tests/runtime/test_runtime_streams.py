@@ -16,6 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import entries, stats, writer
+from ssd_fx.runtime.deaths import when_idle
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile, staged
 from ssd_fx.runtime.engines.base import Memory
@@ -609,6 +610,18 @@ def test_what_was_given_away_is_free_once_its_own_copy_has_ended(first):
         copies[0].wait()
         store(gpu.tensor(numbers(1)), MEMORY, slot=99)
         assert alive(gpu) == 1
+        close_stores()
+
+
+def test_what_was_given_away_is_free_though_no_op_comes_any_more():
+    """As between training and evaluation. The janitor looks where nothing dies."""
+    with installed("lazy") as gpu:
+        given(gpu, MEMORY)
+        gpu.finish()
+        assert alive(gpu) == 1
+        for function in when_idle:
+            function()
+        assert alive(gpu) == 0
         close_stores()
 
 
