@@ -40,6 +40,17 @@ def test_host_memory_beside_a_slow_drive_is_advised() -> None:
         assert "host_budget" not in said("keep", little) + said("offload", little, write_stall_s=0.5)
 
 
+def test_what_is_needed_before_its_copy_would_end_is_not_the_users_fault() -> None:
+    """No change to the model makes the step longer, and another budget copies nothing more."""
+
+    def said(*groups: dict[str, object]) -> str:
+        return dict(lines(made([graph("a", groups, 0)], ["a"])))["next"]
+
+    vain = group(0, 30 * MIB, "keep", reason="needed before it would be written")
+    assert said(vain) == "nothing is offloaded, for most is needed before it would be written: the step is too short"
+    assert said(vain, group(1, 90 * MIB, life=TIMES)).startswith("nothing: what can be offloaded is")
+
+
 def test_the_table_leaves_out_the_smallest_rows_though_many_are_as_large() -> None:
     """The 24th largest row is one of seven of its size, which stand before all others."""
     small = [group(i, MIB, "keep", reason="scalar", module=f"small{i}") for i in range(7)]
