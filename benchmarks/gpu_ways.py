@@ -134,15 +134,20 @@ def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result:
         print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="ssd_fx-gpu-") as scratch:
+        turn = Turn(flags.turns) if flags.turns else None
+        if turn and not turn.compile(flags.patience):
+            say(f"others measured for {flags.patience} s, so nothing was done")
+            return
         training = Training(flags)
         say("model made")
         ways = [Way(name, training, flags, scratch) for name in (PLAIN, *names)]
-        turn = Turn(flags.turns) if flags.turns else None
         started = began
         for number in range(flags.warmup + flags.rounds):
             if number == 1 and turn:
-                result["alone"] = turn.wait(flags.patience)
-                say("measures alone" if result["alone"] else f"measures beside others, after {flags.patience} s")
+                if not turn.measure(flags.patience):
+                    say(f"others compiled or measured for {flags.patience} s, so nothing was measured")
+                    return
+                say("measures alone")
                 started = time.monotonic()
             if time.monotonic() - started > flags.seconds:
                 say(f"no more rounds: {flags.seconds} s are over")
@@ -218,7 +223,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=4, help="rounds before them, default %(default)s")
     add("--seconds", type=float, default=3600.0, help="begin no round later, default %(default)s")
     add("--turns", metavar="FILE", help="measure alone, of all processes that name this file")
-    add("--patience", type=float, default=600.0, help="seconds to wait for that, default %(default)s")
+    add("--patience", type=float, default=600.0, help="seconds to wait for that at most, default %(default)s")
     add("--profile", action="store_true", help="kernels and timeline of one more step of every way")
     flags = parser.parse_args(arguments)
     flags.amp &= not flags.bfloat16

@@ -15,15 +15,21 @@ class Turn:
 
     def __init__(self, path: str) -> None:
         self._file = Path(path).open("a")  # noqa: SIM115, it is open while this process lives
-        fcntl.flock(self._file, fcntl.LOCK_SH)
 
-    def wait(self, patience_s: float) -> bool:
-        """Whether the turn came within that time."""
+    def compile(self, patience_s: float) -> bool:
+        """Whether nobody measured any more within that time. From then on nobody measures before this one does."""
+        return self._locked(fcntl.LOCK_SH, patience_s)
+
+    def measure(self, patience_s: float) -> bool:
+        """Whether the turn came within that time. If not, this process must not measure."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
+        return self._locked(fcntl.LOCK_EX, patience_s)
+
+    def _locked(self, how: int, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file, how | fcntl.LOCK_NB)
                 return True
             except BlockingIOError:
                 if time.monotonic() > deadline:

@@ -128,14 +128,16 @@ def test_a_way_has_options() -> None:
 
 
 def test_who_measures_does_it_alone(tmp_path: Path) -> None:
-    """The second compiles, or measures, so the first waits, and goes on without its turn after a while."""
-    path = str(tmp_path / "turns")
-    first, second = turns.Turn(path), turns.Turn(path)
-    assert not first.wait(0.2)
-    assert second.wait(0.0)
-    assert not first.wait(0.2)
+    """The second compiles, or measures, so the first waits, and has no turn after a while."""
+    first, second = (turns.Turn(str(tmp_path / "turns")) for _ in range(2))
+    assert first.compile(0.0)
+    assert second.compile(0.0)
+    assert not first.measure(0.2)
+    assert second.measure(0.0)
+    assert not first.measure(0.2)
+    assert not first.compile(0.2)
     del second
-    assert first.wait(0.0)
+    assert first.measure(0.0)
 
 
 def test_every_share_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
