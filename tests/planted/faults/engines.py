@@ -59,4 +59,20 @@ FAULTS = (
         "after a Ctrl-C the bytes of a living tensor are given to another one: wrong gradients",
         "tests/runtime/test_runtime_extents.py::test_ctrl_c_anywhere_never_hands_out_bytes_twice",
     ),
+    Fault(
+        "host_fills_what_a_copy_still_fills",
+        "runtime/engines/memory.py",
+        "by_host = memory.home is not None",
+        "by_host = False",
+        "a copy in vain writes over a tensor that has moved on to the same host memory: wrong gradients",
+        "tests/runtime/test_runtime_tiered.py::test_no_tensor_moves_on_to_memory_that_a_copy_in_vain_still_fills",
+    ),
+    Fault(
+        "host_s_time_is_the_device_s",
+        "ssd_fx/calibration/rates.py",
+        "if streams.of(self.device):\n            held_s = 0.0",
+        "if False:\n            held_s = 0.0",
+        'transfers of a GPU seem to slow its kernels: plans recompute, and "auto" offloads what is waited for',
+        "tests/test_calibrate.py::test_what_the_host_does_costs_a_device_nothing",
+    ),
 )
