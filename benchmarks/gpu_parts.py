@@ -119,7 +119,7 @@ PARTS = (
         290,
         (
             f"{LARGE} --name wide --layers 2 --width 12288 --heads 96 --batch 12 --profile --seconds 40 "
-            "--ways memory:auto memory:0 posix:auto:8GiB checkpoint",
+            "--ways memory:auto memory:0 posix:auto:16GiB checkpoint",
         ),
         alone=False,
         environment=FEW,
