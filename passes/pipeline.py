@@ -39,7 +39,7 @@ from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Plan, PlanPass
-from ssd_fx.passes.planner.select import Budget, select
+from ssd_fx.passes.planner.select import AUTO, Budget, select
 from ssd_fx.passes.proposals import Candidate
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.lite_mode import annotate_ours
@@ -173,7 +173,11 @@ def decide_cut(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Part
     if not _may_cut_again(joint, options):
         return own.partition, decide(own.partition, options, analysed=own.plan)
 
-    best = proposals.fastest(joint, own, partial(decide, options=options, quick=True))
+    quick = partial(decide, options=options, quick=True)
+    first = Candidate(own.partition, quick(own.partition, analysed=own.plan))
+    best = proposals.fastest(joint, first, quick)
+    if options.budget == AUTO:
+        best = proposals.smallest(joint, first, best, quick, options.slowdown)
     return best.partition, decide(best.partition, options, budget=best.forecast.limits, analysed=best.plan)
 
 

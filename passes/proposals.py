@@ -6,6 +6,7 @@
     judge    its plan must be predicted to be faster, too
 
 If the plan of the new partition needs more memory than the budget allows, a tighter limit gives the next proposal.
+The budget "auto" then asks for a partition that needs less memory and takes hardly longer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from ssd_fx.passes.joint.compared import compares_again
 from ssd_fx.passes.joint.recompute import CutError, Joint, recomputed
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Forecast, Limits, Plan
+from ssd_fx.passes.planner.select import least_auto
+from ssd_fx.passes.planner.solution import TOLERANCE
 from ssd_fx.passes.planner.solve import BudgetError
 
 ROUNDS = 3  # proposals; each takes a short search, and a partition by PyTorch
@@ -48,15 +51,8 @@ class Candidate:
         return self.plan.forecast
 
 
-def fastest(joint: Joint, own: Candidate, decide: Decide) -> Candidate:
-    """PyTorch's partition, or one that recomputes more and is predicted to be faster; with its plan.
-
-    `own`: PyTorch's partition, with a plan whose analyses are used. It does not change, so it serves any budget.
-
-    Raises:
-        BudgetError: PyTorch's partition cannot meet the budget.
-    """
-    first = Candidate(own.partition, decide(own.partition, analysed=own.plan))
+def fastest(joint: Joint, first: Candidate, decide: Decide) -> Candidate:
+    """`first`, PyTorch's partition, or one that recomputes more and is predicted to be faster; with its plan."""
     if not _could_gain(first):
         return first
     limits = first.forecast.limits
@@ -81,6 +77,27 @@ def fastest(joint: Joint, own: Candidate, decide: Decide) -> Candidate:
         again = Candidate(partition_again, plan.with_(recomputed=recomputed(proposal), stock=first.plan.stock))
         return again if _gains(again.plan, first) else first
     return first
+
+
+def smallest(joint: Joint, first: Candidate, best: Candidate, decide: Decide, slowdown: float) -> Candidate:
+    """`best` of `fastest`, or a partition that recomputes and needs less memory. For the budget "auto".
+
+    "auto" has found its share with nothing computed again. Where transfers are slow, that is a large one. What is
+    computed again needs no transfer. So a smaller share may take no more than `slowdown` longer than everything kept.
+    """
+    if best.forecast.limits.memory <= least_auto(best.forecast.floor, best.forecast.everything) + 1:
+        return best
+    proposal = decide(first.partition, priced=True, analysed=first.plan)
+    if not proposal.recomputed_nodes:
+        return best
+    partition = _cut_so(joint, first, proposal)
+    if partition is None:
+        return best
+    again = Candidate(partition, decide(partition).with_(recomputed=recomputed(proposal), stock=first.plan.stock))
+    stall_s = again.forecast.write_stall_s + again.forecast.read_stall_s
+    longer_s = stall_s + again.forecast.compute_s - first.forecast.compute_s
+    needs_less = again.forecast.limits.memory < (1 - GAIN) * best.forecast.limits.memory
+    return again if needs_less and longer_s <= (slowdown + TOLERANCE) * first.forecast.compute_s else best
 
 
 def _gains(plan: Plan, first: Candidate) -> bool:

@@ -277,6 +277,11 @@ def solve_for(
     return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=quick), at
 
 
+def least_auto(floor: int, everything: int) -> float:
+    """The memory that "auto" allows at its least share, of the floor and of the peak with everything kept."""
+    return max(AUTO_HEADROOM * floor, floor + (everything - floor) / AUTO_SHARES)
+
+
 def limits(step: Step, budget: int | float | str, headroom: float = HEADROOM) -> Limits:
     """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor.
 
@@ -291,8 +296,8 @@ def limits(step: Step, budget: int | float | str, headroom: float = HEADROOM) ->
 
 
 def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: float) -> tuple[Solution, Limits]:
-    """The least share, 0 excepted, whose step waits for little time: for transfers, or for a host that has more to do
-    than the device.
+    """The least share, 0 excepted, that costs little time: for what is waited for, or computed again. The device waits
+    for transfers, and for a host that has more to do than itself.
 
     It is found with the quick search, by doubling and bisection, since less memory rarely takes less time. Without
     `quick` the full search then plans that share, unless what it finds waits longer.
@@ -302,15 +307,16 @@ def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: 
     def searched(share: int) -> tuple[Solution, Limits]:
         return solve_for(step, limits(step, share / AUTO_SHARES, AUTO_HEADROOM), machine, prefetch, quick=True)
 
-    def waits_s(found: Solution) -> float:
+    def costs_s(found: Solution) -> float:
         host_s = machine.host_s(step.kernels, len(found.transfers))
-        return found.outcome.stall_s + max(0.0, host_s - found.outcome.seconds)
+        again_s = sum(step.items[i].recompute_s for i, c in enumerate(found.choices) if c is Choice.RECOMPUTE)
+        return found.outcome.stall_s + again_s + max(0.0, host_s - found.outcome.seconds)
 
     kept = searched(AUTO_SHARES)[0]
-    allowed_s = waits_s(kept) + (slowdown + TOLERANCE) * kept.outcome.seconds
+    allowed_s = costs_s(kept) + (slowdown + TOLERANCE) * kept.outcome.seconds
 
     def is_cheap(share: int) -> bool:
-        return waits_s(searched(share)[0]) <= allowed_s
+        return costs_s(searched(share)[0]) <= allowed_s
 
     low, high = 0, 1
     while high < AUTO_SHARES and not is_cheap(high):
@@ -322,4 +328,4 @@ def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: 
     if quick:
         return found, at
     full, _ = solve_for(step, at, machine, prefetch)
-    return (full if waits_s(full) <= allowed_s else found), at
+    return (full if costs_s(full) <= allowed_s else found), at

@@ -134,6 +134,40 @@ def test_a_partition_that_reads_more_of_the_callers_is_not_planned(inputs: str, 
     assert found is (again if planned else None)
 
 
+def forecast(memory: float, compute_s: float = 1.0, stall_s: float = 0.0) -> Any:
+    """Of "auto", of a graph whose floor is 10 and that has 100 with everything kept."""
+    times = {"compute_s": compute_s, "write_stall_s": 0.0, "read_stall_s": stall_s}
+    return SimpleNamespace(limits=Limits(memory, 0), floor=10, everything=100, **times)
+
+
+@pytest.mark.parametrize(
+    ("best", "again", "taken"),
+    [
+        (forecast(50), forecast(30, 1.01), True),
+        (forecast(50), forecast(30, 1.01, 0.005), True),
+        (forecast(50), forecast(30, 1.01, 0.02), False),
+        (forecast(50), forecast(30, 1.03), False),
+        (forecast(50), forecast(49.9), False),
+        (forecast(14.5), forecast(12), False),
+    ],
+    ids=["recomputes", "and waits", "waits too long", "computes too long", "needs as much", "is the least share"],
+)
+def test_auto_takes_a_partition_that_needs_less_and_takes_hardly_longer(best: Any, again: Any, taken: bool) -> None:
+    """Than everything kept: 2% here."""
+    first, second = exchanging("a", "b"), exchanging("a", "b")
+
+    def decide(partition: Partition, *, priced: bool = False, **_: Any) -> Any:
+        if priced:
+            return SimpleNamespace(graph="g", recomputed_nodes={"relu"}, saved_nodes=frozenset(), groups=())
+        return mock.Mock(with_=lambda **_: SimpleNamespace(forecast=again))
+
+    plan = SimpleNamespace(forecast=best, stock=None)
+    own = Candidate(first, plan)  # type: ignore[arg-type]
+    with mock.patch.object(proposals, "recomputed", return_value=()):
+        found = proposals.smallest(joint_of(first, second), own, own, decide, 0.02)
+    assert found.partition is (second if taken else first)
+
+
 def test_a_graph_has_one_name_wherever_functions_lie_in_memory() -> None:
     """A Python function stands in graphs with sizes that only the run knows, as `torch.sym_max` does."""
 
