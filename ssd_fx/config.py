@@ -46,8 +46,8 @@ class Config:
         (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part. `"auto"` is the
         least share of 0.05, 0.1, 0.15 and so on whose step is predicted to wait no longer than `slowdown` allows. If
         the drive of a CPU turns out to be slower than predicted, more stays in memory from then on.
-    slowdown (a share): The part of a step that may be spent waiting for drives with `budget="auto"`: `0.05`, `"5%"`.
-        What transfers take from the cores is not counted, nor what is recomputed to save it.
+    slowdown (a share): The part of a step that may be spent waiting for drives with `budget="auto"`, or computing again
+        what would have to be waited for: `0.05`, `"5%"`. What transfers take from the cores is not counted.
     recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
     min_bytes (a size): Smaller tensors stay in memory, unless `ssd_fx.offload(x)` marks them.
     engine (a name): `"posix"` is direct file I/O. `"kvikio"` is GPUDirect Storage or an error; `"kvikio-forced"` also
