@@ -15,7 +15,7 @@ _STORED = re.compile(r"torch\.ops\.ssd_fx\.store\.default\(")
 _LOADED = re.compile(r"torch\.ops\.ssd_fx\.load\.default\(")
 _RELEASED = re.compile(r"torch\.ops\.ssd_fx\.wait_store_\.default\(.*, (True|False), (True|False)\)")
 _SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
-_ALIGNED = re.compile(r"divisible_by_16=\(([\d, ]*)\)")
+_ALIGNED = re.compile(r"divisible_by_16=\(([\d, ]*)\)|'configs': \[\{(.*?)\}\]")  # without Triton, and with it
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _arguments(name: str, source: str) -> list[bool]:
     signature, aligned = _SIGNATURE.search(source), _ALIGNED.search(source)
     if signature is None or aligned is None:
         raise ValueError(f"kernel {name} says no signature or no alignment:\n{source}")
-    known = set(map(int, re.findall(r"\d+", aligned[1])))
+    known = set(map(int, re.findall(r"\d+", aligned[1] or "") or re.findall(r"\((\d+),\)", aligned[2] or "")))
     return list(_tensors(signature[1], known))
 
 
