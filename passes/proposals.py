@@ -87,13 +87,15 @@ def smallest(joint: Joint, first: Candidate, best: Candidate, decide: Decide, sl
     """
     if best.forecast.limits.memory <= least_auto(best.forecast.floor, best.forecast.everything) + 1:
         return best
-    proposal = decide(first.partition, priced=True, analysed=first.plan)
-    if not proposal.recomputed_nodes:
+    try:
+        proposal = decide(first.partition, priced=True, analysed=first.plan)
+        partition = _cut_so(joint, first, proposal) if proposal.recomputed_nodes else None
+        if partition is None:
+            return best
+        plan = decide(partition)
+    except BudgetError:  # "auto" can be met, but not by every search that is as short as these
         return best
-    partition = _cut_so(joint, first, proposal)
-    if partition is None:
-        return best
-    again = Candidate(partition, decide(partition).with_(recomputed=recomputed(proposal), stock=first.plan.stock))
+    again = Candidate(partition, plan.with_(recomputed=recomputed(proposal), stock=first.plan.stock))
     stall_s = again.forecast.write_stall_s + again.forecast.read_stall_s
     longer_s = stall_s + again.forecast.compute_s - first.forecast.compute_s
     needs_less = again.forecast.limits.memory < (1 - GAIN) * best.forecast.limits.memory
