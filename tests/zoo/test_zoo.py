@@ -54,14 +54,17 @@ def test_eager_kernels(name: str, dropout: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "GPT-2" else pytest.mark.zoo) for n in MODELS])
-def test_computed_again(name: str, tmp_path: Path) -> None:
-    """With the options as they are by default, on a drive so slow that whatever can be is computed again."""
+@pytest.mark.parametrize("budget", [0.0, "auto"])
+def test_computed_again(name: str, budget: float | str, tmp_path: Path) -> None:
+    """On a drive so slow that whatever can be is computed again, or what is cheap with "auto"."""
+    more = {"inner": "aot_eager", "budget": budget, "recompute": True, "machine": SLOW}
     with deterministic():
         kept = train(MODELS[name], 0.1, options(tmp_path, inner="aot_eager", budget=1.0, recompute=False))
-        ours = train(MODELS[name], 0.1, options(tmp_path, inner="aot_eager", recompute=True, machine=SLOW))
+        ours = train(MODELS[name], 0.1, options(tmp_path, **more))
     difference = ours.difference(kept)
     sizes = ours.saved_bytes, ours.written_bytes
-    record(Result("models", f"{name}, recomputed", "aot_eager", *sizes, difference, ours.graph_breaks))
+    what = "recomputed" if budget == 0.0 else "recomputed under auto"
+    record(Result("models", f"{name}, {what}", "aot_eager", *sizes, difference, ours.graph_breaks))
     assert difference == 0.0
     assert ours.saved_bytes < kept.saved_bytes or name not in FAST
 
