@@ -149,12 +149,15 @@ def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_wide_layers_leave_a_gpu_without_waiting() -> None:
-    """Their tensors are larger than `prefetch`. Read one at a time, 85% of the bytes would stay."""
+    """Their tensors are larger than `prefetch`. Read one at a time, 85% of the bytes would stay.
+
+    Now half of them do, those that are needed before their copies would end. They do not count for the peak.
+    """
     machine = ROOT / "docs" / "results" / "gpu" / "2026-11-26-nvidia-h200-machine.json"
     model = ["--layers", "3", "--width", "8192", "--heads", "64", "--batch", "16", "--budgets", "auto"]
     arguments = ["--machine", str(machine), *model, "--pretending"]
     *_, last = pretending("tests.cuda_codegen.plans", arguments, os.environ)
     cells = dict(zip(plans.COLUMNS, (cell.strip() for cell in last.strip("| ").split("|")), strict=True))
-    assert float(cells["offloaded"].rstrip("%")) > 90
+    assert float(cells["offloaded"].rstrip("%")) > 45
     assert (cells["of compute"], cells["stalls ms"]) == ("1.000", "0.0")
     assert float(cells["peak GiB"]) < 0.6 * float(cells["kept GiB"])
