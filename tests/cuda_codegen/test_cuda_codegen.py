@@ -151,7 +151,7 @@ def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_layers_leave_a_gpu_without_waiting() -> None:
     """Their tensors are larger than `prefetch`. Read one at a time, 85% of the bytes would stay.
 
-    Now half of them do, those that are needed before their copies would end. They do not count for the peak.
+    Now half of them do, those that are needed before their copies would end. The peak comes when they have been used.
     """
     machine = ROOT / "docs" / "results" / "gpu" / "2026-11-26-nvidia-h200-machine.json"
     model = ["--layers", "3", "--width", "8192", "--heads", "64", "--batch", "16", "--budgets", "auto"]
