@@ -45,7 +45,7 @@ from ssd_fx.runtime.engines.registry import ENGINES
 
 PLAIN, CHECKPOINT, RECOMPUTE = "plain", "checkpoint", "recompute"
 COLUMNS = (
-    *("way", "step ms", "of plain", "peak MiB", "less", "saved MiB", "written", "read", "stall ms"),
+    *("way", "step ms", "of plain", "peak MiB", "less", "can go", "saved MiB", "written", "read", "stall ms"),
     *("without optimizer ms", "predicted"),
 )
 
@@ -180,7 +180,8 @@ def table(result: Mapping[str, Any]) -> str:
               if not found["steps"]]  # fmt: skip
     if ways and ways[PLAIN]["steps"]:
         lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += [row(name, found, ways[PLAIN]["steps"]) for name, found in ways.items() if found["steps"]]
+        floor = min((found["predicted"]["floor_bytes"] for found in ways.values() if "predicted" in found), default=0)
+        lines += [row(name, found, ways[PLAIN]["steps"], floor) for name, found in ways.items() if found["steps"]]
     profiled = {name: found["kernels"] for name, found in ways.items() if "kernels" in found}
     if profiled:
         lines += ["", "Kernels of one more step:", "", "| way | kernels | ms | copies, ms |", "|---|---|---|---|"]
@@ -188,13 +189,15 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def row(name: str, found: Mapping[str, Any], plain: Sequence[Mapping[str, Any]]) -> str:
+def row(name: str, found: Mapping[str, Any], plain: Sequence[Mapping[str, Any]], floor: int) -> str:
+    """`floor`: the peak that no offload gets under, 0 if no plan says it."""
     steps = found["steps"]
     ratios = sorted(a["time_s"] / b["time_s"] for a, b in zip(steps, plain, strict=False))
     peak, kept = (max(step["peak_bytes"] for step in each) for each in (steps, plain))
     cells = [name, middle(steps, "time_s", 1e3)]
     cells += [f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"]
     cells += [f"{peak / MIB:.0f}", f"{1 - peak / kept:.1%}" if kept else "-"]
+    cells += [f"{(kept - peak) / (kept - floor):.0%}" if kept > floor > 0 else "-"]
     cells += [middle(steps, f"{what}_bytes", 1 / MIB) for what in ("saved", "written", "read")]
     cells += [middle(steps, "stall_s", 1e3), middle(steps, "graph_s", 1e3)]
     said = found.get("predicted")

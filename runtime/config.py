@@ -18,7 +18,7 @@ class RuntimeConfig:
 
     `dirs`: absolute directories for the files.
     `engine`: a name in `engines.registry.ENGINES`.
-    `inflight`: the most that is being written at a time; 0 for what suits the device (`streams.inflight_bytes`).
+    `inflight`: the most that is being written at a time; 0 for what suits the device (`inflight.py`).
     `prefetch`: the most that is read before the graph asks, and not waited for yet.
     `allow_tmpfs`: accept a directory that is in RAM.
     `checksums`: sum every block when it is written, and verify it when it is read.

@@ -350,7 +350,7 @@ def _let_go() -> None:
     """For a process that trains no more, or only evaluates: no op comes that would drop what was given away."""
     with GUARD.lock:
         for store in list(_stores.values()):
-            store.writer.let_go()
+            store.writer.in_vain.let_go()
 
 
 when_idle += [CPU_ALLOCATOR.tick, _let_go]

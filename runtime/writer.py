@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Literal
 
 import torch
@@ -25,6 +25,7 @@ from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, cut_short, outcome
 from ssd_fx.runtime.entries import GUARD, Entry
 from ssd_fx.runtime.habits import PLAIN, Habits
+from ssd_fx.runtime.inflight import CopiesInVain, inflight_bytes
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.residency import Residency
@@ -49,7 +50,7 @@ class Writer:
         self._writing: dict[Entry, None] = {}  # oldest first
         self.resident_bytes = 0
         self.writing_bytes = 0
-        self._in_vain: deque[tuple[streams.Queued, Tensor]] = deque()  # copies that go on, and what they read
+        self.in_vain = CopiesInVain()
         self._outstanding = _Outstanding()
         self._said_no_memory = False
         self._ended = False
@@ -75,7 +76,7 @@ class Writer:
 
     def reap(self) -> None:
         """Drops our references to the tensors that have been written."""
-        self.let_go()
+        self.in_vain.let_go()
         unfinished = 0
         ended = []
         for entry in self._writing:
@@ -87,18 +88,6 @@ class Writer:
                 break
         for entry, write in ended:
             self.finish(entry, outcome(write))
-
-    def let_go(self) -> None:
-        """Drops what was given away while its copy was queued, and whose copy has ended.
-
-        A backward gives away first what was stored last, and a row of micro-batches the first of them. So both ends are
-        looked at.
-        """
-        given = self._in_vain
-        while given and given[0][0].done():
-            given.popleft()
-        while given and given[-1][0].done():
-            given.pop()
 
     def finish(self, entry: Entry, error: OSError | None) -> None:
         """Records the end of a write: the bytes are on disk, or after an error the tensor stays in memory.
@@ -157,7 +146,7 @@ class Writer:
         write, held = entry.write, entry.held
         if isinstance(write, streams.Queued) and write.cannot_fail() and not write.done():
             assert held is not None, "what is being written is held"
-            self._in_vain.append((write, alias(held, entry.layout)))
+            self.in_vain.add(write, alias(held, entry.layout))
             self._cancelled(entry)
             return
         self.cancel(entry)
@@ -169,9 +158,7 @@ class Writer:
             if entry.write:
                 entry.write.cancel()
             self._cancelled(entry)
-        for write, _ in self._in_vain:
-            write.cancel()
-        self._in_vain.clear()
+        self.in_vain.end()
 
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
@@ -211,13 +198,13 @@ class Writer:
     def _cap(self, device: torch.device) -> int:
         """The most bytes that are written at a time, where the next to be written is of `device`."""
         if device not in self._caps:
-            self._caps[device] = self._inflight or streams.inflight_bytes(device)
+            self._caps[device] = self._inflight or inflight_bytes(device)
         return self._caps[device]
 
     def _start_due(self) -> Completion | None:
         """Starts the writes that are due. Returns the write that holds the next one up, or None."""
         while entry := self._due():
-            if self._under_way_bytes() + entry.moved_bytes > self._cap(entry.device):
+            if self.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
                 before = self._before_all()
                 if before:
                     return before
@@ -228,14 +215,9 @@ class Writer:
             del storage
         return None
 
-    def _under_way_bytes(self) -> int:
-        return self.writing_bytes + sum(given.nbytes for _, given in self._in_vain)
-
     def _before_all(self) -> Completion | None:
         """The write whose end makes room next, None if nothing is under way."""
-        if self._in_vain:
-            return self._in_vain[0][0]
-        return next((entry.write for entry in self._writing if entry.write), None)
+        return self.in_vain.oldest() or next((entry.write for entry in self._writing if entry.write), None)
 
     def _start(self, entry: Entry) -> None:
         self._remove_resident(entry)

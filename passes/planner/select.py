@@ -54,8 +54,8 @@ def select(
     * A share, a float from 0 to 1. That much of the bytes that can be offloaded may stay. The peak of memory may lie
       that far between the floor and the peak with everything kept.
     * Bytes, an int. Everything that can be offloaded is. The peak may lie so many bytes above the floor.
-    * `"auto"`: the least share above 0 whose step waits for `options.slowdown` of its time at most. It is found before
-      groups may be recomputed.
+    * `"auto"`: the least share above 0 whose step waits, and computes groups with a price again, for `options.slowdown`
+      of its time at most.
 
     Groups under `options.min_bytes` and those with an obstacle are kept. Those with a price may be recomputed. Marks
     come before all that. A group that only prefers to be offloaded is offloaded, unless everything may stay.
@@ -76,21 +76,18 @@ def select(
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=stay) for g in plan.groups}
     modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
     found, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
-    kept = kept_bytes(modelled.step, found.choices)  # what would be copied in vain does not count: it never leaves
-    solution = found
-    if host_tier:
-        solution = without_vain(modelled.step, found, machine, at.memory, copied=options.copied)
-    vain = [i for i in found.transfers if i not in solution.transfers]
+    limit, copied = at.memory, options.copied
+    solution = without_vain(modelled.step, found, machine, limit, copied=copied) if host_tier else found
+    vain = {modelled.slots[i]: Keep(IN_VAIN) for i in found.transfers.keys() - solution.transfers.keys()}
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
     host_speedup = machine.lanes("host").write_bw / machine.write_bw if host_tier and not options.host_budget else 0.0
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
     return plan.with_(
-        decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups}
-        | {modelled.slots[i]: Keep(IN_VAIN) for i in vain},
+        decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups} | vain,
         points={slot: _points(plan, modelled, slot, transfer) for slot, transfer in transfers.items()},
-        forecast=_forecast(plan, modelled, solution, kept, at, options, host_speedup),
+        forecast=_forecast(plan, modelled, found, solution, at, options, host_speedup),
         course=course(plan, modelled, solution, machine),
         stock=plan.stock if plan.recomputed else stock(plan, modelled),
     )
@@ -232,8 +229,8 @@ def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer) -> Po
 def _forecast(
     plan: Plan,
     modelled: Modelled,
+    found: Solution,
     solution: Solution,
-    kept: int,
     at: Limits,
     options: PlanOptions,
     host_speedup: float,
@@ -249,7 +246,7 @@ def _forecast(
         read_stall_s=outcome.read_stall_s,
         peak=outcome.peak,
         peak_node=before + modelled.begins[peak],
-        kept=kept,
+        kept=kept_bytes(step, found.choices),  # what would be copied in vain does not count: it never leaves
         written=outcome.written,
         limits=at,
         floor=floor(step),

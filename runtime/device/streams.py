@@ -28,9 +28,6 @@ from torch import Tensor
 from ssd_fx.runtime.device.clock import Anchor, anchor
 from ssd_fx.runtime.layout import Ints
 
-INFLIGHT_BYTES = 128 << 20  # the least that may be on its way out of memory, where the option does not say
-INFLIGHT_SHARE = 32  # or one of so many parts of a device's memory
-
 Check = Callable[[], None]
 """Called once a transfer is over; raises OSError if it went wrong."""
 
@@ -140,16 +137,6 @@ def of(device: torch.device) -> Streams | None:
     if found is None and device.type != "cpu" and device.type == accelerator():
         return _ACCELERATOR
     return found
-
-
-def inflight_bytes(device: torch.device) -> int:
-    """How much of a device may be on its way out of memory at a time, where the option `inflight` does not say.
-
-    Of a device with streams it is more. The host runs ahead of it, and a store that has to wait for room stops the
-    host. Where one tensor fills the room, the device then soon has nothing to do (docs/gpu.md, "Steps").
-    """
-    queued = of(device)
-    return max(INFLIGHT_BYTES, queued.memory_bytes(device) // INFLIGHT_SHARE) if queued else INFLIGHT_BYTES
 
 
 def current(device: torch.device) -> Stream | None:

@@ -11,6 +11,7 @@ import torch
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Engine
+from ssd_fx.runtime.inflight import LEAST_BYTES
 
 
 def _memory(_: RuntimeConfig) -> Engine:
@@ -105,7 +106,7 @@ def make_tiers(config: RuntimeConfig, moved: Callable[[int], None]) -> tuple[Eng
     from ssd_fx.runtime.engines.memory import MemoryEngine
     from ssd_fx.runtime.engines.tiered import TieredEngine
 
-    tiers = TieredEngine(MemoryEngine(), engine, config.host_budget, config.inflight or streams.INFLIGHT_BYTES, moved)
+    tiers = TieredEngine(MemoryEngine(), engine, config.host_budget, config.inflight or LEAST_BYTES, moved)
     return tiers, config.resident
 
 

@@ -159,11 +159,12 @@ def test_a_way_without_memory_is_not_in_the_table() -> None:
     step = {"time_s": 0.02, "graph_s": 0.01, "stall_s": 0.0, "peak_bytes": 4 << 20}
     step |= {f"{what}_bytes": 1 << 20 for what in ("saved", "written", "read")}
     less = {"steps": [step | {"time_s": 0.03, "peak_bytes": 1 << 20}], "ended": ""}
+    less["predicted"] = {"floor_bytes": 1 << 19, "step_s": 0.02, "peak_bytes": 1 << 20}
     ways = {"plain": {"steps": [step], "ended": ""}, "memory:0": less, "memory:1.0": {"steps": [], "ended": "no room"}}
     said = gpu_ways.table({"system": {"device": "a GPU"}, "date": "today", "ways": ways}).splitlines()
     assert "- memory:1.0: no steps: no room" in said
     assert said[-1].startswith(
-        "| memory:0 | 30.0 | 1.500 (1.500 to 1.500) | 1 | 75.0% | 1.0 | 1.0 | 1.0 | 0.0 | 10.0 |"
+        "| memory:0 | 30.0 | 1.500 (1.500 to 1.500) | 1 | 75.0% | 86% | 1.0 | 1.0 | 1.0 | 0.0 | 10.0 |"
     )
     assert "plain" not in gpu_ways.table({"system": {"device": "a GPU"}, "date": "today"})
 

@@ -10,12 +10,12 @@ from unittest import mock
 
 from ssd_fx.runtime import ops
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.registry import ENGINES, make_engine
 from ssd_fx.runtime.engines.tiered import TieredEngine
+from ssd_fx.runtime.inflight import LEAST_BYTES
 from ssd_fx.runtime.writer import Writer
 
 NAME = "test-switched"
@@ -47,9 +47,7 @@ class Switched:
         if name not in self._made:
             made = make_engine(replace(config, engine="posix" if name == "tiered" else name))
             if name == "tiered":  # as `make_tiers` makes it where a GPU is
-                made = TieredEngine(
-                    MemoryEngine(), made, _now.room, config.inflight or streams.INFLIGHT_BYTES, lambda _: None
-                )
+                made = TieredEngine(MemoryEngine(), made, _now.room, config.inflight or LEAST_BYTES, lambda _: None)
             self._made[name] = made
         return self._made[name]
 

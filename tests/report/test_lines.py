@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ssd_fx.passes.planner import select
+from ssd_fx.report import model
 from ssd_fx.report.model import made
 from ssd_fx.report.summary import lines, summary
 from ssd_fx.runtime.stats import GraphStats, Stats
@@ -79,3 +81,7 @@ def test_drives_that_last_for_years_are_said_to() -> None:
     seen = Stats(steps=3, drive_tbw=600.0, drive_bytes=3 * MIB, step_s=1.0, graphs={"a": GraphStats(steps=3)})
     said = dict(lines(made([graph("a", [group(0, 100 * MIB)])], ["a"], stats=seen)))["drive"]
     assert said.endswith(", 0.0906 TB a day at 1 s a step; new drives rated for 600 TB last 18.1 years")
+
+
+def test_the_report_knows_the_planner_s_words() -> None:
+    assert model.VAIN == select.IN_VAIN

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime import entries, stats, writer
+from ssd_fx.runtime import entries, inflight, stats, writer
 from ssd_fx.runtime.deaths import when_idle
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile, staged
@@ -198,7 +198,7 @@ def test_what_is_given_away_does_not_wait_for_its_copy(gpu):
     assert gpu.bytes_of(load(before, others)) == raw(others)
     settle(before)
     store(gpu.tensor(numbers(1)), MEMORY, slot=99)
-    assert not get_store(MEMORY).writer._in_vain
+    assert not get_store(MEMORY).writer.in_vain
 
 
 def test_handle_dies_while_its_write_is_queued(gpu, config):
@@ -558,8 +558,8 @@ def test_the_fake_is_a_backend():
 @pytest.mark.parametrize(("memory_bytes", "stand"), [(0, 1), (3 * 4 * N, 3)])
 def test_a_share_of_the_device_may_be_on_its_way_while_the_host_runs_ahead(monkeypatch, memory_bytes, stand):
     """The device has not begun with anything. Where it is small, a store waits until the one before has ended."""
-    monkeypatch.setattr(streams, "INFLIGHT_BYTES", 100)
-    monkeypatch.setattr(FakeGpu, "memory_bytes", lambda self, device: streams.INFLIGHT_SHARE * memory_bytes)
+    monkeypatch.setattr(inflight, "LEAST_BYTES", 100)
+    monkeypatch.setattr(FakeGpu, "memory_bytes", lambda self, device: inflight.SHARE * memory_bytes)
     with installed("lazy") as gpu:
         handles = [store(gpu.tensor(numbers(N)), MEMORY, slot=i) for i in range(3)]
         assert get_store(MEMORY).writer.writing_bytes == stand * 4 * N
