@@ -82,7 +82,7 @@ class Points:
     """Where the four nodes of an offloaded group go, as indices into the graphs before insertion.
 
     `block`: the release waits for the write, because the budget needs the memory then. `strict`: the budget has no
-    memory for an earlier load.
+    memory for an earlier load. `later`: the write begins only if another forward does before the load.
     """
 
     store_after: int
@@ -91,6 +91,7 @@ class Points:
     wait_before: int
     block: bool = False
     strict: bool = False
+    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)

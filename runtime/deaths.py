@@ -128,7 +128,10 @@ def _follow_up(wake: _Queue) -> None:
             guards = {wake.get(timeout=IDLE_S).item}
         except queue.Empty:
             for function in when_idle:
-                function()
+                try:
+                    function()
+                except Exception:  # of a device in error, say; without this thread nobody would look at what died
+                    logging.getLogger("ssd_fx").exception("giving back idle memory failed")
             continue
         time.sleep(PAUSE_S)
         while not wake.empty():

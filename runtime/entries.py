@@ -72,6 +72,7 @@ class Entry:
     device: torch.device
     tier: str = ""  # where the plan wants it: "host", "ssd", or "" for either
     binding: bool = False  # the plan needs its memory, so it is never resident
+    later: bool = False  # it is resident until the next forward begins, whatever the budget
     stream: "Stream | None" = None  # the compute stream that made the tensor, where the device has streams
     held: Tensor | None = None
     borrowed: bool = False  # `held` is the caller's memory, which the caller may overwrite after the release

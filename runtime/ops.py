@@ -12,6 +12,7 @@
 `slot`: the number of the alias group.
 `seq`: the planned position of the node among our nodes in its graph.
 `tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.
+`later`: the write begins when the next forward does, unless the load comes first.
 `relies_on`: one of `layout.RELIES_ON`. `donate`: the load may return the stored tensor itself.
 
 The contract is in docs/design.md. The waits mutate an argument, so neither FX nor Inductor drops or merges them.
@@ -38,7 +39,7 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 _SCHEMAS = (
     "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes, str about='') -> ()",
-    "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False,"
+    "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False, bool later=False,"
     " SymInt[]? size=None, ScalarType? dtype=None) -> Tensor",
     "stand_in(SymInt[] size, ScalarType dtype, Device device) -> Tensor",
     "refuse_stand_ins(Tensor[] saved) -> ()",
@@ -53,6 +54,7 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
     started = time.perf_counter()
     with device_trace.node("begin", graph, -1, -1, None):
         if offloaded_bytes:
+            check_not_captured(token.device)  # writes of earlier forwards may begin
             CPU_ALLOCATOR.forward()
             get_store(config).begin(graph)  # raises for unusable directories before anything is computed
         counters(graph).begin(saved_bytes, offloaded_bytes)
@@ -71,13 +73,14 @@ def _store(
     seq: int,
     tier: str = "",
     binding: bool = False,
+    later: bool = False,
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     check_not_captured(x.device)
     handle = stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
     with device_trace.node("store", graph, slot, seq, x.device):
-        get_store(config).store(x, handle, graph, slot, seq, tier, binding)
+        get_store(config).store(x, handle, graph, slot, seq, tier, binding, later)
     return handle
 
 
@@ -138,6 +141,7 @@ def _fake_store(
     seq: int,
     tier: str = "",
     binding: bool = False,
+    later: bool = False,
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:

@@ -51,16 +51,26 @@ class Store:
         """A forward of `graph` begins."""
         GUARD.drain()
         with GUARD.lock:
+            for store in list(_stores.values()):  # those of other options too: their backwards come later as well
+                store.writer.forward()
             self.residency.forward()
             self.prefetcher.begin(graph)
 
     def store(
-        self, x: Tensor, handle: Tensor, graph: str, slot: int, seq: int, tier: str = "", binding: bool = False
+        self,
+        x: Tensor,
+        handle: Tensor,
+        graph: str,
+        slot: int,
+        seq: int,
+        tier: str = "",
+        binding: bool = False,
+        later: bool = False,
     ) -> None:
         """Takes `x` over, and makes `handle` its handle.
 
-        `x` is written, or is resident while the budget has room. A `binding` store is never resident. If the write
-        fails `x` stays in memory.
+        `x` is written, or is resident while the budget has room. A `binding` store is never resident, and one that is
+        for `later` is resident until the next forward begins. If the write fails `x` stays in memory.
 
         Raises: ValueError for an unknown tier.
         """
@@ -76,7 +86,7 @@ class Store:
         layout = dense_form(x)
         self.device = x.device
         nbytes = math.prod(layout.size) * x.itemsize
-        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding)
+        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding, later)
         entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
         with GUARD.lock:
@@ -205,6 +215,7 @@ class Store:
         self.prefetcher.dead(entry)
         self.reader.forget(entry)
         self.writer.cancel(entry)
+        self.writer.in_vain.let_go()  # no op of ours comes behind the last load of a backward
         self.writer.count_out(entry)
         self._judge(entry)
         entry.held = None

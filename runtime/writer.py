@@ -2,6 +2,7 @@
 
     accept -> resident -> writing -> on disk
        |         `-- while the budget has room; the oldest is written first
+       |             `later` ones: until the next forward begins, and then while the budget has room
        `-> held for good: leaves that require grad, and slots whose tensors somebody else holds (`habits`)
 
 All methods but `accept` run under the lock of `entries`.
@@ -73,6 +74,13 @@ class Writer:
                 self.reap()
                 before = self._start_due()
         return arrival.waited_s()
+
+    def forward(self) -> None:
+        """A forward begins. What was to be written later may be now; what finds no room waits for the next `accept`."""
+        self.reap()
+        for entry in self._resident:
+            entry.later = False
+        self._start_due()
 
     def reap(self) -> None:
         """Drops our references to the tensors that have been written."""
@@ -182,6 +190,7 @@ class Writer:
             counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
             return
         entry.early = entry.binding or self._outstanding.add(entry) > self._residency.nbytes
+        entry.later = entry.later and not self._codec_of(entry)  # what is lost must not depend on other forwards
         if self._residency.least and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         nbytes = entry.moved_bytes
@@ -192,8 +201,12 @@ class Writer:
 
     def _due(self) -> Entry | None:
         """The resident entry that should be written next, or None."""
-        oldest = None if self._ended else next(iter(self._resident), None)
-        return oldest if oldest and (oldest.early or self.resident_bytes > self._residency.nbytes) else None
+        if self._ended:
+            return None
+        for entry in self._resident:  # no generator: when it ends it swallows a Ctrl-C
+            if not entry.later:
+                return entry if entry.early or self.resident_bytes > self._residency.nbytes else None
+        return None
 
     def _cap(self, device: torch.device) -> int:
         """The most bytes that are written at a time, where the next to be written is of `device`."""
@@ -221,8 +234,7 @@ class Writer:
 
     def _start(self, entry: Entry) -> None:
         self._remove_resident(entry)
-        # Of the plan's tier, even if the tensor ends up in another: what a lossy codec loses must not depend on timing.
-        encoding = self._host_codec if entry.tier == "host" else self._codec
+        encoding = self._codec_of(entry)
         if encoding and not entry.encoded:
             self._encode(entry, encoding)
         held = entry.held
@@ -249,6 +261,10 @@ class Writer:
         except BaseException:  # Ctrl-C or no memory: without this the entry would stay in `_writing` for ever
             self.cancel(entry)
             raise
+
+    def _codec_of(self, entry: Entry) -> str:
+        """That of the plan's tier, even if the tensor ends up in another: what is lost must not depend on timing."""
+        return self._host_codec if entry.tier == "host" else self._codec
 
     def _cancelled(self, entry: Entry) -> None:
         extent = self._forget_write(entry, "cancelled")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import replace
 
 from typing_extensions import assert_never
@@ -22,7 +22,6 @@ from ssd_fx.passes.plan import Decision, Forecast, Keep, Limits, Offload, Plan, 
 from ssd_fx.passes.planner.course import course, stock
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
 from ssd_fx.passes.planner.place import everything, floor
-from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solution import TOLERANCE, Solution, kept_bytes
 from ssd_fx.passes.planner.solve import BudgetError, solve
 from ssd_fx.passes.planner.step import Modelled, model
@@ -33,7 +32,6 @@ AUTO_SHARES = 20  # the share is one of so many
 # Times the floor may be used in any case. At the floor itself nothing can be read early, so steps wait. "auto" has room
 # for what is computed again, too: few layers need it, and with many it is less than the share.
 HEADROOM, AUTO_HEADROOM = 1.1, 1.3
-IN_VAIN = "needed before it would be written"
 LISTED = 3  # groups that an error names
 
 
@@ -75,58 +73,31 @@ def select(
     stay = isinstance(options.budget, float) and options.budget == 1.0
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=stay) for g in plan.groups}
     modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
-    found, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
-    limit, copied = at.memory, options.copied
-    solution = without_vain(modelled.step, found, machine, limit, copied=copied) if host_tier else found
-    vain = {modelled.slots[i]: Keep(IN_VAIN) for i in found.transfers.keys() - solution.transfers.keys()}
+    solution, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
+    later = _later(modelled, solution, options.copied) if host_tier else set()
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
     host_speedup = machine.lanes("host").write_bw / machine.write_bw if host_tier and not options.host_budget else 0.0
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
     return plan.with_(
-        decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups} | vain,
-        points={slot: _points(plan, modelled, slot, transfer) for slot, transfer in transfers.items()},
-        forecast=_forecast(plan, modelled, found, solution, at, options, host_speedup),
+        decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups},
+        points={slot: _points(plan, modelled, slot, transfer, slot in later) for slot, transfer in transfers.items()},
+        forecast=_forecast(plan, modelled, solution, at, options, host_speedup),
         course=course(plan, modelled, solution, machine),
         stock=plan.stock if plan.recomputed else stock(plan, modelled),
     )
 
 
-def without_vain(step: Step, found: Solution, machine: Machine, limit: float, *, copied: bool) -> Solution:
-    """`found`, but what a device would copy to host memory in vain is kept. No more than `limit` bytes are alive.
+def _later(modelled: Modelled, found: Solution, copied: bool) -> set[int]:
+    """The slots of what would be copied to host memory in vain: its load comes before the copy has ended.
 
-    `copied`: all that is offloaded goes to host memory.
-    """
-    solution = found
-    while vain := _in_vain(step, solution, copied):
-        solution = _kept_instead(step, solution, vain, machine, limit)
-    return solution
-
-
-def _in_vain(step: Step, found: Solution, copied: bool) -> set[int]:
-    """The items that would be copied to host memory although they are needed before.
-
-    Their memory is never gone. A copy that waits in a stream cannot be cut short, as a write to a drive can. So the
-    load would wait for it, and for all copies before it. A mark that binds is obeyed all the same.
+    Its memory is never free within the step. A copy in a stream cannot be cut short, as a write to a drive can. So it
+    begins only if another forward comes before the backward. A mark that binds is obeyed at once. `copied`: all that is
+    offloaded goes to host memory.
     """
     queued = {i for i in found.outcome.forwarded if copied or found.transfers[i].tier == "host"}
-    return {i for i in queued if Choice.KEEP in step.items[i].choices}
-
-
-def _kept_instead(step: Step, found: Solution, vain: Set[int], machine: Machine, limit: float) -> Solution:
-    """With the items of `vain` kept, and nothing else planned differently.
-
-    Operators then start earlier. So more of them run while a tensor is written, and it is held that long. If that
-    exceeds the limit, all releases wait for their writes.
-    """
-    choices = tuple(Choice.KEEP if i in vain else choice for i, choice in enumerate(found.choices))
-    transfers = {i: transfer for i, transfer in found.transfers.items() if i not in vain}
-    outcome = simulate(step, choices, transfers, machine)
-    if outcome.peak > limit:
-        transfers = {i: replace(transfer, block=True) for i, transfer in transfers.items()}
-        outcome = simulate(step, choices, transfers, machine)
-    return Solution(choices, transfers, outcome)
+    return {modelled.slots[i] for i in queued if Choice.KEEP in modelled.step.items[i].choices}
 
 
 def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:
@@ -212,7 +183,7 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
     assert_never(chosen)
 
 
-def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer) -> Points:
+def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer, later: bool) -> Points:
     """From operators of the simulated step to nodes of the graphs."""
     assert plan.timeline is not None
     begins, ends, last = modelled.begins, modelled.ends, len(plan.timeline.forward) - 3  # before the output
@@ -223,13 +194,13 @@ def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer) -> Po
         wait_before=plan.lifetimes[slot].first_bwd_use,
         block=transfer.block,
         strict=transfer.strict,
+        later=later,
     )
 
 
 def _forecast(
     plan: Plan,
     modelled: Modelled,
-    found: Solution,
     solution: Solution,
     at: Limits,
     options: PlanOptions,
@@ -246,7 +217,7 @@ def _forecast(
         read_stall_s=outcome.read_stall_s,
         peak=outcome.peak,
         peak_node=before + modelled.begins[peak],
-        kept=kept_bytes(step, found.choices),  # what would be copied in vain does not count: it never leaves
+        kept=kept_bytes(step, solution.choices),
         written=outcome.written,
         limits=at,
         floor=floor(step),

@@ -86,10 +86,12 @@ class ForwardWriter:
 
     def _optional(self, group: AliasGroup, stored: torch.Tensor, first: torch.Tensor) -> list[Any]:
         """The optional arguments of a store, up to the last that is no default; `first`: the first member."""
-        decision = self.plan.decisions[group.slot]
+        decision, later = self.plan.decisions[group.slot], self.plan.points[group.slot].later
         assert isinstance(decision, Offload)
         if not _is_alike(stored, first):
-            return [decision.tier, decision.binding, self.sizes.of(first.shape), first.dtype]
+            return [decision.tier, decision.binding, later, self.sizes.of(first.shape), first.dtype]
+        if later:
+            return [decision.tier, decision.binding, True]
         if decision.binding:
             return [decision.tier, True]
         return [decision.tier] if decision.tier else []

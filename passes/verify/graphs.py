@@ -99,6 +99,9 @@ def _verify_store(store: fx.Node, plan: Plan) -> fx.Node:
     planned = plan.decisions[given["slot"]]
     text = f"store {store.name!r} goes to tier {tier!r}, binding {binding}, and the plan says {planned}"
     require(planned == Offload(tier, binding), text, "insert", store)
+    later = plan.points[given["slot"]].later
+    text = f"store {store.name!r} says later={given['later']}, and the plan says {later}"
+    require(given["later"] is later, text, "insert", store)
     releases = [u for u in store.users if u.target is ops.wait_store_.default]
     text = f"store {store.name!r} has {len(releases)} releases instead of one"
     require(len(releases) == 1, text, "insert", store)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ssd_fx.report.figures import Figures, drive_life
-from ssd_fx.report.model import BELOW, VAIN, WITHIN, GroupRow, Report
+from ssd_fx.report.model import BELOW, WITHIN, GroupRow, Report
 from ssd_fx.report.unfreed import Unfreed, loud
 from ssd_fx.runtime.wear import format_days
 from ssd_fx.sizes import format_bytes, format_seconds
@@ -74,8 +74,6 @@ def _nothing_goes(report: Report, found: Figures) -> str:
     if 2 * small > found.stock_stay_bytes:
         largest = max(row.nbytes for graph in report.graphs for row in graph.rows if row.reason == BELOW)
         return f"nothing is offloaded, for most is below min_bytes: min_bytes={max(1, largest // 4)} would change that"
-    if 2 * report.kept[VAIN] > found.stock_stay_bytes:
-        return f"nothing is offloaded, for most is {VAIN}: the step is too short"
     host = _host_memory(report, found)
     if host and _budget(report) == "auto" and report.kept[WITHIN]:
         return f"nothing is offloaded, for the step is too short for the drives: {host}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from ssd_fx.report.model import VAIN, WITHIN, GraphReport, GroupRow, Report, Span, Times
+from ssd_fx.report.model import WITHIN, GraphReport, GroupRow, Report, Span, Times
 
 Points = tuple[tuple[float, int], ...]
 
@@ -76,7 +76,7 @@ def course(report: Report) -> Course:
 def _must_stay(part: GraphReport) -> int:
     """Bytes that a forward leaves in memory under any budget, until its backward begins."""
     kept = [row for row in part.rows if row.decision == "keep" and row.slot >= 0]
-    return sum(row.nbytes for row in kept if row.reason not in (WITHIN, VAIN))
+    return sum(row.nbytes for row in kept if row.reason != WITHIN)
 
 
 def _joined(parts: Sequence[Any], stays: Sequence[int]) -> tuple[list[Span], Curve]:

@@ -140,7 +140,8 @@ def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
     else:
         assert isinstance(decision, Offload), "the partition that recomputes does not save what it recomputes"
         what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
-        where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
+        later = ["later"] if plan.points[group.slot].later else []
+        where = " ".join([f"{name}{at}" for name, at in _points(plan, group, names).items()] + later)
     members = tuple(m.name for m in group.members)
     module, source = plan.modules.get(group.slot, ""), sources.get(group.base, "")
     return Row(group.base, module, _size(group), what, reason, where, members, source=source)
@@ -184,6 +185,7 @@ LEGEND = """
 # equal layers.
 # Sizes are exact below a MiB. The .plan.json has exact bytes, every layer, and the slots that messages and traces use.
 # store>, release>: the forward node behind which the write starts, and behind which the forward reads it no more.
+# later: the write starts only if another forward begins before the load.
 # load<, wait<: the backward node before which the read starts, and before which it has ended.
 # floor: the peak if everything that can be offloaded were gone at once. allowed: the floor, and for a share its part of
 # the bytes between floor and everything kept, for a budget in bytes so many more, all before anything is recomputed.
@@ -267,7 +269,10 @@ def details(plan: Plan, names: Names, sources: Sources) -> dict[str, Any]:
             "reason": row.reason,
             "members": list(row.members),
         }
-        groups.append(found | {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()})
+        found |= {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()}
+        if group.slot in plan.points:
+            found["later"] = plan.points[group.slot].later
+        groups.append(found)
     totals = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
     return totals | {"predicted": predicted(plan), "groups": groups, "recomputed": recomputed(plan, sources)}
 

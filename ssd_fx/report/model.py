@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ssd_fx.report.unfreed import Unfreed
 
 Span = tuple[float, float]
-WITHIN, BELOW, VAIN = "within the budget", "below min_bytes", "needed before it would be written"  # the planner's
+WITHIN, BELOW = "within the budget", "below min_bytes"  # the planner's words
 
 
 @dataclass(frozen=True, slots=True)

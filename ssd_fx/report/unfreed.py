@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssd_fx.report.model import VAIN, WITHIN, GraphReport, GroupRow, Report
+from ssd_fx.report.model import WITHIN, GraphReport, GroupRow, Report
 
 _HOLDERS = {"input": "the caller, who has passed it in", "": "a variable of the model or of the caller"}
 LOUD = 0.05  # the share of what was asked for; less is no news
@@ -56,7 +56,7 @@ def _measured(row: GroupRow, steps: int) -> list[Unfreed]:
 
 def _planned(graph: GraphReport, row: GroupRow) -> list[Unfreed]:
     everything_stays = graph.described["budget"] == 1.0
-    if row.decision != "keep" or row.reason in (WITHIN, VAIN) or row.marked or everything_stays:
+    if row.decision != "keep" or row.reason == WITHIN or row.marked or everything_stays:
         return []
     who = "the caller, as an output of the graph" if row.shared == "output" else f"the plan: {row.reason}"
     return [Unfreed(row, graph.runs * row.nbytes, who, planned=True)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ssd_fx.passes.planner import select
-from ssd_fx.report import model
 from ssd_fx.report.model import made
 from ssd_fx.report.summary import lines, summary
 from ssd_fx.runtime.stats import GraphStats, Stats
@@ -42,17 +40,6 @@ def test_host_memory_beside_a_slow_drive_is_advised() -> None:
         assert "host_budget" not in said("keep", little) + said("offload", little, write_stall_s=0.5)
 
 
-def test_what_is_needed_before_its_copy_would_end_is_not_the_users_fault() -> None:
-    """No change to the model makes the step longer, and another budget copies nothing more."""
-
-    def said(*groups: dict[str, object]) -> str:
-        return dict(lines(made([graph("a", groups, 0)], ["a"])))["next"]
-
-    vain = group(0, 30 * MIB, "keep", reason="needed before it would be written")
-    assert said(vain) == "nothing is offloaded, for most is needed before it would be written: the step is too short"
-    assert said(vain, group(1, 90 * MIB, life=TIMES)).startswith("nothing: what can be offloaded is")
-
-
 def test_the_table_leaves_out_the_smallest_rows_though_many_are_as_large() -> None:
     """The 24th largest row is one of seven of its size, which stand before all others."""
     small = [group(i, MIB, "keep", reason="scalar", module=f"small{i}") for i in range(7)]
@@ -81,7 +68,3 @@ def test_drives_that_last_for_years_are_said_to() -> None:
     seen = Stats(steps=3, drive_tbw=600.0, drive_bytes=3 * MIB, step_s=1.0, graphs={"a": GraphStats(steps=3)})
     said = dict(lines(made([graph("a", [group(0, 100 * MIB)])], ["a"], stats=seen)))["drive"]
     assert said.endswith(", 0.0906 TB a day at 1 s a step; new drives rated for 600 TB last 18.1 years")
-
-
-def test_the_report_knows_the_planner_s_words() -> None:
-    assert model.VAIN == select.IN_VAIN

@@ -28,8 +28,8 @@ def begin(config: str, graph: str = "g", saved: int = 0, offloaded: int = 0) -> 
     op.begin_(torch.empty(0, dtype=torch.int64), config, graph, saved, offloaded)
 
 
-def store(x: Tensor, config: str, slot: int = 0, seq: int = 0, graph: str = "g") -> Tensor:
-    handle: Tensor = op.store(x, config, graph, slot, seq)
+def store(x: Tensor, config: str, slot: int = 0, seq: int = 0, graph: str = "g", later: bool = False) -> Tensor:
+    handle: Tensor = op.store(x, config, graph, slot, seq, later=later)
     return handle
 
 

@@ -71,6 +71,71 @@ def test_what_is_bound_to_leave_takes_no_room(tmp_path, room):
     assert stats().written_bytes == 4 * B
 
 
+def test_what_is_written_later_takes_room_of_the_budget(tmp_path):
+    """It is among the last of its forward, which the budget keeps. The others leave as if it had rested."""
+    config = config_json(tmp_path, host_budget=3 * B)
+    handles = []
+    for i in range(6):
+        x = torch.randn(N)
+        handles.append(store(x, config, slot=i, later=i in (3, 4)))
+        release(handles[-1], x)
+    assert where(handles) == "dddmmm"
+    begin(config, offloaded=B)
+    assert where(handles) == "dddmmm"
+    handles.append(store(torch.randn(N), config, slot=6))
+    assert where(handles) == "ddddmmm"
+
+
+@pytest.mark.parametrize("another", [{}, {"checksums": False}], ids=["same options", "other options"])
+def test_the_next_forward_writes_what_the_budget_does_not_keep(tmp_path, another):
+    config = config_json(tmp_path)
+    begin(config, offloaded=B)
+    xs = [torch.randn(N) for _ in range(3)]
+    handles = [store(x, config, slot=i, later=True) for i, x in enumerate(xs)]
+    assert where(handles) == "mmm"
+    begin(config_json(tmp_path, **another), offloaded=B)
+    assert where(handles) == "ddd"
+    for h, x in zip(handles, xs, strict=True):
+        assert raw(load(h, x)) == raw(x)
+
+
+def test_a_forward_that_finds_no_room_in_flight_does_not_wait(tmp_path):
+    """The next ones begin the other writes."""
+    config = config_json(tmp_path, inflight=B)
+    xs = [torch.randn(N) for _ in range(3)]
+    handles = [store(x, config, slot=i, later=True) for i, x in enumerate(xs)]
+    for on_disk in ("dmm", "ddm", "ddd"):
+        begin(config, offloaded=B)
+        assert where(handles) == on_disk
+    for h, x in zip(handles, xs, strict=True):
+        assert raw(load(h, x)) == raw(x)
+
+
+def test_what_is_encoded_is_written_at_once(tmp_path):
+    """Else a lossy codec would lose something or nothing, as another thread's forward comes or does not."""
+    config = config_json(tmp_path, compression={"ssd": "fp8"})
+    x = torch.randn(N)
+    h = store(x, config, later=True)
+    assert where([h]) == "d"
+    assert raw(load(h, x)) != raw(x)
+
+
+def test_a_forward_that_ctrl_c_ends_leaves_all_to_be_loaded(tmp_path):
+    config = config_json(tmp_path)
+    begin(config, offloaded=B)
+    at, came = 0, True
+    while came:
+        at += 1
+        xs = [torch.randn(N) for _ in range(2)]
+        handles = [store(x, config, slot=i, later=True) for i, x in enumerate(xs)]
+        came = interrupted(lambda: begin(config, offloaded=B), at)
+        for h, x in zip(handles, xs, strict=True):
+            assert raw(load(h, x)) == raw(x)
+        del h, handles
+    assert at > 10
+    assert get_store(config).writer.resident_bytes == 0
+
+
 def test_the_second_step_writes_at_once_what_will_not_fit(tmp_path):
     """It knows how much comes: the first tensors are written when they are stored, not when the room is full."""
     config = config_json(tmp_path, host_budget=2 * B)
@@ -102,10 +167,11 @@ def test_the_peak_of_a_step_is_that_of_all_its_micro_batches(tmp_path):
     assert outstanding.peak_bytes == 4 * B
 
 
-def test_a_resident_tensor_dies_without_a_trace(tmp_path):
-    config = config_json(tmp_path, host_budget=2 * B)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_resident_tensor_dies_without_a_trace(tmp_path, later):
+    config = config_json(tmp_path, host_budget=0 if later else 2 * B)
     x = torch.randn(N)
-    h = store(x, config)
+    h = store(x, config, later=later)
     gone = watch(x)
     del x, h
     assert entries.living() == []

@@ -178,3 +178,27 @@ def test_interrupts(tmp_path):
     """
     out, err, status = run(code, tmp_path)
     assert (out, status) == ("fine\n", 0), err
+
+
+def test_the_thread_that_looks_at_what_died_outlives_an_error():
+    """A device in error does not say whether a copy has ended. Without the thread no store would end any more."""
+    out, err, code = run(
+        """
+        from ssd_fx.runtime import deaths
+        looks = []
+        def look():
+            looks.append(1)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        deaths.IDLE_S = 0.01
+        deaths.when_idle.insert(0, look)
+        deaths.janitor()
+        until = time.monotonic() + 30
+        while len(looks) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        print(len(looks) >= 3)
+        """,
+        "",
+    )
+    assert (out, code) == ("True\n", 0)
+    assert "giving back idle memory failed" in err
+    assert "illegal memory access" in err

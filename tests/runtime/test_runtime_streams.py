@@ -201,6 +201,42 @@ def test_what_is_given_away_does_not_wait_for_its_copy(gpu):
     assert not get_store(MEMORY).writer.in_vain
 
 
+def later(gpu, config, values, slot=0):
+    """The handle of `values`, whose write begins when the next forward does; and where they lie."""
+    x = gpu.tensor(values)
+    handle = store(x, config, slot=slot, later=True)
+    release(handle, x)
+    return handle, x.data_ptr()
+
+
+def test_what_is_written_later_is_given_to_a_backward_that_comes_first(gpu, config):
+    """Nothing is copied, and nothing holds the memory when the backward has dropped it."""
+    values = numbers()
+    handle, address = later(gpu, config, values)
+    gpu.finish()
+    y = load(handle, values)
+    assert y.data_ptr() == address
+    assert gpu.bytes_of(y) == raw(values)
+    del y
+    assert gpu.tensor(values).data_ptr() == address
+    assert stats.stats().written_bytes == 0
+
+
+def test_the_next_forward_begins_what_is_written_later(gpu, config):
+    """The tensors may still be in the making then. Their memory goes to others, and their bytes come back."""
+    begin(config, offloaded=1)
+    values = [numbers(start=i) for i in range(3)]
+    handles = [later(gpu, config, value, slot)[0] for slot, value in enumerate(values)]
+    begin(config, offloaded=1)
+    for handle in handles:
+        settle(handle)
+    begin(config, offloaded=1)
+    assert [lookup(handle).state for handle in handles] == [State.ON_DISK] * 3
+    gpu.scrub()
+    for handle, value in zip(handles, values, strict=True):
+        assert gpu.bytes_of(load(handle, value)) == raw(value)
+
+
 def test_handle_dies_while_its_write_is_queued(gpu, config):
     values = numbers()
     for i in range(3):
@@ -621,6 +657,33 @@ def test_what_was_given_away_is_free_though_no_op_comes_any_more():
         assert alive(gpu) == 1
         for function in when_idle:
             function()
+        assert alive(gpu) == 0
+        close_stores()
+
+
+def test_what_was_given_away_is_free_when_its_handle_has_died():
+    """The optimizer comes next, without an op of ours. It would go without the memory until the next forward."""
+    with installed("lazy") as gpu:
+        x = gpu.tensor(numbers())
+        handle = store(x, MEMORY)
+        release(handle, x)
+        del x
+        load(handle, numbers())
+        gpu.finish()
+        assert alive(gpu) == 1
+        del handle
+        assert entries.living() == []
+        assert alive(gpu) == 0
+        close_stores()
+
+
+def test_what_one_model_gave_away_is_free_when_another_one_goes_on():
+    """It has options of its own. Its handles die so often that the janitor never finds a quiet moment."""
+    with installed("lazy") as gpu:
+        given(gpu, MEMORY)
+        gpu.finish()
+        assert alive(gpu) == 1
+        begin(json.dumps({"engine": "memory", "inflight": 1 << 20}), offloaded=1)
         assert alive(gpu) == 0
         close_stores()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 import ssd_fx
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.cost.machine import Machine, Tier
-from ssd_fx.passes.partition import Partition, node_names
-from ssd_fx.passes.plan import Keep, Offload, Plan
+from ssd_fx.passes.partition import Partition, arguments_of, node_names
+from ssd_fx.passes.plan import Offload, Plan
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solve import solve
 from ssd_fx.passes.verify.errors import VerifyError
 from ssd_fx.passes.verify.plan import verify_plan
 from ssd_fx.report import dump
+from ssd_fx.runtime import entries
 from ssd_fx.runtime.store import Store
 from tests.passes import toys
 from tests.passes.joint.test_marks import under
@@ -165,7 +167,7 @@ def device_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.empty(8, 8, device="meta").requires_grad_() for _ in range(2))  # type: ignore[return-value]
 
 
-# Copies to host memory keep up with the toys, so that none is in vain.
+# Copies to host memory keep up with the toys, so that none begins later.
 QUICK = replace(toys.MACHINE, to_host_bw=1e15, from_host_bw=1e15, host_latency_s=0.0)
 
 
@@ -189,9 +191,12 @@ def details(toy: toys.Toy, **changes: object) -> Any:
     return dump.dump(partition, plan, node_names(partition)).plan
 
 
+def stores(partition: Partition) -> list[torch.fx.Node]:
+    return list(partition.forward.graph.find_nodes(op="call_function", target=torch.ops.ssd_fx.store.default))
+
+
 def tiers_of_stores(partition: Partition) -> list[object]:
-    stores = partition.forward.graph.find_nodes(op="call_function", target=torch.ops.ssd_fx.store.default)
-    return [node.args[5:] for node in stores]
+    return [node.args[5:] for node in stores(partition)]
 
 
 def test_the_dump_and_the_ops_name_the_tier() -> None:
@@ -212,33 +217,34 @@ predicted host memory 512 B of 600 B allowed""",
 
 # A copy ends a second after its tensor is made, and the toy takes microseconds.
 LATE = replace(toys.MACHINE, latency_s=1.0, host_latency_s=1.0)
-VAIN = "needed before it would be written"
 
 
 @pytest.mark.parametrize("way", [{"host_budget": 600}, {"copied": True}], ids=["tier", "engine memory"])
-def test_what_would_be_needed_before_its_copy_has_ended_is_not_copied(way: dict[str, object]) -> None:
-    """A copy in a stream cannot be cut short: the load would wait for it. The peak is that of the plan with it."""
-    _, plan, partition = planned(chain, machine=LATE, **way)
-    assert plan.forecast is not None
-    stays = [group for group in plan.groups if plan.decisions[group.slot] == Keep(VAIN)]
-    assert stays
-    assert len(tiers_of_stores(partition)) == len(plan.groups) - len(stays)
-    assert not [group for group in plan.offloaded if plan.tier(group.slot) == "host"]
-    assert plan.forecast.kept == 0  # budget 0 holds
-    cut_short, before, _ = planned(chain, machine=LATE)
-    assert VAIN not in cut_short  # as a write to a drive is
+def test_a_copy_that_would_be_in_vain_begins_later(way: dict[str, object]) -> None:
+    """It cannot be cut short, so it must not begin, unless another forward comes and needs the memory."""
+    text, plan, partition = planned(chain, machine=LATE, **way)
+    slots = [group.slot for group in plan.groups if plan.points[group.slot].later]
+    assert slots
+    assert text.count(" later ") == len(slots)
+    assert [node.args[3] for node in stores(partition) if arguments_of(node)["later"]] == slots
+    told = details(chain, machine=LATE, **way)["groups"]
+    assert [group["slot"] for group in told if group["later"]] == slots
+    assert plan.offloaded == plan.groups  # budget 0 holds
+    at_once, before, _ = planned(chain, machine=LATE)
+    assert "later" not in at_once  # a write to a drive is cut short
     assert before.forecast is not None
+    assert plan.forecast is not None
     assert plan.forecast.peak <= before.forecast.peak
 
 
-def test_a_mark_binds_though_its_copy_is_in_vain() -> None:
+def test_what_is_marked_is_copied_at_once_though_in_vain() -> None:
     _, _, partition = planned(marked, machine=LATE, host_budget=300)
     assert tiers_of_stores(partition)[-1] == ("host", True)
 
 
-def test_on_the_cpu_nothing_is_in_vain() -> None:
+def test_on_the_cpu_nothing_begins_later() -> None:
     found, _, _ = planned(chain, *toys.inputs(), machine=LATE, copied=True)
-    assert VAIN not in found
+    assert "later" not in found
 
 
 def test_without_host_memory_nothing_is_said_of_tiers() -> None:
@@ -366,3 +372,46 @@ def test_the_tier_reaches_the_store_that_runs(tmp_path: Path, inner: str, monkey
     assert {group["decision"] for group in told["groups"]} == {"offload ssd"}
     assert tiers == ["ssd"] * len(told["groups"])
     torch.testing.assert_close((x.grad, w.grad), (plain[0].grad, plain[1].grad))
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+# Of a GPU, which computes a block faster than it copies what the block saves.
+GPU = {"flops": 4e14, "memory_bw": 3e12, "write_bw": 2.5e10, "read_bw": 2.5e10, "node_s": 0.0}
+GPU |= {"to_host_bw": 2.5e10, "from_host_bw": 2.5e10}
+
+
+def in_memory_bytes() -> int:
+    """Of all that has been stored."""
+    return sum(entry.nbytes for entry in entries.living() if entry.held is not None)
+
+
+@pytest.mark.parametrize("forwards", ["of blocks", "of micro-batches"])
+@pytest.mark.parametrize("budget", [0, 0.25, "256KiB"])
+def test_what_one_forward_keeps_for_a_quick_backward_does_not_add_up(
+    forwards: str, budget: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each forward's backward would need all before it is copied. Those of seven others come in between."""
+    monkeypatch.setattr(pipeline, "_device", lambda partition: torch.device("meta"))
+    options = {"engine": "memory", "inner": "aot_eager", "min_bytes": 0, "budget": budget, "machine": GPU}
+    blocks = [Block() for _ in range(8 if forwards == "of blocks" else 1)]
+    for block in blocks:
+        block.compile(backend=ssd_fx.backend, options=options | {"recompute": False})
+    x, held = torch.randn(512, 64, requires_grad=True), []
+    for block in blocks * (8 // len(blocks)):
+        x = block(x)
+        while any(entry.write and not entry.write.done() for entry in entries.living()):
+            time.sleep(0.001)
+        held.append(in_memory_bytes())
+    ssd_fx.reset_stats()
+    x.sum().backward()
+    counts = ssd_fx.stats()
+    assert counts.forwarded_bytes > 0  # of the last
+    assert max(held) < 2 * held[0] + (256 << 10)

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner import select
 from ssd_fx.passes.planner.items import Choice, Item, Step
 from ssd_fx.passes.planner.place import TOGETHER, floor, place
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solve import BudgetError, solve
-from tests.passes.planner.instances import Instance, instances, limits, random_instance
+from tests.passes.planner.instances import Instance, instances, limits
 
 shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
 
@@ -28,29 +27,6 @@ def test_a_plan_stays_within_the_budget(instance: Instance, share: float) -> Non
     assert found.outcome.peak <= at.memory
     assert sum(i.nbytes for i, c in pairs if c is Choice.KEEP and len(i.choices) > 1) <= at.kept
     assert all(c in i.choices for i, c in pairs)
-
-
-@settings(max_examples=15, deadline=None)
-@given(instances, shares)
-def test_what_is_not_copied_in_vain_costs_no_memory(instance: Instance, share: float) -> None:
-    assert_nothing_is_in_vain(instance, share)
-
-
-@pytest.mark.parametrize(("seed", "share"), [(82, 0.0), (124, 0.3)])
-def test_what_else_changes_when_a_copy_in_vain_is_gone(seed: int, share: float) -> None:
-    """Operators start earlier. So 124 is over its limit if nothing else changes, and in 82 another copy is in vain."""
-    assert_nothing_is_in_vain(random_instance(seed), share)
-
-
-def assert_nothing_is_in_vain(instance: Instance, share: float) -> None:
-    step, at, machine = instance.step, limits(instance.step, share), instance.machine
-    found = solve(step, machine, limit=at.memory, share_bytes=at.kept, quick=True)
-    without = select.without_vain(step, found, machine, at.memory, copied=True)
-    assert without.outcome.peak <= at.memory
-    assert all(Choice.KEEP not in step.items[i].choices for i in without.outcome.forwarded)
-    stays = found.transfers.keys() - without.transfers.keys()
-    assert all(without.choices[i] is Choice.KEEP for i in stays)
-    assert found.outcome.forwarded & stays or not stays
 
 
 @settings(max_examples=15, deadline=None)

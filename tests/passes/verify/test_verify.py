@@ -177,6 +177,11 @@ def store_into_another_tier(planned: toys.Planned) -> None:
     store.args = (*store.args[:5], "host")
 
 
+def store_later(planned: toys.Planned) -> None:
+    store = find(planned.partition.forward.graph, ops.store.default)
+    store.args = (*store.args[:5], "", False, True)
+
+
 def save_the_base_too(planned: toys.Planned) -> None:
     output = planned.partition.fwd_output
     base = find(planned.partition.forward.graph, ops.store.default).args[0]
@@ -336,6 +341,7 @@ BREAKS: list[tuple[Callable[[toys.Planned], None], str]] = [
     (swap_two_saved, "saved tensors and backward inputs differ in order"),
     (store_twice, "stores and offloaded groups differ in number"),
     (store_into_another_tier, "'ssd_fx_handle_0' goes to tier 'host', binding False, and the plan says Offload"),
+    (store_later, "'ssd_fx_handle_0' says later=True, and the plan says False"),
     (save_the_base_too, "'cat' is offloaded and saved too"),
     (rename_a_handle, "has no placeholder of its name in the backward"),
     (use_before_wait, "before its wait"),

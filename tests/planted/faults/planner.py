@@ -83,12 +83,4 @@ FAULTS = (
         "recomputing reads an output that the caller has changed meanwhile: wrong gradients",
         "tests/passes/test_pipeline.py",
     ),
-    Fault(
-        "held_longer_without_copies_in_vain",
-        "passes/planner/select.py",
-        "    if outcome.peak > limit:\n        transfers = {i: replace(transfer, block=True)",
-        "    if False:\n        transfers = {i: replace(transfer, block=True)",
-        "a legal model is not compiled for a GPU: its plan is over the limit",
-        "tests/passes/planner/test_planners.py::test_what_else_changes_when_a_copy_in_vain_is_gone",
-    ),
 )
