@@ -123,6 +123,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _follow_up(wake: _Queue) -> None:
+    failing: set[Callable[[], None]] = set()
     while True:
         try:
             guards = {wake.get(timeout=IDLE_S).item}
@@ -130,8 +131,11 @@ def _follow_up(wake: _Queue) -> None:
             for function in when_idle:
                 try:
                     function()
+                    failing.discard(function)
                 except Exception:  # of a device in error, say; without this thread nobody would look at what died
-                    logging.getLogger("ssd_fx").exception("giving back idle memory failed")
+                    if function not in failing:  # a device in error stays so: the log would have this every few seconds
+                        logging.getLogger("ssd_fx").exception("giving back idle memory failed")
+                    failing.add(function)
             continue
         time.sleep(PAUSE_S)
         while not wake.empty():

@@ -32,7 +32,7 @@ from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
 from ssd_fx.runtime.layout import TensorMeta
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stats import counters, step, turn
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.store import begin_later, get_store
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
@@ -57,6 +57,8 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
             check_not_captured(token.device)  # writes of earlier forwards may begin
             CPU_ALLOCATOR.forward()
             get_store(config).begin(graph)  # raises for unusable directories before anything is computed
+        else:
+            begin_later()
         counters(graph).begin(saved_bytes, offloaded_bytes)
         number = step()
         if about:

@@ -51,8 +51,7 @@ class Store:
         """A forward of `graph` begins."""
         GUARD.drain()
         with GUARD.lock:
-            for store in list(_stores.values()):  # those of other options too: their backwards come later as well
-                store.writer.forward()
+            _begin_later()
             self.residency.forward()
             self.prefetcher.begin(graph)
 
@@ -90,6 +89,9 @@ class Store:
         entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
         with GUARD.lock:
+            for other in list(_stores.values()):  # what found no room in flight when this forward began
+                if other is not self:
+                    other.writer.go_on()
             self.prefetcher.stored(entry)
             c = counters(graph)
             c.stores += 1
@@ -255,6 +257,21 @@ class Store:
     def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str, waited: float = 0.0) -> None:
         event = (kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, self.engine.name)
         trace.record(trace.Event(*event, CPU_ALLOCATOR.live_bytes, waited))
+
+
+def begin_later() -> None:
+    """A forward begins that stores nothing. In the capture of a CUDA graph nothing may be written."""
+    if any(streams.is_captured(store.device) for store in list(_stores.values())):
+        return
+    GUARD.drain()
+    with GUARD.lock:
+        _begin_later()
+
+
+def _begin_later() -> None:
+    """Of all options: their backwards come later, too."""
+    for store in list(_stores.values()):
+        store.writer.forward()
 
 
 def _find(entry: Entry, x: Tensor) -> Load:

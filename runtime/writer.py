@@ -76,11 +76,17 @@ class Writer:
         return arrival.waited_s()
 
     def forward(self) -> None:
-        """A forward begins. What was to be written later may be now; what finds no room waits for the next `accept`."""
+        """A forward begins, so what was to be written later may be now."""
         self.reap()
         for entry in self._resident:
             entry.later = False
         self._start_due()
+
+    def go_on(self) -> None:
+        """Starts the writes that are due, as far as they find room in flight. It waits for none."""
+        if self._due():
+            self.reap()
+            self._start_due()
 
     def reap(self) -> None:
         """Drops our references to the tensors that have been written."""
@@ -190,7 +196,8 @@ class Writer:
             counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
             return
         entry.early = entry.binding or self._outstanding.add(entry) > self._residency.nbytes
-        entry.later = entry.later and not self._codec_of(entry)  # what is lost must not depend on other forwards
+        if codec.is_lossy(self._codec_of(entry), x.dtype):
+            entry.later = False  # what is lost must not depend on other forwards
         if self._residency.least and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         nbytes = entry.moved_bytes

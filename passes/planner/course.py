@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Set
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -22,8 +23,8 @@ def stock(plan: Plan, modelled: Modelled) -> Stock:
     return Stock(plan.saved_bytes, floor(step), everything(step), starts, memory, step.forward)
 
 
-def course(plan: Plan, modelled: Modelled, solution: Solution, machine: Machine) -> Course:
-    """The step that `solution` was chosen for."""
+def course(plan: Plan, modelled: Modelled, solution: Solution, machine: Machine, later: Set[int]) -> Course:
+    """The step that `solution` was chosen for. `later`: the slots whose writes begin with another forward."""
     outcome, step = solution.outcome, modelled.step
     items = {slot: i for i, slot in enumerate(modelled.slots)}
     lives = {}
@@ -36,7 +37,8 @@ def course(plan: Plan, modelled: Modelled, solution: Solution, machine: Machine)
             last_used=outcome.ends[place.last_bwd_use],
         )
         transfer = solution.transfers.get(items.get(slot, -1))
-        lives[slot] = life if transfer is None else _moved(life, items[slot], transfer, modelled, solution, machine)
+        moved = life if transfer is None else _moved(life, items[slot], transfer, modelled, solution, machine)
+        lives[slot] = replace(moved, write=None) if slot in later else moved
     return Course(outcome.starts, outcome.memory, step.forward, MappingProxyType(lives))
 
 

@@ -84,7 +84,7 @@ def select(
         decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups},
         points={slot: _points(plan, modelled, slot, transfer, slot in later) for slot, transfer in transfers.items()},
         forecast=_forecast(plan, modelled, solution, at, options, host_speedup),
-        course=course(plan, modelled, solution, machine),
+        course=course(plan, modelled, solution, machine, later),
         stock=plan.stock if plan.recomputed else stock(plan, modelled),
     )
 

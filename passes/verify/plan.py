@@ -82,6 +82,7 @@ def _verify_points(plan: Plan, group: AliasGroup) -> None:
         (points.release_after >= life.last_fwd_use, f"{name!r} is read in the forward after its release"),
         (points.load_before <= points.wait_before, f"load of {name!r} comes after its wait"),
         (points.wait_before <= life.first_bwd_use, f"{name!r} is used in the backward before its wait"),
+        (not (points.later and points.block), f"release of {name!r} waits for a write that begins later"),
     )
     for holds, text in rules:
         require(holds, text, "select")

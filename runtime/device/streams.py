@@ -186,17 +186,21 @@ def in_turn_with(stream: Stream | None, device: torch.device) -> Iterator[None]:
             stream.wait_event(found.record(here))
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether this thread's stream of `device` is captured in a CUDA graph."""
+    found = of(device)
+    if not found:
+        return False
+    with found.on(device):
+        return found.capturing()
+
+
 def check_not_captured(device: torch.device) -> None:
     """Returns outside of the capture of a CUDA graph.
 
     Raises: RuntimeError within one.
     """
-    found = of(device)
-    if not found:
-        return
-    with found.on(device):
-        capturing = found.capturing()
-    if capturing:
+    if is_captured(device):
         raise RuntimeError(
             "ssd_fx cannot be captured in a CUDA graph: a replay runs kernels and no code of the host, which issues "
             "the transfers; right would be torch.cuda.graph around what is not compiled with ssd_fx"

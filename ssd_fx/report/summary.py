@@ -7,7 +7,7 @@ from collections import defaultdict
 from ssd_fx.report.advice import advice
 from ssd_fx.report.course import course
 from ssd_fx.report.figures import Figures, may_stay
-from ssd_fx.report.model import GroupRow, Report
+from ssd_fx.report.model import GraphReport, GroupRow, Report
 from ssd_fx.runtime.wear import wear
 from ssd_fx.sizes import format_bytes, format_seconds
 
@@ -26,6 +26,7 @@ def summary(report: Report) -> Figures:
 
     offloaded = described("offloaded_bytes")
     rest = min(may_stay(part.predicted for part in parts), offloaded)
+    stays = max(rest, _rests(parts[-1]) if parts else 0)  # what rests takes room of the budget
     outputs = sum(row.nbytes for part in parts for row in part.rows if row.slot < 0)
     stats, memory = report.stats, report.step.memory if report.step else ()
     steps = max(stats.steps, 1) if stats else 1
@@ -34,7 +35,7 @@ def summary(report: Report) -> Figures:
         peak_bytes=min(found.own.peak + rest, max(found.stock.peak, found.own.peak)),
         floor_bytes=found.floor_bytes,
         stock_stay_bytes=outputs + sum(part.described["stock"]["saved_bytes"] for part in parts),
-        stay_bytes=outputs + described("saved_bytes") - offloaded + rest,
+        stay_bytes=outputs + described("saved_bytes") - offloaded + stays,
         offloaded_bytes=offloaded,
         stock_step_s=found.stock.end_s,
         step_s=found.own.end_s,
@@ -48,6 +49,12 @@ def summary(report: Report) -> Figures:
         measured_drive_bytes=round((stats.drive_bytes + stats.moved_bytes) / steps) if stats else None,
         measured_peak_bytes=max((nbytes for _, nbytes in memory), default=None),
     )
+
+
+def _rests(part: GraphReport) -> int:
+    """Bytes of the last graph whose write begins only with another forward: its backward comes first."""
+    offloaded = [row for row in part.rows if row.decision == "offload"]
+    return sum(row.nbytes for row in offloaded if row.times is not None and row.times.write is None)
 
 
 def lines(report: Report) -> list[tuple[str, str]]:

@@ -40,6 +40,13 @@ def test_host_memory_beside_a_slow_drive_is_advised() -> None:
         assert "host_budget" not in said("keep", little) + said("offload", little, write_stall_s=0.5)
 
 
+def test_what_the_last_graph_writes_later_is_in_memory_when_its_backward_begins() -> None:
+    """No other forward comes. The graph before it is another matter."""
+    rests = [0, 0, 500_000, 600_000, None, None, None, 0, 0]
+    plans = [graph(name, [group(0, 100 * MIB, life=rests), group(1, 30 * MIB, life=TIMES)]) for name in "ab"]
+    assert summary(made(plans, ["a", "b"])).stay_bytes == 100 * MIB
+
+
 def test_the_table_leaves_out_the_smallest_rows_though_many_are_as_large() -> None:
     """The 24th largest row is one of seven of its size, which stand before all others."""
     small = [group(i, MIB, "keep", reason="scalar", module=f"small{i}") for i in range(7)]

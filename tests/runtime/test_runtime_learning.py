@@ -111,13 +111,54 @@ def test_a_forward_that_finds_no_room_in_flight_does_not_wait(tmp_path):
         assert raw(load(h, x)) == raw(x)
 
 
-def test_what_is_encoded_is_written_at_once(tmp_path):
+def test_a_forward_that_stores_nothing_writes_what_others_left(tmp_path):
+    """A graph may keep all its tensors, or have a budget of 1. Its forward needs the memory all the same."""
+    config = config_json(tmp_path)
+    begin(config, offloaded=B)
+    handles = [store(torch.randn(N), config, slot=i, later=True) for i in range(3)]
+    assert where(handles) == "mmm"
+    begin(config, graph="keeps", saved=B, offloaded=0)
+    assert where(handles) == "ddd"
+
+
+def test_stores_with_other_options_go_on_with_what_found_no_room(tmp_path):
+    """Only they follow until the backward. The step would keep what the budget has no room for."""
+    config = config_json(tmp_path, inflight=B)
+    handles = [store(torch.randn(N), config, slot=i, later=True) for i in range(4)]
+    other = config_json(tmp_path, checksums=False)
+    begin(other, offloaded=B)
+    assert where(handles) == "dmmm"
+    others = [settle_one(store(torch.randn(N), other, slot=i), handles) for i in range(4)]
+    assert where(handles) == "dddd"
+    assert where(others) == "dddd"
+
+
+def settle_one(handle, before):
+    """`handle`, when what is being written of those `before` has been."""
+    for h in before:
+        settle(h)
+    return handle
+
+
+def test_what_loses_something_is_written_at_once(tmp_path):
     """Else a lossy codec would lose something or nothing, as another thread's forward comes or does not."""
     config = config_json(tmp_path, compression={"ssd": "fp8"})
     x = torch.randn(N)
     h = store(x, config, later=True)
     assert where([h]) == "d"
     assert raw(load(h, x)) != raw(x)
+
+
+@pytest.mark.parametrize("codec", ["bitpack", "fp8"])
+def test_what_loses_nothing_is_encoded_later_too(tmp_path, codec):
+    config = config_json(tmp_path, compression={"ssd": codec})
+    x = torch.arange(N) % 100
+    h = store(x, config, later=True)
+    assert where([h]) == "m"
+    begin(config, offloaded=B)
+    assert where([h]) == "d"
+    assert lookup(h).encoded
+    assert raw(load(h, x)) == raw(x)
 
 
 def test_a_forward_that_ctrl_c_ends_leaves_all_to_be_loaded(tmp_path):

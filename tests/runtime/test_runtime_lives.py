@@ -200,5 +200,5 @@ def test_the_thread_that_looks_at_what_died_outlives_an_error():
         "",
     )
     assert (out, code) == ("True\n", 0)
-    assert "giving back idle memory failed" in err
+    assert err.count("giving back idle memory failed") == 1  # not every five seconds until the end
     assert "illegal memory access" in err

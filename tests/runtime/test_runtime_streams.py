@@ -514,11 +514,29 @@ def test_the_capture_of_a_graph_is_refused(gpu, config):
     x = gpu.tensor(numbers())
     h = store(x, config)
     gpu.captures = True
-    for op in (lambda: store(x, config, slot=1, seq=1), lambda: start_load(h, x)):
+    for op in (
+        lambda: begin(config, offloaded=1),
+        lambda: store(x, config, slot=1, seq=1),
+        lambda: start_load(h, x),
+    ):
         with pytest.raises(RuntimeError, match="ssd_fx cannot be captured in a CUDA graph"):
             op()
     gpu.captures = False
     assert gpu.bytes_of(load(h, x)) == raw(numbers())
+
+
+def test_a_forward_that_stores_nothing_may_be_captured(gpu, config):
+    """It begins no write of what other forwards left: a replay would do so again."""
+    handle, _ = later(gpu, config, numbers())
+    gpu.captures = True
+    begin(config, offloaded=0)
+    gpu.captures = False
+    assert lookup(handle).write is None
+    begin(config, offloaded=0)
+    assert lookup(handle).write is not None
+    settle(handle)
+    gpu.scrub()
+    assert gpu.bytes_of(load(handle, numbers())) == raw(numbers())
 
 
 @pytest.mark.parametrize(("aside", "whole"), [(False, False), (True, True)])

@@ -230,6 +230,8 @@ def test_a_copy_that_would_be_in_vain_begins_later(way: dict[str, object]) -> No
     told = details(chain, machine=LATE, **way)["groups"]
     assert [group["slot"] for group in told if group["later"]] == slots
     assert plan.offloaded == plan.groups  # budget 0 holds
+    assert plan.course is not None
+    assert [plan.course.lives[slot].write for slot in slots] == [None] * len(slots)
     at_once, before, _ = planned(chain, machine=LATE)
     assert "later" not in at_once  # a write to a drive is cut short
     assert before.forecast is not None

@@ -44,6 +44,7 @@ BAD_POINTS: list[tuple[dict[str, int], str]] = [
     ({"release_after": 0}, "release of 'cat' comes before its store"),
     ({"wait_before": 0, "load_before": 1}, "load of 'cat' comes after its wait"),
     ({"wait_before": 999}, "'cat' is used in the backward before its wait"),
+    ({"later": True, "block": True}, "release of 'cat' waits for a write that begins later"),
 ]
 
 
