@@ -140,7 +140,7 @@ def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
     else:
         assert isinstance(decision, Offload), "the partition that recomputes does not save what it recomputes"
         what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
-        later = ["later"] if plan.points[group.slot].later else []
+        later = ["later"] if _begins_later(plan, group) else []
         where = " ".join([f"{name}{at}" for name, at in _points(plan, group, names).items()] + later)
     members = tuple(m.name for m in group.members)
     module, source = plan.modules.get(group.slot, ""), sources.get(group.base, "")
@@ -167,6 +167,11 @@ def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
         "load<": backward[points.load_before],
         "wait<": backward[points.wait_before],
     }
+
+
+def _begins_later(plan: Plan, group: AliasGroup) -> bool:
+    points = plan.points.get(group.slot)
+    return points is not None and points.later
 
 
 def _recomputed(plan: Plan, sources: Sources) -> Iterable[Row]:
@@ -270,9 +275,7 @@ def details(plan: Plan, names: Names, sources: Sources) -> dict[str, Any]:
             "members": list(row.members),
         }
         found |= {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()}
-        if group.slot in plan.points:
-            found["later"] = plan.points[group.slot].later
-        groups.append(found)
+        groups.append(found | ({"later": True} if _begins_later(plan, group) else {}))
     totals = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
     return totals | {"predicted": predicted(plan), "groups": groups, "recomputed": recomputed(plan, sources)}
 

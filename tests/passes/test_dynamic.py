@@ -140,7 +140,7 @@ def test_the_forward_counts_bytes_and_the_backward_computes_sizes_from_saved_int
         """\
 mul = mul(96, primals_2)
 begin__default = begin_.default(empty_memory_format, 136ca138, add, add)
-ssd_fx_handle_2 = store.default(sin, 136ca138, 2, 1, , False, [8, primals_2], torch.float32)
+ssd_fx_handle_2 = store.default(sin, 136ca138, 2, 1, , False, False, [8, primals_2], torch.float32)
 output = output((add_24, ssd_fx_handle_1, t_1, ssd_fx_handle_2, t_4, ssd_fx_handle_0, primals_2))
 load_default = load.default(ssd_fx_handle_1, [primals_2, 16], [16, 1], torch.float32, cpu, 0, False, )
 load_default_1 = load.default(ssd_fx_handle_2, [primals_2, 8], [8, 1], torch.float32, cpu, 1, False, strides)

@@ -228,7 +228,7 @@ def test_a_copy_that_would_be_in_vain_begins_later(way: dict[str, object]) -> No
     assert text.count(" later ") == len(slots)
     assert [node.args[3] for node in stores(partition) if arguments_of(node)["later"]] == slots
     told = details(chain, machine=LATE, **way)["groups"]
-    assert [group["slot"] for group in told if group["later"]] == slots
+    assert [group["slot"] for group in told if group.get("later")] == slots
     assert plan.offloaded == plan.groups  # budget 0 holds
     assert plan.course is not None
     assert [plan.course.lives[slot].write for slot in slots] == [None] * len(slots)
