@@ -122,20 +122,28 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def _give_back_idle(failing: set[Callable[[], None]]) -> None:
+    """Nothing has died for a while. `failing`: what failed the last time, which is logged once.
+
+    An error, of a device for example, must not end this thread: nobody else looks at what died.
+    """
+    for function in when_idle:
+        try:
+            function()
+            failing.discard(function)
+        except Exception:
+            if function not in failing:
+                logging.getLogger("ssd_fx").exception("giving back idle memory failed")
+            failing.add(function)
+
+
 def _follow_up(wake: _Queue) -> None:
     failing: set[Callable[[], None]] = set()
     while True:
         try:
             guards = {wake.get(timeout=IDLE_S).item}
         except queue.Empty:
-            for function in when_idle:
-                try:
-                    function()
-                    failing.discard(function)
-                except Exception:  # of a device in error, say; without this thread nobody would look at what died
-                    if function not in failing:  # a device in error stays so: the log would have this every few seconds
-                        logging.getLogger("ssd_fx").exception("giving back idle memory failed")
-                    failing.add(function)
+            _give_back_idle(failing)
             continue
         time.sleep(PAUSE_S)
         while not wake.empty():
