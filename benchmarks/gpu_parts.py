@@ -137,11 +137,11 @@ PARTS = (
     ),
     Part(
         "ways-narrow",
-        "6 layers of width 4,096",
+        "6 layers of width 4,096, also compiled one by one",
         290,
         (
             f"{LARGE} --name narrow --layers 6 --width 4096 --heads 32 --batch 16 --seconds 30 "
-            "--ways memory:auto memory:0 checkpoint",
+            "--ways memory:auto memory:0 blocks:memory:0 checkpoint",
         ),
         alone=False,
         environment=FEW,

@@ -4,11 +4,14 @@ python benchmarks/gpu_ways.py --dir /mnt/nvme --layers 2 --width 12288 --heads 9
     --ways memory:auto memory:0 recompute:0.5
 python benchmarks/gpu_ways.py --print FILE.json ...   # the tables of what was measured before
 
-A way is ENGINE:BUDGET[:HOST_BUDGET] of ssd_fx, with more options behind commas (memory:0,inflight=4GiB), or
-recompute:SHARE, which is plain Inductor with that `activation_memory_budget`, or checkpoint, which is plain Inductor
-with a checkpoint around every layer. Plain Inductor is always there. All train one model with one optimizer, so that a
-wide one has room. The first step of a way compiles, and pins host memory where no way before has. No event is around
-any node, so the steps after it are all alike. gpu_steps.py says what a step is.
+A way is one of these:
+- ENGINE:BUDGET[:HOST_BUDGET] of ssd_fx, with more options behind commas (memory:0,inflight=4GiB);
+- the same behind blocks: (blocks:memory:0), which compiles each layer by itself; the other operators run eagerly;
+- recompute:SHARE, which is plain Inductor with that `activation_memory_budget`;
+- checkpoint, which is plain Inductor with a checkpoint around every layer.
+Plain Inductor is always there. All train one model with one optimizer, so that a wide one has room. The first step of a
+way compiles, and pins host memory where no way before has. No event is around any node, so the steps after it are all
+alike. gpu_steps.py says what a step is.
 
 Several such processes may compile at once: with one `--turns FILE` each measures when all have compiled, and alone.
 """
@@ -16,7 +19,6 @@ Several such processes may compile at once: with one `--turns FILE` each measure
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import json
 import statistics
@@ -43,7 +45,7 @@ from ssd_fx.config import Config
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines.registry import ENGINES
 
-PLAIN, CHECKPOINT, RECOMPUTE = "plain", "checkpoint", "recompute"
+PLAIN, CHECKPOINT, RECOMPUTE, BLOCKS = "plain", "checkpoint", "recompute", "blocks:"
 COLUMNS = (
     *("way", "step ms", "of plain", "peak MiB", "less", "can go", "saved MiB", "written", "read", "stall ms"),
     *("without optimizer ms", "predicted"),
@@ -58,18 +60,22 @@ class Way:
 
     def __init__(self, name: str, training: Training, flags: argparse.Namespace, scratch: str) -> None:
         self.name, self.steps, self.first_s, self.ended = name, list[dict[str, Any]](), 0.0, ""
-        self._training, self._plan = training, ""
+        self._training, self._plan, self._ours = training, "", False
         engine, _, rest = name.partition(":")
         if name == PLAIN:
-            self._compiled = torch.compile(training.model)
+            self._compiled: Any = torch.compile(training.model)
         elif name == CHECKPOINT:
-            self._compiled = torch.compile(checkpointed(training.model))
+            self._compiled = torch.compile(others.with_layers(training.model, others.Checkpointed))
         elif engine == RECOMPUTE:
             self._compiled = torch.compile(training.model, backend=_recomputing(float(rest)))
         else:
-            self._plan = tempfile.mkdtemp(dir=scratch)
-            options = {"dirs": [flags.dir], "dump": self._plan, "allow_tmpfs": flags.allow_tmpfs} | options_of(name)
-            self._compiled = torch.compile(training.model, backend=ssd_fx.backend, options=options)
+            self._ours = True
+            options = {"dirs": [flags.dir], "allow_tmpfs": flags.allow_tmpfs} | options_of(name.removeprefix(BLOCKS))
+            if name.startswith(BLOCKS):  # no plan is of the whole step
+                self._compiled = others.with_layers(training.model, lambda layer: _offloading(layer, options))
+            else:
+                self._plan = options["dump"] = tempfile.mkdtemp(dir=scratch)
+                self._compiled = _offloading(training.model, options)
 
     def step(self, measured: bool) -> None:
         """One step. A way for which the GPU has no memory ends."""
@@ -85,7 +91,7 @@ class Way:
 
     def take(self) -> Training:
         """The training, which goes this way from here on."""
-        self._training.compiled, self._training.ours = self._compiled, bool(self._plan)
+        self._training.compiled, self._training.ours = self._compiled, self._ours
         return self._training
 
     def profiled(self, path: Path) -> dict[str, Any]:
@@ -102,6 +108,10 @@ class Way:
         return {"steps": self.steps, "first_s": self.first_s, "ended": self.ended} | predicted
 
 
+def _offloading(model: torch.nn.Module, options: dict[str, Any]) -> Any:
+    return torch.compile(model, backend=ssd_fx.backend, options=options)
+
+
 def _recomputing(share: float) -> Any:
     """Plain Inductor's backend with `activation_memory_budget`. Each is another one to Dynamo, which would run equal
     backends' code for each other."""
@@ -111,14 +121,6 @@ def _recomputing(share: float) -> Any:
             return compile_fx(gm, inputs)
 
     return backend
-
-
-def checkpointed(model: torch.nn.Module) -> torch.nn.Module:
-    """Another model of the same weights, with a checkpoint around every layer."""
-    other = copy.copy(model)
-    other._modules = dict(model._modules)
-    others.checkpoint_layers(other)
-    return other
 
 
 def measure(names: Sequence[str], flags: argparse.Namespace, path: Path, result: dict[str, Any]) -> None:
@@ -232,7 +234,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags.amp &= not flags.bfloat16
     if len(set(flags.ways)) < len(flags.ways):
         parser.error(f"a way is named twice: {' '.join(flags.ways)}")
-    if {ALONE, "kvikio"} <= {way.partition(":")[0] for way in flags.ways}:
+    if {ALONE, "kvikio"} <= {engine_of(way) for way in flags.ways}:
         parser.error(f"{ALONE} needs a process of its own: it configures cuFile otherwise than kvikio")
     if not flags.print:
         prepare(parser, flags)
@@ -254,14 +256,19 @@ def checked(way: str) -> str:
         if engine == RECOMPUTE:
             if not 0.0 <= float(rest) <= 1.0:
                 raise ValueError(f"{rest} is no share from 0 to 1")
-        elif engine in ENGINES:
-            Config.make(options_of(way))
+        elif engine_of(way) in ENGINES:
+            Config.make(options_of(way.removeprefix(BLOCKS)))
         else:
             raise ValueError(f"engines are {', '.join(ENGINES)}")
     except ValueError as error:
-        right = f"right would be ENGINE:BUDGET[:HOST_BUDGET][,OPTION=VALUE], {RECOMPUTE}:SHARE or {CHECKPOINT}"
+        ours = f"[{BLOCKS}]ENGINE:BUDGET[:HOST_BUDGET][,OPTION=VALUE]"
+        right = f"right would be {ours}, {RECOMPUTE}:SHARE or {CHECKPOINT}"
         raise argparse.ArgumentTypeError(f"{way!r} is no way: {error}; {right}") from error
     return way
+
+
+def engine_of(way: str) -> str:
+    return way.removeprefix(BLOCKS).partition(":")[0]
 
 
 def options_of(way: str) -> dict[str, Any]:

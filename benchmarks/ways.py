@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import tempfile
 import uuid
@@ -70,15 +71,18 @@ def compiled(
     if way == "recompute":
         torch._functorch.config.activation_memory_budget = budget
     if way == "checkpoint":
-        checkpoint_layers(model)
+        model = with_layers(model, Checkpointed)
     return torch.compile(model, backend="inductor"), Hooks()
 
 
-def checkpoint_layers(model: nn.Module) -> None:
-    """Every layer, as an element of a ModuleList, is computed again in the backward."""
-    for name, child in list(model.named_children()):
+def with_layers(model: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Another model of the same weights. Its layers, the elements of each ModuleList, are those that `change` makes."""
+    other = copy.copy(model)
+    other._modules = dict(model._modules)
+    for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
-            setattr(model, name, nn.ModuleList(Checkpointed(block) for block in child))
+            other._modules[name] = nn.ModuleList(change(block) for block in child)
+    return other
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -61,7 +61,7 @@ def test_ways_in_turns(tmp_path: Path) -> None:
     """All train one model, and what they offload differs."""
     small = ["--layers", "1", "--width", "64", "--heads", "1", "--batch", "4", "--seq", "128", "--no-amp"]
     small += ["--rounds", "2", "--warmup", "1", "--name", "small", "--allow-tmpfs", "--profile"]
-    ways = ["memory:0", "memory:1.0,inflight=1MiB", "recompute:0.0", "recompute:1.0", "checkpoint"]
+    ways = ["memory:0", "memory:1.0,inflight=1MiB", "recompute:0.0", "recompute:1.0", "checkpoint", "blocks:memory:0"]
     command = [sys.executable, str(WAYS), *places(tmp_path), "--device", "cpu", *small]
     environment = {**os.environ, "SSD_FX_MACHINE": "default", "SSD_FX_MIN_BYTES": "0"}
     done = subprocess.run([*command, "--ways", *ways], env=environment, capture_output=True, text=True)
@@ -76,7 +76,7 @@ def test_ways_in_turns(tmp_path: Path) -> None:
     assert all(len(way["steps"]) == 2 and way["first_s"] > 0 and not way["ended"] for way in found["ways"].values())
     offloaded = {name: way["steps"][0]["offloaded_bytes"] for name, way in found["ways"].items()}
     assert offloaded["memory:0"] > 0
-    assert {name for name, nbytes in offloaded.items() if nbytes} == {"memory:0"}
+    assert {name for name, nbytes in offloaded.items() if nbytes} == {"memory:0", "blocks:memory:0"}
     assert [name for name, way in found["ways"].items() if "predicted" in way] == ways[:2]
     compiled = found["ways"]["recompute:0.0"]["steps"][0]["loss"], found["ways"]["recompute:1.0"]["steps"][0]["loss"]
     assert compiled[0] != compiled[1], "one model: each step has changed it"
