@@ -35,13 +35,13 @@ def test_every_way(name: str, tmp_path: Path) -> None:
         with switched.kept():
             kept = ours.train()
             assert kept.written_bytes == 0
-            assert ours.train().difference(kept) == 0.0, "two runs of the same code differ, so nothing can be compared"
+            assert ours.train().apart(kept) == {}, "two runs of the same code differ, so nothing can be compared"
         assert kept.offloaded_bytes > 0.5 * kept.saved_bytes
         for way, taken in switched.ways(kept.offloaded_bytes).items():
             for settled in (False, True):
                 with taken():
                     found = ours.train(settled=settled)
-                assert found.difference(kept) == 0.0, (way, settled)
+                assert found.apart(kept) == {}, (way, settled)
                 assert ssd_fx.stats().kept_bytes == 0, (way, settled)
                 moved = min(found.written_bytes, found.read_bytes)
                 assert moved > 0.5 * found.offloaded_bytes or not settled, (way, found)

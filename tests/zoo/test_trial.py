@@ -57,3 +57,9 @@ def test_equal_nans_are_equal() -> None:
 
 def test_zeros_of_unlike_signs_differ() -> None:
     assert trial(torch.tensor([-0.0])).difference(trial(torch.tensor([0.0]))) > 0.0
+
+
+def test_what_differs_is_named() -> None:
+    ours = Trial({"0 loss": ONE, "0 weight": 2 * ONE, "0 bias": ONE}, 0, 0, 0, 0, 0)
+    theirs = Trial({"0 loss": ONE, "0 weight": ONE}, 0, 0, 0, 0, 0)
+    assert ours.apart(theirs) == theirs.apart(ours) == {"0 weight": 1.0, "0 bias": math.inf}

@@ -31,12 +31,17 @@ class Trial:
     read_bytes: int
     graph_breaks: int
 
+    def apart(self, other: Trial) -> dict[str, float]:
+        """How far the values that are not the same bits are apart, in the order in which they were computed. Infinite
+        for those that one trial alone has."""
+        both = [name for name in self.values if name in other.values]
+        pairs = {name: (self.values[name], other.values[name]) for name in both}
+        found = {name: _apart(a, b) for name, (a, b) in pairs.items() if not _same_bits(a, b)}
+        return found | dict.fromkeys(set(self.values) ^ set(other.values), math.inf)
+
     def difference(self, other: Trial) -> float:
         """The largest of any value; infinite if one is there in one trial only."""
-        if set(self.values) != set(other.values):
-            return math.inf
-        pairs = ((self.values[name], other.values[name]) for name in self.values)
-        return max(0.0 if _same_bits(a, b) else _apart(a, b) for a, b in pairs)
+        return max(self.apart(other).values(), default=0.0)
 
     def close_to(self, other: Trial) -> bool:
         """Within what other kernels of the same operators make of float32 in the first step. What is a millionth of the
