@@ -30,7 +30,10 @@ def torchrun(*arguments: str, ranks: int = 2, timeout_s: float = 400, **variable
     )
     try:
         output, _ = job.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # a Ctrl-C too, which only this session gets
         os.killpg(job.pid, signal.SIGTERM)  # torchrun ends its ranks, which have sessions of their own
-        pytest.fail(f"{arguments} hung: {job.communicate()[0][-4000:]}")
+        output, _ = job.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            pytest.fail(f"{arguments} hung: {output[-4000:]}")
+        raise
     return job.returncode, output
