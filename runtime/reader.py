@@ -92,8 +92,8 @@ class Reader:
 
     def done(self, entry: Entry, load: Load) -> None:
         """Forgets a load that was waited for."""
+        self._count(load, 0)  # first: once it is forgotten, nobody would count it off
         entry.loads.remove(load)
-        self._count(load, 0)
 
     def complete(self, entry: Entry, load: Load) -> OSError | None:
         """The last error of a load's read, None if its bytes are there. Waits, and reads again after an error.
@@ -170,8 +170,8 @@ class Reader:
         if ahead:  # it stays in `entry.ahead` until the load is noted down: something may raise in between
             load = Load(out, landing, ahead.read, seq, same)
             entry.loads.append(load)
+            self._count(ahead, 0)  # while the entry has it, as in `done`
             entry.ahead = None
-            self._count(ahead, 0)
             self._count(load, entry.moved_bytes)
             return load
         read = self._engine.read(_extent(entry), Memory.of(landing))

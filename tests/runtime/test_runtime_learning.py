@@ -644,6 +644,23 @@ def test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills(tmp_path):
             assert get_store(config).reader.outstanding_bytes == 0, at
 
 
+def test_no_signal_leaves_bytes_outstanding(tmp_path):
+    """Reading ahead would have that much less room for as long as the store lives."""
+    config = config_json(tmp_path, prefetch=1 << 30)
+    steps = Steps(config, blocks=2, size=FEW)
+    came, at = True, 0
+    while came:
+        at += 1
+        runs = steps.forward()
+        last_load(runs)()
+        first = runs[0][0]
+        assert lookup(first).ahead
+        came = interrupted(lambda h=first: wait(start_load(h, torch.empty(FEW)), h), at)
+        del runs, first
+        entries.GUARD.drain()
+        assert get_store(config).reader.outstanding_bytes == 0, at
+
+
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])  # RuntimeError: torch's, without memory
 def test_a_read_ahead_that_cannot_be_is_not_the_fault_of_who_asked(tmp_path, monkeypatch, error):
     config = config_json(tmp_path, prefetch=1 << 30)
