@@ -68,6 +68,14 @@ FAULTS = (
         "tests/runtime/test_runtime_learning.py::test_a_graph_that_dies_ends_its_reads",
     ),
     Fault(
+        "a_signal_leaves_bytes_outstanding",
+        "runtime/reader.py",
+        "            self._count(ahead, 0)  # while the entry has it, as in `done`\n            entry.ahead = None\n",
+        "            entry.ahead = None\n            self._count(ahead, 0)\n",
+        "after a Ctrl-C reading ahead has less room for as long as the store lives: steps stall",
+        "tests/runtime/test_runtime_learning.py::test_no_signal_leaves_bytes_outstanding",
+    ),
+    Fault(
         "late_slots_one_place_short",
         "runtime/prefetch.py",
         "first = places.get(slot, len(places)) + 1",
