@@ -74,7 +74,7 @@ def select(
     allowed = {g.slot: _allowed(plan, g, min_bytes, stay=stay) for g in plan.groups}
     modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
     solution, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
-    later = _later(modelled, solution, options.copied) if host_tier else set()
+    later = _later(plan, modelled, solution, options) if host_tier else set()
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
@@ -89,15 +89,22 @@ def select(
     )
 
 
-def _later(modelled: Modelled, found: Solution, copied: bool) -> set[int]:
+def _later(plan: Plan, modelled: Modelled, found: Solution, options: PlanOptions) -> set[int]:
     """The slots of what would be copied to host memory in vain: its load comes before the copy has ended.
 
     Its memory is never free within the step. A copy in a stream cannot be cut short, as a write to a drive can. So it
-    begins only if another forward comes before the backward. A mark that binds is obeyed at once. `copied`: all that is
-    offloaded goes to host memory.
+    begins only if another forward comes before the backward. A mark that binds is obeyed at once. Floats under a lossy
+    codec are encoded at once, lest their bits depend on other forwards.
     """
-    queued = {i for i in found.outcome.forwarded if copied or found.transfers[i].tier == "host"}
-    return {modelled.slots[i] for i in queued if Choice.KEEP in modelled.step.items[i].choices}
+    groups = {g.slot: g for g in plan.groups}
+    later = set()
+    for i in found.outcome.forwarded:
+        slot = modelled.slots[i]
+        copied = options.copied or found.transfers[i].tier == "host"
+        lossy = options.lossy and groups[slot].stored.dtype.is_floating_point
+        if copied and not lossy and Choice.KEEP in modelled.step.items[i].choices:
+            later.add(slot)
+    return later
 
 
 def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:

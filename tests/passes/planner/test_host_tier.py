@@ -244,6 +244,21 @@ def test_what_is_marked_is_copied_at_once_though_in_vain() -> None:
     assert tiers_of_stores(partition)[-1] == ("host", True)
 
 
+def ordered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sigmoid().sort(1).values
+
+
+@pytest.mark.parametrize("way", [{"host_budget": 1000}, {"copied": True}], ids=["tier", "engine memory"])
+def test_under_a_lossy_codec_no_float_begins_later(way: dict[str, object]) -> None:
+    """Its bits would depend on whether another forward comes. Integers keep theirs."""
+    found, plan, partition = planned(chain, machine=LATE, lossy=True, **way)
+    assert "later" not in found
+    assert not any(arguments_of(node)["later"] for node in stores(partition))
+    assert plan.offloaded
+    _, plan, _ = planned(ordered, machine=LATE, lossy=True, **way)
+    assert [group.stored.dtype for group in plan.groups if plan.points[group.slot].later] == [torch.int64]
+
+
 def test_on_the_cpu_nothing_begins_later() -> None:
     found, _, _ = planned(chain, *toys.inputs(), machine=LATE, copied=True)
     assert "later" not in found
