@@ -52,7 +52,7 @@ from ssd_fx.passes.verify.plan import verify_plan
 _UNSEEN = Stages(on=False)
 
 JOINT: tuple[Callable[[fx.Graph], None], ...] = (
-    lift,  # first: marks are nodes that would hide patterns. Under Inductor it ran before (inductor_passes)
+    lift,  # first: marks are nodes that would hide patterns. Under Inductor they are gone already (inductor_passes)
     rejoin_views,  # corrects the metadata of views, which the next pass reads
     save_what_reads_changed_inputs,  # tags what the cut must save
 )
@@ -160,7 +160,10 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
 
 def cut(joint: Joint, options: PlanOptions) -> Candidate:
-    """PyTorch's own partition, with what the analyses find in it: where the plan for any budget begins."""
+    """PyTorch's own partition, with what the analyses find in it: where the plan for any budget begins.
+
+    Nothing is decided in its plan, so it has no forecast.
+    """
     own = joint.partition(again=_may_cut_again(joint, options))
     return Candidate(own, analyse(own, options))
 
@@ -178,7 +181,8 @@ def decide_cut(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Part
     best = proposals.fastest(joint, first, quick)
     if options.budget == AUTO:
         best = proposals.smallest(joint, first, best, quick, options.slowdown)
-    return best.partition, decide(best.partition, options, budget=best.forecast.limits, analysed=best.plan)
+    found = best.forecast.limits  # those of PyTorch's own partition hold for all, and "auto" has searched
+    return best.partition, decide(best.partition, options, budget=found, analysed=best.plan)
 
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:

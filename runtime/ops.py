@@ -119,10 +119,10 @@ def _load(
         raise errors.another_device(entry, device)
     check_not_captured(entry.device)
     CPU_ALLOCATOR.backward()
-    asked = TensorMeta(tuple(size), tuple(stride), dtype)
+    wanted = TensorMeta(tuple(size), tuple(stride), dtype)
     with device_trace.node("load", entry.graph, entry.slot, seq, entry.device):
         consume = donate and not keeps_graph()
-        return entry.store.load(entry, asked, seq, consume=consume, strict=strict, relies_on=relies_on)
+        return entry.store.load(entry, wanted, seq, consume=consume, strict=strict, relies_on=relies_on)
 
 
 def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:

@@ -31,15 +31,15 @@ class Reader:
         self._writer = writer
         self.outstanding_bytes = 0  # of reads that have begun and were not waited for yet
 
-    def begin(self, entry: Entry, asked: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
+    def begin(self, entry: Entry, wanted: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
         """The load, for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
 
-        It is noted down in the entry, and its read, if it needs one, has started.
+        It is noted down in the entry, unless the tensor is empty. Its read, if it needs one, has started.
 
         Raises: RuntimeError if the tensor was changed in place, was donated before, is lost, or cannot be had in that
         layout; what the start of a read raises.
         """
-        layout = returned(entry.seen, asked, relies_on, lambda: entry.name)
+        layout = returned(entry.seen, wanted, relies_on, lambda: entry.name)
         if entry.counter is not None and entry.counter._version != entry.version:
             raise errors.changed_in_place(entry, entry.counter._version)
         match entry.state:
@@ -48,7 +48,7 @@ class Reader:
             case State.LOST:
                 raise errors.lost(entry)
             case State.IN_MEMORY:
-                load = self._forward(entry, layout, seq, consume, relies_on)
+                load = self._from_memory(entry, layout, seq, consume, relies_on)
                 entry.loads.append(load)
                 return load
             case State.ON_DISK if not entry.nbytes:
@@ -103,7 +103,7 @@ class Reader:
         """
         assert load.read, "only asked for loads that read"
         if isinstance(load.read, Queued) and load.read.follow():
-            self._account(entry, load)
+            self._arrived(entry, load)
             return None
         error = outcome(load.read)
         attempts = 1
@@ -113,7 +113,7 @@ class Reader:
         span, how = load.read.span(), "failed" if error else "ok"
         trace.transfer("read", entry.graph, entry.slot, load.seq, span, entry.moved_bytes, how, self._engine.name)
         if error is None:
-            self._account(entry, load)
+            self._arrived(entry, load)
         return error
 
     def _read_again(self, entry: Entry, load: Load) -> OSError | None:
@@ -126,12 +126,13 @@ class Reader:
             return error
         return outcome(load.read)
 
-    def _account(self, entry: Entry, load: Load) -> None:
+    def _arrived(self, entry: Entry, load: Load) -> None:
+        """Counts what was read, and makes the loaded tensor of it."""
         with GUARD.lock:
             counters(entry.graph).read_bytes += entry.moved_bytes
         _place(entry, load)
 
-    def _forward(self, entry: Entry, layout: TensorMeta, seq: int, consume: bool, relies_on: str) -> Load:
+    def _from_memory(self, entry: Entry, layout: TensorMeta, seq: int, consume: bool, relies_on: str) -> Load:
         """The load from memory: the stored tensor is donated if the backward may consume it and nobody else has it.
 
         Else it is copied. The backward writes into what is donated.

@@ -95,7 +95,7 @@ class Residency:
             self._free = self._available_bytes() + min(self.more, resident_bytes)
         self._loads = True
 
-    def forward(self) -> None:
+    def forward_begins(self) -> None:
         """A forward begins. The first one after a load begins a step, and the last step is judged."""
         if self._steps and not self._loads:
             return

@@ -191,7 +191,7 @@ class Counters(GraphStats):
     backward_seq: int = -1
     backward_first: int = 1 << 62  # the lowest seq in the backward so far: its node starts a run
 
-    def forward(self, seq: int) -> None:
+    def forward_node(self, seq: int) -> None:
         """Counts a node of the forward."""
         self._count(seq > self.forward_seq)
         self.forward_seq = seq

@@ -52,7 +52,7 @@ class Store:
         GUARD.drain()
         with GUARD.lock:
             _begin_later()
-            self.residency.forward()
+            self.residency.forward_begins()
             self.prefetcher.begin(graph)
 
     def store(
@@ -98,7 +98,7 @@ class Store:
             c.stall_s += stall
             self.residency.stored(nbytes, self.writer.resident_bytes)
             self.residency.waited(stall)
-            c.forward(seq)
+            c.forward_node(seq)
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.value, stall)
 
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
@@ -108,6 +108,8 @@ class Store:
         Otherwise a write is waited for, and what is still in memory then moves to memory of ours. A leaf that requires
         grad does not move: it is its owner's, who may change it through `.data`.
         `block`: the plan needs the memory, so a write is waited for in any case.
+
+        A move that waits for no write comes at once. Else it comes when the write has ended, if it failed.
 
         Raises: RuntimeError if `keepalive` is not the memory that was stored.
         """
@@ -131,13 +133,13 @@ class Store:
             c = counters(entry.graph)
             c.stall_s += stall
             self.residency.waited(stall)
-            c.forward(seq)
+            c.forward_node(seq)
             self._record("release", entry, seq, started, entry.state.value, stall)
 
     def load(
         self,
         entry: Entry,
-        asked: TensorMeta,
+        wanted: TensorMeta,
         seq: int,
         *,
         consume: bool,
@@ -146,7 +148,7 @@ class Store:
     ) -> Tensor:
         """The tensor, whose bytes are undefined until `wait_load_` returned.
 
-        It has the layout `asked` in the parts that the reader `relies_on` (`layout.RELIES_ON`).
+        It has the layout `wanted` in the parts that the reader `relies_on` (`layout.RELIES_ON`).
         `consume`: no later backward and no caller needs it, so the stored tensor may be donated. `strict`: the plan
         has no memory to read it earlier, so we do not learn to, however long the graph waits.
 
@@ -160,7 +162,7 @@ class Store:
             entry.asked = True
             self.habits.asked(entry.graph)
             self._judge(entry)
-            load = self.reader.begin(entry, asked, seq, consume=consume, relies_on=relies_on)
+            load = self.reader.begin(entry, wanted, seq, consume=consume, relies_on=relies_on)
             self.residency.loads(self.writer.resident_bytes)
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
@@ -271,7 +273,7 @@ def begin_later() -> None:
 def _begin_later() -> None:
     """Of all options: their backwards come later, too."""
     for store in list(_stores.values()):
-        store.writer.forward()
+        store.writer.forward_begins()
 
 
 def _find(entry: Entry, x: Tensor) -> Load:
@@ -283,7 +285,10 @@ def _find(entry: Entry, x: Tensor) -> Load:
 
 
 def _put_aside(entry: Entry) -> None:
-    """Moves what is still in the caller's memory to memory of ours: the caller may overwrite its own from here on."""
+    """Moves what is still in the caller's memory to memory of ours: the caller may overwrite its own from here on.
+
+    So its version says nothing about the stored tensor any more, and is not compared.
+    """
     if entry.held is not None and entry.borrowed:
         aside = tensors.empty(entry.layout, entry.device)
         tensors.copy_bytes(aside, entry.held)

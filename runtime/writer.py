@@ -47,7 +47,7 @@ class Writer:
         codecs = dict(config.compression)
         self._codec = codecs.get("ssd", "")
         self._host_codec = codecs.get("host", "")
-        self._resident: OrderedDict[Entry, None] = OrderedDict()  # binding ones first, then oldest first
+        self._resident: OrderedDict[Entry, None] = OrderedDict()  # oldest first, but binding ones go before all
         self._writing: dict[Entry, None] = {}  # oldest first
         self.resident_bytes = 0
         self.writing_bytes = 0
@@ -75,7 +75,7 @@ class Writer:
                 before = self._start_due()
         return arrival.waited_s()
 
-    def forward(self) -> None:
+    def forward_begins(self) -> None:
         """A forward begins, so what was to be written later may be now."""
         self.reap()
         for entry in self._resident:
@@ -107,7 +107,7 @@ class Writer:
         """Records the end of a write: the bytes are on disk, or after an error the tensor stays in memory.
 
         Hazard: `share_memory_` gives the storage other memory, in whatever state the write is. The write may have read
-        the old memory when it was another tensor's, and the checksum is that of these bytes. The tensor has its own.
+        the old memory when it was another tensor's, and the checksum is that of these bytes, not of the tensor's.
         """
         if error is None and entry.held is not None and entry.held.data_ptr() != entry.address:
             error = OSError(errno.EFAULT, "its storage was given other memory while it was written")
@@ -195,7 +195,11 @@ class Writer:
             why = "a parameter or another leaf that requires a gradient" if is_parameter(x) else ""
             counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
             return
-        entry.early = entry.binding or self._outstanding.add(entry) > self._residency.nbytes
+        if entry.binding:  # it goes at once, so it takes no part in the forecast
+            entry.early = True
+        else:
+            to_come = self._outstanding.add(entry)
+            entry.early = to_come > self._residency.nbytes  # they cannot all stay, and the oldest go first
         if codec.is_lossy(self._codec_of(entry), x.dtype):
             entry.later = False  # what is lost must not depend on other forwards
         if self._residency.least and self._host_codec and not entry.early:
@@ -207,7 +211,7 @@ class Writer:
             self._resident.move_to_end(entry, last=False)
 
     def _due(self) -> Entry | None:
-        """The resident entry that should be written next, or None."""
+        """The resident entry that should be written next, or None. An early one waits for those before it."""
         if self._ended:
             return None
         for entry in self._resident:  # no generator: when it ends it swallows a Ctrl-C
@@ -225,17 +229,17 @@ class Writer:
         """Starts the writes that are due. Returns the write that holds the next one up, or None."""
         while entry := self._due():
             if self.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
-                before = self._before_all()
-                if before:
-                    return before
+                oldest = self._oldest_under_way()
+                if oldest:  # else the tensor is larger than the cap, and goes alone
+                    return oldest
             assert entry.held is not None, "a resident entry holds its tensor"
-            storage = entry.held.untyped_storage()  # an encoding reads it until `in_turn_with` has ended
+            storage = entry.held.untyped_storage()  # `_start` may drop it, and an encoding that is queued reads it
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
             del storage
         return None
 
-    def _before_all(self) -> Completion | None:
+    def _oldest_under_way(self) -> Completion | None:
         """The write whose end makes room next, None if nothing is under way."""
         return self.in_vain.oldest() or next((entry.write for entry in self._writing if entry.write), None)
 
@@ -270,7 +274,7 @@ class Writer:
             raise
 
     def _codec_of(self, entry: Entry) -> str:
-        """That of the plan's tier, even if the tensor ends up in another: what is lost must not depend on timing."""
+        """That of the plan's tier, even if the tensor ends up in another, or moves on."""
         return self._host_codec if entry.tier == "host" else self._codec
 
     def _cancelled(self, entry: Entry) -> None:

@@ -28,9 +28,9 @@ from ssd_fx.passes.planner.step import Modelled, model
 
 Budget = int | float | str | Limits
 AUTO = "auto"
-AUTO_SHARES = 20  # the share is one of so many
-# Times the floor may be used in any case. At the floor itself nothing can be read early, so steps wait. "auto" has room
-# for what is computed again, too: few layers need it, and with many it is less than the share.
+AUTO_SHARES = 20  # the share is one of 1/20, 2/20, ... 20/20
+# No limit is less than this factor times the floor. At the floor itself nothing can be read early, so steps wait.
+# "auto" has room for what is computed again, too: few layers need it, and with many it is less than the share.
 HEADROOM, AUTO_HEADROOM = 1.1, 1.3
 LISTED = 3  # groups that an error names
 
@@ -66,12 +66,12 @@ def select(
     """
     min_bytes = options.min_bytes
     host_budget = options.host_budget if host_tier else 0
-    shrinks = {} if host_budget else dict(options.shrinks)  # each tier may have its codec
+    shrinks = {} if host_budget else dict(options.shrinks)  # the search chooses the tier, and so the codec
     if isinstance(budget, int) and budget:
         _check_room(plan, budget, min_bytes)
-    # not `budget`, which may be what an earlier plan made of it
-    stay = isinstance(options.budget, float) and options.budget == 1.0
-    allowed = {g.slot: _allowed(plan, g, min_bytes, stay=stay) for g in plan.groups}
+    # `budget` may be the limits of an earlier plan. The options say what the user wants.
+    keep_all = isinstance(options.budget, float) and options.budget == 1.0
+    allowed = {g.slot: _allowed(plan, g, min_bytes, keep_all=keep_all) for g in plan.groups}
     modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
     solution, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
     later = _later(plan, modelled, solution, options) if host_tier else set()
@@ -143,12 +143,12 @@ def _binds(plan: Plan, group: AliasGroup) -> bool:
     return mark.tier != "host" or (group.layout is not None and group.layout.device.type != "cpu")
 
 
-def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, stay: bool) -> frozenset[Choice]:
+def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, keep_all: bool) -> frozenset[Choice]:
     if _stays(plan, group, min_bytes):
         return frozenset({Choice.KEEP})
     if isinstance(forced(plan, group, min_bytes), Offload):
         return frozenset({Choice.OFFLOAD})
-    if prefers_offload(plan, group) and not stay:
+    if prefers_offload(plan, group) and not keep_all:
         return frozenset({Choice.OFFLOAD})
     both = {Choice.KEEP, Choice.OFFLOAD}
     return frozenset(both | {Choice.RECOMPUTE} if group.slot in plan.prices else both)
@@ -193,7 +193,9 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
 def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer, later: bool) -> Points:
     """From operators of the simulated step to nodes of the graphs."""
     assert plan.timeline is not None
-    begins, ends, last = modelled.begins, modelled.ends, len(plan.timeline.forward) - 3  # before the output
+    begins, ends = modelled.begins, modelled.ends
+    output = len(plan.timeline.forward) - 2  # the timeline has one entry more than the forward has nodes
+    last = output - 1
     return Points(
         store_after=min(ends[transfer.store_after], last),
         release_after=min(ends[transfer.release_after], last),
@@ -260,7 +262,7 @@ def least_auto(floor: int, everything: int) -> float:
 def limits(step: Step, budget: int | float | str, headroom: float = HEADROOM) -> Limits:
     """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor.
 
-    `headroom`: times the floor may be used in any case.
+    `headroom`: the memory limit is at least this factor times the floor.
     """
     least = floor(step)
     enough = headroom * least
@@ -271,10 +273,11 @@ def limits(step: Step, budget: int | float | str, headroom: float = HEADROOM) ->
 
 
 def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: float) -> tuple[Solution, Limits]:
-    """The least share, 0 excepted, that costs little time: for what is waited for, or computed again. The device waits
-    for transfers, and for a host that has more to do than itself.
+    """The least share above 0 that costs at most `slowdown` of the step more than everything kept does.
 
-    It is found with the quick search, by doubling and bisection, since less memory rarely takes less time. Without
+    What costs time: waits for transfers, what is computed again, and the host, where it has more to do than the device.
+
+    The quick search finds the share, by doubling and bisection, since less memory rarely takes less time. Without
     `quick` the full search then plans that share, unless what it finds waits longer.
     """
 

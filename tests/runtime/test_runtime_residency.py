@@ -28,7 +28,7 @@ class Training:
         self.free = free  # bytes, when nothing is resident
         self.resident = 0
         self.residency = Residency(least, most, lambda: self.free - self.resident, lambda: self.now, waits)
-        self.residency.forward()
+        self.residency.forward_begins()
 
     def step(self) -> float:
         """The seconds that the step waited."""
@@ -39,7 +39,7 @@ class Training:
         self.resident = 0
         self.residency.waited(waited)
         self.now += 1.0 + waited
-        self.residency.forward()
+        self.residency.forward_begins()
         return waited
 
     def steps(self, count: int) -> list[float]:
@@ -182,7 +182,7 @@ def test_micro_batches_and_several_graphs() -> None:
     residency = Residency(0, sys.maxsize, lambda: 1 << 40, clock=lambda: now[0])
     for _ in range(WARM + 3):
         for _ in range(3):
-            residency.forward()
+            residency.forward_begins()
             residency.stored(MIB, 0)
             now[0] += 1
         residency.loads(0)

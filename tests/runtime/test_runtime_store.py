@@ -626,7 +626,7 @@ def test_planned_order(forward, backward, share):
     for _ in range(3):
         c.begin(0, 0)
         for seq in forward:
-            c.forward(seq)
+            c.forward_node(seq)
         for seq in backward:
             c.backward(seq)
     assert stats().in_planned_order == stats().graphs["g"].in_planned_order == share
