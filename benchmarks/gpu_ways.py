@@ -60,7 +60,7 @@ class Way:
 
     def __init__(self, name: str, training: Training, flags: argparse.Namespace, scratch: str) -> None:
         self.name, self.steps, self.first_s, self.ended = name, list[dict[str, Any]](), 0.0, ""
-        self._training, self._plan, self._ours = training, "", False
+        self._training, self._plan, self._ours = training, "", engine_of(name) in ENGINES
         engine, _, rest = name.partition(":")
         if name == PLAIN:
             self._compiled: Any = torch.compile(training.model)
@@ -69,8 +69,7 @@ class Way:
         elif engine == RECOMPUTE:
             self._compiled = torch.compile(training.model, backend=_recomputing(float(rest)))
         else:
-            self._ours = True
-            options = {"dirs": [flags.dir], "allow_tmpfs": flags.allow_tmpfs} | options_of(name.removeprefix(BLOCKS))
+            options = {"dirs": [flags.dir], "allow_tmpfs": flags.allow_tmpfs} | options_of(name)
             if name.startswith(BLOCKS):  # no plan is of the whole step
                 self._compiled = others.with_layers(training.model, lambda layer: _offloading(layer, options))
             else:
@@ -257,7 +256,7 @@ def checked(way: str) -> str:
             if not 0.0 <= float(rest) <= 1.0:
                 raise ValueError(f"{rest} is no share from 0 to 1")
         elif engine_of(way) in ENGINES:
-            Config.make(options_of(way.removeprefix(BLOCKS)))
+            Config.make(options_of(way))
         else:
             raise ValueError(f"engines are {', '.join(ENGINES)}")
     except ValueError as error:
@@ -272,8 +271,8 @@ def engine_of(way: str) -> str:
 
 
 def options_of(way: str) -> dict[str, Any]:
-    """The options of ssd_fx that a way ENGINE:BUDGET[:HOST_BUDGET][,OPTION=VALUE...] names."""
-    first, *more = way.split(",")
+    """The options of ssd_fx that a way [blocks:]ENGINE:BUDGET[:HOST_BUDGET][,OPTION=VALUE...] names."""
+    first, *more = way.removeprefix(BLOCKS).split(",")
     engine, _, rest = first.partition(":")
     budget, _, host_budget = rest.partition(":")
     options = {"engine": engine, "budget": budget, "host_budget": host_budget or "0"}

@@ -181,7 +181,7 @@ def decide_cut(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Part
     best = proposals.fastest(joint, first, quick)
     if options.budget == AUTO:
         best = proposals.smallest(joint, first, best, quick, options.slowdown)
-    found = best.forecast.limits  # those of PyTorch's own partition hold for all, and "auto" has searched
+    found = best.forecast.limits  # what the short search kept to: "auto" need not search again
     return best.partition, decide(best.partition, options, budget=found, analysed=best.plan)
 
 

@@ -78,7 +78,7 @@ class Config:
         block, so a backward that divides by such numbers returns infinities. A backward that takes `exp` of what it
         has read multiplies errors: that of `cross_entropy` under Inductor, with large logits. A name alone is for the
         drive. `{"host": "bitpack", "ssd": "fp8"}`, or `host=bitpack,ssd=fp8` in the environment, names one codec per
-        tier. A tensor that enters neither loses nothing, and these may be more while the drive is slow (`adapt`).
+        tier. A tensor that enters no tier with a codec keeps its exact values. A slow drive makes more do so (`adapt`).
     adapt (a flag): Learn from the steps that ran. Stop writing a tensor that the program holds anyway, and read
         earlier what was waited for. On a CPU with `budget="auto"`, keep more in memory while the drive is slow.
     cpu_allocator (a flag): On the CPU, take the memory of all tensors of the process from 64 KiB on from ssd_fx's own

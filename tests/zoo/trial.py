@@ -37,7 +37,7 @@ class Trial:
         both = [name for name in self.values if name in other.values]
         pairs = {name: (self.values[name], other.values[name]) for name in both}
         found = {name: _apart(a, b) for name, (a, b) in pairs.items() if not _same_bits(a, b)}
-        return found | dict.fromkeys(set(self.values) ^ set(other.values), math.inf)
+        return found | dict.fromkeys(sorted(set(self.values) ^ set(other.values)), math.inf)
 
     def difference(self, other: Trial) -> float:
         """The largest of any value; infinite if one is there in one trial only."""
