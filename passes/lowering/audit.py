@@ -11,10 +11,12 @@ are final, and the line checks both. Under `cpp_wrapper` calls are plain text, a
     del buf8
     buf3 = load(...)                    between a load and its wait:
     wait_load_(buf3)                      no code reads, writes, frees or reuses buf3
+    buf4 = buf3  # reuse                after that: no code uses buf3 again, or another buffer that is a view of it
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +42,8 @@ if _missing := [name for name in _LINES if not hasattr(lines_of, name)]:
     raise ImportError(
         f"Inductor of torch {torch.__version__} writes its code without {_missing}, which the audit reads"
     )
-_NAME = re.compile(r"[A-Za-z_]\w*")
+# Not the operator of a call: an input may be called `mm`. Nor the keyword of an argument.
+_NAME = re.compile(r"(?<![\w.:])[A-Za-z_]\w*\b(?![(=])")
 _require = partial(require, culprit="inductor")  # the verifier passed the graphs, so Inductor broke the rule
 
 
@@ -111,7 +114,7 @@ def audit_lines(graph: GraphLowering, lines: Sequence[Any]) -> None:
 class _InFlight:
     """The buffers that are being stored or loaded, and those that were handed over, at a point of the code.
 
-    `alias`: by name of a buffer, the one whose memory it has.
+    `alias`: by name of a buffer, the one whose memory it has. `overwritten`: by name, the buffer that took its memory.
     """
 
     graph: GraphLowering
@@ -119,6 +122,7 @@ class _InFlight:
     loads: set[str] = field(default_factory=set)
     handed_over: set[str] = field(default_factory=set)
     alias: dict[str, str] = field(default_factory=dict)
+    overwritten: dict[str, str] = field(default_factory=dict)
     last_seq: int = -1
 
     def step(self, node: Any, where: str) -> None:
@@ -135,6 +139,7 @@ class _InFlight:
         self.last_seq = seq
         if kind == "store":
             name = _input(node, 0)
+            self._require_kept(name, where)
             busy = set(self._chain(name)) & (self.loads | self.handed_over)
             _require(not busy, f"{name!r} is stored while it is loaded or after it was handed over")
             root = self._root(name)
@@ -146,12 +151,14 @@ class _InFlight:
         elif kind == "wait_store_":
             name = _input(node, 1)
             _require(name in self.stores, f"{where} releases {name!r}, which is not being stored")
+            self._require_kept(name, where)
             self.stores.remove(name)
             if argument(node, "hand_over"):
                 self.handed_over.add(name)
         elif kind == "load":
             self.loads.add(node.get_name())
         elif kind == "wait_load_":
+            self._require_kept(_input(node, 0), where)
             loaded = [n for n in self._chain(_input(node, 0)) if n in self.loads]
             _require(len(loaded) == 1, f"{where} waits for {_input(node, 0)!r}, which is not being loaded")
             self.loads.remove(loaded[0])
@@ -163,7 +170,9 @@ class _InFlight:
     def reused(self, old: str, new: str) -> None:
         """Check that the memory of `old` is free, which becomes that of `new`."""
         self._require_free(old, f"{new!r} reuses the memory of")
+        self._require_kept(old, f"{new!r} reuses the memory of {old!r} and")
         self.alias[new] = old
+        self.overwritten[old] = new
 
     def _require_free(self, name: str, what: str) -> None:
         """Check that no transfer has the memory of a buffer. `what`: what happens to that memory."""
@@ -176,6 +185,13 @@ class _InFlight:
             for busy in self._sharing(name, buffers):
                 _require(False, f"{what} {busy!r}, which {state}")
 
+    def _require_kept(self, name: str, where: str) -> None:
+        """Check that nothing was written over a buffer, or over what it is a view of."""
+        below = itertools.chain([""], self._chain(name))
+        for user, buffer in zip(below, self._chain(name), strict=False):
+            by = self.overwritten.get(buffer, user)
+            _require(by == user, f"{where} uses {name!r} after {by!r} was written over {buffer!r}")
+
     def freed(self, name: str) -> None:
         """Check the end of a buffer."""
         if isinstance(getattr(self.graph.name_to_buffer.get(name), "layout", None), ir.MultiOutputLayout):
@@ -185,6 +201,7 @@ class _InFlight:
 
     def touched(self, name: str, where: str) -> None:
         """Check a read of a buffer or a write into it."""
+        self._require_kept(name, where)
         chain = set(self._chain(name))
         _require(not chain & self.loads, f"{where} uses {name!r} before its wait")
         _require(not chain & self.handed_over, f"{where} uses {name!r} after it was handed over")

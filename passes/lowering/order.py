@@ -38,6 +38,7 @@ from torch._inductor.virtualized import V
 
 from ssd_fx.passes.joint.collectives import may_communicate
 from ssd_fx.passes.lowering.cpp_functions import move_out_of_functions
+from ssd_fx.passes.lowering.in_place import may_overwrite_loaded
 from ssd_fx.passes.verify.errors import require
 
 # Before torch 2.13 a scheduler pass may be any callable; Inductor's cache accepts subclasses of CustomGraphPass.
@@ -72,6 +73,7 @@ class PinOrder(_Ordering):
         if not any(is_ours(n) for n in nodes):
             return nodes
         _refuse_plain_calls(nodes)
+        may_overwrite_loaded(nodes, [n for n in nodes if called(n.node) == "wait_load_"])
         order = planned_order(nodes)
         for before, after in _links(order):
             _pin(before, after)
