@@ -12,8 +12,8 @@ class PlanOptions:
     """Plain values, because they are part of the key of compile caches.
 
     * `version`: a digest of the package's source.
-    * `budget`: bytes (int), a share of the bytes that can be offloaded (float), or "auto".
-    * `slowdown`: the share of a step that may be spent waiting under "auto".
+    * `budget`: bytes (int), a share (float), or "auto": `planner/budget.py`.
+    * `slowdown`: the share of a step by which it may become longer under "auto".
     * `min_bytes`, `prefetch`: bytes.
     * `machine`: None for typical rates.
     * `runtime_config`: goes into the nodes unread.
@@ -21,6 +21,7 @@ class PlanOptions:
     * `keep`, `offload`: module name patterns.
     * `roots`: the expressions for the outermost modules, after which module names begin (`joint/modules.py`).
     * `annotations`: a digest of the graph's annotations, which caches ignore otherwise.
+    * `spare`: whether what does not lower the peak of a whole step stays in memory.
     * `host_budget`: bytes of host memory. It is a separate tier only if the device has other memory.
     * `shrinks`: the shares of their bytes in which tensors of a dtype are written, with compression, by dtype.
     * `lossy`: whether what is offloaded may come back with other bits.
@@ -42,6 +43,7 @@ class PlanOptions:
     annotations: str = ""
     host_budget: int = 0
     slowdown: float = 0.0
+    spare: bool = False
     shrinks: Rates = ()
     lossy: bool = False
     rates: str = "typical"

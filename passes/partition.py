@@ -97,6 +97,17 @@ class Partition:
         return frozenset(n.name for n in (*self.caller_outputs, *self.caller_inputs) if storage_of(n) in saved)
 
     @property
+    def is_whole_step(self) -> bool:
+        """Whether all gradients that come in are those of numbers, as that of a loss: then the backward comes next.
+
+        Otherwise the graph may be one of many whose forwards all come before the first backward.
+        """
+        saved = {n.name for n in self.saved}
+        placeholders = self.backward.graph.find_nodes(op="placeholder")
+        tangents = [t for n in placeholders if n.name not in saved and (t := tensor_of(n)) is not None]
+        return bool(tangents) and all(tuple(t.shape) in ((), (1,)) for t in tangents)
+
+    @property
     def bwd_placeholders(self) -> dict[str, fx.Node]:
         return {n.name: n for n in self.backward.graph.nodes if n.op == "placeholder"}
 

@@ -14,7 +14,8 @@ analyses and decisions, and after the rewrite. `lowering/audit.py` checks the ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from ssd_fx.passes import proposals
 from ssd_fx.passes.alias.copies import merge_copies
 from ssd_fx.passes.alias.storages import alias
 from ssd_fx.passes.cost.lifetime import lifetime
@@ -38,9 +38,12 @@ from ssd_fx.passes.joint.stale_views import rejoin_views
 from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
-from ssd_fx.passes.plan import Plan, PlanPass
-from ssd_fx.passes.planner.select import AUTO, Budget, select
-from ssd_fx.passes.proposals import Candidate
+from ssd_fx.passes.plan import Limits, Plan, PlanPass
+from ssd_fx.passes.planner.budget import AUTO, SHARES, Budget
+from ssd_fx.passes.planner.select import over, select
+from ssd_fx.passes.planner.solution import TOLERANCE
+from ssd_fx.passes.planner.solve import BudgetError
+from ssd_fx.passes.proposals import Candidate, Decide, Proposals, best_within, forecast_of
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.lite_mode import annotate_ours
 from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
@@ -74,11 +77,18 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
 
 
 def decisions(
-    options: PlanOptions, machine: Machine, budget: Budget, *, priced: bool, host_tier: bool, quick: bool
+    options: PlanOptions,
+    machine: Machine,
+    budget: Budget,
+    *,
+    priced: bool,
+    saved: Collection[int],
+    host_tier: bool,
+    quick: bool,
 ) -> tuple[PlanPass, ...]:
-    """`priced`, `quick`: as in `decide`; `host_tier`: as in `select`."""
+    """`priced`, `saved`, `quick`: as in `decide`; `host_tier`: as in `select`."""
     return (
-        *([price] if priced else []),  # needs the groups and the times
+        *([partial(price, saved=saved)] if priced else []),  # needs the groups and the times
         # decides and places together, since the cost of a decision depends on where its nodes can be
         partial(select, options=options, machine=machine, budget=budget, host_tier=host_tier, quick=quick),
     )
@@ -125,19 +135,21 @@ def decide(
     *,
     budget: Budget | None = None,
     priced: bool = False,
+    saved: Collection[int] = (),
     quick: bool = False,
     analysed: Plan | None = None,
 ) -> Plan:
     """A plan of `partition`, which does not change.
 
-    `budget`: None for that of the options. `priced`: groups may be recomputed, which needs another partition. `quick`:
-    with a short search. `analysed`: an earlier, unpriced plan of the partition, whose analyses are used.
+    `budget`: None for that of the options. `priced`: groups may be recomputed, which needs another partition, but for
+    those of the slots `saved`. `quick`: with a short search. `analysed`: an earlier, unpriced plan of the partition,
+    whose analyses are used.
     """
     plan = analysed.undecided() if analysed else analyse(partition, options)
     budget = options.budget if budget is None else budget
     host_tier = _device(partition).type != "cpu"
     machine = _machine(partition, options)
-    passes = decisions(options, machine, budget, priced=priced, host_tier=host_tier, quick=quick)
+    passes = decisions(options, machine, budget, priced=priced, saved=saved, host_tier=host_tier, quick=quick)
     return _run(passes, partition, plan)
 
 
@@ -155,8 +167,8 @@ def _run(passes: Sequence[PlanPass], partition: Partition, plan: Plan) -> Plan:
 
 
 def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
-    """The partition that is predicted to be fastest within the budget, and its plan."""
-    return decide_cut(joint, cut(joint, options), options)
+    """The best partition within the budget, and its plan."""
+    return decide_for_all(joint, cut(joint, options), options, [options.budget])[0]
 
 
 def cut(joint: Joint, options: PlanOptions) -> Candidate:
@@ -168,21 +180,70 @@ def cut(joint: Joint, options: PlanOptions) -> Candidate:
     return Candidate(own, analyse(own, options))
 
 
-def decide_cut(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Partition, Plan]:
-    """`decide_joint`, of a graph that is cut already. `own` does not change, so it serves one budget after the other.
+def decide_for_all(
+    joint: Joint, own: Candidate, options: PlanOptions, budgets: Sequence[Budget]
+) -> list[tuple[Partition, Plan]]:
+    """`decide_joint` for several budgets, of a graph that is cut already: no looser one takes longer than a tighter.
 
-    Plans of the short search compare the partitions. The fastest one gets a plan of the full search.
+    Plans of a short search compare the partitions. The best one gets a plan of the full search.
     """
+    # limits are no budget of a user's, so nothing of the options depends on them
+    asked = [replace(options, budget=0.0 if isinstance(budget, Limits) else budget) for budget in budgets]
     if not _may_cut_again(joint, options):
-        return own.partition, decide(own.partition, options, analysed=own.plan)
+        pairs = zip(asked, budgets, strict=True)
+        return [(own.partition, decide(own.partition, o, budget=b, analysed=own.plan)) for o, b in pairs]
+    proposals = Proposals(joint, own)
+    first = [proposals.propose(partial(decide, options=o, quick=True), b) for o, b in zip(asked, budgets, strict=True)]
+    found: dict[int, Candidate] = {}
+    for i in sorted(range(len(asked)), key=lambda i: forecast_of(first[i]).limits.memory):  # the tightest first
+        found[i] = _best(proposals, asked[i], budgets[i], first[i])
+        proposals.found.append(found[i])
+    return [(found[i].partition, found[i].plan) for i in range(len(asked))]
 
-    quick = partial(decide, options=options, quick=True)
-    first = Candidate(own.partition, quick(own.partition, analysed=own.plan))
-    best = proposals.fastest(joint, first, quick)
-    if options.budget == AUTO:
-        best = proposals.smallest(joint, first, best, quick, options.slowdown)
-    found = best.forecast.limits  # what the short search kept to: "auto" need not search again
-    return best.partition, decide(best.partition, options, budget=found, analysed=best.plan)
+
+def _best(proposals: Proposals, options: PlanOptions, budget: Budget, proposal: Plan) -> Candidate:
+    """The best partition for a budget, with a plan of the full search, unless a plan of the short one is better.
+
+    `proposal`: a plan of PyTorch's partition for this budget in which groups may be computed again.
+    """
+    quick: Decide = partial(decide, options=options, quick=True)
+    limits = forecast_of(proposal).limits
+    best = proposals.within(limits, proposal, quick, partial(over, options=options))
+    own = proposals.own
+    if best is None:  # only a partition that computes again would have met it, and there is none
+        best = Candidate(own.partition, quick(own.partition, budget=budget, analysed=own.plan))
+        limits = best.forecast.limits
+    if budget == AUTO:
+        best, limits = _fast_enough(proposals, best, limits, proposal, quick, options)
+    try:
+        plan = decide(best.partition, options, budget=limits, analysed=best.plan)
+    except BudgetError:  # what a tighter budget has found
+        return best
+    full = Candidate(best.partition, plan)
+    if isinstance(options.budget, int) and options.budget:
+        return full  # with the bytes that stay resident over all graphs, which plans for other budgets do not have
+    return best_within([best, full], limits) or full
+
+
+def _fast_enough(
+    proposals: Proposals, best: Candidate, limits: Limits, proposal: Plan, quick: Decide, options: PlanOptions
+) -> tuple[Candidate, Limits]:
+    """For "auto": the best partition under the least limits, from those of the proposal on, that is as fast as it says.
+
+    The proposal is; but what is computed again may take longer than its price.
+    """
+    own = forecast_of(proposal)
+    for shares in (1, 2, 4):
+        if best.forecast.seconds <= (1 + options.slowdown + TOLERANCE) * own.compute_s:
+            return best, limits
+        more = shares * (own.everything - own.floor) / SHARES
+        limits = Limits(limits.memory + more, limits.kept + more)
+        try:
+            proposal = proposals.propose(quick, limits)
+        except BudgetError:
+            break
+        best = proposals.within(limits, proposal, quick, partial(over, options=options)) or best
+    return best, limits
 
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:

@@ -1,17 +1,18 @@
-"""Which partition of a joint graph is fastest: PyTorch's own, or one that computes some groups again.
+"""Which partition of a joint graph is best within a budget: PyTorch's own, or one that computes some groups again.
 
-    first    PyTorch's own partition, and its plan
-    propose  a plan of the first partition in which groups may be computed again at a price
-    cut      the partition that computes them again, if the proposal is predicted to be faster
-    judge    its plan must be predicted to be faster, too
+    propose  a plan of PyTorch's partition in which groups may be computed again at a price
+    cut      the partition that computes them again
+    judge    its own plan, which must be faster than that of PyTorch's partition
 
-If the plan of the new partition needs more memory than the budget allows, a tighter limit gives the next proposal.
-The budget "auto" then asks for a partition that needs less memory and takes hardly longer.
+Prices do not count the memory that the chain of a group needs while it is computed again. If a partition has a higher
+floor for that, the next proposal is made for a limit that is lower by as much. If the floor is above the limit, what is
+computed again there is saved in the next proposal.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,25 +20,38 @@ from ssd_fx.passes.joint.collectives import communication
 from ssd_fx.passes.joint.compared import compares_again
 from ssd_fx.passes.joint.recompute import CutError, Joint, recomputed
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Forecast, Limits, Plan
-from ssd_fx.passes.planner.select import least_auto
-from ssd_fx.passes.planner.solution import TOLERANCE
+from ssd_fx.passes.plan import Forecast, Limits, Plan, Recompute
+from ssd_fx.passes.planner.budget import Budget
+from ssd_fx.passes.planner.solution import EQUAL
 from ssd_fx.passes.planner.solve import BudgetError
 
-ROUNDS = 3  # proposals; each takes a short search, and a partition by PyTorch
+ROUNDS = 4  # proposals; each takes a short search, and a partition by PyTorch
 GAIN = 1e-2  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
+SPARED = 0.1  # the share of the bytes written by which recomputing must be predicted to write less, in the same time
 
 
 class Decide(Protocol):
     """Plans a partition with a short search.
 
-    `budget`: None for that of the options. `priced`: groups may be computed again. `analysed`: an earlier, unpriced
-    plan of the partition, whose analyses are used.
+    `priced`: groups may be computed again, but for those of the slots `saved`.
+    `analysed`: an earlier, undecided plan of the partition, whose analyses are used.
     """
 
     def __call__(
-        self, partition: Partition, *, budget: Limits | None = None, priced: bool = False, analysed: Plan | None = None
+        self,
+        partition: Partition,
+        *,
+        budget: Budget,
+        priced: bool = False,
+        saved: Collection[int] = (),
+        analysed: Plan | None = None,
     ) -> Plan: ...
+
+
+class Over(Protocol):
+    """Names of what a partition computes again where it needs more than a limit in bytes, whatever leaves memory."""
+
+    def __call__(self, partition: Partition, plan: Plan, limit: float) -> frozenset[str]: ...
 
 
 @dataclass(frozen=True)
@@ -50,75 +64,111 @@ class Candidate:
         assert self.plan.forecast is not None
         return self.plan.forecast
 
-
-def fastest(joint: Joint, first: Candidate, decide: Decide) -> Candidate:
-    """`first`, PyTorch's partition, or one that recomputes more and is predicted to be faster; with its plan."""
-    if not _could_gain(first):
-        return first
-    limits = first.forecast.limits
-    tight = limits
-    tried = {frozenset[str]()}
-    for _ in range(ROUNDS):
-        proposal = _propose(first, decide, tight)
-        if proposal is None or proposal.recomputed_nodes in tried or not _gains(proposal, first):
-            return first
-        tried.add(proposal.recomputed_nodes)
-        partition_again = _cut_so(joint, first, proposal)
-        if partition_again is None:
-            return first
-        try:
-            plan = decide(partition_again, budget=limits)
-        except BudgetError as error:  # what is computed again needs memory, which prices do not count
-            missing = error.least - limits.memory
-            if missing <= 0:  # tensors wait too long for their writes: a tighter limit for the proposal need not help
-                return first
-            tight = Limits(tight.memory - missing, tight.kept)
-            continue
-        again = Candidate(partition_again, plan.with_(recomputed=recomputed(proposal), stock=first.plan.stock))
-        return again if _gains(again.plan, first) else first
-    return first
+    def is_within(self, limits: Limits) -> bool:
+        return self.forecast.peak <= limits.memory and self.forecast.kept <= limits.kept
 
 
-def smallest(joint: Joint, first: Candidate, best: Candidate, decide: Decide, slowdown: float) -> Candidate:
-    """`best` of `fastest`, or a partition that recomputes and needs less memory. For the budget "auto".
+class Proposals:
+    """The partitions of one joint graph that were tried, for all budgets of a call.
 
-    "auto" has found its share with nothing computed again. Where transfers are slow, that is a large one. What is
-    computed again needs no transfer. So a smaller share may take no more than `slowdown` longer than everything kept.
+    `own`: PyTorch's partition, with what the analyses find in it. `found`: every partition with a plan, so that a loose
+    budget is offered what a tight one has found.
     """
-    if best.forecast.limits.memory <= least_auto(best.forecast.floor, best.forecast.everything) + 1:
-        return best
-    try:
-        proposal = decide(first.partition, priced=True, analysed=first.plan)
-        partition = _cut_so(joint, first, proposal) if proposal.recomputed_nodes else None
-        if partition is None:
-            return best
-        plan = decide(partition)
-    except BudgetError:  # "auto" can be met, but not by every search that is as short as these
-        return best
-    again = Candidate(partition, plan.with_(recomputed=recomputed(proposal), stock=first.plan.stock))
-    stall_s = again.forecast.write_stall_s + again.forecast.read_stall_s
-    longer_s = stall_s + again.forecast.compute_s - first.forecast.compute_s
-    needs_less = again.forecast.limits.memory < (1 - GAIN) * best.forecast.limits.memory
-    return again if needs_less and longer_s <= (slowdown + TOLERANCE) * first.forecast.compute_s else best
+
+    def __init__(self, joint: Joint, own: Candidate) -> None:
+        self.joint, self.own = joint, own
+        self.found: list[Candidate] = []
+        self._cut: dict[frozenset[str], Partition | None] = {}
+
+    def propose(self, decide: Decide, budget: Budget, saved: Collection[int] = ()) -> Plan:
+        """A plan of PyTorch's partition in which groups may be computed again, but for those of the slots `saved`.
+
+        Raises:
+            BudgetError: no plan meets the budget.
+        """
+        return decide(self.own.partition, budget=budget, priced=True, saved=saved, analysed=self.own.plan)
+
+    def within(self, limits: Limits, proposal: Plan, decide: Decide, over: Over) -> Candidate | None:
+        """The best partition within limits, with a plan of a short search; None if no plan meets them.
+
+        `proposal`: where to begin.
+        """
+        first = self._planned(decide, self.own.partition, limits, self.own.plan)
+        tight, saved = limits, frozenset[int]()
+        for _ in range(ROUNDS):
+            partition = self._partition_for(proposal) if _gains(proposal, first) else None
+            if partition is None:
+                break
+            again = self._planned(decide, partition, limits, None, proposal)
+            if again is not None and again.forecast.seconds <= (1 + GAIN) * forecast_of(proposal).seconds:
+                break
+            plan = decide(partition, budget=1.0) if again is None else again.plan
+            floor, own_floor = forecast_of(plan).floor, forecast_of(proposal).floor
+            before = tight, saved
+            if floor > limits.memory:
+                saved |= _made_by(proposal, over(partition, plan, limits.memory))
+            else:
+                tight = Limits(max(tight.memory - max(floor - own_floor, 0), own_floor), limits.kept)
+            if (tight, saved) == before:
+                break
+            try:
+                proposal = self.propose(decide, tight, saved)
+            except BudgetError:
+                break
+        return best_within(self.found, limits)
+
+    def _planned(
+        self, decide: Decide, partition: Partition, limits: Limits, analysed: Plan | None, proposal: Plan | None = None
+    ) -> Candidate | None:
+        """A partition with a plan, which is one more that was found; None if no plan meets the limits."""
+        try:
+            plan = decide(partition, budget=limits, analysed=analysed)
+        except BudgetError:
+            return None
+        if proposal is not None:
+            plan = plan.with_(recomputed=recomputed(proposal), stock=proposal.stock)
+        self.found.append(Candidate(partition, plan))
+        return self.found[-1]
+
+    def _partition_for(self, proposal: Plan) -> Partition | None:
+        again = proposal.recomputed_nodes
+        if again not in self._cut:
+            self._cut[again] = _cut_so(self.joint, self.own, proposal)
+        return self._cut[again]
 
 
-def _gains(plan: Plan, first: Candidate) -> bool:
-    """Whether a plan is predicted to be faster than the first one by more than figures are coarse."""
+def forecast_of(plan: Plan) -> Forecast:
     assert plan.forecast is not None
-    return plan.forecast.seconds < (1 - GAIN) * first.forecast.seconds
+    return plan.forecast
 
 
-def _could_gain(first: Candidate) -> bool:
-    """Whether the step has so much time without compute that computing more could pay."""
-    return first.forecast.seconds - first.forecast.compute_s > GAIN * first.forecast.seconds
-
-
-def _propose(first: Candidate, decide: Decide, limits: Limits) -> Plan | None:
-    """A plan of the first partition in which groups may be computed again; None if no plan meets the limits."""
-    try:
-        return decide(first.partition, budget=limits, priced=True, analysed=first.plan)
-    except BudgetError:
+def best_within(found: Iterable[Candidate], limits: Limits) -> Candidate | None:
+    """The fastest of the candidates that keep to the limits; of those about as fast, the one that writes least."""
+    able = [candidate for candidate in found if candidate.is_within(limits)]
+    if not able:
         return None
+    enough_s = (1 + EQUAL) * min(candidate.forecast.seconds for candidate in able)
+    near = [candidate for candidate in able if candidate.forecast.seconds <= enough_s]
+    return min(near, key=lambda candidate: (candidate.forecast.written, candidate.forecast.seconds))
+
+
+def _gains(proposal: Plan, first: Candidate | None) -> bool:
+    """Whether to cut the graph again: for a step that is faster by more than figures are coarse, or as fast and spares
+    the drive.
+    """
+    assert proposal.forecast is not None
+    if not proposal.recomputed_nodes:
+        return False
+    if first is None or proposal.forecast.seconds < (1 - GAIN) * first.forecast.seconds:
+        return True
+    spares = proposal.forecast.written < (1 - SPARED) * first.forecast.written
+    return spares and proposal.forecast.seconds <= (1 + EQUAL) * first.forecast.seconds
+
+
+def _made_by(proposal: Plan, names: Collection[str]) -> frozenset[int]:
+    """The slots of the groups that are computed again by running nodes of these names."""
+    chosen = {slot: d for slot, d in proposal.decisions.items() if isinstance(d, Recompute)}
+    return frozenset(slot for slot, decision in chosen.items() if not decision.nodes.isdisjoint(names))
 
 
 def _cut_so(joint: Joint, first: Candidate, proposal: Plan) -> Partition | None:

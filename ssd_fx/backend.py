@@ -230,6 +230,7 @@ def plan_options(config: Config, device: torch.device) -> PlanOptions:
         version=source_digest(),
         budget=config.budget,  # bytes are one budget over all graphs, which the runtime keeps; plans leave room
         slowdown=config.slowdown,
+        spare=config.spare,
         recompute=config.recompute,
         min_bytes=config.min_bytes,
         prefetch=config.prefetch,

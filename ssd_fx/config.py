@@ -42,12 +42,18 @@ class Config:
     budget (a size, a share or `"auto"`): Saved tensors that may stay in memory. A size (`"2GiB"`) is one budget over
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
         memory is an error that names the least possible size. A number below a MiB without a unit is an error, because
-        100 may mean MiB or percent. 0 is never an error, and offloads everything that can be offloaded. A share
-        (`0.25`, `"25%"`) is a part of what each graph can offload, and its plan chooses that part. `"auto"` is the
-        least share of 0.05, 0.1, 0.15 and so on whose step is predicted to wait no longer than `slowdown` allows. If
-        the drive of a CPU turns out to be slower than predicted, more stays in memory from then on.
-    slowdown (a share): The part of a step that may be spent waiting for drives with `budget="auto"`, or computing again
-        what would have to be waited for: `0.05`, `"5%"`. What transfers take from the cores is not counted.
+        100 may mean MiB or percent. 0 is never an error. It is the lowest peak of memory that is worth having: one up
+        to 5% higher is taken if the step is a tenth faster. A share (`0.25`, `"25%"`) allows a peak that lies so far
+        between the lowest and the one with everything kept. `"auto"` is the least of the shares 0, 0.05, 0.1 and so on
+        whose step is predicted to take no longer than `slowdown` allows. If the drive of a CPU turns out to be slower
+        than predicted, more stays in memory from then on.
+    slowdown (a share): How much longer a step may become with `budget="auto"`, to need less memory: `0.05`, `"5%"`. All
+        counts: waits for drives, what is computed again, and starting transfers. At 0.02 memory is nearly free. At 0.3,
+        which is what a checkpoint of every layer costs, a step needs less memory than with that.
+    spare (a flag): Spare the drive: in a graph that is a whole training step, with the loss, what does not lower the
+        peak stays in memory. A budget in bytes other than 0 does not look at it. Turn it off where several forwards
+        come before the first backward, as in some pipelines: there a share is the part of the bytes, too, that may
+        stay of those that can leave.
     recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
     min_bytes (a size): Smaller tensors stay in memory, unless `ssd_fx.offload(x)` marks them.
     engine (a name): `"posix"` is direct file I/O. `"kvikio"` is GPUDirect Storage or an error; `"kvikio-forced"` also
@@ -101,7 +107,8 @@ class Config:
 
     dirs: tuple[str, ...] = ()
     budget: int | float | str = "auto"
-    slowdown: float = RuntimeConfig.slowdown
+    slowdown: float = 0.05
+    spare: bool = True
     recompute: bool = True
     min_bytes: int = 1 << 20
     engine: str = RuntimeConfig.engine
@@ -354,6 +361,7 @@ _PARSERS: dict[str, Any] = {
     "dirs": _parse_dirs,
     "budget": parse_budget,
     "slowdown": parse_share,
+    "spare": _parse_flag,
     "recompute": _parse_flag,
     "min_bytes": parse_bytes,
     "engine": _parse_engine,

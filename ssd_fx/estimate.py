@@ -12,7 +12,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -133,7 +133,7 @@ class _Found:
 def _plans(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) -> _Found:
     """Plan the joint graph for every budget."""
     own = pipeline.cut(joint, options)
-    plans = tuple(pipeline.decide_cut(joint, own, replace(options, budget=b))[1] for b in budgets)
+    plans = tuple(plan for _, plan in pipeline.decide_for_all(joint, own, options, budgets))
     return _Found(own.plan, _input_bytes(own.partition), plans, options.rates)
 
 

@@ -133,6 +133,46 @@ def test_who_gives_a_region_a_budget_is_left_alone() -> None:
     assert [cuts(layers), cuts(in_region)] == [2, 1]
 
 
+def attention(x: torch.Tensor, w: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+    q, k, v = (x @ w).reshape(1, 3, 8, -1).unbind(1)
+    q, k, v = (t.reshape(1, 2, 8, -1) for t in (q, k, v))
+    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+    return (found.sin() * found).sum()
+
+
+@pytest.mark.parametrize(("dropout", "again"), [(0.0, True), (0.5, False)])
+def test_attention_runs_again_only_without_dropout(dropout: float, again: bool) -> None:
+    """And without the state of the random generator, which PyTorch would save around what may draw numbers."""
+
+    def targets(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[bool, set[str]]:
+        joint = pipeline.joint_of(gm, inputs, kwargs)
+        own = pipeline.cut(joint, toys.options(recompute=True))
+        plan = all_priced(own.partition, own.plan)
+        partition = joint.partition_again(plan.recomputed_nodes, plan.saved_nodes)
+        names = [str(n.target) for n in partition.backward.graph.nodes]
+        runs = any("attention" in name and "backward" not in name for name in names)
+        return runs, {name for name in names if "rng" in name or "DrawsNothing" in name}
+
+    args = (torch.randn(24, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True))
+    assert toys.with_joint(functools.partial(attention, dropout=dropout), args, targets) == (again, set())
+
+
+def test_attention_that_runs_again_has_the_same_gradients() -> None:
+    args = (torch.randn(24, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True))
+    options = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0}
+
+    def gradients() -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        loss = torch.compile(attention, backend=ssd_fx.backend, options=options | {"recompute": True})(*args)
+        return list(torch.autograd.grad(loss, args))
+
+    kept = gradients()
+    with everything_recomputed() as groups:
+        again = gradients()
+    assert groups[0] > 0
+    assert_same_bits(kept, again)
+
+
 def test_a_fault_of_our_passes_is_no_refusal_of_pytorch() -> None:
     """A second partition that PyTorch cannot make is done without. One that our own passes break must end loudly."""
 

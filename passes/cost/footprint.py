@@ -59,8 +59,23 @@ def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     nbytes = {key: kernels.storages[i][key] for key, i in kernels.maker.items()}
     output = kernels.nodes[-1].all_input_nodes
     held = frozenset(key for n in output for key in kernels.storages[kernels.index[n]] if key in first)
+    nbytes |= dict.fromkeys(_in_registers(kernels, readers) - held, 0)
     ends = {key: {k for k in readers[key] if kernels.at[k] == last[key]} for key in first.keys() - held}
     return Buffers(first, last, read_first, read_last, nbytes, held, _in_place(kernels, ends, nbytes, donated))
+
+
+def _in_registers(kernels: Kernels, readers: Mapping[int, set[int]]) -> frozenset[int]:
+    """What a loop writes, and only loops of the same kernel read: the kernel keeps it in registers.
+
+    A kernel with a reduction may go over its elements twice, so what it writes may be memory.
+    """
+
+    def is_own(key: int) -> bool:
+        kernel = kernels.kernel.get(kernels.maker[key])
+        own = kernel is not None and kernel not in kernels.reducing and kernels.maker[key] not in kernels.calls
+        return own and bool(readers[key]) and all(kernels.kernel.get(k) == kernel for k in readers[key])
+
+    return frozenset(filter(is_own, readers))
 
 
 def both_buffers(partition: Partition) -> tuple[Buffers, Buffers]:

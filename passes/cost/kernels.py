@@ -52,7 +52,7 @@ class Kernels:
     `calls`: the nodes that are library calls. `inside`: the loops and calls that compute a node, each named by the node
     whose result it writes to memory. That is the node itself, or its readers, if it is cheap to do again in each.
     `maker`: who writes a storage; inputs are their own. `reads`: what a node reads of those, with the bytes.
-    `kernel`: equal for loops that are fused. `at`: where a loop runs.
+    `kernel`: equal for loops that are fused. `reducing`: the kernels with a reduction. `at`: where a loop runs.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -75,6 +75,7 @@ class Kernels:
         loops = self._loops([i for i in makers if self.computes[i]])
         fused = fuse(loops)
         self.kernel = {i: fused.of(i) for i in loops}
+        self.reducing = {self.kernel[i] for i, loop in loops.items() if loop.space is not None and loop.space.reduces}
         self.at = list(range(len(self.nodes)))
         for i, place in fused.places().items():
             self.at[i] = place

@@ -13,6 +13,7 @@ taken only if it is predicted to be faster. docs/planner.md says why we do not u
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import operator
 import warnings
@@ -27,12 +28,14 @@ from torch.fx import traceback
 from torch.fx._lazy_graph_module import _get_graph_module_cls, _make_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ssd_fx.passes.cost.operators import is_attention
 from ssd_fx.passes.joint.collectives import is_silent
 from ssd_fx.passes.joint.compared import chooses, compared, jumps
 from ssd_fx.passes.partition import (
     RECOMPUTED,
     Partition,
     activation_names,
+    arguments_of,
     changed_inputs,
     storage_of,
     untrained_names,
@@ -96,7 +99,9 @@ class Joint:
 
         A node keeps a tag that it has already. Views of a recomputed node get its tag too: to PyTorch a cut through a
         view is as cheap, and saves the same bytes. What may not run twice is no view, whatever its FakeTensor says.
-        The graph is as the first cut left it: common subexpressions are merged, and PyTorch's own tags are set.
+        The graph is as the first cut left it: common subexpressions are merged, and PyTorch's own tags are set. The cut
+        does not see that attention may draw random numbers, because what is tagged here draws none: PyTorch would save
+        and set the state of the generator around it.
 
         Raises:
             CutError: PyTorch cannot partition it so.
@@ -110,11 +115,17 @@ class Joint:
                 _tag_to_recompute(node)
             elif node.name in saved:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for node in module.graph.nodes:
+            if RECOMPUTED in node.meta and _is_seeded(node):
+                node.target = _DrawsNothing(node.target)
         with functorch_config.patch(cse=False):
             try:
                 graphs = self._cut(module)
             except RuntimeError as error:
                 raise CutError(str(error)) from error
+        for node in itertools.chain.from_iterable(graph.graph.nodes for graph in graphs):
+            if isinstance(node.target, _DrawsNothing):
+                node.target = node.target.operator
         return self._partition(*graphs)
 
     def _cut(self, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -126,6 +137,17 @@ class Joint:
         for each in self._after_cut:
             each(partition)
         return partition
+
+
+class _DrawsNothing:
+    """Stands for an operator during a cut, without its tags."""
+
+    def __init__(self, operator: torch._ops.OpOverload) -> None:
+        self.operator = operator
+        self.__name__, self.__module__ = operator.__name__, __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.operator(*args, **kwargs)
 
 
 def _tag_to_recompute(node: fx.Node) -> None:
@@ -162,9 +184,10 @@ def _clone(module: fx.GraphModule) -> fx.GraphModule:
     return clone
 
 
-def price(partition: Partition, plan: Plan) -> Plan:
+def price(partition: Partition, plan: Plan, *, saved: Collection[int] = ()) -> Plan:
     """Fill `plan.prices` for every group that can be computed again from saved tensors or from parameters.
 
+    Groups of the slots `saved` get no price.
     The graph's outputs are no source: they are alive in the backward, but the caller may have written into them.
     Needs `plan.groups` and `plan.timeline`.
     """
@@ -181,6 +204,7 @@ def price(partition: Partition, plan: Plan) -> Plan:
     found = {}
     for group in plan.groups:
         tagged = "recompute" in nodes[group.base].meta  # `partition_again` leaves it as it is
+        tagged |= group.slot in saved
         if tagged or group.obstacle or not exact.isdisjoint(m.name for m in group.members):
             continue
         cost = _price(nodes[group.base], slots, unstable, seconds)
@@ -232,7 +256,7 @@ def _price(
 
 
 def _may_run_twice(node: fx.Node) -> bool:
-    """Whether a node calls one of PyTorch's own functional operators that neither draw random numbers nor choose.
+    """Whether a node calls one of PyTorch's own functional operators, and neither draws random numbers nor chooses.
 
     Other libraries' operators may have effects that no tag announces: random numbers, counters, output. The vectors of
     a decomposition (`linalg_eigh`) have any sign.
@@ -244,4 +268,14 @@ def _may_run_twice(node: fx.Node) -> bool:
         return False
     if target.name() in _DRAWN or chooses(node) or "linalg_" in target.name():
         return False
-    return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
+    return not target._schema.is_mutable and (not _is_seeded(node) or _is_attention_without_dropout(node))
+
+
+def _is_seeded(node: fx.Node) -> bool:
+    """Whether the node calls an operator that may draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_attention_without_dropout(node: fx.Node) -> bool:
+    """Fused attention draws random numbers only if it drops out."""
+    return is_attention(node.target) and arguments_of(node).get("dropout_p") == 0.0

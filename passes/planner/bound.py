@@ -27,7 +27,7 @@ def lower_bound(step: Step, machine: Machine, limit: float, share_bytes: float) 
     """Seconds; no choices and no placement of them take less."""
     tiers = TIERS if step.host_budget else TIERS[:1]
     own = [min(pair) for pair in zip(*(step.seconds_of(machine, tier).own for tier in tiers), strict=True)]
-    costs = [(item, _least(item, seconds)) for item, seconds in zip(step.items, own, strict=True)]
+    costs = [(item, _least(item, *pair)) for item, *pair in zip(step.items, own, step.own_again_s, strict=True)]
     forced = [(item, cost) for item, cost in costs if Choice.KEEP not in item.choices]
     seconds = math.fsum(step.seconds) + math.fsum(cost for _, cost in forced)
     left = least_bytes(step, limit, share_bytes) - sum(item.nbytes for item, _ in forced)
@@ -40,7 +40,7 @@ def lower_bound(step: Step, machine: Machine, limit: float, share_bytes: float) 
     return seconds
 
 
-def _least(item: Item, own_s: float) -> float:
+def _least(item: Item, own_s: float, again_s: float) -> float:
     """Seconds on the compute lane if the item goes: its four nodes, or computing it again; infinite if it cannot."""
     offload = 2 * own_s if Choice.OFFLOAD in item.choices else math.inf
-    return min(offload, item.recompute_s if Choice.RECOMPUTE in item.choices else math.inf)
+    return min(offload, again_s if Choice.RECOMPUTE in item.choices else math.inf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,16 +48,51 @@ class Item:
         return self.nbytes if self.stored_nbytes is None else self.stored_nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the prices of several items have in common: those that are recomputed together compute it once."""
+
+    seconds: float
+    items: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Step:
     """One training step: seconds of every operator, forward then backward; `base`: bytes alive during each that no
-    choice touches; `forward`: the number of forward operators; `host_budget`: bytes that may be in host memory."""
+    choice touches; `forward`: the number of forward operators; `host_budget`: bytes that may be in host memory;
+    `shared`: seconds that are in the price of more than one item."""
 
     seconds: tuple[float, ...]
     base: tuple[int, ...]
     forward: int
     items: tuple[Item, ...]
     host_budget: int = 0
+    shared: tuple[Shared, ...] = ()
+
+    def again_s(self, recomputed: Collection[int]) -> float:
+        """Seconds to recompute these items together."""
+        together = frozenset(recomputed)
+        alone = math.fsum(self.items[i].recompute_s for i in together)
+        return alone - math.fsum(s.seconds * max(len(together.intersection(s.items)) - 1, 0) for s in self.shared)
+
+    @cached_property
+    def own_again_s(self) -> list[float]:
+        """Seconds to recompute every item, without what it shares with others: no set of items costs less."""
+        own = [item.recompute_s for item in self.items]
+        for shared in self.shared:
+            for i in shared.items:
+                own[i] -= shared.seconds
+        return own
+
+    @cached_property
+    def fair_again_s(self) -> list[float]:
+        """Seconds to recompute every item, with its part of what it shares: by bytes, as if all were recomputed."""
+        fair = list(self.own_again_s)
+        for shared in self.shared:
+            nbytes = sum(self.items[i].nbytes for i in shared.items)
+            for i in shared.items:
+                fair[i] += shared.seconds * self.items[i].nbytes / max(nbytes, 1)
+        return fair
 
     @cached_property
     def kernels(self) -> int:

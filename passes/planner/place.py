@@ -18,9 +18,12 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from ssd_fx.passes.cost.machine import Machine, Tier
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
-from ssd_fx.passes.planner.simulate import Outcome, first_uses
+from ssd_fx.passes.planner.simulate import Outcome, again, first_uses
 
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
 # is early costs some memory within the limit while one that is late costs a stall.
@@ -28,6 +31,8 @@ LOAD_MARGIN = 2.0
 # Items that may be loaded before their use however large they are. Those of a wide layer are larger than `prefetch`,
 # and are wanted one soon after the other: one at a time, most would be waited for.
 TOGETHER = 3
+
+FloatArray = npt.NDArray[np.float64]
 
 
 def place(
@@ -72,7 +77,7 @@ class _Placing:
         self.offloaded = [i for i, c in enumerate(self.choices) if c is Choice.OFFLOAD]
         self.starts = self._starts() if self.played is None else self.played.starts
         self.ends = self.starts[1:] if self.played is None else self.played.ends
-        self.free = self._free()  # bytes under the limit, per operator, each item gone as early as it can be
+        self.free = free_bytes(self.step, self.choices, self.limit, self.firsts, self.deferred)
         self.written: dict[int, float] = {}
         self.store_after: dict[int, int] = {}
         self.release_after: dict[int, int] = {}
@@ -81,7 +86,7 @@ class _Placing:
         self.strict: set[int] = set()  # only memory keeps their loads from standing earlier
 
     def run(self) -> dict[int, Transfer] | None:
-        if min(self.free, default=0) < 0:
+        if len(self.free) and self.free.min() < 0:
             return None
         order = self._write_order()
         if not self._force_releases(order):
@@ -106,22 +111,14 @@ class _Placing:
     def _starts(self) -> Sequence[float]:
         """When every operator starts if nothing stalls."""
         seconds, machine = list(self.step.seconds), self.machine
+        for first, again_s in again(self.step, self.choices, self.firsts):
+            seconds[first] += again_s
         for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, self.choices, strict=True)):
-            if choice is Choice.RECOMPUTE:
-                seconds[first] += item.recompute_s
-            elif choice is Choice.OFFLOAD:
+            if choice is Choice.OFFLOAD:
                 own = machine.own_s(item.moved_nbytes, self._tier(i))
                 seconds[item.produced] += own
                 seconds[first] += own
         return [0.0, *itertools.accumulate(seconds)]
-
-    def _free(self) -> list[float]:
-        change = self.step.columns.change.copy()
-        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, self.choices, strict=True)):
-            if choice is not Choice.KEEP and i not in self.deferred:
-                change[item.last_use + 1] -= item.nbytes
-                change[first] += item.nbytes
-        return [self.limit - nbytes for nbytes in itertools.accumulate(change[:-1])]
 
     def _write_order(self) -> list[int]:
         """The order in which the writes end, and when their lanes have done each."""
@@ -169,9 +166,9 @@ class _Placing:
                 continue
             idle[items[i].last_use] = idle.get(items[i].last_use, 0) + items[i].nbytes
             ready.setdefault(max(items[i].last_use, self.store_after[i]), []).append((rank, i))
-        held = 0
+        held, free = 0, self.free[:forward].tolist()
         for p in range(forward):
-            while held > self.free[p]:
+            while held > free[p]:
                 if not releasable:
                     return False
                 _, i = heapq.heappop(releasable)
@@ -197,12 +194,11 @@ class _Placing:
             if i in self.blocking or self.release_after[i] < last or i in self.deferred:
                 continue
             until = min(bisect_left(self.starts, self.written[i]), self.firsts[i])
-            span = range(self.step.forward, until)
-            if any(self.free[p] < items[i].nbytes for p in span):
+            span = self.free[self.step.forward : until]
+            if np.any(span < items[i].nbytes):
                 self.blocking.add(i)
                 continue
-            for p in span:
-                self.free[p] -= items[i].nbytes
+            span -= items[i].nbytes
 
     def _load(self) -> None:
         """Place each load as early as it is wanted, or as memory allows."""
@@ -224,11 +220,9 @@ class _Placing:
                 ahead -= items[first].nbytes
                 earliest = max(earliest, self.firsts[first])
             begin = max(wanted[i], min(earliest, self.firsts[i]))
-            at = self.firsts[i]
-            while at > begin and free[at - 1] >= item.nbytes:
-                at -= 1
-            for p in range(at, self.firsts[i]):
-                free[p] -= item.nbytes
+            tight = np.flatnonzero(free[begin : self.firsts[i]] < item.nbytes)
+            at = begin + int(tight[-1]) + 1 if len(tight) else begin
+            free[at : self.firsts[i]] -= item.nbytes
             self.load_before[i] = at
             if at > begin:
                 self.strict.add(i)
@@ -241,6 +235,26 @@ class _Placing:
             lane[tier] = min(lane[tier], self.starts[self.firsts[i]]) - seconds
             wanted[i] = min(max(bisect_right(self.starts, lane[tier]) - 1, self.step.forward), self.firsts[i])
         return wanted
+
+
+def free_bytes(
+    step: Step,
+    choices: Sequence[Choice],
+    limit: float,
+    firsts: Sequence[int] | None = None,
+    deferred: AbstractSet[int] = frozenset(),
+) -> FloatArray:
+    """Bytes under the limit during every operator, with each item gone as soon and as long as it can be.
+
+    `firsts`: as `first_uses` has them.
+    """
+    firsts = first_uses(step, choices) if firsts is None else firsts
+    change, columns = step.columns.change.copy(), step.columns
+    for i, choice in enumerate(choices):
+        if choice is not Choice.KEEP and i not in deferred:
+            change[columns.last_use[i] + 1] -= columns.nbytes[i]
+            change[firsts[i]] += columns.nbytes[i]
+    return limit - np.cumsum(change[:-1], dtype=np.float64)
 
 
 def floor(step: Step) -> int:

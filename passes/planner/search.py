@@ -1,8 +1,11 @@
-"""The search: families of choices, then other choices for single items.
+"""The search: how much to recompute, how much of the rest to offload, then other choices for single items.
 
-In a family the k items that are cheapest per byte are recomputed, and of the others as many are offloaded, in some
-order, as the budget asks. The best plan is in a family or near one. The simulator says what the placement of choices
-costs.
+    recompute   the k items that cost least per byte; a closed form says about which k, and its neighbours are tried
+    offload     of the others, in some order, as few as the budget asks
+    keep        the rest
+
+The best plan is one of these or near one. A checkpoint per layer is one of these: all but what lies between layers is
+recomputed. The simulator says what the placement of choices costs.
 """
 
 from __future__ import annotations
@@ -10,25 +13,30 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from ssd_fx.passes.cost.machine import TIERS, Machine
 from ssd_fx.passes.planner import host_tier
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
-from ssd_fx.passes.planner.place import LOAD_MARGIN, place
+from ssd_fx.passes.planner.place import LOAD_MARGIN, free_bytes, place
+from ssd_fx.passes.planner.segments import boundaries
 from ssd_fx.passes.planner.simulate import Outcome, simulate
-from ssd_fx.passes.planner.solution import TOLERANCE, Solution, better, fits, kept_bytes, size
+from ssd_fx.passes.planner.solution import EQUAL, TOLERANCE, Solution, better, fits, kept_bytes, size
 
-# Operators and items visited over all trials of the search; a million takes one to two seconds of Python. In proportion
-# to the size of the step, as the time to compile its graphs is; small steps, which cost nothing, get more.
-TRIALS = 40
+# Simulations, in the time that one takes; each visits all operators and items of the step. So the search is a constant
+# part of compiling, which is in proportion to the size of the step too. Small steps, which cost nothing, get more.
+TRIALS, QUICK_TRIALS = 240, 160
 LEAST_EFFORT = 60_000
 ENOUGH = 2e-3  # the share of a step that is not searched for: the bound on all plans is as near
 EXHAUSTIVE = 1024  # up to so many choices are all tried
 # Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
 MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
+STRIDES = (1, 2, 3, 4, 8)  # checkpoints at every boundary between layers, at every second one, and so on
 
 
 Wish = tuple[Choice, bool]  # what the search asks for: a choice for an item, and whether it is deferred (see `place`)
@@ -37,53 +45,137 @@ Order = Callable[[int], tuple[float, ...]]  # of items, as a key to sort by
 
 
 class Search:
-    def __init__(self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float) -> None:
+    def __init__(
+        self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float, *, quick: bool = False
+    ) -> None:
         self.step, self.machine, self.limit = step, machine, limit
         self.share_bytes, self.prefetch = share_bytes, prefetch
         self.best: Solution | None = None
         self.asked: Wishes = ()  # what led to the best
-        self.left = effort_of(step) // (2 if step.host_budget else 1)
+        self.effort = effort_of(step, quick=quick) // (2 if step.host_budget else 1)
+        self.left = self.effort
         self.waits = False  # whether every release waits for its write
         self.seen: dict[Wishes, Solution | None] = {}
         self.allowed = [_allowed(item) for item in step.items]
         self.must = least_bytes(step, limit, share_bytes)
         self.enough_s = (1 + ENOUGH) * lower_bound(step, machine, limit, share_bytes)
 
-    def families(self) -> None:
-        """Recompute the first k by price per byte; of the rest offload as few as the budget allows, in every order.
+    @property
+    def is_small(self) -> bool:
+        """Whether every choice can be tried."""
+        return math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE
 
-        Every k is looked at in one order first; that says which of them are worth the other orders.
+    def families(self) -> None:
+        """Find how much to recompute, in every order of recomputing; there, try the other orders of offloading."""
+        first, *others = itertools.product(self._orders(), (False, True))
+        tried: list[tuple[float, list[int]]] = []
+        for cheap in self._again():
+            if self._is_spent(1 / 4):
+                break
+            found = self._amount(cheap, *first)
+            tried += [(seconds, cheap[:count]) for count, seconds in found.items()]
+        for (_, again), (key, defer) in itertools.product(sorted(tried, key=lambda t: t[0]), others):
+            if self._is_spent(1 / 8):
+                break
+            if self._may_gain(again):
+                self._shortest(set(again), key, defer)
+
+    def _is_spent(self, left: float) -> bool:
+        """Whether nothing is to be gained any more, or no more than the share `left` of the effort is left."""
+        return self.best is not None and (self.left <= left * self.effort or self.is_cheapest())
+
+    def _again(self) -> Iterator[list[int]]:
+        """Orders of what may be recomputed, cheapest per byte first.
+
+        Among equal ones the last layers come first, whose transfers would have least time; or the first layers, which
+        are away longest. Then what lies between layers stays: to recompute it too would chain the layers.
         """
         items = self.step.items
-        cheap = sorted(
-            (i for i, item in enumerate(items) if Choice.RECOMPUTE in item.choices),
-            key=lambda i: items[i].recompute_s / max(items[i].nbytes, 1),  # a size that only the run knows may be 0
-        )
-        first, *others = itertools.product(self._orders(), (False, True))
-        found: list[tuple[float, int]] = []
-        for count in _steps(len(cheap)):
-            spent = self.left <= 0 and self.best is not None
-            if spent or self.is_cheapest() or not self._may_gain(cheap[:count]):
-                break
-            shortest = self._shortest(set(cheap[:count]), *first)
-            found.append((shortest.outcome.seconds if shortest else math.inf, count))
-        least = self.left // 2
-        for (_, count), (key, defer) in itertools.product(sorted(found), others):
-            if self.is_cheapest() or (self.best is not None and self.left < least):
-                return
-            if self._may_gain(cheap[:count]):
-                self._shortest(set(cheap[:count]), key, defer)
+        able = [i for i, item in enumerate(items) if Choice.RECOMPUTE in item.choices]
+
+        def per_byte(i: int) -> float:  # a size that only the run knows is 0
+            return round(self.step.fair_again_s[i] / max(items[i].nbytes, 1), 15)
+
+        first = self._that_fit(sorted(able, key=lambda i: (per_byte(i), items[i].produced)))
+        yield first
+        if not able:
+            return
+        yield self._that_fit(sorted(able, key=lambda i: (per_byte(i), -items[i].produced)))
+        between = boundaries(self.step)
+        for stride in STRIDES[: len(between)]:
+            stay = frozenset().union(*between[::stride])
+            yield [i for i in first if i not in stay]
+
+    def _that_fit(self, order: list[int]) -> list[int]:
+        """The items of an order that can be recomputed together with those before, within the limit.
+
+        An item may need so many others, and so early, that there is no memory for them: the sum of all layers before.
+        """
+        fit: list[int] = []
+        least = self.left - self.effort // 8
+
+        def add(more: list[int]) -> None:
+            self.left -= len(self.step.items)
+            if self.left < least:
+                return  # what is left is not looked at one by one
+            choices = _choices(self._with({*fit, *more}, self._movable({*fit, *more}), len(self.step.items), False))
+            if free_bytes(self.step, choices, self.limit).min(initial=0) >= 0:
+                fit.extend(more)
+            elif len(more) > 1:
+                add(more[: len(more) // 2])
+                add(more[len(more) // 2 :])
+
+        add(order)
+        return fit
+
+    def _movable(self, recomputed: AbstractSet[int]) -> list[int]:
+        """What can be offloaded beside what is recomputed."""
+        items = enumerate(self.step.items)
+        return [i for i, item in items if Choice.OFFLOAD in item.choices and i not in recomputed]
+
+    def _amount(self, cheap: list[int], key: Order, defer: bool) -> dict[int, float]:
+        """The seconds of the step by how many of `cheap` are recomputed, for the numbers that were tried.
+
+        These are what the closed form says, none, all, parts, and ever nearer neighbours of the best.
+        """
+        found: dict[int, float] = {}
+
+        def seconds(count: int) -> float:
+            if count not in found and 0 <= count <= len(cheap):
+                gains = self._may_gain(cheap[:count])
+                shortest = self._shortest(set(cheap[:count]), key, defer) if gains else None
+                found[count] = shortest.outcome.seconds if shortest else math.inf
+            return found.get(count, math.inf)
+
+        quarters = (len(cheap) * part // 4 for part in (0, 4, 3, 2, 1))
+        at = min((self._closed_form(cheap), *quarters), key=seconds)
+        width = max(len(cheap) // 8, 1)
+        while width and not self._is_spent(1 / 4):
+            nearest = min((at, at - width, at + width), key=seconds)
+            at, width = (nearest, width) if nearest != at else (at, width // 2)
+        return found
+
+    def _closed_form(self, cheap: Sequence[int]) -> int:
+        """How many to recompute, if the lanes hide what they can in the forward and the backward, and no more."""
+        items, forward = self.step.items, self.step.forward
+        forward_s, backward_s = sum(self.step.seconds[:forward]), sum(self.step.seconds[forward:])
+        lanes = self.machine.lanes("host") if self.step.host_budget else self.machine
+        again_s = np.cumsum([0.0, *(self.step.fair_again_s[i] for i in cheap)])
+        left = np.maximum(0.0, self.must - np.cumsum([0.0, *(items[i].nbytes for i in cheap)]))
+        write_s = np.maximum(0.0, left / lanes.write_bw - forward_s)
+        read_s = np.maximum(0.0, left / lanes.read_bw - backward_s - again_s)
+        return int(np.argmin(again_s + 2 * lanes.drag_s_per_byte * left + write_s + read_s))
 
     def _may_gain(self, recomputed: Sequence[int]) -> bool:
         """Whether the step can be faster than the best even with nothing to wait for."""
-        items = self.step.items
-        seconds = sum(self.step.seconds) + sum(items[i].recompute_s for i in recomputed)
+        seconds = sum(self.step.seconds) + self.step.again_s(recomputed)
         return self.best is None or seconds <= (1 + TOLERANCE) * self.best.outcome.seconds
 
     def wait_for_writes(self) -> None:
         """Look again with releases that wait for their writes, so that memory is as placed however late they are."""
         self.waits = True
         self.seen.clear()
+        self.left = self.effort
         self.families()
 
     def is_cheapest(self) -> bool:
@@ -100,8 +192,8 @@ class Search:
         """Whether a transfer of the best takes more from the compute lane than recomputing its item would."""
         assert self.best is not None
         own = {tier: self.step.seconds_of(self.machine, tier).own for tier in TIERS}  # at the store, and at the load
-        items = self.step.items
-        return any(items[i].recompute_s < 2 * own[t.tier][i] for i, t in self.best.transfers.items())
+        again_s = self.step.own_again_s
+        return any(again_s[i] < 2 * own[t.tier][i] for i, t in self.best.transfers.items())
 
     def _orders(self) -> Iterator[Order]:
         items = self.step.items
@@ -110,17 +202,32 @@ class Search:
         yield lambda i: (items[i].last_use, i)  # soonest free to go
 
     def _shortest(self, recomputed: set[int], key: Order, defer: bool) -> Solution | None:
-        """Offload the shortest head of an order that meets the budget, by bisection: more offloaded is less memory."""
-        movable = [i for i, item in enumerate(self.step.items) if Choice.OFFLOAD in item.choices]
-        order = sorted((i for i in movable if i not in recomputed), key=key)
+        """Offload the shortest head of an order that meets the budget: more offloaded is less memory."""
+        order = sorted(self._movable(recomputed), key=key)
+
+        def offloaded(count: int) -> Solution | None:
+            return self.solution(self._with(recomputed, order, count, defer))
+
+        low = self._least_head(recomputed, order)
+        high, more = low, 1
+        while high < len(order) and offloaded(high) is None:
+            low, high, more = high + 1, min(high + more, len(order)), 2 * more
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if offloaded(middle) is not None else (middle + 1, high)
+        return offloaded(low)
+
+    def _least_head(self, recomputed: set[int], order: list[int]) -> int:
+        """The shortest head of an order that would meet the limit if transfers took no time; `_shortest` goes on."""
         low, high = 0, len(order)
         while low < high:
             middle = (low + high) // 2
-            if self.solution(self._with(recomputed, order, middle, defer)) is not None:
+            choices = _choices(self._with(recomputed, order, middle, False))
+            if free_bytes(self.step, choices, self.limit).min(initial=0) >= 0:
                 high = middle
             else:
                 low = middle + 1
-        return self.solution(self._with(recomputed, order, low, defer))
+        return low
 
     def _with(self, recomputed: set[int], order: list[int], count: int, defer: bool) -> Wishes:
         """Offload the first `count` of `order`. With `defer`, the next ones are deferred until the share is met."""
@@ -158,11 +265,18 @@ class Search:
             self.best, self.asked = found, wishes
         return found
 
+    def least_written(self) -> Solution:
+        """Of all that was found about as fast as the best, what writes least."""
+        assert self.best is not None
+        enough_s = (1 + EQUAL) * self.best.outcome.seconds
+        near = (found for found in self.seen.values() if found is not None and found.outcome.seconds <= enough_s)
+        return min((self.best, *near), key=lambda found: (found.outcome.written, found.outcome.seconds))
+
     def exchange_hosted(self) -> None:
         """Give the best choices other items in host memory, one by one."""
         assert self.best is not None
         if self.step.host_budget:
-            self.left = effort_of(self.step) // 2
+            self.left = self.effort // 2
             play = partial(self._placed_with, self.asked)
             self.best = host_tier.exchanged(self.step, self.best, play, lambda: self.left > 0)
 
@@ -203,7 +317,7 @@ class Search:
 
     def improve(self) -> None:
         """Try every choice of a small step; of others, change single items while the step gets better."""
-        if math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE:
+        if self.is_small:
             for wishes in itertools.product(*self.allowed):
                 if self.left > 0:
                     self.solution(wishes)
@@ -211,27 +325,29 @@ class Search:
             self._descend()
 
     def _descend(self) -> None:
-        """From the best, change to the first better neighbour while there is one."""
+        """From the best, change to better neighbours: over all items again and again, until none is better."""
         wishes = self.asked
         now = self.solution(wishes)
         assert now is not None
-        moved = True
-        while moved and self.left > 0:
-            moved = False
-            for neighbour in self._neighbours(wishes):
-                found = self.solution(neighbour)
-                if found is not None and better(found.outcome, now.outcome):
-                    wishes, now, moved = neighbour, found, True
-                    break
-                if self.left <= 0:
-                    break
-
-    def _neighbours(self, wishes: Wishes) -> Iterator[Wishes]:
-        """The wishes with another one for a single item."""
-        for i, wish in enumerate(wishes):
+        unchanged = 0
+        for i in itertools.cycle(self._dearest_first(now)):
+            unchanged += 1
             for other in self.allowed[i]:
-                if other != wish:
-                    yield (*wishes[:i], other, *wishes[i + 1 :])
+                neighbour = (*wishes[:i], other, *wishes[i + 1 :])
+                found = self.solution(neighbour) if other != wishes[i] else None
+                if found is not None and better(found.outcome, now.outcome):
+                    wishes, now, unchanged = neighbour, found, 0
+            if self.left <= 0 or unchanged >= len(wishes):
+                return
+
+    def _dearest_first(self, now: Solution) -> list[int]:
+        """The items by what they cost in the step: waits, and seconds to recompute them."""
+        items, waits = self.step.items, now.outcome.waits
+
+        def cost_s(i: int) -> float:
+            return waits.get(i, 0.0) + (items[i].recompute_s if now.choices[i] is Choice.RECOMPUTE else 0.0)
+
+        return sorted(range(len(items)), key=lambda i: (-cost_s(i), i))
 
 
 def _allowed(item: Item) -> list[Wish]:
@@ -247,14 +363,5 @@ def _choices(wishes: Sequence[Wish]) -> tuple[Choice, ...]:
     return tuple(choice for choice, _ in wishes)
 
 
-def effort_of(step: Step) -> int:
-    return max(LEAST_EFFORT, TRIALS * size(step))
-
-
-def _steps(count: int) -> list[int]:
-    """0, 1, 2, 3, 4, 6, 8, 12, ... and `count`: about even ratios."""
-    steps, at = {0, count}, 1.0
-    while at < count:
-        steps.add(int(at))
-        at = at + 1 if at < 4 else at * 1.3
-    return sorted(steps)
+def effort_of(step: Step, quick: bool = False) -> int:
+    return max(LEAST_EFFORT, (QUICK_TRIALS if quick else TRIALS) * size(step))

@@ -6,11 +6,11 @@ backward   [load] ... [wait] first use
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 from typing_extensions import assert_never
 
 from ssd_fx.passes.cost.machine import Machine, dtype_name
@@ -19,19 +19,14 @@ from ssd_fx.passes.joint.marks import forced, prefers_offload
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Decision, Forecast, Keep, Limits, Offload, Plan, Points, Recompute
+from ssd_fx.passes.planner.budget import Budget, solve_for
 from ssd_fx.passes.planner.course import course, stock
-from ssd_fx.passes.planner.items import Choice, Step, Transfer
-from ssd_fx.passes.planner.place import everything, floor
-from ssd_fx.passes.planner.solution import TOLERANCE, Solution, kept_bytes
-from ssd_fx.passes.planner.solve import BudgetError, solve
-from ssd_fx.passes.planner.step import Modelled, model
+from ssd_fx.passes.planner.items import Choice, Transfer
+from ssd_fx.passes.planner.place import everything, floor, free_bytes
+from ssd_fx.passes.planner.solution import Solution, kept_bytes
+from ssd_fx.passes.planner.solve import BudgetError
+from ssd_fx.passes.planner.step import Modelled, computed_again, model
 
-Budget = int | float | str | Limits
-AUTO = "auto"
-AUTO_SHARES = 20  # the share is one of 1/20, 2/20, ... 20/20
-# No limit is less than this factor times the floor. At the floor itself nothing can be read early, so steps wait.
-# "auto" has room for what is computed again, too: few layers need it, and with many it is less than the share.
-HEADROOM, AUTO_HEADROOM = 1.1, 1.3
 LISTED = 3  # groups that an error names
 
 
@@ -47,16 +42,9 @@ def select(
 ) -> Plan:
     """Fill `plan.decisions`, `plan.points` and `plan.forecast`.
 
-    `budget`: one of three (`docs/planner.md`, "The budget").
-
-    * A share, a float from 0 to 1. That much of the bytes that can be offloaded may stay. The peak of memory may lie
-      that far between the floor and the peak with everything kept.
-    * Bytes, an int. Everything that can be offloaded is. The peak may lie so many bytes above the floor.
-    * `"auto"`: the least share above 0 whose step waits, and computes groups with a price again, for `options.slowdown`
-      of its time at most.
-
-    Groups under `options.min_bytes` and those with an obstacle are kept. Those with a price may be recomputed. Marks
-    come before all that. A group that only prefers to be offloaded is offloaded, unless everything may stay.
+    `budget`: a share, bytes, 0 or "auto" (`planner/budget.py`), or limits. Groups under `options.min_bytes` and those
+    with an obstacle are kept. Those with a price may be recomputed. Marks come before all that. A group that only
+    prefers to be offloaded is offloaded, unless everything may stay.
 
     `host_tier`: the device has other memory than the host, so groups may go there instead of to the drive. If not, the
     host budget is for tensors that the runtime keeps resident. `quick`: see `solve`.
@@ -73,7 +61,15 @@ def select(
     keep_all = isinstance(options.budget, float) and options.budget == 1.0
     allowed = {g.slot: _allowed(plan, g, min_bytes, keep_all=keep_all) for g in plan.groups}
     modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
-    solution, at = solve_for(modelled.step, budget, machine, options.prefetch, quick, options.slowdown)
+    solution, at = solve_for(
+        modelled.step,
+        budget,
+        machine,
+        options.prefetch,
+        quick=quick,
+        slowdown=options.slowdown,
+        whole=options.spare and partition.is_whole_step,
+    )
     later = _later(plan, modelled, solution, options) if host_tier else set()
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
     transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
@@ -87,6 +83,16 @@ def select(
         course=course(plan, modelled, solution, machine, later),
         stock=plan.stock if plan.recomputed else stock(plan, modelled),
     )
+
+
+def over(partition: Partition, plan: Plan, limit: float, options: PlanOptions) -> frozenset[str]:
+    """Names of what the backward computes again by our choice, and has in memory where that is over a limit in bytes
+    whatever leaves memory."""
+    allowed = {g.slot: _allowed(plan, g, options.min_bytes, keep_all=False) for g in plan.groups}
+    modelled = model(partition, plan, allowed)
+    gone = [Choice.KEEP if item.choices == {Choice.KEEP} else Choice.OFFLOAD for item in modelled.step.items]
+    free = free_bytes(modelled.step, gone, limit)
+    return computed_again(partition, [(modelled.begins[p], modelled.ends[p]) for p in np.flatnonzero(free < 0)])
 
 
 def _later(plan: Plan, modelled: Modelled, found: Solution, options: PlanOptions) -> set[int]:
@@ -237,73 +243,3 @@ def _forecast(
         shared=options.budget if isinstance(options.budget, int) else 0,
         host_speedup=host_speedup,
     )
-
-
-def solve_for(
-    step: Step,
-    budget: Budget,
-    machine: Machine,
-    prefetch: float = math.inf,
-    quick: bool = False,
-    slowdown: float = 0.0,
-) -> tuple[Solution, Limits]:
-    """The solution for a budget as the options give it, and the limits that follow from it."""
-    if budget == AUTO:
-        return _auto(step, machine, prefetch, quick, slowdown)
-    at = budget if isinstance(budget, Limits) else limits(step, budget)
-    return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=quick), at
-
-
-def least_auto(floor: int, everything: int) -> float:
-    """The memory that "auto" allows at its least share, of the floor and of the peak with everything kept."""
-    return max(AUTO_HEADROOM * floor, floor + (everything - floor) / AUTO_SHARES)
-
-
-def limits(step: Step, budget: int | float | str, headroom: float = HEADROOM) -> Limits:
-    """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor.
-
-    `headroom`: the memory limit is at least this factor times the floor.
-    """
-    least = floor(step)
-    enough = headroom * least
-    if isinstance(budget, float):
-        movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
-        return Limits(max(enough, least + budget * (everything(step) - least)), budget * movable)
-    return Limits(max(enough, least + int(budget)), 0)
-
-
-def _auto(step: Step, machine: Machine, prefetch: float, quick: bool, slowdown: float) -> tuple[Solution, Limits]:
-    """The least share above 0 that costs at most `slowdown` of the step more than everything kept does.
-
-    What costs time: waits for transfers, what is computed again, and the host, where it has more to do than the device.
-
-    The quick search finds the share, by doubling and bisection, since less memory rarely takes less time. Without
-    `quick` the full search then plans that share, unless what it finds waits longer.
-    """
-
-    @functools.cache
-    def searched(share: int) -> tuple[Solution, Limits]:
-        return solve_for(step, limits(step, share / AUTO_SHARES, AUTO_HEADROOM), machine, prefetch, quick=True)
-
-    def costs_s(found: Solution) -> float:
-        host_s = machine.host_s(step.kernels, len(found.transfers))
-        again_s = sum(step.items[i].recompute_s for i, c in enumerate(found.choices) if c is Choice.RECOMPUTE)
-        return found.outcome.stall_s + again_s + max(0.0, host_s - found.outcome.seconds)
-
-    kept = searched(AUTO_SHARES)[0]
-    allowed_s = costs_s(kept) + (slowdown + TOLERANCE) * kept.outcome.seconds
-
-    def is_cheap(share: int) -> bool:
-        return costs_s(searched(share)[0]) <= allowed_s
-
-    low, high = 0, 1
-    while high < AUTO_SHARES and not is_cheap(high):
-        low, high = high, min(2 * high, AUTO_SHARES)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_cheap(middle) else (middle, high)
-    found, at = searched(high)
-    if quick:
-        return found, at
-    full, _ = solve_for(step, at, machine, prefetch)
-    return (full if costs_s(full) <= allowed_s else found), at

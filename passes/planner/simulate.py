@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ssd_fx.passes.cost.machine import TIERS, Machine
@@ -80,13 +80,12 @@ def _nodes(
     extra = nodes.extra
     last_use = step.columns.last_use
     own = {tier: step.seconds_of(machine, tier).own for tier in TIERS}
+    for first, seconds in again(step, choices, firsts):
+        extra[first] = extra.get(first, 0.0) + seconds
     for i, choice in enumerate(choices):
-        if choice is Choice.KEEP:
+        if choice is not Choice.OFFLOAD:
             continue
         first = firsts[i]
-        if choice is Choice.RECOMPUTE:
-            extra[first] = extra.get(first, 0.0) + step.items[i].recompute_s
-            continue
         transfer = transfers[i]
         store, seconds = transfer.store_after, own[transfer.tier][i]
         nodes.stores.setdefault(store, []).append(i)
@@ -220,6 +219,19 @@ def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:
         for needed in step.items[i].needs:
             firsts[needed] = min(firsts[needed], firsts[i])
     return firsts
+
+
+def again(step: Step, choices: Sequence[Choice], firsts: Sequence[int]) -> Iterator[tuple[int, float]]:
+    """What is recomputed before which operator, in seconds; negative where another item has paid for it before."""
+    recomputed = [i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
+    for i in recomputed:
+        yield firsts[i], step.items[i].recompute_s
+    if not recomputed:
+        return
+    for shared in step.shared:
+        together = sorted(firsts[i] for i in shared.items if choices[i] is Choice.RECOMPUTE)
+        for first in together[1:]:
+            yield first, -shared.seconds
 
 
 def _memory(

@@ -9,6 +9,7 @@ from ssd_fx.passes.planner.items import Choice, Step, Transfer
 from ssd_fx.passes.planner.simulate import Outcome
 
 TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
+EQUAL = 5e-3  # of plans that take longer than the best by no larger share, the one that writes least is taken
 
 
 @dataclass(frozen=True)

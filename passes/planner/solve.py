@@ -24,7 +24,7 @@ class BudgetError(ValueError):
         self.asked, self.least, self.why = asked, least, why
 
     def __str__(self) -> str:
-        return f"a budget of {int(self.asked)} B cannot be met; the least that can is {self.least} B{self.why}"
+        return f"a budget of {self.asked:.0f} B cannot be met; the least that can is {self.least} B{self.why}"
 
 
 def solve(
@@ -39,7 +39,7 @@ def solve(
     """The best choices found with memory never above `limit` bytes, and at most `share_bytes` kept of the items that
     have a choice.
 
-    `quick`: only the families are looked at; what is found is no faster than without.
+    `quick`: only the families are looked at, unless the step is small; what is found is no faster than without.
 
     Raises:
         BudgetError: no choices meet `limit`; the message says the least that can be met.
@@ -47,7 +47,7 @@ def solve(
     least = floor(step)
     if limit < least:
         raise BudgetError(limit, least)
-    search = Search(step, machine, limit, share_bytes, prefetch)
+    search = Search(step, machine, limit, share_bytes, prefetch, quick=quick)
     plain = None
     if step.host_budget and all(item.tier != "host" for item in step.items):  # never slower than without
         plain = solve(
@@ -59,8 +59,9 @@ def solve(
         search.wait_for_writes()
     if search.best is None:
         raise BudgetError(limit, least)
-    if not (quick or search.is_cheapest()):
+    if not search.is_cheapest() and (search.is_small or not quick):
         search.improve()
     if not (quick or search.is_cheapest()):
         search.exchange_hosted()
-    return search.best if plain is None or better(search.best.outcome, plain.outcome) else plain
+    found = search.least_written()
+    return found if plain is None or better(found.outcome, plain.outcome) else plain

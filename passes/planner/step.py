@@ -1,7 +1,8 @@
 """A partitioned graph with its alias groups -> the `Step` that the simulator plays.
 
 Nodes are merged into operators as far as nothing happens between them: an operator ends behind a node that takes time,
-and where a group is produced or read last; it begins where one is read first.
+and where a group is produced or read last; it begins where one is read first. What a library call returns is there when
+the call ends, so the nodes that take the items of its result belong to its operator.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import itertools
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from torch import fx
 
 from ssd_fx.passes.cost.footprint import Buffers, both_buffers
 from ssd_fx.passes.groups import AliasGroup
-from ssd_fx.passes.partition import Partition, storage_of
+from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.planner.items import Choice, Item, Step
+from ssd_fx.passes.planner.items import Choice, Item, Shared, Step
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class _Modelling:
             self._alive(forward, backward, kept),
             len(forward) - 1,
             self._linked(items),
+            shared=self._shared(tuple(items)),
         )
         operators = [*itertools.pairwise(forward), *itertools.pairwise(backward)]
         return Modelled(step, tuple(items), found, tuple(b for b, _ in operators), tuple(e - 1 for _, e in operators))
@@ -84,6 +88,20 @@ class _Modelling:
         index = {slot: i for i, slot in enumerate(items)}
         return tuple(replace(item, needs=self._needs(slot, index)) for slot, item in items.items())
 
+    def _shared(self, slots: Sequence[int]) -> tuple[Shared, ...]:
+        """The time of nodes that several items need to be computed again, by those items."""
+        needed_by: dict[str, list[int]] = {}
+        for i, slot in enumerate(slots):
+            price = self.plan.prices.get(slot)
+            for name in price.nodes if price else ():
+                needed_by.setdefault(name, []).append(i)
+        starts, seconds = self.timeline.forward, dict[tuple[int, ...], float]()
+        for at, node in enumerate(self.partition.forward.graph.nodes if needed_by else ()):
+            items = tuple(needed_by.get(node.name, ()))
+            if len(items) > 1 and starts[at + 1] > starts[at]:
+                seconds[items] = seconds.get(items, 0.0) + (starts[at + 1] - starts[at]) / 1e3
+        return tuple(Shared(each, items) for items, each in seconds.items())
+
     def _forward_cuts(self) -> list[int]:
         """Indices at which operators of the forward begin, and the number of nodes."""
         starts = self.timeline.forward
@@ -92,6 +110,7 @@ class _Modelling:
             life = self.lifetimes[group.slot]
             ends |= {life.produced + 1, life.last_fwd_use + 1}
         count = len(starts) - 1
+        ends = _behind_items(self.partition.forward.graph, ends)
         return sorted({0, *ends, count - 1, count})  # nothing of ours stands behind the output
 
     def _backward_cuts(self) -> list[int]:
@@ -101,7 +120,7 @@ class _Modelling:
         for group in self.groups:
             life = self.lifetimes[group.slot]
             cuts |= {max(life.first_bwd_use, begin), max(life.last_bwd_use, begin) + 1}
-        return sorted({begin, *cuts, len(starts) - 1})
+        return sorted({begin, *_behind_items(self.partition.backward.graph, cuts), len(starts) - 1})
 
     def _item(self, group: AliasGroup, forward: list[int], backward: list[int]) -> Item:
         life, price = self.lifetimes[group.slot], self.plan.prices.get(group.slot)
@@ -145,3 +164,27 @@ class _Modelling:
         kept = {storage_of(n) for n in placeholders if n.name in stuck}
         elsewhere = {storage_of(n) for n in placeholders} - kept
         return buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
+
+
+def computed_again(partition: Partition, spans: Sequence[tuple[int, int]]) -> frozenset[str]:
+    """Names of what the backward computes again by our choice, and has in memory between any pair of its nodes."""
+    _, buffers = partition.once(both_buffers)
+    found = set()
+    for node in partition.backward.graph.nodes:
+        key = storage_of(node)
+        if RECOMPUTED in node.meta and key is not None and key in buffers.first:
+            first, last = buffers.first[key], buffers.last[key]
+            if any(first <= end and begin <= last for begin, end in spans):
+                found.add(node.name)
+    return frozenset(found)
+
+
+def _behind_items(graph: fx.Graph, cuts: Iterable[int]) -> set[int]:
+    """`cuts`, moved behind the nodes there that take an item of what a call returned."""
+    nodes = list(graph.nodes)
+    found = set()
+    for cut in cuts:
+        while cut < len(nodes) and nodes[cut].target is operator.getitem:
+            cut += 1
+        found.add(cut)
+    return found

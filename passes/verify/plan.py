@@ -45,9 +45,9 @@ def _verify_limits(partition: Partition, found: Forecast) -> None:
     """The predicted peak, and the bytes that are kept although they could be offloaded, are within the limits."""
     limits = found.limits
     at = [*partition.forward.graph.nodes, *partition.backward.graph.nodes][found.peak_node]
-    text = f"{found.peak} B are predicted at {at.name!r}, and the budget allows {int(limits.memory)} B"
+    text = f"{found.peak} B are predicted at {at.name!r}, and the budget allows {limits.memory:.0f} B"
     require(found.peak <= limits.memory, text, "select", at)
-    text = f"{found.kept} B are kept, and the budget allows {int(limits.kept)} B"
+    text = f"{found.kept} B are kept, and the budget allows {limits.kept:.0f} B"
     require(found.kept <= limits.kept, text, "select")
 
 

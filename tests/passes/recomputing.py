@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,7 +14,8 @@ from torch._inductor import config as inductor_config
 from ssd_fx.passes import pipeline, proposals
 from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Plan, Recompute
+from ssd_fx.passes.plan import Limits, Plan, Recompute
+from ssd_fx.passes.proposals import Candidate
 
 # A machine (the option of that name) whose drive is so slow that recomputing pays.
 SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
@@ -37,12 +38,13 @@ def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
     decide, cut_so, groups = pipeline.decide, proposals._cut_so, list[int]()
 
     def all_that_can(partition: Partition, options: Any, *, priced: bool = False, **more: Any) -> Plan:
+        more.pop("budget", None)  # the limit of PyTorch's own partition, which small graphs exceed
         if not priced:
-            more.pop("budget", None)  # the limit of PyTorch's own partition, which small graphs exceed
             return decide(partition, options, **more)
         plan = all_priced(partition, more["analysed"], least)
         groups.append(len(plan.decisions))
-        return plan
+        own = decide(partition, options, analysed=more["analysed"])
+        return plan.with_(forecast=own.forecast, stock=own.stock)
 
     def counted(*args: Any) -> Partition | None:
         partition = cut_so(*args)
@@ -50,9 +52,15 @@ def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
             groups[-1] = 0
         return partition
 
+    def last(found: Sequence[Candidate], limits: Limits) -> Candidate:
+        return found[-1]
+
     with (
         mock.patch.object(pipeline, "decide", all_that_can),
         mock.patch.object(proposals, "GAIN", -math.inf),
+        mock.patch.object(proposals, "ROUNDS", 1),
+        mock.patch.object(proposals, "best_within", last),
+        mock.patch.object(pipeline, "best_within", last),
         mock.patch.object(proposals, "_cut_so", counted),
         inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),

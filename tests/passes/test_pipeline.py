@@ -16,32 +16,56 @@ import tests.communicating  # noqa: F401  (defines the operator)
 from ssd_fx.passes import pipeline, proposals
 from ssd_fx.passes.joint.recompute import CutError
 from ssd_fx.passes.partition import Partition, fingerprint
-from ssd_fx.passes.plan import Limits, Plan
+from ssd_fx.passes.plan import Limits, Plan, Recompute
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.proposals import Candidate
 from tests.passes import toys
 
 
-class Decisions:
-    """Stands in for `pipeline.decide`: a second partition fails with `least`; `asked` has the limits of the others.
+def forecast(seconds: float, *, peak: int = 100, floor: int = 60, written: int = 10) -> Any:
+    """Of a graph that computes for 1 s, under a limit of 100 bytes."""
+    values = {"limits": Limits(100, 50), "peak": peak, "kept": 0, "floor": floor, "everything": 200, "written": written}
+    return SimpleNamespace(seconds=seconds, compute_s=1.0, **values)
 
-    A step is predicted to take `proposed_s` where groups may be computed again, and 2 s elsewhere.
+
+class Decisions:
+    """Stands in for `pipeline.decide`; `asked` has the limit of every proposal, and the slots that it must save.
+
+    A step takes 2 s in PyTorch's partition, `proposed_s` where groups may be computed again, and `again_s` in the
+    partition that does so, whose floor is `floor`; it fails where that is more than the limit of 100.
     """
 
-    def __init__(self, least: int, proposed_s: float = 1.5) -> None:
-        self.least, self.proposed_s = least, proposed_s
-        self.asked: list[Limits] = []
+    def __init__(self, proposed_s: float = 1.5, again_s: float = 1.5, floor: int = 60) -> None:
+        self.proposed_s, self.again_s, self.floor = proposed_s, again_s, floor
+        self.asked: list[tuple[float, set[int]]] = []
 
     def __call__(
-        self, partition: object, options: object, *, budget: Any = None, priced: bool = False, **more: Any
-    ) -> object:
-        if budget is not None and not priced and more.get("analysed") is None:
-            raise BudgetError(budget.memory, self.least)
+        self, partition: object, options: object = None, *, budget: Any = None, priced: bool = False, **more: Any
+    ) -> Any:
         if priced:
-            self.asked.append(budget)
-        forecast = SimpleNamespace(limits=Limits(100, 50), seconds=self.proposed_s if priced else 2.0, compute_s=1.0)
-        nodes = frozenset({f"relu_{len(self.asked)}"})
-        return SimpleNamespace(graph="g", forecast=forecast, recomputed_nodes=nodes, saved_nodes=frozenset())
+            self.asked.append((getattr(budget, "memory", 100), set(more.get("saved", ()))))
+            nodes = {slot: f"relu_{slot}" for slot in range(3) if slot not in self.asked[-1][1]}
+            decisions = {slot: Recompute(frozenset({name})) for slot, name in nodes.items()}
+            names = frozenset({*nodes.values(), f"limit {self.asked[-1][0]}"})
+            return plan(forecast(self.proposed_s), recomputed_nodes=names, decisions=decisions)
+        if more.get("analysed") is not None:
+            return plan(forecast(2.0))
+        if isinstance(budget, Limits) and budget.memory < self.floor:
+            raise BudgetError(budget.memory, self.floor)
+        return plan(forecast(self.again_s, floor=self.floor))
+
+
+def plan(forecast: Any, **values: Any) -> Any:
+    defaults = {
+        "recomputed_nodes": frozenset(),
+        "saved_nodes": frozenset(),
+        "decisions": {},
+        "groups": (),
+        "stock": None,
+    }
+    found = SimpleNamespace(graph="g", forecast=forecast, **(defaults | values))
+    found.with_ = lambda **changes: SimpleNamespace(**(vars(found) | changes))
+    return found
 
 
 def exchanging(*names: str, backward: Sequence[str] = ()) -> Partition:
@@ -77,31 +101,48 @@ def joint_of(first: Partition, again: Partition) -> mock.Mock:
 
 
 @pytest.mark.parametrize(
-    ("least", "memory"),
-    [(110, [100, 90, 80]), (100, [100]), (60, [100])],
-    ids=["above the limit", "at the limit", "below the limit"],
+    ("again_s", "floor", "asked"),
+    [(1.5, 60, [100]), (1.6, 60, [100]), (1.6, 75, [100, 85, 70, 60]), (1.5, 75, [100])],
+    ids=["as predicted", "slower for no reason", "slower", "higher floor"],
 )
-def test_a_limit_is_only_ever_tightened(least: int, memory: list[int]) -> None:
-    """By what the second partition lacks; where it fails although its floor is within the limit, nothing is to gain."""
-    decisions, joint = Decisions(least), joint_of(exchanging("a", "b"), exchanging("a", "b"))
+def test_a_partition_that_is_slower_than_proposed_is_proposed_for_a_lower_limit(
+    again_s: float, floor: int, asked: list[int]
+) -> None:
+    """By what its floor is higher than that of PyTorch's partition, and not below that one."""
+    decisions, joint = Decisions(again_s=again_s, floor=floor), joint_of(exchanging("a", "b"), exchanging("a", "b"))
     with mock.patch.object(pipeline, "decide", decisions):
+        pipeline.decide_joint(joint, toys.options(recompute=True))
+    assert decisions.asked == [(memory, set()) for memory in asked]
+
+
+def test_what_is_computed_again_where_memory_is_short_is_saved_in_the_next_proposal() -> None:
+    decisions, joint = Decisions(floor=110), joint_of(exchanging("a", "b"), exchanging("a", "b"))
+    over = mock.Mock(side_effect=[frozenset({"relu_1"}), frozenset({"relu_2"}), frozenset()])
+    with mock.patch.object(pipeline, "decide", decisions), mock.patch.object(pipeline, "over", over):
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
-    assert [limits.memory for limits in decisions.asked] == memory
-    assert {limits.kept for limits in decisions.asked} == {50}
+    assert decisions.asked == [(100, set()), (100, {1}), (100, {1, 2})]
     assert partition is joint.partition.return_value
 
 
-@pytest.mark.parametrize(("proposed_s", "cuts"), [(1.96, 1), (1.985, 0), (2.0, 0)])
-def test_a_proposal_that_gains_too_little_is_not_cut(proposed_s: float, cuts: int) -> None:
+@pytest.mark.parametrize(
+    ("proposed", "cuts"),
+    [(forecast(1.96), 1), (forecast(1.985), 0), (forecast(2.0), 0), (forecast(2.0, written=8), 1)],
+    ids=["faster", "hardly faster", "as fast", "writes less"],
+)
+def test_a_proposal_that_gains_too_little_is_not_cut(proposed: Any, cuts: int) -> None:
     """A cut takes a second and more with many layers."""
-    joint = joint_of(exchanging("a", "b"), exchanging("a", "b"))
-    with mock.patch.object(pipeline, "decide", Decisions(100, proposed_s)):
+    joint, decisions = joint_of(exchanging("a", "b"), exchanging("a", "b")), Decisions()
+
+    def decide(*args: Any, priced: bool = False, **more: Any) -> Any:
+        return plan(proposed, recomputed_nodes=frozenset({"relu"})) if priced else decisions(*args, **more)
+
+    with mock.patch.object(pipeline, "decide", decide):
         pipeline.decide_joint(joint, toys.options(recompute=True))
     assert joint.partition_again.call_count == cuts
 
 
 def test_a_partition_that_pytorch_cannot_make_is_done_without_aloud() -> None:
-    decisions, joint = Decisions(110), joint_of(exchanging("a", "b"), exchanging("a", "b"))
+    decisions, joint = Decisions(), joint_of(exchanging("a", "b"), exchanging("a", "b"))
     joint.partition_again.side_effect = CutError("AOT Autograd failed to partition")
     with mock.patch.object(pipeline, "decide", decisions), pytest.warns(RuntimeWarning, match="failed to partition"):
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
@@ -116,11 +157,11 @@ def test_a_partition_that_pytorch_cannot_make_is_done_without_aloud() -> None:
 )
 def test_a_partition_that_communicates_in_another_order_is_not_planned(again: Partition) -> None:
     """Other ranks may not take it, and would wait for what this one does later."""
-    decisions, joint = Decisions(110), joint_of(exchanging("a", "b", backward="cd"), again)
+    decisions, joint = Decisions(), joint_of(exchanging("a", "b", backward="cd"), again)
     with mock.patch.object(pipeline, "decide", decisions):
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
     assert joint.partition_again.call_count == 1
-    assert [limits.memory for limits in decisions.asked] == [100]
+    assert len(decisions.asked) == 1
     assert partition is joint.partition.return_value
 
 
@@ -134,38 +175,25 @@ def test_a_partition_that_reads_more_of_the_callers_is_not_planned(inputs: str, 
     assert found is (again if planned else None)
 
 
-def forecast(memory: float, compute_s: float = 1.0, stall_s: float = 0.0) -> Any:
-    """Of "auto", of a graph whose floor is 10 and that has 100 with everything kept."""
-    times = {"compute_s": compute_s, "write_stall_s": 0.0, "read_stall_s": stall_s}
-    return SimpleNamespace(limits=Limits(memory, 0), floor=10, everything=100, **times)
+def candidate(seconds: float, *, peak: int = 100, written: int = 10) -> Candidate:
+    return Candidate(exchanging("a", "b"), plan(forecast(seconds, peak=peak, written=written)))
 
 
-@pytest.mark.parametrize(
-    ("best", "again", "taken"),
-    [
-        (forecast(50), forecast(30, 1.01), True),
-        (forecast(50), forecast(30, 1.01, 0.005), True),
-        (forecast(50), forecast(30, 1.01, 0.02), False),
-        (forecast(50), forecast(30, 1.03), False),
-        (forecast(50), forecast(49.9), False),
-        (forecast(14.5), forecast(12), False),
-    ],
-    ids=["recomputes", "and waits", "waits too long", "computes too long", "needs as much", "is the least share"],
-)
-def test_auto_takes_a_partition_that_needs_less_and_takes_hardly_longer(best: Any, again: Any, taken: bool) -> None:
-    """Than everything kept: 2% here."""
-    first, second = exchanging("a", "b"), exchanging("a", "b")
+def test_of_plans_within_the_limits_the_fastest_is_taken_and_of_those_the_one_that_writes_least() -> None:
+    slow, fast, spares = candidate(2.0), candidate(1.5), candidate(1.505, written=5)
+    over = candidate(1.0, peak=101)
+    assert proposals.best_within([slow, fast, over], Limits(100, 0)) is fast
+    assert proposals.best_within([slow, fast, spares], Limits(100, 0)) is spares
+    assert proposals.best_within([over], Limits(100, 0)) is None
 
-    def decide(partition: Partition, *, priced: bool = False, **_: Any) -> Any:
-        if priced:
-            return SimpleNamespace(graph="g", recomputed_nodes={"relu"}, saved_nodes=frozenset(), groups=())
-        return mock.Mock(with_=lambda **_: SimpleNamespace(forecast=again))
 
-    plan = SimpleNamespace(forecast=best, stock=None)
-    own = Candidate(first, plan)  # type: ignore[arg-type]
-    with mock.patch.object(proposals, "recomputed", return_value=()):
-        found = proposals.smallest(joint_of(first, second), own, own, decide, 0.02)
-    assert found.partition is (second if taken else first)
+@pytest.mark.parametrize(("slowdown", "limits"), [(0.5, [100]), (0.45, [100, 107, 121, 149])])
+def test_auto_allows_more_memory_where_a_partition_is_slower_than_it_may_be(slowdown: float, limits: list[int]) -> None:
+    """By one share of the range from the floor to everything kept, then two, then four."""
+    decisions, joint = Decisions(), joint_of(exchanging("a", "b"), exchanging("a", "b"))
+    with mock.patch.object(pipeline, "decide", decisions):
+        pipeline.decide_joint(joint, toys.options(recompute=True, budget="auto", slowdown=slowdown))
+    assert [memory for memory, _ in decisions.asked] == limits
 
 
 def test_a_graph_has_one_name_wherever_functions_lie_in_memory() -> None:

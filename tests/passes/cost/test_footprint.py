@@ -37,6 +37,22 @@ def test_views_that_meet_again_are_followed_once() -> None:
     assert lives == {"x_1": ("x_1", "sin"), "sin": ("sin", "mm"), "mm": ("mm", "mm")}
 
 
+def test_what_only_its_own_kernel_reads_is_no_memory() -> None:
+    """exp is read twice, so Inductor realizes it on the CPU; both readers are fused with it, and no other reads it."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.exp()
+        return y * 2, y * 3
+
+    with FakeTensorMode() as mode:
+        x = torch.empty(8, 8)
+    with mode:
+        graph = make_fx(function, tracing_mode="real")(x).graph
+    found = buffers(Kernels(graph))
+    nbytes = {n.name: found.nbytes[key] for n in graph.nodes if (key := storage_of(n)) in found.nbytes}
+    assert nbytes == {"x_1": 256, "exp": 0, "mul": 256, "mul_1": 256}
+
+
 def places(loops: dict[int, Loop]) -> dict[int, int]:
     return fuse(loops).places()
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator
 
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.planner.budget import HEADROOM
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.place import everything, floor
-from ssd_fx.passes.planner.select import AUTO_HEADROOM
 from ssd_fx.passes.planner.simulate import simulate
 from ssd_fx.passes.planner.solution import fits
 
@@ -53,15 +53,15 @@ def all_kept_s(step: Step, machine: Machine) -> float:
 
 
 def least_that_is_cheap(step: Step, machine: Machine) -> float:
-    """The least share of all plans that wait for little time, and recompute nothing."""
+    """The least share of all plans that take hardly longer than with everything kept, and recompute nothing."""
     least, most = floor(step), everything(step)
     movable = sum(item.nbytes for item in step.items)
     options = [[(Choice.KEEP, None), *((Choice.OFFLOAD, t) for t in transfers_of(step, item))] for item in step.items]
     shares = [1.0]
     for plan in itertools.product(*options):
         outcome = simulate(step, [c for c, _ in plan], {i: t for i, (_, t) in enumerate(plan) if t}, machine)
-        if not outcome.idle_lane and outcome.stall_s <= SLOWDOWN * all_kept_s(step, machine):
+        if not outcome.idle_lane and outcome.seconds <= (1 + SLOWDOWN) * all_kept_s(step, machine):
             kept = sum(item.nbytes for item, (c, _) in zip(step.items, plan, strict=True) if c is Choice.KEEP)
-            above = outcome.peak - least if outcome.peak > AUTO_HEADROOM * least else 0
+            above = outcome.peak - least if outcome.peak > HEADROOM * least else 0
             shares.append(max(above / max(most - least, 1), kept / movable))
     return min(shares)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.planner.budget import limits as limits  # what a share is in bytes
 from ssd_fx.passes.planner.items import Choice, Item, Step
-from ssd_fx.passes.planner.select import limits as limits  # what a share is in bytes
 
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 LANES = {"fast": (0.2, 0.6), "balanced": (0.8, 1.3), "slow": (1.6, 4.0)}  # seconds of the lane per second of compute

@@ -8,8 +8,8 @@ import pytest
 
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.plan import Keep
+from ssd_fx.passes.planner.budget import solve_for
 from ssd_fx.passes.planner.items import Choice
-from ssd_fx.passes.planner.select import solve_for
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.planner.step import model
 from tests.passes import toys

@@ -1,0 +1,143 @@
+"""What a budget allows in bytes, and the plan for it.
+
+    share     the peak may lie so far between the floor and the peak with everything kept
+    bytes     the peak may lie so far above the floor
+    0         the lowest peak that is worth having
+    "auto"    the lowest peak whose step takes hardly longer than with everything kept
+
+The floor is the peak with all gone that can go, and infinitely fast transfers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.plan import Limits
+from ssd_fx.passes.planner.items import Choice, Step
+from ssd_fx.passes.planner.place import everything, floor
+from ssd_fx.passes.planner.solution import TOLERANCE, Solution, better
+from ssd_fx.passes.planner.solve import BudgetError, solve
+
+Budget = int | float | str | Limits
+AUTO = "auto"
+SHARES = 20  # "auto" takes one of the shares 0, 1/20, 2/20, ... 20/20
+# No share allows less than this factor times the floor. At the floor itself nothing can be read early, so steps wait.
+HEADROOM = 1.05
+RUNGS = (1.0, 1.01, 1.02, 1.03, HEADROOM, 1.1, 1.2, 1.5, 2.0, math.inf)  # limits that are tried for 0, to the floor
+MORE_PEAK, LESS_TIME = 0.05, 0.1  # a higher peak by less than the first is taken for a shorter step by the second
+
+Solved = tuple[Solution, Limits]
+
+
+def solve_for(
+    step: Step,
+    budget: Budget,
+    machine: Machine,
+    prefetch: float = math.inf,
+    *,
+    quick: bool = False,
+    slowdown: float = 0.0,
+    whole: bool = False,
+) -> Solved:
+    """The solution for a budget as the options give it, and the limits that follow from it.
+
+    `whole`: the graph is a whole training step, whose backward follows its forward. Then a budget is about the peak
+    alone, and what does not lower it stays. The saved tensors of other graphs, such as one of many blocks, pile up. So
+    there a share is also the share of the bytes that may stay of those that can leave.
+
+    Raises:
+        BudgetError: no choices meet the limits.
+    """
+
+    def solved(at: Limits, *, quick: bool = True) -> Solved:
+        return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=quick), at
+
+    if isinstance(budget, Limits):
+        return solved(budget, quick=quick)
+    if budget not in (AUTO, 0):
+        return solved(limits(step, budget, whole=whole), quick=quick)
+    # the short search finds the limits, which takes several; they get one plan of the full search
+    found = _auto(step, machine, solved, slowdown, whole) if budget == AUTO else _lowest(step, solved, whole)
+    full = found if quick else solved(found[1], quick=False)
+    return full if better(full[0].outcome, found[0].outcome) else found
+
+
+def limits(step: Step, budget: int | float | str, *, whole: bool = False) -> Limits:
+    """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor."""
+    least = floor(step)
+    enough = HEADROOM * least
+    if not isinstance(budget, float):
+        return Limits(max(enough, least + int(budget)), 0)
+    movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
+    kept = math.inf if whole else budget * movable
+    return Limits(max(enough, least + budget * (everything(step) - least)), kept)
+
+
+def is_worth(peak: float, seconds: float, higher_peak: float, other_seconds: float) -> bool:
+    """Whether a higher peak is worth the time that it saves, at budget 0."""
+    return higher_peak <= (1 + MORE_PEAK) * peak and other_seconds <= (1 - LESS_TIME) * seconds
+
+
+def _lowest(step: Step, solved: Callable[[Limits], Solved], whole: bool) -> Solved:
+    """The solution with the lowest peak, or one that is hardly higher and much faster.
+
+    Raises:
+        BudgetError: no limit can be met.
+    """
+    least, most, kept = floor(step), HEADROOM * everything(step), math.inf if whole else 0
+    lowest: Solved | None = None
+    best: Solved | None = None
+    for limit in dict.fromkeys(min(rung * least, most) if least else most for rung in RUNGS):
+        at = Limits(limit, kept)
+        if lowest is not None and at.memory > (1 + MORE_PEAK) * lowest[1].memory:
+            break
+        try:
+            found = solved(at)
+        except BudgetError:
+            if limit == most:
+                raise
+            continue
+        if lowest is None or best is None:
+            lowest = best = found
+        if found[0].outcome.seconds < best[0].outcome.seconds:
+            best = found
+        if (1 - LESS_TIME) * lowest[0].outcome.seconds < sum(step.seconds):
+            return lowest  # nothing can be faster by so much
+    assert lowest is not None
+    assert best is not None
+    worth = is_worth(lowest[1].memory, lowest[0].outcome.seconds, best[1].memory, best[0].outcome.seconds)
+    return best if worth else lowest
+
+
+def _auto(step: Step, machine: Machine, solved: Callable[[Limits], Solved], slowdown: float, whole: bool) -> Solved:
+    """The least share whose step takes at most `slowdown` longer than the one with everything kept.
+
+    All counts: waits, what is computed again, starting transfers, and a host that has more to do than the device.
+    The share is found by doubling and bisection, since less memory does not take less time.
+    """
+
+    @functools.cache
+    def searched(share: int) -> Solved:
+        return solved(limits(step, share / SHARES, whole=whole)) if share else _lowest(step, solved, whole)
+
+    def seconds(found: Solution) -> float:
+        return max(found.outcome.seconds, machine.host_s(step.kernels, len(found.transfers)))
+
+    allowed_s = (1 + slowdown + TOLERANCE) * seconds(searched(SHARES)[0])
+
+    def is_cheap(share: int) -> bool:
+        try:
+            return seconds(searched(share)[0]) <= allowed_s
+        except BudgetError:  # tensors wait too long for their writes
+            return False
+
+    low, high = -1, 0
+    while high < SHARES and not is_cheap(high):
+        low, high = high, min(max(2 * high, 1), SHARES)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_cheap(middle) else (middle, high)
+    return searched(high)

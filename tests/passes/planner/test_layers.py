@@ -1,0 +1,120 @@
+"""A step of equal layers on a drive that is slower than compute: never worse than a checkpoint of every layer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.plan import Limits
+from ssd_fx.passes.planner.budget import is_worth, limits, solve_for
+from ssd_fx.passes.planner.items import Choice, Item, Shared, Step
+from ssd_fx.passes.planner.place import everything, floor
+from ssd_fx.passes.planner.segments import boundaries
+from ssd_fx.passes.planner.simulate import Outcome, simulate
+from ssd_fx.passes.planner.solve import solve
+
+ALL = frozenset(Choice)
+LAYERS, PER_LAYER = 6, 4
+
+
+def layered() -> Step:
+    """Each layer: its input of 10 bytes, a norm of 10, a product of 40 and what is made of it, another 40.
+
+    An operator a tensor, of 1 s in the forward and 2 s in the backward. The product takes a second again, the input of
+    the next layer two, the others a tenth.
+    """
+    count = LAYERS * PER_LAYER
+    items = []
+    for i in range(count):
+        kind, first_use = i % PER_LAYER, 2 * count - 1 - i
+        nbytes, again = ((10, 2.0), (10, 0.1), (40, 1.0), (40, 0.1))[kind]
+        needs = () if i == 0 else (i - 1,)
+        choices = ALL if i else frozenset({Choice.KEEP, Choice.OFFLOAD})
+        items.append(Item(nbytes, i, min(i + 1, count - 1), first_use, first_use, again, choices, needs))
+    return Step((1.0,) * count + (2.0,) * count, (5,) * (2 * count), count, tuple(items))
+
+
+def checkpointed(step: Step) -> Outcome:
+    """Every layer's input is kept, and all else recomputed."""
+    choices = [Choice.KEEP if i % PER_LAYER == 0 else Choice.RECOMPUTE for i in range(len(step.items))]
+    return simulate(step, choices, {}, machine(1.0))
+
+
+def machine(bandwidth: float) -> Machine:
+    return Machine(1.0, 1.0, bandwidth, bandwidth, latency_s=0.0)
+
+
+def test_layers_meet_where_few_bytes_are_needed() -> None:
+    """Across the end of a layer nothing is needed but the input of the next one."""
+    found = boundaries(layered())
+    inputs = [frozenset({i}) for i in range(PER_LAYER, LAYERS * PER_LAYER, PER_LAYER)]
+    assert [each for each in found if each in inputs] == inputs
+
+
+@pytest.mark.parametrize("bandwidth", [0.1, 1.0, 5.0, 20.0, 1000.0])
+def test_a_checkpoint_of_every_layer_is_never_better(bandwidth: float) -> None:
+    step, rival = layered(), checkpointed(layered())
+    found = solve(step, machine(bandwidth), limit=rival.peak, share_bytes=math.inf).outcome
+    assert found.peak <= rival.peak
+    assert found.seconds <= 1.005 * rival.seconds
+
+
+@pytest.mark.parametrize("bandwidth", [1.0, 5.0, 20.0])
+@pytest.mark.parametrize("quick", [True, False])
+def test_more_memory_takes_no_more_time(bandwidth: float, quick: bool) -> None:
+    step = layered()
+    at = [floor(step) + share * (everything(step) - floor(step)) / 10 for share in range(1, 11)]
+    found = [solve(step, machine(bandwidth), limit=m, share_bytes=math.inf, quick=quick).outcome.seconds for m in at]
+    assert all(looser <= 1.005 * tighter for tighter, looser in itertools.pairwise(found)), found
+
+
+def test_what_several_need_to_be_recomputed_is_computed_once() -> None:
+    """Attention's result and its logsumexp, each of which takes the whole attention of 3 s again."""
+    items = tuple(Item(10, 0, 0, 3, 3, recompute_s=3.5, choices=ALL) for _ in range(2))
+    step = Step((1.0,) * 4, (0,) * 4, 2, items, shared=(Shared(3.0, (0, 1)),))
+    assert step.again_s([0, 1]) == 4.0
+    assert step.again_s([1]) == 3.5
+    assert step.own_again_s == [0.5, 0.5]
+    assert step.fair_again_s == [2.0, 2.0]
+    played = simulate(step, [Choice.RECOMPUTE] * 2, {}, machine(1.0))
+    assert played.seconds == 8.0
+
+
+def test_what_does_not_lower_the_peak_of_a_whole_step_stays() -> None:
+    """The peak is that of the loss, 100 bytes, and two tensors are as large as half of that."""
+    items = tuple(Item(25, i, i, 5 - i, 5 - i) for i in range(2))
+    step = Step((1.0,) * 6, (0, 0, 0, 100, 0, 0), 3, items)
+    kept, at = solve_for(step, 0.5, machine(1000.0), whole=True)
+    assert (kept.outcome.peak, len(kept.transfers), at.kept) == (125, 1, math.inf)
+    gone, at = solve_for(step, 0.0, machine(1000.0), whole=False)
+    assert (len(gone.transfers), at.kept) == (2, 0)
+    low_peak = Step((1.0,) * 6, (0, 0, 100, 100, 0, 0), 3, tuple(Item(25, i, i, 3, 3) for i in range(2)))
+    stays, _ = solve_for(low_peak, Limits(150, math.inf), machine(1000.0), whole=True)
+    assert not stays.transfers
+
+
+@pytest.mark.parametrize(
+    ("higher", "seconds", "worth"), [(104, 89, True), (106, 50, False), (104, 91, False)], ids=["both", "peak", "time"]
+)
+def test_a_peak_that_is_hardly_higher_is_worth_a_tenth_of_the_time(higher: int, seconds: int, worth: bool) -> None:
+    assert is_worth(100, 100, higher, seconds) is worth
+
+
+def test_budget_0_takes_a_peak_that_is_hardly_higher_for_much_less_time() -> None:
+    """At the floor of 100 bytes the tensor of 4 can only be loaded late, and its load takes 10 s."""
+    step = Step((1.0,) * 6, (0, 0, 0, 100, 96, 0), 3, (Item(4, 0, 0, 4, 4),))
+    slow = Machine(1.0, 1.0, write_bw=4.0, read_bw=0.4, latency_s=0.0)
+    at_floor = solve(step, slow, limit=100, share_bytes=math.inf).outcome
+    found, at = solve_for(step, 0, slow, whole=True)
+    assert at_floor.seconds > found.outcome.seconds
+    assert 100 < at.memory <= 105
+
+
+def test_a_share_is_of_the_range_from_the_floor_to_everything_kept() -> None:
+    step = layered()
+    least, most = floor(step), everything(step)
+    assert limits(step, 0.5, whole=True) == Limits(least + 0.5 * (most - least), math.inf)
+    assert limits(step, 0.5).kept == 0.5 * sum(item.nbytes for item in step.items)
