@@ -1,8 +1,8 @@
-"""The models of the benchmarks: the example's GPT, a BERT encoder with masked-LM loss, a T5 encoder-decoder.
+"""The models of the benchmarks: the example's GPT, a BERT encoder with masked-LM loss, a T5 encoder-decoder, a Llama.
 
-All are pre-LayerNorm transformers of equal layers on bytes of a text, and return their loss: one graph is one step.
-They are written for what they cost, so sizes are those of the originals, and what only changes results is left out
-(T5's relative positions, its norm without a mean).
+All are transformers of equal layers, with the norm first, on bytes of a text, and return their loss: one graph is one
+step. They are written for what they cost, so sizes are those of the originals, and what only changes results is left
+out (T5's relative positions, its norm without a mean).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch.nn.functional as F  # noqa: E402
 import train_gpt as train_gpt  # noqa: E402 - found through the path above; the benchmarks take it from here
 from torch import Tensor, nn  # noqa: E402
 
-Family = Literal["gpt", "bert", "t5"]
-FAMILIES: tuple[Family, ...] = ("gpt", "bert", "t5")
+Family = Literal["gpt", "bert", "t5", "llama"]
+FAMILIES: tuple[Family, ...] = ("gpt", "bert", "t5", "llama")
+GROUPED = 4  # heads of queries for one of keys and values, as in Llama 3
 MASKED = 0.15  # of BERT's tokens (Devlin et al. 2018)
 IGNORED = -100  # of cross_entropy: a target that does not count
 
@@ -112,6 +113,79 @@ class T5(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Rotated(nn.Module):
+    """Llama's attention: causal, with grouped queries and positions that rotate queries and keys."""
+
+    def __init__(self, shape: train_gpt.Shape) -> None:
+        super().__init__()
+        self.size = shape.width // shape.heads
+        self.grouped = GROUPED if shape.heads % GROUPED == 0 else 1
+        keys = shape.heads // self.grouped * self.size
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.keys = nn.Linear(shape.width, keys, bias=False)
+        self.values = nn.Linear(shape.width, keys, bias=False)
+        self.proj = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        made = (linear(x).unflatten(-1, (-1, self.size)) for linear in (self.query, self.keys, self.values))
+        q, k, v = (each.transpose(1, 2) for each in made)
+        q, k = (each * cos + _turned(each) * sin for each in (q, k))
+        k, v = (each.repeat_interleave(self.grouped, dim=1) for each in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
+        return out
+
+
+def _turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+class LlamaLayer(nn.Module):
+    """Its attention, and an MLP of four times the width behind a gate. No dropout."""
+
+    def __init__(self, shape: train_gpt.Shape) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.attention = Rotated(shape)
+        self.gate = nn.Linear(shape.width, 4 * shape.width, bias=False)
+        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
+        self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x), cos, sin)
+        y = self.mlp_norm(x)
+        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+class Llama(nn.Module):
+    """Decoder layers and a tied head, whose logits become float32 before the loss."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: train_gpt.Shape, vocabulary: int) -> None:
+        super().__init__()
+        size = shape.width // shape.heads
+        turns = torch.outer(torch.arange(shape.seq), 500_000.0 ** -(torch.arange(0, size, 2) / size)).repeat(1, 2)
+        self.register_buffer("cos", turns.cos())
+        self.register_buffer("sin", turns.sin())
+        self.tokens = nn.Embedding(vocabulary, shape.width)
+        self.blocks = nn.ModuleList(LlamaLayer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(inputs)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+MODELS = {"bert": Bert, "t5": T5, "llama": Llama}
+
+
 def make(family: Family, shape: train_gpt.Shape, vocabulary: int) -> nn.Module:
     """The model, with random weights of the present seed."""
     if family == "gpt":
@@ -120,7 +194,7 @@ def make(family: Family, shape: train_gpt.Shape, vocabulary: int) -> nn.Module:
             gpt.tokens = nn.Embedding(vocabulary, shape.width)
             nn.init.normal_(gpt.tokens.weight, std=0.02)
         return gpt
-    model = Bert(shape, vocabulary) if family == "bert" else T5(shape, vocabulary)
+    model: nn.Module = MODELS[family](shape, vocabulary)
     for parameter in model.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.02)

@@ -4,6 +4,7 @@ python benchmarks/gpu_parts.py --dir DIR --out OUT                  # all
 python benchmarks/gpu_parts.py --dir DIR --out OUT info bandwidth   # these
 python benchmarks/gpu_parts.py --dir DIR --out OUT tests            # the tests, at once
 python benchmarks/gpu_parts.py --dir DIR --out OUT ways             # training steps: they compile at once
+python benchmarks/gpu_parts.py --dir DIR --out OUT pareto           # ours at the peak of a checkpoint per layer
 python benchmarks/gpu_parts.py --dry-run                            # what would be run, and how long it may take
 
 Every part is a row of processes of its own, has less than five minutes, and stops no other part when it fails. Tests
@@ -29,9 +30,24 @@ BENCH = "{python} benchmarks/gpu_bandwidth.py --dir {dir} --results {out}"
 WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --turns {out}/turns --patience 200"
 LARGE = f"{WAYS} --bfloat16 --optimizer sgd"
 MEASURED = ("auto", "memory", "posix")
+# Shares for which the limit of the plan is the peak that a checkpoint per layer had on an H200, less what plans missed
+# of peaks there: 0.25 GiB, and 0.065 of the narrow GPT (docs/gpu.md). PyTorch's shares are those with the least peak.
+AT_CHECKPOINT = {
+    "narrow": ("--layers 6 --width 4096 --heads 32 --batch 16", "memory:0.21 checkpoint recompute:0.7"),
+    "gpt": ("", "memory:0.07 checkpoint recompute:0.1"),
+    "middle": ("--layers 3 --width 8192 --heads 64 --batch 16", "memory:0.40 checkpoint recompute:0.1"),
+}
 TESTS = "{python} -m pytest -m gpu -q"
 FEW = {"TORCHINDUCTOR_COMPILE_THREADS": "3"}  # of each of the processes that compile at once
+STEPS = ("ways", "pareto")  # training steps: parts whose names begin so compile at once
 EARLY = "-v --tb=short --maxfail=5"  # reasons are printed at the end, which must come before the part's time is over
+
+
+def pareto(name: str, what: str, common: str) -> Part:
+    """Ours at the peak of a checkpoint per layer, beside it and PyTorch's `activation_memory_budget`."""
+    shape, ways = AT_CHECKPOINT[name]
+    command = f"{common} --name pareto-{name} {shape} --rounds 9 --seconds 12 --ways {ways}"
+    return Part(f"pareto-{name}", f"{what}, at the peak of a checkpoint per layer", 240, (command,), False, "", FEW)
 
 
 PARTS = (
@@ -168,6 +184,9 @@ PARTS = (
         200,
         (f"{{python}} -m pytest {EARLY} -n 4 tests/runtime",),
     ),
+    pareto("narrow", "6 layers of width 4,096", LARGE),
+    pareto("gpt", "12 layers of width 768", WAYS),
+    pareto("middle", "3 layers of width 8,192", LARGE),
     Part(
         "kvikio",
         "real GPUDirect Storage: round trips and bandwidth",
@@ -204,8 +223,8 @@ def keep(path: Path, ended: Sequence[Ended]) -> None:
 
 
 def chosen(names: Sequence[str]) -> list[Part]:
-    """Parts by name, in the order of PARTS; all without names. "ways" are all whose name begins so, "tests" those that
-    run at once.
+    """Parts by name, in the order of PARTS; all without names. "ways", "pareto" are all whose name begins so, "tests"
+    the others that run at once.
 
     Raises: SystemExit for a name that is none.
     """
@@ -217,14 +236,14 @@ def chosen(names: Sequence[str]) -> list[Part]:
 
 def named(part: Part, name: str) -> bool:
     if name == "tests":
-        return not part.alone and not named(part, "ways")
-    return part.name == name or (name == "ways" and part.name.startswith("ways-"))
+        return not part.alone and not any(named(part, each) for each in STEPS)
+    return part.name == name or (name in STEPS and part.name.startswith(f"{name}-"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "parts", nargs="*", help=f"of {', '.join(part.name for part in PARTS)}; ways, tests: all of these"
+        "parts", nargs="*", help=f"of {', '.join(part.name for part in PARTS)}; ways, pareto, tests: all of these"
     )
     parser.add_argument("--dir", default="demo-out/gpu", help="directory on the drive, default %(default)s")
     parser.add_argument("--out", default="demo-out/gpu-results", help="where results go, default %(default)s")

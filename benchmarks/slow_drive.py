@@ -18,19 +18,12 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import peak  # a neighbour of this file
-import svg  # a neighbour of this file
-from training import Model, Task, train  # a neighbour of this file
+import held  # neighbours of this file
+import peak
+import svg
+from training import Model, Task, train
 
-from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.engines.base import Engine
-from ssd_fx.runtime.engines.posix import PosixEngine
-from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.store import _stores
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the drive is that of the tests
-
-from tests.runtime.engines import Clock, HeldEngine, Lane
 
 MIB = 1 << 20
 
@@ -56,17 +49,8 @@ class Seen:
 
 
 def steps(flags: argparse.Namespace) -> Iterator[Seen]:
-    writes, reads = Lane(Clock()), Lane(Clock())
-
-    def make(config: RuntimeConfig) -> Engine:
-        return HeldEngine(PosixEngine(config.dirs[0], checksums=config.checksums), writes, reads)
-
-    def hold(rate: float) -> None:
-        writes.s_per_byte = reads.s_per_byte = 1 / (rate * 1e9)
-
-    hold(flags.rate)
-    ENGINES["held"] = make
-    options = {"engine": "held", "dirs": [flags.dir], "budget": "auto", "min_bytes": 65536}
+    hold = held.register(flags.rate)
+    options = {"engine": held.NAME, "dirs": [flags.dir], "budget": "auto", "min_bytes": 65536}
     rates = {"write_bw": 1e12, "read_bw": 1e12}
     task = Task(Model.of(flags), "ssd_fx", options=options | {"machine": rates})
     for number, step in enumerate(islice(train(task), flags.steps)):

@@ -69,6 +69,18 @@ def plot(series: Mapping[str, Sequence[Point]], *, title: str, x: str, y: str) -
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def panels(plots: Sequence[str], columns: int) -> str:
+    """One document of several plots, row by row."""
+    rows = math.ceil(len(plots) / columns)
+    wide, high = columns * WIDTH, rows * HEIGHT
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}">']
+    for number, each in enumerate(plots):
+        row, column = divmod(number, columns)
+        place = f'x="{column * WIDTH}" y="{row * HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+        parts.append(each.rstrip().replace("<svg ", f"<svg {place} ", 1))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def _axes(across: Axis, up: Axis, x: str, y: str) -> list[str]:
     parts = []
     for tick in across.ticks():

@@ -69,6 +69,7 @@ class Task:
     `way`, `budget`, `options`: as in ways.py. `preload`: a library with another malloc. `micro`: batches of the model
     in a step, whose gradients add up. `without`: a part of ssd_fx that is switched off (paper/switches.py).
     `directory`: where hooks write. `limit_bytes`: what the process may have of private memory (0: anything).
+    `held_gbps`: the rate of the engine "held" (held.py), 0 where it is not used.
     """
 
     model: Model
@@ -82,6 +83,7 @@ class Task:
     directory: str = ""
     device: str = "cpu"
     limit_bytes: int = 0
+    held_gbps: float = 0.0
 
     @staticmethod
     def read(text: str) -> Task:
@@ -183,6 +185,10 @@ def work(task: Task) -> None:
         from paper import switches  # compiles what no cache may keep
 
         switches.off(task.without)
+    if task.held_gbps:
+        import held
+
+        held.register(task.held_gbps)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what others print must not mix with the answers
     steps = train(task)

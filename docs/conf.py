@@ -38,6 +38,7 @@ NAVIGATION = {
     ],
     "Results": [
         "docs/measurements",
+        "docs/pareto",
         "docs/benchmarks",
         "docs/compatibility",
         "docs/roadmap",

@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the other benchmarks
 
 import system
-from families import FAMILIES
+from families import FAMILIES, Family
 
 from paper import ablations, bubbles, fits, grows, instead, keep_or_not, micro, peaks
 from paper.measure import Result, Setup
@@ -37,6 +37,7 @@ MODULES = (peaks, keep_or_not, instead, fits, micro, ablations, grows, bubbles)
 PARTS: tuple[Part, ...] = tuple(module.PART for module in MODULES)  # in the order of their value
 DOCS = system.ROOT / "docs"
 RESULTS = DOCS / "results" / "paper"
+PAPERS: tuple[Family, ...] = ("gpt", "bert", "t5")  # families of the paper
 SHAPES = ("512x4", "768x3", "1024x2")
 QUICK = {"shapes": [(64, 2)], "batch": 2, "seq": 64, "rounds": 2, "warmup": 1, "vocabulary": 256}
 
@@ -115,7 +116,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="tiny shapes that only show that everything runs")
     add("--rounds", type=int, default=15, help="of every case; default %(default)s")
     add("--warmup", type=int, default=3, help="rounds before them; default %(default)s")
-    add("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    add("--families", nargs="+", choices=FAMILIES, default=PAPERS)
     add("--shapes", nargs="+", type=_shape, default=[_shape(shape) for shape in SHAPES], help=f"default {SHAPES}")
     add("--head", type=int, default=64, help="width of an attention head; default %(default)s")
     add("--batch", type=int, default=16, help="default %(default)s")

@@ -49,7 +49,7 @@ def _planner() -> None:
     mock.patch.object(select, "solve_for", _at_once).start()
 
 
-def _at_once(step: Step, budget: object, machine: Machine, *rest: object) -> tuple[Solution, Limits]:
+def _at_once(step: Step, budget: object, machine: Machine, *rest: object, **more: object) -> tuple[Solution, Limits]:
     """Everything is stored where it is made, released behind its last use, and loaded where it is used."""
     choices = tuple(Choice.OFFLOAD if Choice.OFFLOAD in item.choices else Choice.KEEP for item in step.items)
     transfers = {

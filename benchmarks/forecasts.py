@@ -1,0 +1,97 @@
+"""What the planner predicts of a step: of a rival, in which everything stays, and of ours under limits of memory.
+
+Nothing runs. A forecast holds for the rates of a machine, so each function gets the option `machine`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rivals import Call, Rival  # a neighbour of this file
+
+from ssd_fx import fake
+from ssd_fx.estimate import surveyed
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.joint.recompute import Joint
+from ssd_fx.passes.options import PlanOptions
+from ssd_fx.passes.plan import Forecast, Limits, Plan
+from ssd_fx.passes.planner.solve import BudgetError
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Of a step: the peak above the level before it, seconds, bytes written to the drives. `floor_bytes`: its peak if
+    all that can leave memory took no time to do so."""
+
+    peak_bytes: int
+    step_s: float
+    written_bytes: int
+    floor_bytes: int = 0
+
+    @staticmethod
+    def of(plan: Plan) -> Figure:
+        found = plan.forecast
+        assert isinstance(found, Forecast), "every plan has one"
+        return Figure(found.peak, found.seconds, found.written, found.floor)
+
+
+Budget = float | Limits
+Found = list[Figure | None]
+
+
+def limit(peak_bytes: float) -> Limits:
+    """What a plan may need of memory. How much of it is kept is left to the planner."""
+    return Limits(memory=peak_bytes, kept=sys.maxsize)  # messages print it as a whole number, so it is not infinite
+
+
+def planned_at(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) -> Found:
+    """What is predicted under each of the budgets; None where no plan is found that meets it.
+
+    The planner gets all of them at once. If it cannot meet one, that is the tightest limit, and the others are asked
+    again.
+    """
+    own, asked = pipeline.cut(joint, options), list(budgets)
+    while asked:
+        try:
+            plans = [plan for _, plan in pipeline.decide_for_all(joint, own, options, asked)]
+        except BudgetError:
+            asked.remove(min(asked, key=_tightness))
+            continue
+        found = dict(zip(asked, map(Figure.of, plans), strict=True))
+        return [found.get(each) for each in budgets]
+    return [None] * len(budgets)
+
+
+def _tightness(budget: Budget) -> float:
+    """A share can always be met."""
+    return budget.memory if isinstance(budget, Limits) else float("inf")
+
+
+def ours(
+    call: Call,
+    budgets: Sequence[Budget],
+    machine: Mapping[str, Any],
+    *,
+    recompute: bool = True,
+    more: Mapping[str, Any] | None = None,
+) -> Found:
+    """What is predicted of ssd_fx under each of the budgets: a share, or what `limit` returns. They are asked at once.
+
+    None where no plan is found that meets the budget. Without `recompute`: offload only. `more`: other options.
+    """
+    model, inputs = fake.off_meta(call[0], (call[1], {}))
+    options = {"machine": dict(machine), "recompute": recompute, "allow_tmpfs": True} | dict(more or {})
+    look: Callable[..., Found] = partial(planned_at, list(budgets))
+    return surveyed(model, inputs, lambda _: look, options, None, None)
+
+
+def of_rival(call: Call, rival: Rival, machine: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> Figure:
+    """What is predicted of a rival, which keeps all that its forward saves. `call` changes. `more`: as in `ours`."""
+    with rival.around():
+        (found,) = ours((rival.change(call[0]), call[1]), [1.0], machine, recompute=False, more=more)
+    assert found is not None, "to keep everything is always possible"
+    return found
