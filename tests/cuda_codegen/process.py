@@ -40,13 +40,16 @@ class Generated:
 
 
 def library() -> Path:
-    """The library, compiled at first use into the user's cache under a name that depends on its source and on torch."""
+    """The library, compiled at first use into the user's cache under a name that depends on its source and on torch.
+
+    It is linked to the torch of one environment, which may be removed while another one goes on.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd_fx"
-    version = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    of_torch = Path(torch.__file__).parent / "lib"
+    version = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {of_torch}".encode()).hexdigest()[:16]
     path = cache / f"cuda-codegen-{version}.so"
     if not path.exists():
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        of_torch = Path(torch.__file__).parent / "lib"
         command = [os.environ.get("CXX", "g++"), "-O1", "-std=c++20", "-shared", "-fPIC", "-Wall"]
         command += [f"-isystem{path}" for path in include_paths()]
         link = [f"-L{of_torch}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{of_torch}"]
