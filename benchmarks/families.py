@@ -114,7 +114,10 @@ class T5(nn.Module):
 
 
 class Rotated(nn.Module):
-    """Llama's attention: causal, with grouped queries and positions that rotate queries and keys."""
+    """Llama's attention: causal, with grouped queries and positions that rotate queries and keys.
+
+    On the CPU, whose fused kernel knows no groups, keys and values are repeated for all queries of a group.
+    """
 
     def __init__(self, shape: train_gpt.Shape) -> None:
         super().__init__()
@@ -130,8 +133,10 @@ class Rotated(nn.Module):
         made = (linear(x).unflatten(-1, (-1, self.size)) for linear in (self.query, self.keys, self.values))
         q, k, v = (each.transpose(1, 2) for each in made)
         q, k = (each * cos + _turned(each) * sin for each in (q, k))
-        k, v = (each.repeat_interleave(self.grouped, dim=1) for each in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        by_kernel = x.is_cuda
+        if not by_kernel:
+            k, v = (each.repeat_interleave(self.grouped, dim=1) for each in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=by_kernel)
         out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return out
 
@@ -202,11 +207,22 @@ def make(family: Family, shape: train_gpt.Shape, vocabulary: int) -> nn.Module:
 
 
 def batches(family: Family, batch: int, seq: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (inputs, targets), int64 [batch, seq]: the example's. Of BERT some inputs are masked, and they count."""
+    """Endless (inputs, targets), int64 [batch, seq]: the example's. Of BERT some inputs are masked, and they count.
+
+    Rows longer than the example's text are random bytes.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for inputs, targets in train_gpt.batches(batch, seq, seed):
+    long = seq >= sum(path.stat().st_size for path in train_gpt.DATA.glob("*.txt"))
+    for inputs, targets in _random(batch, seq, seed) if long else train_gpt.batches(batch, seq, seed):
         if family == "bert":
             masked = torch.rand(inputs.shape, generator=generator) < MASKED
             yield inputs.masked_fill(masked, 0), inputs.masked_fill(~masked, IGNORED)
         else:
             yield inputs, targets
+
+
+def _random(batch: int, seq: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        window = torch.randint(train_gpt.VOCABULARY, (batch, seq + 1), generator=generator)
+        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()

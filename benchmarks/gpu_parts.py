@@ -5,6 +5,7 @@ python benchmarks/gpu_parts.py --dir DIR --out OUT info bandwidth   # these
 python benchmarks/gpu_parts.py --dir DIR --out OUT tests            # the tests, at once
 python benchmarks/gpu_parts.py --dir DIR --out OUT ways             # training steps: they compile at once
 python benchmarks/gpu_parts.py --dir DIR --out OUT pareto           # ours at the peak of a checkpoint per layer
+python benchmarks/gpu_parts.py --dir DIR --out OUT long             # long context, beside recomputing
 python benchmarks/gpu_parts.py --dry-run                            # what would be run, and how long it may take
 
 Every part is a row of processes of its own, has less than five minutes, and stops no other part when it fails. Tests
@@ -33,20 +34,31 @@ MEASURED = ("auto", "memory", "posix")
 # Shares for which the limit of the plan is the peak that a checkpoint per layer had on an H200, less what plans missed
 # of peaks there: 0.25 GiB, and 0.065 of the narrow GPT (docs/gpu.md). PyTorch's shares are those with the least peak.
 AT_CHECKPOINT = {
-    "narrow": ("--layers 6 --width 4096 --heads 32 --batch 16", "memory:0.21 checkpoint recompute:0.7"),
-    "gpt": ("", "memory:0.07 checkpoint recompute:0.1"),
-    "middle": ("--layers 3 --width 8192 --heads 64 --batch 16", "memory:0.40 checkpoint recompute:0.1"),
+    "narrow": (
+        "--layers 6 --width 4096 --heads 32 --batch 16",
+        "memory:auto memory:0.21 checkpoint recompute:0.7 blocks:memory:0",
+    ),
+    "gpt": ("", "memory:auto memory:0.07 checkpoint recompute:0.1"),
+    "middle": ("--layers 3 --width 8192 --heads 64 --batch 16", "memory:auto memory:0.40 checkpoint recompute:0.1"),
 }
 TESTS = "{python} -m pytest -m gpu -q"
 FEW = {"TORCHINDUCTOR_COMPILE_THREADS": "3"}  # of each of the processes that compile at once
-STEPS = ("ways", "pareto")  # training steps: parts whose names begin so compile at once
+STEPS = ("ways", "pareto", "long")  # training steps: parts whose names begin so compile at once
 EARLY = "-v --tb=short --maxfail=5"  # reasons are printed at the end, which must come before the part's time is over
+
+
+def long(name: str, layers: int, tokens: int, ways: str) -> Part:
+    """Long context: layers as wide as Llama 3's 8B, one row."""
+    shape = f"--family llama --layers {layers} --width 4096 --heads 32 --batch 1 --seq {tokens}"
+    command = f"{LARGE} --name long-{name} {shape} --warmup 2 --rounds 5 --seconds 30 --ways {ways}"
+    what = f"{layers} layers of width 4,096 with grouped queries, {tokens:,} tokens"
+    return Part(f"long-{name}", what, 290, (command,), False, "", FEW)
 
 
 def pareto(name: str, what: str, common: str) -> Part:
     """Ours at the peak of a checkpoint per layer, beside it and PyTorch's `activation_memory_budget`."""
     shape, ways = AT_CHECKPOINT[name]
-    command = f"{common} --name pareto-{name} {shape} --rounds 9 --seconds 12 --ways {ways}"
+    command = f"{common} --name pareto-{name} {shape} --warmup 3 --rounds 9 --seconds 15 --ways {ways}"
     return Part(f"pareto-{name}", f"{what}, at the peak of a checkpoint per layer", 240, (command,), False, "", FEW)
 
 
@@ -60,6 +72,7 @@ PARTS = (
             "df -hT {dir}",
             "{python} -m ssd_fx info",
             "{python} benchmarks/gpu_costs.py",
+            "{python} benchmarks/gpu_attention.py",
         ),
     ),
     Part(
@@ -123,6 +136,8 @@ PARTS = (
             "cp {cache}/ssd_fx/machine.json {out}/machine.json",
         ),
     ),
+    long("64k", 3, 65_536, "memory:auto memory:0 checkpoint"),
+    long("16k", 6, 16_384, "memory:auto memory:0 checkpoint host"),
     Part(
         "bandwidth",
         "engines memory and posix with 1, 8 and 64 MiB, and the CPU time of the I/O threads",
@@ -223,8 +238,8 @@ def keep(path: Path, ended: Sequence[Ended]) -> None:
 
 
 def chosen(names: Sequence[str]) -> list[Part]:
-    """Parts by name, in the order of PARTS; all without names. "ways", "pareto" are all whose name begins so, "tests"
-    the others that run at once.
+    """Parts by name, in the order of PARTS; all without names. "ways", "pareto" and "long" are all whose name begins so,
+    "tests" the others that run at once.
 
     Raises: SystemExit for a name that is none.
     """
@@ -243,7 +258,7 @@ def named(part: Part, name: str) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "parts", nargs="*", help=f"of {', '.join(part.name for part in PARTS)}; ways, pareto, tests: all of these"
+        "parts", nargs="*", help=f"of {', '.join(part.name for part in PARTS)}; ways, pareto, long, tests: all of these"
     )
     parser.add_argument("--dir", default="demo-out/gpu", help="directory on the drive, default %(default)s")
     parser.add_argument("--out", default="demo-out/gpu-results", help="where results go, default %(default)s")

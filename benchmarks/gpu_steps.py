@@ -1,22 +1,20 @@
-"""Steps of a GPT on a GPU, for gpu_ways.py."""
+"""Steps of a transformer on a GPU, for gpu_ways.py."""
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))  # the model is the example's
-
+import families  # neighbours of this file
 import torch
-import train_gpt
+from families import train_gpt
 from gpu_bandwidth import synchronize
 from moved import Moved
 from torch.profiler import ProfilerActivity
@@ -40,7 +38,8 @@ class Step(Moved):
 
 
 class Training:
-    """A model, its optimizer and its batches. `compiled` makes the forward of a step; `ours`: with ssd_fx.
+    """A model, its optimizer and its batches. `compiled` makes the forward of a step, under `around`; `ours`: with
+    ssd_fx.
 
     A step is forward, backward and optimizer, with a synchronisation before each half and behind it. The peak is that
     of forward and backward above the level before them, as torch's allocator counts; gradients lie below that level.
@@ -51,12 +50,13 @@ class Training:
         torch.manual_seed(flags.seed)
         shape = train_gpt.Shape(flags.layers, flags.width, flags.heads, flags.seq, flags.dropout)
         with self.device:  # a wide model takes minutes to initialise on the CPU
-            self.model = train_gpt.GPT(shape)
+            self.model = families.make(flags.family, shape, train_gpt.VOCABULARY)
         if flags.bfloat16:
             self.model.bfloat16()
         self.compiled: Callable[..., Any] = self.model
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.optimizer = OPTIMIZERS[flags.optimizer](self.model.parameters(), lr=flags.lr)
-        self.batches = train_gpt.batches(flags.batch, flags.seq, flags.seed)
+        self.batches = families.batches(flags.family, flags.batch, flags.seq, flags.seed)
 
     def step(self) -> Step:
         inputs, targets = (x.to(self.device) for x in next(self.batches))
@@ -67,7 +67,7 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp), self.around():
             loss = self.compiled(inputs, targets)
         loss.backward()
         synchronize(self.device)

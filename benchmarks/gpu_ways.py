@@ -1,4 +1,4 @@
-"""On a GPU: one GPT trained in several ways that take turns, so that one table shows what each saves and costs.
+"""On a GPU: one transformer trained in several ways that take turns, so that one table shows what each saves and costs.
 
 python benchmarks/gpu_ways.py --dir /mnt/nvme --layers 2 --width 12288 --heads 96 --batch 12 --optimizer sgd \\
     --ways memory:auto memory:0 recompute:0.5
@@ -8,7 +8,9 @@ A way is one of these:
 - ENGINE:BUDGET[:HOST_BUDGET] of ssd_fx, with more options behind commas (memory:0,inflight=4GiB);
 - the same behind blocks: (blocks:memory:0), which compiles each layer by itself; the other operators run eagerly;
 - recompute:SHARE, which is plain Inductor with that `activation_memory_budget`;
-- checkpoint, which is plain Inductor with a checkpoint around every layer.
+- checkpoint, which is plain Inductor with a checkpoint around every layer;
+- host, which is PyTorch's `save_on_cpu` with pinned memory around layers that plain Inductor compiles one by one, but
+  for strides: it loses them, and compiled code asserts them.
 Plain Inductor is always there. All train one model with one optimizer, so that a wide one has room. The first step of a
 way compiles, and pins host memory where no way before has. No event is around any node, so the steps after it are all
 alike. gpu_steps.py says what a step is.
@@ -25,14 +27,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import families  # neighbours of this file
 import torch
 import ways as others
-from gpu_bandwidth import ALONE  # neighbours of this file
+from gpu_bandwidth import ALONE
 from gpu_machine import add_flags, prepare, results_path, slug, system
 from gpu_steps import OPTIMIZERS, Training, kernels, no_events
 from predicted import read as read_plan
@@ -45,7 +50,7 @@ from ssd_fx.config import Config
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.engines.registry import ENGINES
 
-PLAIN, CHECKPOINT, RECOMPUTE, BLOCKS = "plain", "checkpoint", "recompute", "blocks:"
+PLAIN, CHECKPOINT, HOST, RECOMPUTE, BLOCKS = "plain", "checkpoint", "host", "recompute", "blocks:"
 COLUMNS = (
     *("way", "step ms", "of plain", "peak MiB", "less", "can go", "saved MiB", "written", "read", "stall ms"),
     *("without optimizer ms", "predicted"),
@@ -61,11 +66,15 @@ class Way:
     def __init__(self, name: str, training: Training, flags: argparse.Namespace, scratch: str) -> None:
         self.name, self.steps, self.first_s, self.ended = name, list[dict[str, Any]](), 0.0, ""
         self._training, self._plan, self._ours = training, "", engine_of(name) in ENGINES
+        self._around: Callable[[], AbstractContextManager[Any]] = nullcontext
         engine, _, rest = name.partition(":")
         if name == PLAIN:
             self._compiled: Any = torch.compile(training.model)
         elif name == CHECKPOINT:
             self._compiled = torch.compile(others.with_layers(training.model, others.Checkpointed))
+        elif name == HOST:
+            self._compiled = others.with_layers(training.model, lambda layer: torch.compile(layer))
+            self._around = partial(torch.autograd.graph.saved_tensors_hooks, _to_pinned, _from_pinned)
         elif engine == RECOMPUTE:
             self._compiled = torch.compile(training.model, backend=_recomputing(float(rest)))
         else:
@@ -91,6 +100,7 @@ class Way:
     def take(self) -> Training:
         """The training, which goes this way from here on."""
         self._training.compiled, self._training.ours = self._compiled, self._ours
+        self._training.around = self._around
         return self._training
 
     def profiled(self, path: Path) -> dict[str, Any]:
@@ -109,6 +119,16 @@ class Way:
 
 def _offloading(model: torch.nn.Module, options: dict[str, Any]) -> Any:
     return torch.compile(model, backend=ssd_fx.backend, options=options)
+
+
+def _to_pinned(x: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    where = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, pin_memory=x.is_cuda)
+    return x.device, where.copy_(x)
+
+
+def _from_pinned(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    device, where = packed
+    return where.to(device, non_blocking=True)
 
 
 def _recomputing(share: float) -> Any:
@@ -214,6 +234,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser)
     add = parser.add_argument
+    add("--family", default="gpt", choices=families.FAMILIES, help="default %(default)s; llama: grouped queries")
     add("--ways", nargs="+", type=checked, default=["memory:auto"], metavar="WAY")
     for name, default in (("layers", 12), ("width", 768), ("heads", 12), ("batch", 8), ("seq", 1024), ("seed", 0)):
         add(f"--{name}", type=int, default=default, help="default %(default)s")
@@ -243,14 +264,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def model_of(flags: argparse.Namespace) -> str:
     precision = "bfloat16" if flags.bfloat16 else "bfloat16 autocast" if flags.amp else "float32"
     shape = f"{flags.layers} layers, width {flags.width}, {flags.heads} heads, batch {flags.batch} x {flags.seq}"
-    return f"GPT, {shape}, {precision}, {flags.optimizer}"
+    return f"{flags.family}, {shape}, {precision}, {flags.optimizer}"
 
 
 def checked(way: str) -> str:
     """The name of a way that there is. Raises: argparse.ArgumentTypeError for others."""
     engine, _, rest = way.partition(":")
     try:
-        if way == CHECKPOINT:
+        if way in (CHECKPOINT, HOST):
             return way
         if engine == RECOMPUTE:
             if not 0.0 <= float(rest) <= 1.0:
@@ -261,7 +282,7 @@ def checked(way: str) -> str:
             raise ValueError(f"engines are {', '.join(ENGINES)}")
     except ValueError as error:
         ours = f"[{BLOCKS}]ENGINE:BUDGET[:HOST_BUDGET][,OPTION=VALUE]"
-        right = f"right would be {ours}, {RECOMPUTE}:SHARE or {CHECKPOINT}"
+        right = f"right would be {ours}, {RECOMPUTE}:SHARE, {CHECKPOINT} or {HOST}"
         raise argparse.ArgumentTypeError(f"{way!r} is no way: {error}; {right}") from error
     return way
 

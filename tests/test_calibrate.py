@@ -128,9 +128,9 @@ NO_RATES = {
     "no JSON": "rates",
     "a list": "[]",
     "another version": '{"version": 0}',
-    "a section missing": '{"version": 4, "compute": {}}',
-    "a number": '{"version": 4, "compute": 1, "disk": {}}',
-    "no rate": '{"version": 4, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
+    "a section missing": '{"version": 5, "compute": {}}',
+    "a number": '{"version": 5, "compute": 1, "disk": {}}',
+    "no rate": '{"version": 5, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
 }
 
 
@@ -608,12 +608,12 @@ def test_no_memory_to_measure_with_is_not_the_end(
 
 
 def test_attention_without_memory_is_not_attention_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> tuple[torch.Tensor, ...]:
+    def full(*_: object, **__: object) -> torch.Tensor:
         raise OUT_OF_MEMORY[0]
 
-    monkeypatch.setattr(rates, "_attention_ops", lambda device: (full, full))
+    monkeypatch.setattr(rates.F, "scaled_dot_product_attention", full)
     with pytest.raises(torch.OutOfMemoryError):
-        rates.Compute(CPU).attention_flops(torch.float32)
+        rates.Compute(CPU).attention_flops(torch.float32, 64)
 
 
 def test_another_error_is_not_lack_of_memory(calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

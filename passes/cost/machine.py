@@ -13,7 +13,11 @@ import torch
 Tier = Literal["ssd", "host"]  # where what is offloaded goes: to the drives, or to host memory beside a device's own
 TIERS: tuple[Tier, Tier] = ("ssd", "host")
 Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and a number, mostly flops/s
-_BY_DTYPE = ("flops_by_dtype", "attention_flops", "attention_backward_flops")
+HEAD_SIZES = (64, 128)  # of the two rates of attention that a machine has
+_BY_DTYPE = (
+    *("flops_by_dtype", "attention_flops", "attention_backward_flops"),
+    *("wide_attention_flops", "wide_attention_backward_flops"),
+)
 _TIMES = (  # may be 0; rates may not
     "latency_s", "node_s", "drag_s_per_byte", "kernel_s", "erf_s", "random_s", "host_latency_s", "launch_s",
     "host_node_s",
@@ -25,7 +29,8 @@ class Machine:
     """What the roofline and the schedule are computed with; plain values, because the repr is part of compile caches.
 
     `flops`: of matrix products, per second, for every dtype that is not in `flops_by_dtype`. `attention_flops` and
-    `attention_backward_flops`: of fused attention, likewise; a dtype that is not there runs at the rate of products.
+    `attention_backward_flops`: of fused attention with heads of 64, likewise; a dtype that is not there runs at the
+    rate of products. `wide_attention_flops`, `wide_attention_backward_flops`: with heads of 128, or as with 64.
     `memory_bw`, `write_bw`, `read_bw`: bytes per second of memory and, beside compute, of the directories.
     `latency_s`: of one transfer. `node_s`: what the host needs for one of our nodes. `drag_s_per_byte`: what a
     transferred byte takes from the compute lane, whose cores or memory bandwidth its I/O uses. `kernel_s`: fixed cost
@@ -53,6 +58,8 @@ class Machine:
     host_latency_s: float = 2e-5
     launch_s: float = 0.0
     host_node_s: float = 0.0
+    wide_attention_flops: Rates = ()
+    wide_attention_backward_flops: Rates = ()
 
     @staticmethod
     def default(device: torch.device, threads: int) -> Machine:
@@ -73,10 +80,15 @@ class Machine:
         """Flops per second of a matrix product."""
         return dict(self.flops_by_dtype).get(dtype_name(dtype), self.flops)
 
-    def fused_attention_flops(self, dtype: torch.dtype, *, backward: bool) -> float:
-        """Flops per second of fused attention."""
-        rates = self.attention_backward_flops if backward else self.attention_flops
-        return dict(rates).get(dtype_name(dtype), self.product_flops(dtype))
+    def fused_attention_flops(self, dtype: torch.dtype, size: float, *, backward: bool) -> float:
+        """Flops per second of fused attention with heads of `size`; between the two measured sizes in proportion."""
+        narrow, wide = self.attention_flops, self.wide_attention_flops
+        if backward:
+            narrow, wide = self.attention_backward_flops, self.wide_attention_backward_flops
+        low = dict(narrow).get(dtype_name(dtype), self.product_flops(dtype))
+        high = dict(wide).get(dtype_name(dtype), low)
+        first, second = HEAD_SIZES
+        return low + (high - low) * min(max((size - first) / (second - first), 0.0), 1.0)
 
     def lanes(self, tier: Tier) -> Machine:
         """The machine with the lanes to a tier in the place of those to the drives."""
@@ -118,6 +130,8 @@ _WORDS = {  # for people, in the order of printing: what a rate is of, its unit,
     "flops": ("other matrix products", "GFLOP/s", 1e-9),
     "attention_flops": ("attention", "GFLOP/s", 1e-9),
     "attention_backward_flops": ("attention, backward", "GFLOP/s", 1e-9),
+    "wide_attention_flops": ("attention, heads of 128", "GFLOP/s", 1e-9),
+    "wide_attention_backward_flops": ("the same, backward", "GFLOP/s", 1e-9),
     "memory_bw": ("memory", "MB/s", 1e-6),
     "kernel_s": ("smallest kernel", "us", 1e6),
     "node_s": ("node of ssd_fx, each", "us", 1e6),

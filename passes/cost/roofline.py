@@ -92,9 +92,14 @@ def _attention_flops(node: fx.Node) -> float:
     sizes = (3.0, 2.0) if _is_backward(node) else (1.0, 1.0)
     share = 1.0
     if given.get("is_causal"):
-        block = _CAUSAL_BLOCK_CPU if query.device.type == "cpu" else _CAUSAL_BLOCK_GPU
-        share = min(1.0, 0.5 + 0.5 * block / max(hint(key.shape[-2]), 1.0))
+        share = causal_share(hint(key.shape[-2]), query.device)
     return 2.0 * share * pairs * (sizes[0] * hint(query.shape[-1]) + sizes[1] * hint(value.shape[-1]))
+
+
+def causal_share(length: float, device: torch.device) -> float:
+    """The share of the pairs that the fused kernel computes under a causal mask."""
+    block = _CAUSAL_BLOCK_CPU if device.type == "cpu" else _CAUSAL_BLOCK_GPU
+    return min(1.0, 0.5 + 0.5 * block / max(length, 1.0))
 
 
 def _is_backward(node: fx.Node) -> bool:
@@ -104,7 +109,8 @@ def _is_backward(node: fx.Node) -> bool:
 def _rate(node: fx.Node, machine: Machine) -> float:
     dtype = next((t.dtype for t in tensors_of(node) if t.dtype.is_floating_point), torch.float32)
     if is_attention(node.target):
-        return machine.fused_attention_flops(dtype, backward=_is_backward(node))
+        size = hint(arguments_of(node)["query"].meta["val"].shape[-1])
+        return machine.fused_attention_flops(dtype, size, backward=_is_backward(node))
     return machine.product_flops(dtype)
 
 

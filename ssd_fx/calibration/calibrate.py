@@ -1,6 +1,6 @@
 """The machine's rates: measured once, kept in the user's cache directory with the hardware that they belong to.
 
-    ~/.cache/ssd_fx/machine.json        {"version": 4, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
+    ~/.cache/ssd_fx/machine.json        {"version": 5, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
 
 One process measures at a time, because ranks that share a node would otherwise measure each other. They lock a file
 beside the cache, or the temporary directory where no such file can be locked. What is in the cache is read without the
@@ -37,7 +37,7 @@ from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.errors import first_line
 
-_VERSION = 4  # rises when something is measured otherwise, so that figures of before are not used
+_VERSION = 5  # rises when something is measured otherwise, so that figures of before are not used
 _SECTIONS = ("compute", "disk")
 _DIGITS = 3
 # A kernel with nothing to do takes 5 to 20 us. With more threads than cores to run them it waits for a time slice of

@@ -7,24 +7,27 @@ numbers come from separate generators, so that measuring does not change what a 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssd_fx.calibration.timing import Clock
-from ssd_fx.passes.cost.machine import dtype_name
+from ssd_fx.passes.cost.machine import HEAD_SIZES, dtype_name
+from ssd_fx.passes.cost.roofline import causal_share
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.memory.buffers import PAGE
 
-aten = torch.ops.aten
+_FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +44,14 @@ _TRANSFERS, _TRANSFER_BYTES, _SMALL_BYTES = 16, 8 * MIB, 128 * 1024
 # Inductor draws by Philox, one number at a time without vectors. Eager mode's CPU generator, a Mersenne twister, is as
 # scalar, and needs no compiler here. CPU time of a number in one thread: 15.1 ns against 5.6 ns (Xeon at 2.5 GHz).
 _PHILOX_PER_TWISTER = 2.7
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Forward and backward of fused attention: seconds, and flops per second as the roofline counts them."""
+
+    seconds: tuple[float, float]
+    flops: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -86,28 +97,37 @@ class Compute:
         x = self._draw((256, 256), dtype)
         seconds = self.clock.typical(lambda: torch.mm(x, x))
         if self.gpu:
-            return 2048
+            return 4096
         return 512 if seconds < 2e-3 else 128
 
-    def attention_flops(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Flops per second of the fused kernel's forward and backward; (0, 0) where this device has none."""
-        length, heads = (2048, 16) if self.gpu else (512, 4)
-        shape = (1 if self.gpu else 2, heads, length, 64)
-        q, k, v = (self._draw(shape, dtype) for _ in range(3))
-        forward, backward = _attention_ops(self.device)
+    def attention_flops(self, dtype: torch.dtype, size: int) -> tuple[float, float]:
+        """Flops per second of the fused kernel's forward and backward; (0, 0) where this device has none.
+
+        Of causal attention over long rows, with heads of `size`.
+        """
+        shape = (8, 16, 4096, size) if self.gpu else (1, 4, 1024, size)
         try:
-            saved = forward(q, k, v)
-            grad = torch.ones_like(saved[0])
-            times = (
-                self.clock.typical(lambda: forward(q, k, v)),
-                self.clock.typical(lambda: backward(grad, q, k, v, saved)),
-            )
+            return self.attention(dtype, shape, causal=True).flops
         except (RuntimeError, NotImplementedError) as error:
             if out_of_memory(error):
                 raise
             return 0.0, 0.0  # no kernel for this type on this device: products stand in
-        pairs = shape[0] * heads * length * length
-        return 4.0 * pairs * 64 / times[0], 10.0 * pairs * 64 / times[1]
+
+    def attention(self, dtype: torch.dtype, shape: tuple[int, int, int, int], causal: bool) -> Attention:
+        """Of queries, keys and values of `shape`, which is batch, heads, length, size of a head.
+
+        Raises: RuntimeError, NotImplementedError: PyTorch has no fused kernel for it on this device.
+        """
+        q, k, v = (self._draw(shape, dtype).requires_grad_() for _ in range(3))
+        with torch.enable_grad(), sdpa_kernel(_FUSED):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            grad = torch.ones_like(out)
+            with torch.no_grad():
+                forward_s = self.clock.typical(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+            backward_s = self.clock.typical(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+        share = causal_share(shape[2], self.device) if causal else 1.0
+        flops = 4.0 * math.prod(shape) * shape[2] * share
+        return Attention((forward_s, backward_s), (flops / forward_s, 2.5 * flops / backward_s))
 
     def memory_bw(self) -> float:
         """Bytes per second, read and written, of the sum of two tensors that no cache holds."""
@@ -158,13 +178,15 @@ class Compute:
     def rates(self) -> dict[str, object]:
         """All rates, as `Machine.with_rates` takes them."""
         products = {dtype_name(t): self.product_flops(t) for t in _DTYPES}
-        attention = {dtype_name(t): self.attention_flops(t) for t in _DTYPES[:2]}
+        attention, wide = ({dtype_name(t): self.attention_flops(t, size) for t in _DTYPES[:2]} for size in HEAD_SIZES)
         kernel_s = self.kernel_s()
         return {
             "flops": products["float32"],
             "flops_by_dtype": products,
             "attention_flops": {t: forward for t, (forward, _) in attention.items() if forward},
             "attention_backward_flops": {t: backward for t, (_, backward) in attention.items() if backward},
+            "wide_attention_flops": {t: forward for t, (forward, _) in wide.items() if forward},
+            "wide_attention_backward_flops": {t: backward for t, (_, backward) in wide.items() if backward},
             "memory_bw": self.memory_bw(),
             "kernel_s": kernel_s,
             "node_s": 0.0 if self.gpu else _NODE_S,
@@ -173,22 +195,6 @@ class Compute:
             "erf_s": self.erf_s(),
             "random_s": self.random_s(),
         }
-
-
-def _attention_ops(device: torch.device) -> tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., object]]:
-    """Forward (q, k, v) -> tuple, and backward (grad, q, k, v, that tuple), without autograd's graph."""
-    if device.type == "cpu":
-        forward = aten._scaled_dot_product_flash_attention_for_cpu
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return forward, lambda grad, q, k, v, s: backward(grad, q, k, v, s[0], s[1], 0.0, False)
-    flash, flash_backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
-
-    def gpu_backward(
-        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: tuple[Any, ...]
-    ) -> object:
-        return flash_backward(grad, q, k, v, s[0], s[1], s[2], s[3], s[4], s[5], 0.0, False, s[6], s[7])
-
-    return flash, gpu_backward
 
 
 class Transfers:

@@ -266,6 +266,7 @@ def test_a_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert {part.name for part in gpu_parts.chosen(["tests"])} == {
         *("roundtrips", "accelerator", "sanitizer", "training", "ranks", "models")
     }
+    assert [part.name for part in gpu_parts.chosen(["long"])] == ["long-64k", "long-16k"]
     assert [part.limit_s for part in gpu_parts.chosen(["pareto"])] == [240] * 3, "at once, four minutes"
     assert not (tmp_path / "drive").exists()
     with pytest.raises(SystemExit, match="no part is called nothing; there are info, roundtrips,"):
