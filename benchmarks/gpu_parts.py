@@ -238,7 +238,7 @@ def keep(path: Path, ended: Sequence[Ended]) -> None:
 
 
 def chosen(names: Sequence[str]) -> list[Part]:
-    """Parts by name, in the order of PARTS; all without names. "ways", "pareto" and "long" are all whose name begins so,
+    """Parts by name, in the order of PARTS; all without names. "ways", "pareto" and "long" are all with such a name,
     "tests" the others that run at once.
 
     Raises: SystemExit for a name that is none.

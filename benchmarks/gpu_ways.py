@@ -73,7 +73,7 @@ class Way:
         elif name == CHECKPOINT:
             self._compiled = torch.compile(others.with_layers(training.model, others.Checkpointed))
         elif name == HOST:
-            self._compiled = others.with_layers(training.model, lambda layer: torch.compile(layer))
+            self._compiled = others.with_layers(training.model, _inductor)
             self._around = partial(torch.autograd.graph.saved_tensors_hooks, _to_pinned, _from_pinned)
         elif engine == RECOMPUTE:
             self._compiled = torch.compile(training.model, backend=_recomputing(float(rest)))
@@ -119,6 +119,10 @@ class Way:
 
 def _offloading(model: torch.nn.Module, options: dict[str, Any]) -> Any:
     return torch.compile(model, backend=ssd_fx.backend, options=options)
+
+
+def _inductor(layer: torch.nn.Module) -> Any:
+    return torch.compile(layer)
 
 
 def _to_pinned(x: torch.Tensor) -> tuple[torch.device, torch.Tensor]:

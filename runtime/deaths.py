@@ -99,6 +99,7 @@ _Queue = queue.SimpleQueue[_Given | _Watcher]
 _wake: _Queue = queue.SimpleQueue()  # the janitor's
 _thread_of_process = 0
 when_idle: list[Callable[[], None]] = []
+before_work: list[Callable[[], None]] = []  # the janitor calls them whenever it wakes
 
 
 def janitor() -> _Queue:
@@ -127,7 +128,7 @@ def _give_back_idle(failing: set[Callable[[], None]]) -> None:
 
     An error, of a device for example, must not end this thread: nobody else looks at what died.
     """
-    for function in when_idle:
+    for function in (*before_work, *when_idle):
         try:
             function()
             failing.discard(function)
@@ -150,6 +151,8 @@ def _follow_up(wake: _Queue) -> None:
             guards.add(wake.get().item)
         for guard in guards:
             try:
+                for function in before_work:
+                    function()
                 guard.drain()
             except Exception:  # the item stays queued, so the next op raises this in the user's thread
                 logging.getLogger("ssd_fx").exception("giving back what died failed")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
-from ssd_fx.runtime.deaths import janitor, when_idle
+from ssd_fx.runtime.deaths import before_work, janitor, when_idle
 from ssd_fx.runtime.device import clock, device_trace, streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
@@ -23,6 +23,7 @@ from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_parameter
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from ssd_fx.runtime.native import driver
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
 from ssd_fx.runtime.residency import Residency
@@ -104,6 +105,8 @@ class Store:
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
         """The release: the graph reads `keepalive`, the stored tensor, no more.
 
+        Where a write is waited for, a copy of a device is waited for by the tensor's stream, and not by the host.
+
         `hand_over`: the caller drops its reference and writes nothing into the memory, so we may hold the tensor.
         Otherwise a write is waited for, and what is still in memory then moves to memory of ours. A leaf that requires
         grad does not move: it is its owner's, who may change it through `.data`.
@@ -120,6 +123,8 @@ class Store:
         with GUARD.lock:
             self.writer.reap()
             write = entry.write if block or not hand_over else None
+            if write is not None and self.writer.follow(entry):
+                write = None
             if moves and write is None:  # under this lock: a store in another thread may begin to write the entry
                 _put_aside(entry)
         arrival = Arrival(entry.device) if write else None
@@ -193,9 +198,10 @@ class Store:
 
     def _wait_for_read(self, entry: Entry, load: Load, seq: int, started: float) -> None:
         """`wait_load_` of a load that reads. Raises: as `wait_load_`."""
-        arrival = Arrival(entry.device)
+        followed = isinstance(load.read, streams.Queued) and load.read.cannot_fail()  # the host waits for nothing
+        arrival = None if followed else Arrival(entry.device)
         error = self.reader.complete(entry, load)
-        stall = arrival.waited_s()
+        stall = arrival.waited_s() if arrival else 0.0
         with GUARD.lock:
             self.reader.done(entry, load)
             self.residency.waited(stall)
@@ -387,5 +393,6 @@ def _let_go() -> None:
 
 
 when_idle += [CPU_ALLOCATOR.tick, _let_go]
+before_work += [driver.capture_apart]
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_at_exit)

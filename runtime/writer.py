@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Literal
 
 import torch
@@ -52,6 +52,7 @@ class Writer:
         self.resident_bytes = 0
         self.writing_bytes = 0
         self.in_vain = CopiesInVain()
+        self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # not traced yet; oldest first
         self._outstanding = _Outstanding()
         self._said_no_memory = False
         self._ended = False
@@ -91,6 +92,10 @@ class Writer:
     def reap(self) -> None:
         """Drops our references to the tensors that have been written."""
         self.in_vain.let_go()
+        while self._followed and self._followed[0][0].done():
+            copy, graph, slot, seq, nbytes = self._followed.popleft()
+            outcome(copy)  # now it knows when it was
+            trace.transfer("write", graph, slot, seq, copy.span(), nbytes, "ok", self._engine.name)
         unfinished = 0
         ended = []
         for entry in self._writing:
@@ -165,6 +170,19 @@ class Writer:
             return
         self.cancel(entry)
 
+    def follow(self, entry: Entry) -> bool:
+        """Whether the tensor's own stream waits for its write from here on, and we hold the tensor no more.
+
+        So its memory goes back in the order of that stream, and the host waits for nothing. False for a write whose
+        outcome the host has to see.
+        """
+        write = entry.write
+        if not isinstance(write, streams.Queued) or not write.follow(entry.stream):
+            return False
+        self._followed.append((write, entry.graph, entry.slot, entry.seq, entry.moved_bytes))
+        self.finish(entry, None)
+        return True
+
     def end(self) -> None:
         """Ends all writes for good. What was being written stays in memory, even if its write had just ended."""
         self._ended = True
@@ -172,6 +190,7 @@ class Writer:
             if entry.write:
                 entry.write.cancel()
             self._cancelled(entry)
+        self._followed.clear()
         self.in_vain.end()
 
     def count_out(self, entry: Entry) -> None:
@@ -230,6 +249,8 @@ class Writer:
         while entry := self._due():
             if self.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
                 oldest = self._oldest_under_way()
+                if not self.in_vain and self._follow_oldest():
+                    continue
                 if oldest:  # else the tensor is larger than the cap, and goes alone
                     return oldest
             assert entry.held is not None, "a resident entry holds its tensor"
@@ -238,6 +259,11 @@ class Writer:
                 self._start(entry)
             del storage
         return None
+
+    def _follow_oldest(self) -> bool:
+        """Whether the oldest write goes on without us."""
+        oldest = next((entry for entry in self._writing if entry.write), None)
+        return oldest is not None and self.follow(oldest)
 
     def _oldest_under_way(self) -> Completion | None:
         """The write whose end makes room next, None if nothing is under way."""
@@ -298,7 +324,7 @@ class Writer:
         del self._writing[entry]
         self.writing_bytes -= nbytes
         entry.write = None
-        if write:
+        if write and not (self._followed and self._followed[-1][0] is write):
             engine = self._engine.name
             trace.transfer("write", entry.graph, entry.slot, entry.seq, write.span(), nbytes, how, engine)
         assert extent, "a write has an extent"

@@ -123,14 +123,11 @@ def _auto(step: Step, machine: Machine, solved: Callable[[Limits], Solved], slow
     def searched(share: int) -> Solved:
         return solved(limits(step, share / SHARES, whole=whole)) if share else _lowest(step, solved, whole)
 
-    def seconds(found: Solution) -> float:
-        return max(found.outcome.seconds, machine.host_s(step.kernels, len(found.transfers)))
-
-    allowed_s = (1 + slowdown + TOLERANCE) * seconds(searched(SHARES)[0])
+    allowed_s = (1 + slowdown + TOLERANCE) * searched(SHARES)[0].outcome.seconds
 
     def is_cheap(share: int) -> bool:
         try:
-            return seconds(searched(share)[0]) <= allowed_s
+            return searched(share)[0].outcome.seconds <= allowed_s
         except BudgetError:  # tensors wait too long for their writes
             return False
 

@@ -7,7 +7,8 @@ backward   [load] ... [wait] first use
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import numpy as np
@@ -70,9 +71,10 @@ def select(
         slowdown=options.slowdown,
         whole=options.spare and partition.is_whole_step,
     )
-    later = _later(plan, modelled, solution, options) if host_tier else set()
+    copied = _copied(solution, options) if host_tier else set()
+    later = _later(plan, modelled, solution, options, copied)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
-    transfers = {modelled.slots[i]: t for i, t in solution.transfers.items()}
+    transfers = {modelled.slots[i]: t for i, t in _in_order(modelled, solution, copied).items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
     host_speedup = machine.lanes("host").write_bw / machine.write_bw if host_tier and not options.host_budget else 0.0
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
@@ -95,7 +97,12 @@ def over(partition: Partition, plan: Plan, limit: float, options: PlanOptions) -
     return computed_again(partition, [(modelled.begins[p], modelled.ends[p]) for p in np.flatnonzero(free < 0)])
 
 
-def _later(plan: Plan, modelled: Modelled, found: Solution, options: PlanOptions) -> set[int]:
+def _copied(found: Solution, options: PlanOptions) -> set[int]:
+    """The items of a device that are copied to host memory, in a stream."""
+    return {i for i, transfer in found.transfers.items() if options.copied or transfer.tier == "host"}
+
+
+def _later(plan: Plan, modelled: Modelled, found: Solution, options: PlanOptions, copied: Set[int]) -> set[int]:
     """The slots of what would be copied to host memory in vain: its load comes before the copy has ended.
 
     Its memory is never free within the step. A copy in a stream cannot be cut short, as a write to a drive can. So it
@@ -104,11 +111,10 @@ def _later(plan: Plan, modelled: Modelled, found: Solution, options: PlanOptions
     """
     groups = {g.slot: g for g in plan.groups}
     later = set()
-    for i in found.outcome.forwarded:
+    for i in copied & found.outcome.forwarded:
         slot = modelled.slots[i]
-        copied = options.copied or found.transfers[i].tier == "host"
         lossy = options.lossy and groups[slot].stored.dtype.is_floating_point
-        if copied and not lossy and Choice.KEEP in modelled.step.items[i].choices:
+        if not lossy and Choice.KEEP in modelled.step.items[i].choices:
             later.add(slot)
     return later
 
@@ -194,6 +200,21 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
         case Choice.RECOMPUTE:
             return Recompute(plan.prices[group.slot].nodes)
     assert_never(chosen)
+
+
+def _in_order(modelled: Modelled, found: Solution, copied: Set[int]) -> dict[int, Transfer]:
+    """The transfers, with the releases of a device's copies where the copies are to have ended.
+
+    A device's memory goes back in the order of its stream, which waits there for a copy that is late. The host runs far
+    ahead: without such a release it would find most copies under way, and hold their tensors.
+    """
+    outcome, made = found.outcome, dict(found.transfers)
+    for i in copied - outcome.forwarded:
+        transfer = made[i]
+        ended = bisect_left(outcome.starts, outcome.write_ends[i]) - 1
+        if not transfer.block and ended < modelled.step.forward:
+            made[i] = replace(transfer, release_after=max(transfer.release_after, ended), block=True)
+    return made
 
 
 def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer, later: bool) -> Points:

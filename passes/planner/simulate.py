@@ -25,6 +25,8 @@ from ssd_fx.passes.planner.items import Choice, Step, Transfer
 class Outcome:
     """What a simulated step took: seconds, of them stalled in releases and waits; bytes alive during every operator.
 
+    A host that has more to do than the device that runs behind it sets the seconds.
+
     `written`: bytes to the drives. `host`: bytes in host memory during every operator, empty where none ever are.
     `waits`: seconds that each item was waited for.
     """
@@ -122,7 +124,7 @@ def simulate(step: Step, choices: Sequence[Choice], transfers: Mapping[int, Tran
     play.compute(len(step.seconds))
     starts = (*play.starts, play.now)
     return Outcome(
-        seconds=play.now,
+        seconds=max(play.now, machine.host_s(step.kernels, len(transfers))),
         write_stall_s=play.write_stall_s,
         read_stall_s=play.read_stall_s,
         memory=_memory(step, choices, transfers, starts, play.write_ends, firsts),

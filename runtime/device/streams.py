@@ -295,16 +295,17 @@ class Queued:
         """Whether it was started, and its outcome is known before its end."""
         return not self._may_fail and self._error is None and self._ended is not None
 
-    def follow(self) -> bool:
-        """Whether the device's current stream waits for the end from here on, so that the host need not.
+    def follow(self, stream: Stream | None = None) -> bool:
+        """Whether `stream`, or the device's current one, waits for the end from here on, so that the host need not.
 
-        False if the host has to see the outcome. Memory must be kept as for a transfer that is under way.
+        False if the host has to see the outcome. Host memory must be kept as for a transfer that is under way. What
+        the device has may go back to the allocator, if it is `stream` that uses it next.
         """
         if not self.cannot_fail():
             return False
         assert self._ended, "it was started"
         with self._streams.on(self._device):
-            self._streams.current(self._device).wait_event(self._ended)
+            (stream or self._streams.current(self._device)).wait_event(self._ended)
         return True
 
     def cancel(self) -> bool:

@@ -11,17 +11,21 @@ from ssd_fx.runtime.memory.pinned import Piece, Pinned
 
 
 class _HostExtent(Extent):
-    """`buffer` holds a CPU tensor's bytes, `pinned` those of a device with streams. `reader`: the tensor's device."""
+    """`buffer` holds a CPU tensor's bytes, `pinned` those of a device with streams. `reader`: the tensor's device.
+
+    `written`: the copy that fills `pinned`, which may be under way.
+    """
 
     on_drive = False
 
-    __slots__ = ("buffer", "pinned", "reader")
+    __slots__ = ("buffer", "pinned", "reader", "written")
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, "memory")
         self.buffer: Buffer | None = None
         self.pinned: Piece | None = None
         self.reader = torch.device("cpu")
+        self.written: streams.Queued | None = None
 
 
 class MemoryEngine:
@@ -38,7 +42,8 @@ class MemoryEngine:
         self.devices = frozenset({"cpu", "cuda", streams.accelerator() or "cuda"})
         self._sides = streams.SideStreams()
         self._pinned: dict[tuple[torch.device, bool], Pinned] = {}  # and whether the host fills it
-        self._reads: dict[streams.Queued, Piece] = {}  # those under way, with the memory that they read
+        # Copies under way, by whether they write, with the host memory that they use. Each lane is first in, first out.
+        self._moving: dict[bool, dict[streams.Queued, Piece]] = {True: {}, False: {}}
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         self._reap()
@@ -46,7 +51,7 @@ class MemoryEngine:
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, _HostExtent)
-        extent.buffer = extent.pinned = None
+        extent.buffer = extent.pinned = extent.written = None
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
@@ -56,7 +61,8 @@ class MemoryEngine:
             extent.pinned = self._take(queued, memory)
             if memory.home:
                 return Copy(extent.pinned.tensor.data_ptr(), memory.ptr, memory.nbytes, extent.pinned)
-            return self._copy(queued, memory, extent.pinned, write=True)
+            extent.written = self._copy(queued, memory, extent.pinned, write=True)
+            return extent.written
         extent.buffer = Buffer(memory.nbytes)
         return Copy(extent.buffer.address, memory.ptr, memory.nbytes, extent.buffer)
 
@@ -65,7 +71,7 @@ class MemoryEngine:
         self._reap()
         queued = streams.of(memory.device)
         if queued and extent.pinned is not None:
-            return self._copy(queued, memory, extent.pinned, write=False)
+            return self._copy(queued, memory, extent.pinned, write=False, behind=extent.written)
         if not queued and extent.buffer:
             return Copy(memory.ptr, extent.buffer.address, memory.nbytes, extent.buffer)
         raise not_readable(extent.reader, memory.device)
@@ -84,24 +90,36 @@ class MemoryEngine:
             by_host = memory.home is not None
             return self._pinned.setdefault((device, by_host), Pinned(queued, device)).take(memory.nbytes)
 
-    def _copy(self, queued: streams.Streams, memory: Memory, pinned: Piece, write: bool) -> Completion:
+    def _copy(
+        self,
+        queued: streams.Streams,
+        memory: Memory,
+        pinned: Piece,
+        *,
+        write: bool,
+        behind: streams.Queued | None = None,
+    ) -> streams.Queued:
+        """`behind`: the copy that must have ended before, which nobody may have waited for (`Writer.follow`)."""
+
         def enqueue(side: streams.Stream) -> None:
+            if behind is not None:
+                behind.follow(side)
             ours = queued.view(memory.ptr, memory.nbytes, memory.device)
             theirs = pinned.tensor[: memory.nbytes]
             target, source = (theirs, ours) if write else (ours, theirs)
             queued.copy(side, target, source)
-            if not write:
-                self._reads[copy] = pinned
+            self._moving[write][copy] = pinned
 
         copy = streams.Queued(memory.device, self._sides.get(memory.device, write), enqueue, may_fail=False)
         return copy
 
     def _reap(self) -> None:
-        """Lets go of what was read. A device may read long after the host has freed the extent (`Queued.follow`)."""
-        for read in list(self._reads):
-            if not read.done():
-                return
-            del self._reads[read]
+        """Lets go of what was moved. A device may move long after the host has freed the extent (`Queued.follow`)."""
+        for moving in self._moving.values():
+            for copy in list(moving):
+                if not copy.done():
+                    break
+                del moving[copy]
 
     def failed(self, extent: Extent, error: OSError) -> None:
         raise AssertionError(f"a copy in memory cannot fail: {error}")
@@ -109,6 +127,7 @@ class MemoryEngine:
     def close(self) -> None:
         with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
             closing.callback(self._pinned.clear)
-            closing.callback(self._reads.clear)
-            for read in self._reads:
-                closing.callback(read.cancel)
+            for moving in self._moving.values():
+                closing.callback(moving.clear)
+                for copy in moving:
+                    closing.callback(copy.cancel)

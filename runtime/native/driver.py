@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,7 @@ FUNCTIONS = (  # in the order of struct Cuda in native/pool.h
     "cuMemFreeHost",
 )
 
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 DEVICES = 32  # as in native/pool.h
 
 
@@ -78,6 +80,15 @@ class CudaDriver:
         event.record(torch.cuda.current_stream(index))
         return event
 
+    def capture_apart(self) -> None:
+        """From here on no call of this thread ends the capture of a CUDA graph in another one, nor is refused there.
+
+        Such a capture, in CUDA's strictest mode as PyTorch begins it, else becomes invalid when any thread asks an
+        event.
+        """
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
     def _call(self, name: str, *arguments: object) -> None:
         result = getattr(self._library, name)(*arguments)
         if result:
@@ -107,3 +118,13 @@ def cuda() -> CudaDriver:
     Raises: RuntimeError if there is none.
     """
     return CudaDriver()
+
+
+_apart = threading.local()
+
+
+def capture_apart() -> None:
+    """`CudaDriver.capture_apart`, once in this thread, as soon as the process uses CUDA."""
+    if torch.version.cuda and torch.cuda.is_initialized() and not getattr(_apart, "done", False):
+        cuda().capture_apart()
+        _apart.done = True

@@ -61,7 +61,8 @@ class FakeEvent:
 
 
 class Copy:
-    """A queued copy. `followed`: the compute stream waits for it, so nothing behind uses its target too early."""
+    """A queued copy. `followed`: the compute stream waits for it, so nothing behind uses its target too early, or its
+    source for something else."""
 
     followed = False
 
@@ -186,9 +187,8 @@ class FakeGpu:
 
         def run() -> None:
             stream.copies.remove(copy)
-            if stream is not self.compute:
-                if not copy.followed:
-                    self.check(to, nbytes, "the target of a copy")
+            if stream is not self.compute and not copy.followed:
+                self.check(to, nbytes, "the target of a copy")
                 self.check(at, nbytes, "the source of a copy")
             _as(to, nbytes, dtype, size, stride).copy_(_as(at, nbytes, dtype, size, other))
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime import entries, inflight, stats, writer
+from ssd_fx.runtime import entries, inflight, stats, trace, writer
 from ssd_fx.runtime.deaths import when_idle
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile, staged
@@ -29,6 +29,7 @@ from tests.runtime.fake_gpu import ORDERS, FakeGpu, installed
 from tests.runtime.harness import begin, config_json, load, raw, release, settle, start_load, store, wait
 from tests.runtime.real_device import RealDevice, kinds
 
+op = torch.ops.ssd_fx
 N = 50_000
 MEMORY = json.dumps({"engine": "memory"})
 DTYPES = [
@@ -147,11 +148,11 @@ def test_the_host_does_not_wait_for_a_copy():
         del handle, entry
         assert entries.living() == []  # so its host memory is free, as far as the store knows
         engine = get_store(MEMORY).engine
-        assert (fake.ms, len(engine._reads)) == (before, 1)
+        assert (fake.ms, len(engine._moving[False])) == (before, 1)
         assert fake.bytes_of(y) == raw(values)
         assert stats.stats().stall_s == 0
         store(fake.tensor(numbers(1)), MEMORY, slot=99)
-        assert len(engine._reads) == 0
+        assert len(engine._moving[False]) == 0
         close_stores()
 
 
@@ -455,6 +456,44 @@ def test_an_interrupt_before_the_transfer_was_queued_is_no_success():
         del x
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("case", ["a release that blocks", "no room in flight"])
+def test_the_host_does_not_wait_for_memory_to_go_back(order, case):
+    """The tensor's stream does, so that its memory goes back in that order; and the reads wait for the writes."""
+    options = {"inflight": 50} if case == "no room in flight" else {}
+    config = json.dumps({"engine": "memory", "adapt": False, "prefetch": 0, **options})
+    with installed(order) as fake:
+        handles = []
+        for slot in range(6):
+            x, before = fake.tensor(numbers(slot)), fake.ms
+            handle = op.store(x, config, "follow", slot, 2 * slot)
+            op.wait_store_(handle, x, 2 * slot + 1, True, case == "a release that blocks")
+            handles.append(handle)
+            if order == "lazy":
+                assert fake.ms == before, "the host had the device run"
+            del x
+        for slot, handle in reversed(list(enumerate(handles))):
+            assert fake.bytes_of(load(handle, numbers(slot))) == raw(numbers(slot))
+        assert fake.violations == []
+        assert stats.stats().stall_s == 0
+        close_stores()
+
+
+def test_a_write_that_the_device_waits_for_is_traced_when_it_has_ended():
+    config = json.dumps({"engine": "memory", "adapt": False})
+    with installed("lazy") as fake:
+        x = fake.tensor(numbers())
+        handle = op.store(x, config, "follow", 0, 0)
+        op.wait_store_(handle, x, 1, True, True)
+        assert [event.kind for event in trace.events() if event.kind == "write"] == []
+        assert lookup(handle).state is State.ON_DISK
+        assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
+        store(fake.tensor(numbers(1)), config, slot=99)
+        (write,) = [event for event in trace.events() if event.kind == "write"]
+        assert write.ended > write.started > 0
+        close_stores()
+
+
 def test_an_interrupted_read_of_host_memory_does_not_end_the_engine_badly(monkeypatch):
     with installed("lazy") as fake:
         engine, x = MemoryEngine(), fake.tensor(torch.ones(10))
@@ -469,11 +508,11 @@ def test_an_interrupted_read_of_host_memory_does_not_end_the_engine_badly(monkey
                 super().__setitem__(*item)
                 raise KeyboardInterrupt
 
-        engine._reads = Interrupting()
+        engine._moving[False] = Interrupting()
         with pytest.raises(KeyboardInterrupt):
             read.start()
         engine.close()
-        assert (engine._reads, engine._pinned) == ({}, {})
+        assert (engine._moving, engine._pinned) == ({True: {}, False: {}}, {})
         del x
 
 
