@@ -22,6 +22,7 @@ FUNCTIONS = (  # in the order of struct Cuda in native/pool.h
     "cuMemcpyAsync",
     "cuMemHostAlloc",
     "cuMemFreeHost",
+    "cuThreadExchangeStreamCaptureMode",
 )
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

@@ -27,9 +27,12 @@ typedef struct Cuda {
     int (*copy)(uint64_t target, uint64_t source, size_t bytes, void *stream);
     int (*host_alloc)(void **memory, size_t bytes, unsigned flags);
     int (*host_free)(void *memory);
+    int (*capture_mode)(int *mode);
 } Cuda;
 
-enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, EVENT_SYNCHRONIZE, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE };
+enum {
+    SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, EVENT_SYNCHRONIZE, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE, CAPTURE_MODE
+};
 
 typedef struct Device {
     Cuda cuda;

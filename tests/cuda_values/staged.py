@@ -25,6 +25,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyAsync": (_A, _A, _N, _P),
     "cuMemHostAlloc": (ctypes.POINTER(_P), _N, _U),
     "cuMemFreeHost": (_P,),
+    "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(ctypes.c_int),),
 }
 
 
@@ -71,6 +72,9 @@ class LateDriver:
         return safe
 
     def _cuCtxSetCurrent(self, context: int) -> None: ...
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
+        assert mode[0] == 1, "thread-local"
 
     def _cuStreamCreate(self, made: Any, flags: int) -> None:
         with self._gpu.lock:

@@ -4,16 +4,17 @@
  * way an event stands for a point in the work of the "compute stream", which happens only when somebody waits for the
  * event, or at fake_finish. So a copy ahead of that wait sees memory that is not written yet, or is overwritten
  * afterwards; and a copy that nobody waits for has not happened. Device memory must be declared; a copy beyond it, a
- * function called without its context, or an event that is gone, is refused.
+ * function called without its context, or an event that is gone, is refused. Another thread captures a graph all the
+ * time, so what may end the capture is refused to threads whose capture mode is not thread-local.
  */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
-enum { FUNCTIONS = 8, SLOTS = 1024 };
-enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, EVENT_SYNCHRONIZE, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE };
+enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, CAPTURED = 900 };
+enum { FUNCTIONS = 9, SLOTS = 1024 };
+enum { SET_CONTEXT, STREAM_CREATE, STREAM_DESTROY, EVENT_SYNCHRONIZE, STREAM_SYNCHRONIZE, COPY, HOST_ALLOC, HOST_FREE, CAPTURE_MODE };
 
 typedef struct Task { struct Task *next; char *target; const char *source; size_t bytes; } Task;
 typedef struct Queue { Task *first, *last; } Queue;
@@ -30,6 +31,7 @@ static long counts[7]; /* streams alive, pinned blocks alive, copies given, copi
                         * pinned bytes alive, pinned blocks and streams made */
 static Event *events; /* never freed, so that the use of one that is gone can be told */
 static _Thread_local void *current;
+static _Thread_local int apart; /* calls of this thread leave the captures of others alone */
 
 static void put(Queue *q, Task task) {
     Task *t = malloc(sizeof *t);
@@ -128,6 +130,7 @@ int fake_event_synchronize(void *event) {
     ENTER(EVENT_SYNCHRONIZE);
     Event *e = event;
     if (!result && !current) result = INVALID_CONTEXT;
+    if (!result && !apart) result = CAPTURED;
     if (!result && (!e || !e->alive)) result = INVALID_HANDLE;
     if (!result) compute_until(e->position);
     LEAVE;
@@ -161,6 +164,7 @@ int fake_copy(uint64_t target, uint64_t source, size_t bytes, void *stream) {
 int fake_host_alloc(void **at, size_t bytes, unsigned flags) {
     ENTER(HOST_ALLOC);
     if (!result && (!current || flags != 1)) result = INVALID_CONTEXT;
+    if (!result && !apart) result = CAPTURED;
     if (!result) {
         Range *r = slot(pinned, NULL);
         r->allocated = malloc(bytes + 8192);
@@ -183,6 +187,16 @@ int fake_host_free(void *at) {
         counts[1]--;
         counts[5] -= (long)r->bytes;
         memset(r, 0, sizeof *r);
+    }
+    LEAVE;
+}
+
+int fake_capture_mode(int *mode) {
+    ENTER(CAPTURE_MODE);
+    if (!result && *mode != 1) result = INVALID_VALUE; /* thread-local */
+    if (!result) {
+        *mode = 0; /* it was global */
+        apart = 1;
     }
     LEAVE;
 }

@@ -21,6 +21,7 @@ ADDRESSES = (  # in the order of FUNCTIONS
     "fake_copy",
     "fake_host_alloc",
     "fake_host_free",
+    "fake_capture_mode",
 )
 
 

@@ -334,6 +334,7 @@ def test_the_table_is_in_the_order_of_the_struct():
         "copy": "cuMemcpyAsync",
         "host_alloc": "cuMemHostAlloc",
         "host_free": "cuMemFreeHost",
+        "capture_mode": "cuThreadExchangeStreamCaptureMode",
     }
     assert tuple(meanings[member] for member in members) == driver.FUNCTIONS
     assert f"#define DEVICES {driver.DEVICES}\n" in header

@@ -479,6 +479,21 @@ def test_the_host_does_not_wait_for_memory_to_go_back(order, case):
         close_stores()
 
 
+def test_memory_goes_back_in_the_order_of_the_stream_that_made_it():
+    """And not of the stream of a thread that happens to release it, or to need room in flight."""
+    config = json.dumps({"engine": "memory", "adapt": False, "prefetch": 0})
+    with installed("lazy") as fake:
+        x, own = fake.tensor(numbers()), fake.compute
+        handle = op.store(x, config, "follow", 0, 0)
+        with fake.on_another_stream():
+            before = len(own.tasks)
+            op.wait_store_(handle, x, 1, True, True)
+            assert len(own.tasks) == before + 1, "it waits for the end of the copy"
+        del x
+        assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
+        close_stores()
+
+
 def test_a_write_that_the_device_waits_for_is_traced_when_it_has_ended():
     config = json.dumps({"engine": "memory", "adapt": False})
     with installed("lazy") as fake:

@@ -214,6 +214,14 @@ FAULTS = (
         "tests/runtime/test_runtime_streams.py::test_what_is_given_away_does_not_wait_for_its_copy",
     ),
     Fault(
+        "memory_goes_back_in_the_order_of_any_stream",
+        "runtime/writer.py",
+        "write.follow(entry.stream)",
+        "write.follow()",
+        "a kernel of the stream that made a tensor writes over it while it is copied: wrong gradients",
+        "tests/runtime/test_runtime_streams.py::test_memory_goes_back_in_the_order_of_the_stream_that_made_it",
+    ),
+    Fault(
         "later_is_never",
         "runtime/writer.py",
         "            entry.later = False\n",
