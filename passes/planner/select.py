@@ -74,7 +74,8 @@ def select(
     copied = _copied(solution, options) if host_tier else set()
     later = _later(plan, modelled, solution, options, copied)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
-    transfers = {modelled.slots[i]: t for i, t in _in_order(modelled, solution, copied).items()}
+    in_order = _in_order(modelled.step.forward, solution) if options.copied and host_tier else solution.transfers
+    transfers = {modelled.slots[i]: t for i, t in in_order.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
     host_speedup = machine.lanes("host").write_bw / machine.write_bw if host_tier and not options.host_budget else 0.0
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
@@ -202,17 +203,17 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
     assert_never(chosen)
 
 
-def _in_order(modelled: Modelled, found: Solution, copied: Set[int]) -> dict[int, Transfer]:
-    """The transfers, with the releases of a device's copies where the copies are to have ended.
+def _in_order(forward: int, found: Solution) -> dict[int, Transfer]:
+    """The transfers, with their releases where the copies are to have ended, in the `forward` first operators.
 
     A device's memory goes back in the order of its stream, which waits there for a copy that is late. The host runs far
-    ahead: without such a release it would find most copies under way, and hold their tensors.
+    ahead: without such a release it would find most copies under way, and hold their tensors. This is for copies only,
+    which nobody but the stream waits for. The host would wait for a drive.
     """
     outcome, made = found.outcome, dict(found.transfers)
-    for i in copied - outcome.forwarded:
-        transfer = made[i]
+    for i, transfer in found.transfers.items():
         ended = bisect_left(outcome.starts, outcome.write_ends[i]) - 1
-        if not transfer.block and ended < modelled.step.forward:
+        if i not in outcome.forwarded and not transfer.block and ended < forward:
             made[i] = replace(transfer, release_after=max(transfer.release_after, ended), block=True)
     return made
 

@@ -20,7 +20,9 @@ from ssd_fx.passes.cost.machine import Machine, Tier
 from ssd_fx.passes.partition import Partition, arguments_of, node_names
 from ssd_fx.passes.plan import Offload, Plan
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
-from ssd_fx.passes.planner.simulate import simulate
+from ssd_fx.passes.planner.select import _in_order
+from ssd_fx.passes.planner.simulate import Outcome, simulate
+from ssd_fx.passes.planner.solution import Solution
 from ssd_fx.passes.planner.solve import solve
 from ssd_fx.passes.verify.errors import VerifyError
 from ssd_fx.passes.verify.plan import verify_plan
@@ -432,3 +434,21 @@ def test_what_one_forward_keeps_for_a_quick_backward_does_not_add_up(
     counts = ssd_fx.stats()
     assert counts.forwarded_bytes > 0  # of the last
     assert max(held) < 2 * held[0] + (256 << 10)
+
+
+def test_releases_of_copies_stand_where_the_copies_end() -> None:
+    """A device's stream waits there. What ends in the backward, or is needed before, is released as before."""
+    soon, late, in_vain, blocking = (Transfer(0, 0, block, 5) for block in (False, False, False, True))
+    outcome = Outcome(
+        seconds=6.0,
+        write_stall_s=0.0,
+        read_stall_s=0.0,
+        memory=(0,) * 6,
+        written=0,
+        starts=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
+        write_ends={0: 1.5, 1: 4.5, 2: 1.5, 3: 1.5},
+        forwarded={2},
+    )
+    found = Solution((Choice.OFFLOAD,) * 4, {0: soon, 1: late, 2: in_vain, 3: blocking}, outcome)
+    moved = replace(soon, release_after=1, block=True)
+    assert _in_order(3, found) == {0: moved, 1: late, 2: in_vain, 3: blocking}
