@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -123,12 +123,12 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _give_back_idle(failing: set[Callable[[], None]]) -> None:
-    """Nothing has died for a while. `failing`: what failed the last time, which is logged once.
+def _call(functions: Iterable[Callable[[], None]], failing: set[Callable[[], None]]) -> None:
+    """`failing`: what failed the last time, which is logged once.
 
     An error, of a device for example, must not end this thread: nobody else looks at what died.
     """
-    for function in (*before_work, *when_idle):
+    for function in functions:
         try:
             function()
             failing.discard(function)
@@ -144,15 +144,14 @@ def _follow_up(wake: _Queue) -> None:
         try:
             guards = {wake.get(timeout=IDLE_S).item}
         except queue.Empty:
-            _give_back_idle(failing)
+            _call((*before_work, *when_idle), failing)
             continue
         time.sleep(PAUSE_S)
         while not wake.empty():
             guards.add(wake.get().item)
+        _call(before_work, failing)
         for guard in guards:
             try:
-                for function in before_work:
-                    function()
                 guard.drain()
             except Exception:  # the item stays queued, so the next op raises this in the user's thread
                 logging.getLogger("ssd_fx").exception("giving back what died failed")

@@ -31,8 +31,8 @@ class _HostExtent(Extent):
 class MemoryEngine:
     """Extents are host memory and transfers are copies: the reference that others are compared with.
 
-    A copy from a device may go on after its extent was freed (`Writer.give_away`). The next one into the same memory is
-    queued behind it. What the host copies, which waits for no stream, goes to memory that no such copy ever gets.
+    A copy may go on after its extent was freed (`Writer.give_away`, `Queued.follow`). It keeps its host memory until it
+    has ended. What the host copies, which waits for no stream, goes to memory that no such copy ever gets.
     """
 
     name = "memory"

@@ -24,7 +24,7 @@ static void *lane(Worker *w, const Request *r, Failure *failure) {
     Lane *own = &w->lanes[d->index];
     if (!succeeded(cuda->set_context(d->context), SET_CONTEXT, r->offset, failure)) return NULL;
     if (!own->stream) {
-        int mode = 1; /* CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: no call here ends the capture of a graph in another thread */
+        int mode = 1; /* CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: no call here ends another thread's capture of a graph */
         if (!succeeded(cuda->capture_mode(&mode), CAPTURE_MODE, r->offset, failure)) return NULL;
         void *stream = NULL;
         int result = cuda->stream_create(&stream, 1 /* CU_STREAM_NON_BLOCKING */);

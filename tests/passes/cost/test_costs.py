@@ -136,6 +136,15 @@ def test_attention_has_flops_of_its_own_and_skips_blocks(causal: bool, share: fl
     assert ns == share * 4 * 2 * 2048 * 2048 * 64 / 4
 
 
+@pytest.mark.parametrize(("size", "tflops"), [(32, 4.0), (64, 4.0), (96, 5.0), (128, 6.0), (256, 6.0)])
+def test_attention_has_a_rate_for_the_size_of_its_heads(size: int, tflops: float) -> None:
+    """Between the two that were measured in proportion, beyond them as at the nearer one."""
+    rates = {"attention_flops": {"bfloat16": 4e12}, "wide_attention_flops": {"bfloat16": 6e12}}
+    assert MACHINE.with_rates(rates).fused_attention_flops(torch.bfloat16, size, backward=False) == tflops * 1e12
+    narrow = MACHINE.with_rates({"attention_flops": {"bfloat16": 4e12}})
+    assert narrow.fused_attention_flops(torch.bfloat16, size, backward=False) == 4e12
+
+
 def test_an_operator_that_is_only_called_attention_is_priced_like_any_other() -> None:
     """Its arguments may have any names, and there may be any number of them."""
 
