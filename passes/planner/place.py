@@ -257,6 +257,26 @@ def free_bytes(
     return limit - np.cumsum(change[:-1], dtype=np.float64)
 
 
+def least_head(step: Step, choices: Sequence[Choice], order: Sequence[int], limit: float) -> int:
+    """How many of `order`, which are offloaded beside `choices`, it takes to meet the limit if transfers take no time.
+
+    All of them if that is not enough.
+    """
+    firsts, columns = first_uses(step, choices), step.columns
+    free = free_bytes(step, choices, limit, firsts)
+    nbytes = np.array([columns.nbytes[i] if choices[i] is Choice.KEEP else 0 for i in order], dtype=np.int64)
+    gone = np.array([columns.last_use[i] + 1 for i in order], dtype=np.int64)
+    back = np.array([firsts[i] for i in order], dtype=np.int64)
+
+    def is_enough(count: int) -> bool:
+        change = np.zeros(len(free) + 1, dtype=np.int64)
+        np.subtract.at(change, gone[:count], nbytes[:count])
+        np.add.at(change, back[:count], nbytes[:count])
+        return bool((free - np.cumsum(change[:-1])).min(initial=0) >= 0)
+
+    return bisect_left(range(len(order)), True, key=is_enough)
+
+
 def floor(step: Step) -> int:
     """The peak in bytes with all that can be offloaded or recomputed gone, and infinitely fast I/O."""
     change = step.columns.change.copy()

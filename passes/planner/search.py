@@ -23,7 +23,7 @@ from ssd_fx.passes.cost.machine import TIERS, Machine
 from ssd_fx.passes.planner import host_tier
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
-from ssd_fx.passes.planner.place import LOAD_MARGIN, free_bytes, place
+from ssd_fx.passes.planner.place import LOAD_MARGIN, free_bytes, least_head, place
 from ssd_fx.passes.planner.segments import boundaries
 from ssd_fx.passes.planner.simulate import Outcome, simulate
 from ssd_fx.passes.planner.solution import EQUAL, TOLERANCE, Solution, better, fits, kept_bytes, size
@@ -57,6 +57,7 @@ class Search:
         self.waits = False  # whether every release waits for its write
         self.seen: dict[Wishes, Solution | None] = {}
         self.allowed = [_allowed(item) for item in step.items]
+        self.preferred = [_preferred(item) for item in step.items]
         self.must = least_bytes(step, limit, share_bytes)
         self.enough_s = (1 + ENOUGH) * lower_bound(step, machine, limit, share_bytes)
 
@@ -208,7 +209,7 @@ class Search:
         def offloaded(count: int) -> Solution | None:
             return self.solution(self._with(recomputed, order, count, defer))
 
-        low = self._least_head(recomputed, order)
+        low = least_head(self.step, _choices(self._with(recomputed, order, 0, False)), order, self.limit)
         high, more = low, 1
         while high < len(order) and offloaded(high) is None:
             low, high, more = high + 1, min(high + more, len(order)), 2 * more
@@ -217,21 +218,9 @@ class Search:
             low, high = (low, middle) if offloaded(middle) is not None else (middle + 1, high)
         return offloaded(low)
 
-    def _least_head(self, recomputed: set[int], order: list[int]) -> int:
-        """The shortest head of an order that would meet the limit if transfers took no time; `_shortest` goes on."""
-        low, high = 0, len(order)
-        while low < high:
-            middle = (low + high) // 2
-            choices = _choices(self._with(recomputed, order, middle, False))
-            if free_bytes(self.step, choices, self.limit).min(initial=0) >= 0:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
     def _with(self, recomputed: set[int], order: list[int], count: int, defer: bool) -> Wishes:
         """Offload the first `count` of `order`. With `defer`, the next ones are deferred until the share is met."""
-        wishes = [_preferred(item) for item in self.step.items]
+        wishes = self.preferred.copy()
         for i in recomputed:
             wishes[i] = (Choice.RECOMPUTE, False)
         for i in order[:count]:
