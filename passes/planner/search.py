@@ -25,7 +25,7 @@ from ssd_fx.passes.planner.bound import least_bytes, lower_bound
 from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
 from ssd_fx.passes.planner.place import LOAD_MARGIN, free_bytes, least_head, place
 from ssd_fx.passes.planner.segments import boundaries
-from ssd_fx.passes.planner.simulate import Outcome, simulate
+from ssd_fx.passes.planner.simulate import Outcome, first_uses, simulate
 from ssd_fx.passes.planner.solution import EQUAL, TOLERANCE, Solution, better, fits, kept_bytes, size
 
 # Simulations, in the time that one takes; each visits all operators and items of the step. So the search is a constant
@@ -216,7 +216,35 @@ class Search:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if offloaded(middle) is not None else (middle + 1, high)
-        return offloaded(low)
+        found = offloaded(low)
+        return found and self._not_in_vain(found, self._with(recomputed, order, low, defer))
+
+    def _not_in_vain(self, found: Solution, wishes: Wishes) -> Solution:
+        """The better of a solution and the one that keeps what it recomputes though there is memory for it.
+
+        What is dearest per byte is kept first. Of the logits nothing is gained: the loss reads them at the end of the
+        forward, and its gradient at the begin of the backward.
+        """
+        items, columns = self.step.items, self.step.columns
+        free, firsts = self.limit - np.array(found.outcome.memory), first_uses(self.step, found.choices)
+        room = self.share_bytes - kept_bytes(self.step, found.choices)
+        kept = set[int]()
+        for i in self._dearest(found.choices):
+            gone = free[columns.last_use[i] + 1 : firsts[i]]
+            if Choice.KEEP in items[i].choices and gone.size and items[i].nbytes <= min(room, gone.min()):
+                gone -= items[i].nbytes
+                room -= items[i].nbytes
+                kept.add(i)
+        if not kept:
+            return found
+        other = self.solution(tuple((Choice.KEEP, False) if i in kept else wish for i, wish in enumerate(wishes)))
+        return other if other is not None and better(other.outcome, found.outcome) else found
+
+    def _dearest(self, choices: Sequence[Choice]) -> list[int]:
+        """What is recomputed, the dearest per byte first."""
+        again_s, items = self.step.fair_again_s, self.step.items
+        recomputed = [i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
+        return sorted(recomputed, key=lambda i: -again_s[i] / max(items[i].nbytes, 1))
 
     def _with(self, recomputed: set[int], order: list[int], count: int, defer: bool) -> Wishes:
         """Offload the first `count` of `order`. With `defer`, the next ones are deferred until the share is met."""

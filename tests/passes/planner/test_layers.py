@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -118,3 +119,15 @@ def test_a_share_is_of_the_range_from_the_floor_to_everything_kept() -> None:
     least, most = floor(step), everything(step)
     assert limits(step, 0.5, whole=True) == Limits(least + 0.5 * (most - least), math.inf)
     assert limits(step, 0.5).kept == 0.5 * sum(item.nbytes for item in step.items)
+
+
+def test_what_is_read_on_both_sides_of_the_loss_is_not_recomputed() -> None:
+    """The logits are cheap per byte to compute again, and alive at the peak whatever becomes of them."""
+    step, logits = layered(), LAYERS * PER_LAYER
+    large = Item(200, logits, logits, logits + 2, logits + 2, 1.0, ALL)
+    seconds = (*step.seconds[:logits], 1.0, 1.0, 2.0, *step.seconds[logits:])
+    later = [replace(i, first_use=i.first_use + 3, last_bwd_use=i.last_bwd_use + 3) for i in step.items]
+    whole = Step(seconds, (5,) * len(seconds), logits + 2, (*later, large))
+    found = solve(whole, machine(0.1), limit=floor(whole) + 60, share_bytes=math.inf, quick=True)
+    assert found.choices[-1] is Choice.KEEP
+    assert Choice.RECOMPUTE in found.choices
