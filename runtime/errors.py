@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,12 +16,21 @@ if TYPE_CHECKING:
 
 
 def changed_in_place(entry: Entry, version: int) -> RuntimeError:
-    """Somebody wrote into the tensor after its store. The text begins as eager mode's does."""
-    kind = torch.empty(0, dtype=entry.layout.dtype, device=entry.device).type()
+    """Somebody wrote into the tensor after its store."""
+    x = torch.empty(0, dtype=entry.layout.dtype, device=entry.device)
+    return _changed(x, entry.layout.size, f", stored by ssd_fx as {entry.name},", version, entry.version)
+
+
+def changed_while_kept(x: Tensor, version: int) -> RuntimeError:
+    """Somebody wrote into a tensor that a checkpoint keeps in memory, after its forward."""
+    return _changed(x, x.shape, ", an argument of a checkpoint,", x._version, version)
+
+
+def _changed(x: Tensor, size: Sequence[int], what: str, version: int, expected: int) -> RuntimeError:
+    """The text begins as eager mode's does."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {version}; "
-        f"expected version {entry.version} instead"
+        f"[{x.type()} {list(size)}]{what} is at version {version}; expected version {expected} instead"
     )
 
 

@@ -5,6 +5,7 @@ from ssd_fx import versions  # noqa: F401
 
 # isort: split
 from ssd_fx.backend import backend, check_options
+from ssd_fx.checkpoints import checkpoint
 from ssd_fx.config import Config
 from ssd_fx.estimate import estimate
 from ssd_fx.explain import explain, report
@@ -28,6 +29,7 @@ __all__ = [
     "Stats",
     "backend",
     "check_options",
+    "checkpoint",
     "close",
     "estimate",
     "explain",

@@ -1,0 +1,390 @@
+"""`ssd_fx.checkpoint`: to the bit PyTorch's checkpoint, whose inputs are not in memory between forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import ssd_fx
+from ssd_fx.runtime import entries
+from tests import sources
+from tests.faults.toys import settle
+
+WIDTH, ROWS = 32, 64
+Region = Callable[..., Any]  # `checkpoint` with its options given
+
+
+class Block(nn.Module):
+    """A product, gelu, dropout and another product, with a way around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, WIDTH))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        found = x + self.inner(x)
+        return found if scale is None else found * scale
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, region: Region, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = region(block, x)
+        return x.square().mean()
+
+
+Program = Callable[[Region], list[Tensor]]
+
+
+def batch() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def trained(run: Callable[[Net, Tensor], Tensor | None]) -> list[Tensor]:
+    """The gradients of two steps; a backward begins when all that was stored is on disk."""
+    net, seen = Net(), list[Tensor]()
+    for step in range(2):
+        torch.manual_seed(step)
+        x = batch()
+        loss = run(net, x)
+        settle()
+        if loss is not None:
+            loss.backward()
+        seen += [p.grad.clone() for p in (x, *net.parameters()) if p.grad is not None]
+    return seen
+
+
+def plain(region: Region) -> list[Tensor]:
+    return trained(lambda net, x: net(region, x))
+
+
+def under_autocast(region: Region) -> list[Tensor]:
+    def run(net: Net, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(region, x)
+
+    return trained(run)
+
+
+def nested(region: Region) -> list[Tensor]:
+    """The inner checkpoint is within the outer one, which computes it again."""
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        first, second, third = net.blocks
+        return region(lambda y: third(region(second, region(first, y))), 2 * x).square().mean()  # type: ignore[no-any-return]
+
+    return trained(run)
+
+
+def within_torchs(region: Region) -> list[Tensor]:
+    def run(net: Net, x: Tensor) -> Tensor:
+        return torch_checkpoint(lambda y: net(region, y), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    return trained(run)
+
+
+def without_early_stop(region: Region) -> list[Tensor]:
+    def run(net: Net, x: Tensor) -> Tensor:
+        with set_checkpoint_early_stop(False):
+            return net(region, x)
+
+    return trained(run)
+
+
+def selective(region: Region) -> list[Tensor]:
+    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        saved = op == torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return trained(lambda net, x: net(partial(region, context_fn=contexts), x))
+
+
+def graph_kept(region: Region) -> list[Tensor]:
+    """Two backwards through all of it."""
+
+    def run(net: Net, x: Tensor) -> None:
+        loss = net(region, x)
+        settle()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    return trained(run)
+
+
+def two_outputs_one_after_the_other(region: Region) -> list[Tensor]:
+    """Two backwards, each through another output: the function runs again for each, though no graph is kept."""
+
+    def run(net: Net, x: Tensor) -> None:
+        a, b = region(lambda y: (net.blocks[0](y), net.blocks[1](y).sin()), x.clone())
+        settle()
+        a.square().sum().backward()
+        b.square().sum().backward()
+
+    return trained(run)
+
+
+def several_arguments(region: Region) -> list[Tensor]:
+    """A tensor twice, a transposed one, one without a gradient, a keyword, and what is no tensor."""
+
+    def call(x: Tensor, again: Tensor, turned: Tensor, mask: Tensor, power: int, *, scale: Tensor) -> Tensor:
+        return (x * again + turned.t()).masked_fill(mask, 0.0).pow(power) * scale
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        y, mask = net.blocks[0](x), torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) % 3 == 0
+        found: Tensor = region(call, y, y, (2 * x).t(), mask, 3, scale=x.exp())
+        return found.sum()
+
+    return trained(run)
+
+
+def views(region: Region) -> list[Tensor]:
+    """Halves of one tensor, and one that is read with gaps."""
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        left, right = net.blocks[0](x).chunk(2, dim=1)
+        found: Tensor = region(lambda a, b, c: (a.sin() * b + c.cos()).sum(), left, right, (3 * x)[:, ::2])
+        return found
+
+    return trained(run)
+
+
+PROGRAMS: tuple[Program, ...] = (
+    plain,
+    under_autocast,
+    nested,
+    within_torchs,
+    without_early_stop,
+    selective,
+    graph_kept,
+    two_outputs_one_after_the_other,
+    several_arguments,
+    views,
+)
+STAYS = (within_torchs,)  # the checkpoint around it drops what is saved within
+
+
+def stock(program: Program) -> list[Tensor]:
+    return program(partial(torch_checkpoint, use_reentrant=False))
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+    assert all(same), f"of the gradients these are the same: {same}"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_under_every_source(program: Program) -> None:
+    expected = stock(program)
+    for source in sources.ALL:
+        with source.forced() as options:
+            assert_same(program(partial(ssd_fx.checkpoint, options=options)), expected)
+            if program not in STAYS:
+                source.check(ssd_fx.stats())
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> Region:
+    return partial(ssd_fx.checkpoint, options={"dirs": [str(tmp_path)], "min_bytes": 0, "allow_tmpfs": True})
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_on_a_disk(program: Program, region: Region) -> None:
+    expected = stock(program)
+    assert_same(program(region), expected)
+    stats = ssd_fx.stats()
+    assert (stats.read_bytes > 0) == (program not in STAYS)
+    assert not entries.living()
+
+
+def is_gone(entry: entries.Entry) -> bool:
+    with entries.GUARD.lock:
+        entry.store.writer.reap()
+    return entry.held is None
+
+
+def test_inputs_are_gone_between_forward_and_backward(region: Region) -> None:
+    """Those of all blocks but the first, whose input the caller has."""
+    net, x = Net(), batch()
+    for _ in range(2):
+        loss = net(region, x)
+        settle()
+        assert sum(is_gone(entry) for entry in entries.living()) == len(net.blocks) - 1
+        loss.backward()
+    assert ssd_fx.stats().freed_bytes == 2 * (len(net.blocks) - 1) * ROWS * WIDTH * 4
+
+
+def test_the_next_input_is_read_ahead(region: Region) -> None:
+    net = Net(4)
+    for _ in range(2):
+        loss = net(region, batch() * 1)
+        settle()
+        loss.backward()
+    stats = ssd_fx.stats()
+    assert stats.prefetched_bytes == stats.read_bytes - 2 * ROWS * WIDTH * 4, "all but that of the last block"
+
+
+def test_small_inputs_and_leaves_stay(tmp_path: Path) -> None:
+    options = {"dirs": [str(tmp_path)], "allow_tmpfs": True}
+    small = partial(ssd_fx.checkpoint, options=options | {"min_bytes": ROWS * WIDTH * 4 + 1})
+    assert_same(plain(small), stock(plain))
+    weight = nn.Parameter(torch.ones(64))
+    leaf = partial(ssd_fx.checkpoint, options=options | {"min_bytes": 1})
+    leaf(torch.exp, weight).sum().backward()
+    assert ssd_fx.stats().stores == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 30], ids=["stored", "kept"])
+def test_an_input_that_is_changed_in_place_is_an_error(nbytes: int, tmp_path: Path) -> None:
+    """PyTorch's checkpoint raises as well. Under hooks, autograd itself compares no versions."""
+    options = {"dirs": [str(tmp_path)], "allow_tmpfs": True, "min_bytes": nbytes}
+    for region in (partial(torch_checkpoint, use_reentrant=False), partial(ssd_fx.checkpoint, options=options)):
+        x = batch() * 1
+        y = region(torch.exp, region(torch.sin, x))
+        with torch.no_grad():
+            x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+class Broken(Exception):
+    pass
+
+
+def test_an_exception_leaves_nothing_behind(region: Region) -> None:
+    """In the forward, and in the second run of the function."""
+    runs = 0
+
+    def breaks(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs in (1, 3):
+            raise Broken
+        return x.exp()
+
+    for _ in range(2):  # the second call's function runs again in the backward
+        with pytest.raises(Broken):
+            region(breaks, region(torch.sin, batch() * 1)).sum().backward()
+    gc.collect()
+    assert not entries.living()
+
+
+def test_a_graph_that_is_dropped_leaves_nothing_behind(region: Region) -> None:
+    loss = Net()(region, batch())
+    assert entries.living()
+    del loss
+    gc.collect()
+    assert not entries.living()
+
+
+def test_threads_have_checkpoints_of_their_own(region: Region) -> None:
+    def gradients(region: Region) -> list[Tensor]:
+        net = Net().eval()
+        net(region, batch()).backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    expected, found = gradients(partial(torch_checkpoint, use_reentrant=False)), list[list[Tensor]]()
+    seeded = threading.Lock()
+
+    def work() -> None:
+        with seeded:  # the weights are drawn from the generator of all
+            net = Net().eval()
+        for _ in range(5):
+            net.zero_grad()
+            net(region, batch()).backward()
+            found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 15
+    for each in found:
+        assert_same(each, expected)
+
+
+def test_without_gradients_nothing_is_stored(region: Region) -> None:
+    with torch.no_grad():
+        Net()(region, batch())
+    assert ssd_fx.stats().stores == 0
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "ssd_fx"])
+def test_around_compiled_blocks(inner: str, region: Region, tmp_path: Path) -> None:
+    """The most common set-up of long training: every block compiled by itself, and checkpointed."""
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0, "allow_tmpfs": True, "inner": "aot_eager"}
+
+    def compiled(region: Region) -> list[Tensor]:
+        torch._dynamo.reset()
+        backend: dict[str, Any] = {"backend": inner}
+        if inner == "ssd_fx":
+            backend = {"backend": ssd_fx.backend, "options": options}
+        net = Net().eval()  # without dropout, whose numbers eager mode and compiled code draw otherwise
+        blocks = [torch.compile(block, **backend) for block in net.blocks]
+        seen = []
+        for _ in range(2):
+            x = batch()
+            y: Tensor = x
+            for block in blocks:
+                y = region(block, y)
+            settle()
+            y.square().mean().backward()
+            seen += [p.grad.clone() for p in (x, *net.parameters()) if p.grad is not None]
+        return seen
+
+    with pytest.warns(RuntimeWarning, match="keeps all tensors") if inner == "ssd_fx" else contextlib.nullcontext():
+        expected = compiled(partial(torch_checkpoint, use_reentrant=False))
+        assert ssd_fx.stats().stores == 0
+        assert_same(compiled(region), expected)
+    assert ssd_fx.stats().read_bytes > 0
+
+
+def test_compiled_around_it_is_pytorchs(region: Region) -> None:
+    """The compiler traces the checkpoint, and decides itself what is stored."""
+    net = Net().eval()
+
+    def step(region: Region) -> list[Tensor]:
+        torch._dynamo.reset()
+        x = batch()
+        torch.compile(lambda x: net(region, x), backend="aot_eager", fullgraph=True)(x).backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    assert_same(step(region), step(partial(torch_checkpoint, use_reentrant=False)))
+    assert ssd_fx.stats().stores == 0
+
+
+@pytest.fixture
+def no_options_known() -> Iterator[None]:
+    yield
+    ssd_fx.checkpoints._known.clear()
+
+
+@pytest.mark.usefixtures("no_options_known")
+def test_bad_input() -> None:
+    x = batch() * 1
+    with pytest.raises(ValueError, match="right would be use_reentrant=False"):
+        ssd_fx.checkpoint(torch.exp, x, use_reentrant=True)
+    with pytest.raises(ValueError, match="no option 'dir'; did you mean 'dirs'"):
+        ssd_fx.checkpoint(torch.exp, x, options={"dir": "/x"})
+    with pytest.raises(OSError, match="/nowhere"):
+        ssd_fx.checkpoint(torch.exp, x, options={"dirs": ["/nowhere"]})
+    with pytest.raises(ValueError, match="determinism_check should be one of"):
+        ssd_fx.checkpoint(torch.exp, x, determinism_check="sometimes")
