@@ -4,6 +4,7 @@ python benchmarks/resident.py --dir /mnt/nvme --rounds 15
 python benchmarks/resident.py --dir /mnt/nvme --rounds 4 --processes 6   # equal processes differ by some percent
 python benchmarks/resident.py --dir /mnt/nvme --ways inductor 0.05 checksums=false budget=0,cpu_allocator=false
 python benchmarks/resident.py --dir /mnt/nvme --ways inductor budget0 inductor+jemalloc --jemalloc LIB.so
+python benchmarks/resident.py --dir /mnt/nvme --layers 24 --ways blocks_checkpoint ssd_fx_checkpoint   # of every block
 
 How it is measured: a process for each way, in rounds of one step of each (workers.py). Resident memory is the highest
 of all rounds (VmHWM, reset before every step); live memory that of the tensors (training.py). Times are compared within
@@ -34,9 +35,11 @@ def task(model: Model, name: str, flags: argparse.Namespace) -> Task:
     preload = str(getattr(flags, malloc)) if malloc else ""
     if way == "inductor":
         return Task(model, "inductor", preload=preload)
-    if way == "checkpoint":
-        return Task(model, "checkpoint", preload=preload)
+    if way in ("checkpoint", "blocks_checkpoint"):
+        return Task(model, "checkpoint" if way == "checkpoint" else "blocks_checkpoint", preload=preload)
     where = {"dirs": [flags.dir]} if flags.dir else {}
+    if way == "ssd_fx_checkpoint":
+        return Task(model, "ssd_fx_checkpoint", options=where | {"min_bytes": 65_536}, preload=preload)
     return Task(model, "ssd_fx", options=where | options_of(way), preload=preload)
 
 

@@ -29,7 +29,7 @@ from families import Family
 from families import train_gpt as train_gpt
 from moved import Moved
 from system import io_cpu_s, reset_resident_peak, resident_bytes, resident_peak_bytes
-from ways import Way, compiled
+from ways import OURS, Way, compiled
 
 Optimizer = Literal["adamw", "sgd"]
 
@@ -123,7 +123,7 @@ def train(task: Task) -> Iterator[Step]:
     forward, hooks = compiled(model, task.way, task.budget, task.options, task.directory)
     data = families.batches(about.family, about.batch, about.seq, about.seed)
     tracker = peak.on(task.device)
-    if task.way == "ssd_fx" and isinstance(tracker, peak.Peak):
+    if task.way in OURS and isinstance(tracker, peak.Peak):
         from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 
         CPU_ALLOCATOR.observe(tracker.address)
@@ -150,7 +150,7 @@ def train(task: Task) -> Iterator[Step]:
         figures |= {"peak_bytes": memory.peak_bytes, "loss": loss.item()}
         figures |= {"resident_peak_bytes": resident_peak_bytes(), "resident_before_bytes": before}
         del loss
-        moved = _offloading(task, start) if task.way == "ssd_fx" else {"written_bytes": hooks.written_bytes()}
+        moved = _offloading(task, start) if task.way in OURS else {"written_bytes": hooks.written_bytes()}
         yield Step(**figures, **moved)
 
 
@@ -160,7 +160,7 @@ def _optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def _reset(task: Task) -> None:
-    if task.way == "ssd_fx":
+    if task.way in OURS:
         import ssd_fx
 
         ssd_fx.reset_stats()

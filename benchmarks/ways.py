@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import ssdtrain  # a neighbour of this file
@@ -17,7 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Way = Literal["inductor", "recompute", "checkpoint", "ssd_fx", "layers", "disk_hooks", "ssdtrain"]
+Way = Literal[
+    "inductor",
+    "recompute",
+    "checkpoint",
+    "ssd_fx",
+    "layers",
+    "disk_hooks",
+    "ssdtrain",
+    "blocks_checkpoint",
+    "ssd_fx_checkpoint",
+]
+OURS = ("ssd_fx", "ssd_fx_checkpoint")
 HOOKED = ("disk_hooks", "ssdtrain")
 SMALL = 1000  # elements: what the tutorial keeps in memory
 
@@ -33,14 +45,14 @@ class Hooks:
 
 
 class Checkpointed(nn.Module):
-    """A block whose inner activations are computed again in the backward."""
+    """A block whose inner activations are computed again in the backward. `how`: the checkpoint."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, how: Callable[..., Any] = partial(checkpoint, use_reentrant=False)) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.how = block, how
 
     def forward(self, *args: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.block, *args, use_reentrant=False)
+        out: Tensor = self.how(self.block, *args)
         return out
 
 
@@ -52,12 +64,22 @@ def compiled(
     "inductor"; "recompute": Inductor with torch's own solver under `budget`, a share from 0 to 1; "checkpoint":
     Inductor, every layer under torch.utils.checkpoint; "ssd_fx" with `options`; "layers": Inductor, every layer a graph
     of its own, because hooks see the saved tensors of a graph only when its forward has ended; "disk_hooks",
-    "ssdtrain": that with hooks that write into `directory`.
+    "ssdtrain": that with hooks that write into `directory`; "blocks_checkpoint", "ssd_fx_checkpoint": every layer a
+    graph of its own, within PyTorch's checkpoint, or that of ssd_fx with `options`.
     """
     if way == "ssd_fx":
         import ssd_fx
 
         return torch.compile(model, backend=ssd_fx.backend, options=dict(options)), Hooks()
+    if way in ("blocks_checkpoint", "ssd_fx_checkpoint"):
+        for block in blocks(model):
+            block.compile(backend="inductor")
+        if way == "blocks_checkpoint":
+            return with_layers(model, Checkpointed), Hooks()
+        import ssd_fx
+
+        ours = partial(ssd_fx.checkpoint, options=dict(options))
+        return with_layers(model, lambda block: Checkpointed(block, ours)), Hooks()
     if way in ("layers", *HOOKED):
         for block in blocks(model):
             block.compile(backend="inductor")
