@@ -45,11 +45,11 @@ class Hooks:
 
 
 class Checkpointed(nn.Module):
-    """A block whose inner activations are computed again in the backward. `how`: the checkpoint."""
+    """A block whose inner activations are computed again in the backward. `how`: a checkpoint; default PyTorch's."""
 
-    def __init__(self, block: nn.Module, how: Callable[..., Any] = partial(checkpoint, use_reentrant=False)) -> None:
+    def __init__(self, block: nn.Module, how: Callable[..., Any] | None = None) -> None:
         super().__init__()
-        self.block, self.how = block, how
+        self.block, self.how = block, how or partial(checkpoint, use_reentrant=False)
 
     def forward(self, *args: Tensor) -> Tensor:
         out: Tensor = self.how(self.block, *args)
