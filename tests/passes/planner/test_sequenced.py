@@ -15,6 +15,7 @@ from ssd_fx.passes.planner.simulate import Outcome, first_uses, simulate
 from ssd_fx.passes.planner.solution import kept_bytes
 from ssd_fx.passes.planner.solve import BudgetError, solve
 from tests.passes.planner.instances import BUDGETS, Instance, chained_instance, limits, random_instance
+from tests.passes.planner.layered import layered_instance
 from tests.passes.planner.optimum import Program, Terms, optimum
 from tests.passes.planner.sequenced import Sequenced
 
@@ -81,6 +82,11 @@ MADE = pytest.mark.parametrize("made", [random_instance, chained_instance])
 @MADE
 def test_random_plans_are_solutions(made: Callable[[int], Instance], program: type[Program]) -> None:
     assert not_solutions(program, range(10), 2, made) == []
+
+
+@PROGRAMS
+def test_random_plans_of_layers_are_solutions(program: type[Program]) -> None:
+    assert not_solutions(program, range(5), 2, layered_instance) == []
 
 
 @PROGRAMS
