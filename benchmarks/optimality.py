@@ -1,21 +1,24 @@
 """How far the planner is from the optimum: predicted step time over the least that a mixed-integer program allows.
 
 python benchmarks/optimality.py                               # 200 random steps, six budgets; half an hour of two cores
+python benchmarks/optimality.py --instances 0 --layered 60    # steps of equal layers, drives slower than compute
 python benchmarks/optimality.py --models gpt bert t5          # joint graphs (bert and t5 need transformers)
-python benchmarks/optimality.py --instances 0 --models gpt --rows 80 --time-limit 120
+python benchmarks/optimality.py --instances 0 --models gpt --speeds half tenth --recompute --rows 80 --time-limit 120
 
 `bound` is the program's dual bound, `found` its best solution. Lanes in it can be interrupted, ours cannot: where a
 random step's plan is not within 2%, the bound is that of the program that knows so too
 (tests/passes/planner/sequenced.py).
+A layered step's bound is that of the first program as far as `--time-limit` proves it; `unproven` are those where the
+program's best solution is not within 1% of it.
 The random steps are dealt out to processes, which share the machine: `plan s` is longer for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
-import math
 import os
 import statistics
 import sys
@@ -31,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the program a
 from system import announce
 
 from ssd_fx.passes.planner.solve import solve
-from tests.passes.planner.instances import BUDGETS, LANES, Instance, limits, random_instance
+from tests.passes.planner.instances import BUDGETS, Instance, limits, random_instance
+from tests.passes.planner.layered import layered_instance
 from tests.passes.planner.optimum import optimum
 from tests.passes.planner.sequenced import least_seconds
 
@@ -52,6 +56,10 @@ class Row:
     program_s: float
 
     @property
+    def proven(self) -> bool:
+        return self.found <= 1.01 * self.bound
+
+    @property
     def ratio(self) -> float:
         return self.seconds / self.bound
 
@@ -68,38 +76,47 @@ def compare_small(seed: int, share: float) -> Row:
     middle = time.perf_counter()
     seconds = plan.outcome.seconds
     bound = least_seconds(step, instance.machine, at.memory, at.kept, seconds)
-    return Row(instance.name, share, seconds, bound, math.nan, middle - begin, time.perf_counter() - middle)
+    return Row(instance.name, share, seconds, bound, bound, middle - begin, time.perf_counter() - middle)
 
 
-def compare(instance: Instance, share: float, rows: int | None, time_limit: float) -> Row:
-    at = limits(instance.step, share)
+def compare_layered(seed: int, share: float, time_limit: float) -> Row:
+    return compare(layered_instance(seed), share, None, time_limit, whole=True)
+
+
+def compare(instance: Instance, share: float, rows: int | None, time_limit: float, *, whole: bool) -> Row:
+    """`whole`: the budget is about the peak alone, as in a graph with its loss."""
+    at, step, machine = limits(instance.step, share, whole=whole), instance.step, instance.machine
     begin = time.perf_counter()
-    plan = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
+    plan = solve(step, machine, limit=at.memory, share_bytes=at.kept)
     middle = time.perf_counter()
-    best = optimum(instance.step, instance.machine, at.memory, at.kept, rows=rows, time_limit=time_limit)
-    end = time.perf_counter()
-    seconds = plan.outcome.seconds
-    return Row(instance.name, share, seconds, best.lower_bound, best.seconds, middle - begin, end - middle)
+    seconds, kept = plan.outcome.seconds, None if whole else at.kept
+    best = optimum(step, machine, at.memory, kept, rows=rows, time_limit=time_limit, plan_s=seconds)
+    found = min(best.seconds, seconds)
+    return Row(instance.name, share, seconds, best.lower_bound, found, middle - begin, time.perf_counter() - middle)
 
 
 def print_random(rows: list[Row], worst: int) -> None:
-    print("budget  instances  median     p90     p95   worst  over 2%  over 5%  plan s (median)")
-    for share in sorted({row.share for row in rows}):
-        at = [row for row in rows if row.share == share]
+    print("budget  instances  median     p90     p95   worst  over 2%  over 5%  unproven  plan s (median)")
+    for share in (*sorted({row.share for row in rows}), None):
+        at = [row for row in rows if share in (row.share, None)]
         ratios = sorted(row.ratio for row in at)
         over = [sum(r > limit for r in ratios) for limit in (1.02, 1.05)]
         figures = [statistics.median(ratios), *(_quantile(ratios, q) for q in (0.9, 0.95, 1.0))]
         plan_s = statistics.median(row.plan_s for row in at)
         line = " ".join(f"{f:7.4f}" for f in figures)
-        print(f"{share:6.1f} {len(at):10d} {line} {over[0]:8d} {over[1]:8d} {plan_s:16.3f}")
-    print("\nworst:", ", ".join(f"{r.name}@{r.share} {r.ratio:.3f}" for r in _sorted(rows)[:worst]))
+        unproven = sum(not row.proven for row in at)
+        name = "all" if share is None else f"{share:.1f}"
+        print(f"{name:>6s} {len(at):10d} {line} {over[0]:8d} {over[1]:8d} {unproven:9d} {plan_s:16.3f}")
+    print("\nworst, plan/bound and plan/found:")
+    for row in _sorted(rows)[:worst]:
+        print(f"    {row.name}@{row.share}  {row.ratio:.4f}  {row.ratio_found:.4f}")
 
 
 def print_real(rows: Iterable[Row]) -> None:
     print("model           budget   plan ms  bound ms  found ms  plan/bound  plan/found  plan s  program s")
     for row in rows:
         ms = " ".join(f"{1e3 * s:9.3f}" for s in (row.seconds, row.bound, row.found))
-        ratios = f"{row.ratio:11.4f} {row.ratio_found if math.isfinite(row.found) else math.nan:11.4f}"
+        ratios = f"{row.ratio:11.4f} {row.ratio_found:11.4f}"
         print(f"{row.name:14s} {row.share:7.1f} {ms} {ratios} {row.plan_s:7.1f} {row.program_s:10.1f}", flush=True)
 
 
@@ -114,27 +131,31 @@ def _quantile(ordered: list[float], share: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=200, help="random steps")
+    parser.add_argument("--layered", type=int, default=0, help="random steps of equal layers with slow drives")
     parser.add_argument("--seed", type=int, default=0, help="of the first random step")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, default %(default)s")
     parser.add_argument("--worst", type=int, default=10, help="print so many of the worst")
     parser.add_argument("--models", nargs="*", default=[], choices=list(real_graphs.MODELS))
-    parser.add_argument("--speeds", nargs="*", default=["balanced", "slow"], choices=list(LANES))
+    parser.add_argument("--speeds", nargs="*", default=["balanced", "slow"], choices=list(real_graphs.SPEEDS))
+    parser.add_argument("--recompute", action="store_true", help="what can be computed again in a model may be")
     parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGETS))
     parser.add_argument("--rows", type=int, default=80, help="memory rows of a model's program, at most")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of one program")
     args = parser.parse_args()
     announce(None, command=f"python benchmarks/optimality.py {' '.join(sys.argv[1:])}\n")
-    if args.instances:
-        seeds = range(args.seed, args.seed + args.instances)
-        pairs = zip(*itertools.product(seeds, args.budgets), strict=True)
-        with ProcessPoolExecutor(args.jobs) as processes:
-            print_random(list(processes.map(compare_small, *pairs)), args.worst)
+    compare_slow = functools.partial(compare_layered, time_limit=args.time_limit)
+    for count, compared in ((args.instances, compare_small), (args.layered, compare_slow)):
+        if count:
+            pairs = zip(*itertools.product(range(args.seed, args.seed + count), args.budgets), strict=True)
+            with ProcessPoolExecutor(args.jobs) as processes:
+                print_random(list(processes.map(compared, *pairs)), args.worst)
     for name in args.models:
         if reason := real_graphs.missing(name):
             print(f"{name}: {reason}")
             continue
-        made = [real_graphs.instance(name, speed) for speed in args.speeds]
-        print_real(compare(i, share, args.rows, args.time_limit) for i in made for share in args.budgets)
+        made = [real_graphs.instance(name, speed, recompute=args.recompute) for speed in args.speeds]
+        cases = itertools.product(made, args.budgets)
+        print_real(compare(i, share, args.rows, args.time_limit, whole=args.recompute) for i, share in cases)
 
 
 if __name__ == "__main__":

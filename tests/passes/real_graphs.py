@@ -27,6 +27,7 @@ from ssd_fx.passes.planner.step import model as step_of
 from tests.passes.planner.instances import LANES, Instance
 
 Model = tuple[nn.Module, Callable[[Any], Any]]  # the model, and how it is run
+SPEEDS = LANES | {"half": (2.0, 2.0), "quarter": (4.0, 4.0), "tenth": (10.0, 10.0)}
 SMALLEST = 1 / 1000  # groups below that share of the saved bytes stay: they decide nothing and make the program large
 
 
@@ -88,7 +89,7 @@ def instance(name: str, speed: str, *, recompute: bool = False) -> Instance:
     step = _step(*MODELS[name](), recompute)
     total = sum(item.nbytes for item in step.items)
     before, behind = sum(step.seconds[: step.forward]), sum(step.seconds[step.forward :])
-    lane = sum(LANES[speed]) / 2
+    lane = sum(SPEEDS[speed]) / 2
     write_bw, read_bw = total / (before * lane), total / (behind * lane)
     latency_s = (before + behind) / 1000
     machine = replace(_machine(), write_bw=write_bw, read_bw=read_bw, latency_s=latency_s)

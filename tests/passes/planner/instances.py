@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.budget import limits as limits  # what a share is in bytes
-from ssd_fx.passes.planner.items import Choice, Item, Step
+from ssd_fx.passes.planner.items import Choice, Item, Shared, Step
 
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 LANES = {"fast": (0.2, 0.6), "balanced": (0.8, 1.3), "slow": (1.6, 4.0)}  # seconds of the lane per second of compute
@@ -44,6 +44,32 @@ def random_instance(seed: int, items: tuple[int, int] = (4, 9), operators: tuple
     step = Step(seconds, tuple(base), forward, made)
     speed = rng.choice(list(LANES))
     return Instance(f"{seed}-{kind}-{speed}", step, random_machine(rng, step, LANES[speed]))
+
+
+def chained_instance(seed: int, items: tuple[int, int] = (4, 9), operators: tuple[int, int] = (8, 16)) -> Instance:
+    """The random one of a seed, most of whose items are recomputed from others, by nodes that several chains have."""
+    found = random_instance(seed, items, operators)
+    rng = random.Random(seed)
+    nodes = [rng.uniform(0.05, 1.0) * max(found.step.seconds) for _ in range(3)]
+    made, chains = list[Item](), list[set[int]]()
+    for item in found.step.items:
+        before = [j for j, other in enumerate(made) if other.produced < item.produced]
+        needs = tuple(j for j in before if rng.random() < 0.5)
+        chain = {n for n in range(len(nodes)) if rng.random() < 0.5}
+        if rng.random() < 0.2:
+            chains.append(set())
+            made.append(item if Choice.RECOMPUTE not in item.choices else replace(item, recompute_s=0.0))
+        else:
+            chains.append(chain)
+            again_s = math.fsum(nodes[n] for n in chain)
+            made.append(replace(item, recompute_s=again_s, choices=item.choices | {Choice.RECOMPUTE}, needs=needs))
+    return replace(found, step=replace(found.step, items=tuple(made), shared=shared_nodes(nodes, chains)))
+
+
+def shared_nodes(nodes: Sequence[float], chains: Sequence[set[int]]) -> tuple[Shared, ...]:
+    """The nodes, by their seconds, that several of the items have in their chains."""
+    by_node = [tuple(i for i, chain in enumerate(chains) if n in chain) for n in range(len(nodes))]
+    return tuple(Shared(nodes[n], sharing) for n, sharing in enumerate(by_node) if len(sharing) > 1)
 
 
 def random_item(rng: random.Random, seconds: tuple[float, ...], forward: int, kind: str) -> Item:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from ssd_fx.passes.planner.items import Choice, Step
 from tests.passes.planner.memory_rows import memory_rows
 
 Terms = list[tuple[int, float]]  # (column, coefficient)
+Since = dict[int, int]  # by operator, in order, the column that says whether something is so there and until the next
 TOLERANCE = 1e-5  # by which a plan may break a row: HiGHS allows 1e-6 in each
 
 
@@ -55,12 +56,7 @@ def optimum(
     `rows`: at most so many operators have a memory row, those of the highest base between two events; fewer rows make
     the program smaller and its optimum lower, so `lower_bound` stays one. `program`: `Sequenced` is tighter and slower.
     `plan_s`: seconds of a plan; nothing slower is looked at.
-
-    Raises:
-        ValueError: an item needs others to be recomputed; the program does not know that.
     """
-    if any(item.needs for item in step.items):
-        raise ValueError("items that need others to be recomputed are not in the program")
     built = (program or Program)(step, machine, limit, share_bytes, rows, plan_s)
     result = built.solve(gap, time_limit)
     if result.status == 2:
@@ -104,6 +100,7 @@ class Program:
 
     def _rows(self) -> None:
         self._choice_rows()
+        self._need_rows()
         self._order_rows()
         self._memory_rows()
         self._compute_rows()
@@ -136,13 +133,38 @@ class Program:
         self.read_s = {i: items[i].moved_nbytes / self.machine.read_bw / self.unit_s for i in self.moved}
         self.latency_s = self.machine.latency_s / self.unit_s
         uses = {item.first_use for item in items}
-        self.waits = {items[i].first_use for i in self.moved}
         points = {0, step.forward - 1, step.forward, self.count, *self.tight, *uses, *(m + 1 for m in self.tight)}
         self.points = sorted(points | {item.produced for item in items} | self.more_points())
         self.start = {p: self._new(self.plan_s, integral=False) for p in self.points}
         # paid[i][p]: the part of the store's own seconds that the operators from point p to the next one have.
         self.own_s = {i: self.machine.own_s(items[i].moved_nbytes) / self.unit_s for i in self.moved}
         self.paid = self.paid_columns()
+        self._use_columns()
+
+    def _use_columns(self) -> None:
+        """What is first used where: a chain that is computed again needs its inputs before they are first used."""
+        items = self.step.items
+        early = early_uses(self.step)
+        again = {i: chosen[Choice.RECOMPUTE] for i, chosen in enumerate(self.chosen) if Choice.RECOMPUTE in chosen}
+        offloaded = {i: self.chosen[i][Choice.OFFLOAD] for i in self.moved}
+
+        def since(columns: Mapping[int, int]) -> dict[int, Since]:
+            """A column for every early use of an item, and its own one from its first use on."""
+            new = {i: {p: self._new(integral=False) for p in early[i]} for i in columns}
+            return {i: {**new[i], items[i].first_use: column} for i, column in columns.items()}
+
+        # needed[i][p]: a chain needs it before operator p or at it; again, waited, left_by: that, and it is recomputed,
+        # offloaded, written.
+        self.needed: list[Since] = [{p: self._new(integral=False) for p in uses} for uses in early]
+        self.again, self.waited, self.left_by = since(again), since(offloaded), since(self.left)
+        # shared[s][p]: what several items share has been computed again before operator p or at it.
+        self.shared: list[Since] = []
+        for shared in self.step.shared:
+            uses = {p for i in shared.items if i in again for p in self.again[i]}
+            self.shared.append({p: self._new(integral=False) for p in sorted(uses)})
+        # missed[i][p]: needed, and gone at a row before that.
+        self.missed = {i: {p: self._new(integral=False) for p in early[i] if self.gone[i]} for i in self.moved}
+        self.waits = {p for waited in self.waited.values() for p in waited}
 
     def paid_columns(self) -> dict[int, dict[int, int]]:
         items, forward = self.step.items, self.step.forward
@@ -175,6 +197,42 @@ class Program:
             terms = [(column, self.step.items[i].nbytes * scale) for i, column in kept]
             self._add(terms, -math.inf, self.share_bytes * scale)
 
+    def _need_rows(self) -> None:
+        """A chain that is computed again needs its inputs where its result is first used."""
+        for j, needed in enumerate(self.needed):
+            chains = [self.again[i] for i in self.again if j in self.step.items[i].needs]
+            self._any_of(needed, chains)
+        for uses in (self.again, self.waited, self.left_by):
+            for i, columns in uses.items():
+                self._both(columns, self.needed[i], columns[self.step.items[i].first_use])
+        for i, columns in self.missed.items():
+            if columns:
+                self._both(columns, self.needed[i], self.gone[i][max(self.gone[i])])
+        for shared, columns in zip(self.step.shared, self.shared, strict=True):
+            self._any_of(columns, [self.again[i] for i in shared.items if i in self.again])
+
+    def _any_of(self, columns: Since, of: Sequence[Since]) -> None:
+        """At every operator the column is the largest of those of others."""
+        for p, column in columns.items():
+            others = [other for each in of if (other := at(each, p)) is not None]
+            for other in others:
+                self._add([(column, 1.0), (other, -1.0)], 0.0, math.inf)
+            self._add([*((other, 1.0) for other in others), (column, -1.0)], 0.0, math.inf)
+        self._for_good(columns)
+
+    def _both(self, columns: Since, needed: Since, whole: int) -> None:
+        """At every early use the column says whether the item is `needed` there and `whole` is so."""
+        for p, need in needed.items():
+            column = columns[p]
+            self._add([(column, 1.0), (need, -1.0), (whole, -1.0)], -1.0, math.inf)
+            self._add([(need, 1.0), (column, -1.0)], 0.0, math.inf)
+            self._add([(whole, 1.0), (column, -1.0)], 0.0, math.inf)
+        self._for_good(columns)
+
+    def _for_good(self, columns: Since) -> None:
+        for a, b in itertools.pairwise(columns.values()):
+            self._add([(b, 1.0), (a, -1.0)], 0.0, math.inf)
+
     def _order_rows(self) -> None:
         """Gone only if it leaves, back only if gone at an earlier row, and both for good."""
         for i in self.moved:
@@ -186,9 +244,11 @@ class Program:
             self._add([(self.chosen[i][Choice.OFFLOAD], 1.0), (self.left[i], -1.0)], 0.0, math.inf)
             if gone:
                 self._add([(self.left[i], 1.0), (gone[-1][1], -1.0)], 0.0, math.inf)
-            back = list(self.back[i].values())
-            for a, b in itertools.pairwise(back):
-                self._add([(b, 1.0), (a, -1.0)], 0.0, math.inf)
+            self._for_good(self.back[i])
+            for m, column in gone:
+                if (needed := at(self.needed[i], m)) is not None:  # it is back if it was gone
+                    back = [(self.back[i][m], 1.0)] if m in self.back[i] else []
+                    self._add([*back, (column, -1.0), (needed, -1.0)], -1.0, math.inf)
 
     def _memory_rows(self) -> None:
         for m in self.tight:
@@ -204,21 +264,29 @@ class Program:
                     alive.append((self.gone[i][m], -1.0))
                 if m in self.back[i]:
                     alive.append((self.back[i][m], 1.0))
+                if i in self.again and (again := at(self.again[i], m)) is not None:
+                    alive.append((again, 1.0))
                 terms += [(column, sign * item.nbytes / self.limit) for column, sign in alive]
             self._add(terms, -math.inf, 1.0 - fixed / self.limit)
 
     def _between(self, first: int, last: int) -> tuple[float, Terms]:
         """Seconds of the operators from point `first` up to point `last`: a constant, and what choices add."""
         terms: Terms = []
-        for i, item in enumerate(self.step.items):
-            if first <= item.first_use < last:
-                if Choice.RECOMPUTE in self.chosen[i]:
-                    terms.append((self.chosen[i][Choice.RECOMPUTE], item.recompute_s / self.unit_s))
-                if Choice.OFFLOAD in self.chosen[i]:
-                    terms.append((self.chosen[i][Choice.OFFLOAD], self.own_s[i]))
+        for columns, seconds in self._costs():
+            before, behind = at(columns, first - 1), at(columns, last - 1)
+            if before != behind:
+                terms += [(c, sign * seconds) for c, sign in ((behind, 1.0), (before, -1.0)) if c is not None]
         for i, paid in self.paid.items():
             terms += [(column, self.own_s[i]) for p, column in paid.items() if first <= p < last]
         return sum(self.step.seconds[first:last]) / self.unit_s, terms
+
+    def _costs(self) -> Iterator[tuple[Since, float]]:
+        """What choices cost at first uses: computing again, what is shared of that once, and waits' own seconds."""
+        own = self.step.own_again_s
+        yield from ((columns, own[i] / self.unit_s) for i, columns in self.again.items())
+        pairs = zip(self.shared, self.step.shared, strict=True)
+        yield from ((columns, shared.seconds / self.unit_s) for columns, shared in pairs)
+        yield from ((columns, self.own_s[i]) for i, columns in self.waited.items())
 
     def _compute_rows(self) -> None:
         self._add([(self.start[0], 1.0)], 0.0, 0.0)
@@ -244,14 +312,15 @@ class Program:
                 own_s = self.latency_s + min(self.own_s[i] for i in written)
                 terms = [(column, self.write_s[i] + (own_s if i == j else 0.0)) for i, column in written.items()]
                 self._add([(self.start[m], 1.0), (self.start[s], -1.0), *negative(terms)], self._seconds(s), math.inf)
-            self._leaving_row(s, j, [i for i in later if items[i].first_use <= items[j].first_use])
+            for u in self.left_by[j]:
+                self._leaving_row(s, j, u, later)
 
-    def _leaving_row(self, s: int, j: int, written: list[int]) -> None:
+    def _leaving_row(self, s: int, j: int, u: int, later: list[int]) -> None:
         """What leaves is written before it is used, and at least the one that is written last is read after that."""
+        written = {i: column for i in later if (column := at(self.left_by[i], u)) is not None}
         own_s = 2 * self.latency_s + min(self.read_s[i] for i in written) + min(self.own_s[i] for i in written)
-        terms = [(self.left[i], self.write_s[i] + (own_s if i == j else 0.0)) for i in written]
-        ends = [(self.start[self.step.items[j].first_use], 1.0), (self.start[s], -1.0)]
-        self._add([*ends, *negative(terms)], self._seconds(s), math.inf)
+        terms = [(column, self.write_s[i] + (own_s if i == j else 0.0)) for i, column in written.items()]
+        self._add([(self.start[u], 1.0), (self.start[s], -1.0), *negative(terms)], self._seconds(s), math.inf)
 
     def _written_by(self, i: int, m: int) -> int | None:
         """The column that says whether item i was written before row m."""
@@ -308,22 +377,27 @@ class Program:
         """What is loaded at q or later and used at u or before is read between the end of q - 1 and the start of u."""
         issues = [self.step.forward, *(m + 1 for m in self.tight if m >= self.step.forward)]
         for j in self.moved:
-            for q in (q for q in issues if q <= self.step.items[j].first_use):
-                self._reads(j, q, {})
+            for u, q in itertools.product(self.left_by[j], issues):
+                if q <= u:
+                    self._reads(j, q, u)
 
-    def _reads(self, j: int, q: int, in_the_way: Mapping[int, int]) -> None:
-        """`in_the_way`: a column for each of those that are used later and yet may be read before item j."""
-        items, u = self.step.items, self.step.items[j].first_use
+    def _reads(self, j: int, q: int, u: int) -> None:
         terms: Terms = []
-        sooner = {i for i in self.moved if q <= items[i].first_use <= u and (q == self.step.forward or self.gone[i])}
-        for i in sorted(sooner | in_the_way.keys()):
+        for i in self.moved:
             seconds = self.read_s[i] + (self.latency_s if i == j else 0.0)
-            leaves = self.left[i] if q == self.step.forward else self.gone[i][max(self.gone[i])]
-            terms.append((in_the_way.get(i, leaves), seconds))
-            if q - 1 in self.back[i]:
-                terms.append((self.back[i][q - 1], -seconds))
+            leaves = at(self.left_by[i], u) if q == self.step.forward else self._missed(i, u)
+            if self.step.items[i].first_use >= q and leaves is not None:
+                terms.append((leaves, seconds))
+                if q - 1 in self.back[i]:
+                    terms.append((self.back[i][q - 1], -seconds))
         fixed, issued = self._issued(q)
         self._add([(self.start[u], 1.0), *negative(issued), *negative(terms)], fixed, math.inf)
+
+    def _missed(self, i: int, u: int) -> int | None:
+        """The column that says whether item i is used before operator u or at it, and was gone at a row before."""
+        if self.step.items[i].first_use > u:
+            return at(self.missed[i], u)
+        return self.gone[i][max(self.gone[i])] if self.gone[i] else None
 
     def _issued(self, q: int) -> tuple[float, Terms]:
         """When a load at q starts, at the earliest: before the waits of q, so where q has some, at the end of q - 1."""
@@ -349,6 +423,21 @@ class Program:
 
     def choices(self, solution: Sequence[float]) -> tuple[Choice, ...]:
         return tuple(max(chosen, key=lambda c: solution[chosen[c]]) for chosen in self.chosen)
+
+
+def early_uses(step: Step) -> list[list[int]]:
+    """The operators before which every item may be needed sooner than it is used: to compute others again."""
+    early: list[set[int]] = [set() for _ in step.items]
+    for i in sorted(range(len(step.items)), key=lambda i: step.items[i].produced, reverse=True):
+        item = step.items[i]
+        for needed in item.needs if Choice.RECOMPUTE in item.choices else ():
+            early[needed] |= {p for p in {item.first_use, *early[i]} if p < step.items[needed].first_use}
+    return [sorted(uses) for uses in early]
+
+
+def at(columns: Since, p: int) -> int | None:
+    """The column that holds at operator p; None before the first one."""
+    return next((column for since, column in reversed(columns.items()) if since <= p), None)
 
 
 def negative(terms: Terms) -> Terms:

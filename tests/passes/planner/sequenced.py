@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
-from tests.passes.planner.optimum import Program, Terms, negative, optimum
+from ssd_fx.passes.planner.items import Choice, Step, Transfer
+from tests.passes.planner.optimum import Program, Terms, at, negative, optimum
 
 NEAR = 1.02
 
@@ -38,10 +38,8 @@ class Sequenced(Program):
         super()._rows()
         self.offloaded = {i: self.chosen[i][Choice.OFFLOAD] for i in self.moved}
         self._load_rows()
-        # At one operator, what is needed first is loaded first, and what blocks or is used last first stored first.
-        last, first = ({i: (use(self.step.items[i]), i) for i in self.moved} for use in (_last_use, _first_use))
-        self.writes = self._lane(self.offloaded, self.paid, self._end, self.write_s, last, self.blocking)
-        self.reads = self._lane(self.left, self.loaded, self._issued, self.read_s, first, {})
+        self.writes = self._lane(self.offloaded, self.paid, self._end, self.write_s, self._stored_behind)
+        self.reads = self._lane(self.left, self.loaded, self._issued, self.read_s, self._loaded_behind)
         self._ready_rows()
         self._prompt_rows()
         self._release_stall_rows()
@@ -91,6 +89,8 @@ class Sequenced(Program):
         """What is read is loaded at one operator, before which it is not back; loads come behind the releases."""
         for i in self.moved:
             self._add([*_all(self.loaded[i]), (self.left[i], -1.0)], 0.0, 0.0)
+            for p, needed in self.needed[i].items():
+                self._add([(needed, 1.0), *_all(self.loaded[i], p + 1)], -math.inf, 1.0)
             for m, gone in self.gone[i].items():
                 loaded = [(column, 1.0) for q, column in self.loaded[i].items() if q <= m]
                 if m in self.back[i]:
@@ -110,12 +110,11 @@ class Sequenced(Program):
         places: Places,
         when: Callable[[int], tuple[float, Terms]],
         seconds: Mapping[int, float],
-        rank: Mapping[int, tuple[int, int]],
-        first: Mapping[int, int],
+        behind_at_one: Callable[[int, int], Iterator[list[On]]],
     ) -> Lane:
         """What is `there` begins `when` its node is reached or its predecessor is done, whichever is later.
 
-        `rank`: the order of those whose nodes stand at one operator; the columns `first` say who comes before that.
+        `behind_at_one`: what is so where the first of two comes behind the other if their nodes stand at one operator.
         """
         done = {i: self._new(math.inf, integral=False) for i in self.moved}
         lane = Lane(done, {i: self._new() for i in self.moved}, {})
@@ -133,15 +132,43 @@ class Sequenced(Program):
             both = (there[a], True), (there[b], True)
             self._least([(done[b], 1.0), (done[a], -1.0)], seconds[b], order, *both)
             self._nodes_in_order(places[a], places[b], 1, (order, (there[a], True)))
-            if rank[a] > rank[b]:
-                for unless in ([(first[a], False)], [(first[b], True)]) if first else ([],):
-                    self._nodes_in_order(places[a], places[b], 0, (order, (there[a], True), *unless))
+            for case in behind_at_one(a, b):
+                self._nodes_in_order(places[a], places[b], 0, (order, (there[a], True), *case))
             behind[b].append(self._new())  # its predecessor is a
             self._least([(done[a], 1.0), (done[b], -1.0)], -seconds[b], (behind[b][-1], True))
             self._only_if(behind[b][-1], (there[a], True), order)
         for i, columns in behind.items():
             self._add([*((column, 1.0) for column in columns), (there[i], -1.0)], 0.0, math.inf)
         return lane
+
+    def _stored_behind(self, a: int, b: int) -> Iterator[list[On]]:
+        """What blocks comes first, and then what the forward reads last soonest."""
+        items = self.step.items
+        if (items[a].last_use, a) > (items[b].last_use, b):
+            yield [(self.blocking[a], False)]
+            yield [(self.blocking[b], True)]
+
+    def _loaded_behind(self, a: int, b: int) -> Iterator[list[On]]:
+        """What is needed first comes first."""
+        for p in sorted({*self.left_by[a], *self.left_by[b]}):
+            cases = [[(a, p, False), (b, p, True)]]
+            if a > b:
+                cases.append([(i, q, q == p) for i in (a, b) for q in (p - 1, p)])
+            for case in cases:
+                if (switches := self._uses(case)) is not None:
+                    yield switches
+
+    def _uses(self, case: Iterable[tuple[int, int, bool]]) -> list[On] | None:
+        """Switches that are on where items are used by operators or are not; None where that cannot be."""
+        switches: list[On] = []
+        for i, p, used in case:
+            needed = at(self.needed[i], p)
+            if p >= self.step.items[i].first_use or needed is None:
+                if used != (p >= self.step.items[i].first_use):
+                    return None
+            else:
+                switches.append((needed, used))
+        return switches
 
     def _nodes_in_order(self, a: dict[int, int], b: dict[int, int], reach: int, switches: Sequence[On]) -> None:
         """Where all `switches` are on, a has its node before the operator that is `reach` behind the one of b."""
@@ -168,8 +195,8 @@ class Sequenced(Program):
             for q, column in self.loaded[i].items():
                 offset, issued = self._issued(q)
                 self._least([*issued, written], self.latency_s - offset, (column, True))
-            used = (self.start[self.step.items[i].first_use], 1.0)
-            self._least([used, read], self.latency_s, (self.left[i], True))
+            for u, column in self.left_by[i].items():
+                self._least([(self.start[u], 1.0), read], self.latency_s, (column, True))
             self._only_if(self.blocking[i], (self.left[i], True))
             self._least([*begins, written], self.latency_s - fixed, (self.blocking[i], True))
             forwarded = (self.offloaded[i], True), (self.left[i], False)
@@ -209,10 +236,13 @@ class Sequenced(Program):
         """An operator starts when its loads are issued, or when one is read that it is the first to use."""
         for q, issue in self.issue.items():
             waits: Terms = []
-            for i in (i for i in self.moved if self.step.items[i].first_use == q):
+            for i in self.moved:
+                first_here = self._uses([(i, q - 1, False), (i, q, True)])
+                if first_here is None or q not in self.left_by[i]:
+                    continue
                 column = self._new()
                 waits.append((column, self.all_s))
-                self._only_if(column, (self.left[i], True))
+                self._only_if(column, (self.left[i], True), *first_here)
                 self._least([(self.reads.done[i], 1.0), (self.start[q], -1.0)], -self.latency_s, (column, True))
             self._add([(issue, 1.0), (self.start[q], -1.0), *waits], 0.0, math.inf)
             self._add([(column, 1.0) for column, _ in waits], 0.0, 1.0)
@@ -237,16 +267,8 @@ class Sequenced(Program):
         return found
 
 
-def _first_use(item: Item) -> int:
-    return item.first_use
-
-
-def _last_use(item: Item) -> int:
-    return item.last_use
-
-
-def _all(columns: Mapping[int, int]) -> Terms:
-    return [(column, 1.0) for column in columns.values()]
+def _all(columns: Mapping[int, int], first: int = 0) -> Terms:
+    return [(column, 1.0) for p, column in columns.items() if p >= first]
 
 
 def least_seconds(step: Step, machine: Machine, limit: float, share_bytes: float, plan_s: float) -> float:

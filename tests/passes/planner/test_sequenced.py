@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from random import Random
 
@@ -11,15 +11,17 @@ import pytest
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.items import Choice, Step, Transfer
-from ssd_fx.passes.planner.simulate import Outcome, simulate
+from ssd_fx.passes.planner.simulate import Outcome, first_uses, simulate
 from ssd_fx.passes.planner.solution import kept_bytes
-from ssd_fx.passes.planner.solve import solve
-from tests.passes.planner.instances import BUDGETS, Instance, limits, random_instance
-from tests.passes.planner.optimum import Program, Terms
+from ssd_fx.passes.planner.solve import BudgetError, solve
+from tests.passes.planner.instances import BUDGETS, Instance, chained_instance, limits, random_instance
+from tests.passes.planner.layered import layered_instance
+from tests.passes.planner.optimum import Program, Terms, optimum
 from tests.passes.planner.sequenced import Sequenced
 
 pytestmark = pytest.mark.slow  # they hold the bound of benchmarks/optimality.py, which no plan is made by
 EXACT = 1e-5  # HiGHS's tolerances, on a step that takes 1
+INFEASIBLE = 2  # of scipy.optimize.milp
 SAME = 1e-5  # narrower, HiGHS ends with errors of its own
 
 
@@ -28,12 +30,12 @@ def random_plan(random: Random, instance: Instance) -> tuple[tuple[Choice, ...],
     step, forward = instance.step, instance.step.forward
     while True:
         choices = tuple(random.choice(sorted(item.choices, key=lambda c: c.value)) for item in step.items)
-        transfers = {}
+        transfers, firsts = {}, first_uses(step, choices)
         for i, item in enumerate(step.items):
             if choices[i] is Choice.OFFLOAD:
                 store = random.choice((item.produced, random.randrange(item.produced, forward)))
                 release = random.choice((forward - 1, random.randrange(max(store, item.last_use), forward)))
-                load = random.randint(forward, item.first_use)
+                load = random.randint(forward, firsts[i])
                 transfers[i] = Transfer(store, release, random.random() < 0.5, load)
         outcome = simulate(step, choices, transfers, instance.machine)
         if not outcome.idle_lane:
@@ -58,11 +60,13 @@ def solves(program: Program, choices: tuple[Choice, ...], transfers: Mapping[int
     return bool(program.solve(gap=1.0, time_limit=60.0).success)
 
 
-def not_solutions(program: type[Program], seeds: range, plans: int) -> list[tuple[int, int]]:
+def not_solutions(
+    program: type[Program], seeds: range, plans: int, made: Callable[[int], Instance] = random_instance
+) -> list[tuple[int, int]]:
     """Which of the random plans of each seed are none, under the bytes that each of them needs."""
     found = []
     for seed, plan in itertools.product(seeds, range(plans)):
-        instance = random_instance(seed)
+        instance = made(seed)
         choices, transfers, outcome = random_plan(Random(1000 * seed + plan), instance)
         kept = kept_bytes(instance.step, choices)
         built = program(instance.step, instance.machine, outcome.peak, kept)
@@ -71,32 +75,50 @@ def not_solutions(program: type[Program], seeds: range, plans: int) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize("program", [Program, Sequenced])
-def test_random_plans_are_solutions(program: type[Program]) -> None:
-    assert not_solutions(program, range(10), 2) == []
+PROGRAMS = pytest.mark.parametrize("program", [Program, Sequenced])
+MADE = pytest.mark.parametrize("made", [random_instance, chained_instance])
 
 
-@pytest.mark.parametrize("program", [Program, Sequenced])
-def test_many_random_plans_are_solutions(program: type[Program]) -> None:
-    assert not_solutions(program, range(10, 110), 10) == []
+@PROGRAMS
+@MADE
+def test_random_plans_are_solutions(made: Callable[[int], Instance], program: type[Program]) -> None:
+    assert not_solutions(program, range(10), 2, made) == []
 
 
-@pytest.mark.parametrize("program", [Program, Sequenced])
-def test_plans_of_the_planner_are_solutions(program: type[Program]) -> None:
+@PROGRAMS
+def test_random_plans_of_layers_are_solutions(program: type[Program]) -> None:
+    assert not_solutions(program, range(5), 2, layered_instance) == []
+
+
+@PROGRAMS
+@MADE
+def test_many_random_plans_are_solutions(made: Callable[[int], Instance], program: type[Program]) -> None:
+    assert not_solutions(program, range(10, 110), 10, made) == []
+
+
+@PROGRAMS
+@MADE
+def test_plans_of_the_planner_are_solutions(made: Callable[[int], Instance], program: type[Program]) -> None:
     for seed, share in itertools.product(range(2000, 2030), BUDGETS):
-        instance = random_instance(seed)
+        instance = made(seed)
         at = limits(instance.step, share)
-        found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
+        try:
+            found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
+        except BudgetError:
+            assert not optimum(instance.step, instance.machine, at.memory, at.kept).feasible, (seed, share)
+            continue
         built = program(instance.step, instance.machine, at.memory, at.kept)
         assert solves(built, found.choices, found.transfers, found.outcome), (seed, share)
 
 
-def played(seed: int, share: float) -> None:
+def played(seed: int, share: float, made: Callable[[int], Instance] = random_instance) -> None:
     """The program's solution, simulated, takes as long, fits, and holds nothing back."""
-    instance = random_instance(seed)
+    instance = made(seed)
     step, machine, at = instance.step, instance.machine, limits(instance.step, share)
     program = Sequenced(step, machine, at.memory, at.kept)
     result = program.solve(gap=1e-3, time_limit=60.0)
+    if result.status == INFEASIBLE:
+        return
     choices, transfers = program.choices(result.x), program.transfers(result.x)
     outcome = simulate(step, choices, transfers, machine)
     assert outcome.seconds == pytest.approx(result.fun * program.unit_s, rel=EXACT), (seed, share)
@@ -105,18 +127,20 @@ def played(seed: int, share: float) -> None:
     assert kept_bytes(step, choices) <= at.kept
 
 
-def all_played(seeds: Iterable[int]) -> None:
+def all_played(seeds: Iterable[int], made: Callable[[int], Instance] = random_instance) -> None:
     for seed in seeds:
-        played(seed, 0.2)
+        played(seed, 0.2, made)
 
 
 @pytest.mark.parametrize("seed", [2, 8, 19, 21, 23, 36])
-def test_solutions_can_be_played(seed: int) -> None:
-    played(seed, 0.2)
+@MADE
+def test_solutions_can_be_played(made: Callable[[int], Instance], seed: int) -> None:
+    played(seed, 0.2, made)
 
 
-def test_many_solutions_can_be_played() -> None:
-    all_played(range(60))
+@MADE
+def test_many_solutions_can_be_played(made: Callable[[int], Instance]) -> None:
+    all_played(range(60), made)
 
 
 @pytest.mark.parametrize("rows", ["_release_stall_rows", "_wait_stall_rows", "_prompt_rows", "_ready_rows"])
