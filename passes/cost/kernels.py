@@ -66,7 +66,7 @@ class Kernels:
         for i, node in enumerate(self.nodes):
             self._link(i, node)
         self.computes = [n.op == "call_function" and self._makes(i) for i, n in enumerate(self.nodes)]
-        mms = {self.index[add]: self.index[n] for n in reversed(self.nodes) if (add := addmm(n)) is not None}
+        mms = {i: self.index[mm] for i, n in enumerate(self.nodes) if (mm := addmm(n)) is not None}
         self.calls = {i for i, n in enumerate(self.nodes) if is_extern(n)} | mms.keys()
         self.inside = self._inside({mm: add for add, mm in mms.items()})
         makers = [i for i in range(len(self.nodes)) if self._makes(i) and i in self.inside[i]]

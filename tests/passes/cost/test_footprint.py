@@ -190,12 +190,27 @@ def test_a_matmul_moves_to_the_addition_that_it_does() -> None:
     def late(x: torch.Tensor, w: torch.Tensor) -> object:
         left = x.sin()
         product = left @ w
-        other = (w.cos() @ w).sin() @ w
+        other = ((w.cos() @ w).sin() @ w).exp()
         return product + other
 
     found = alive(late, torch.randn(8, 8), torch.randn(8, 8))
     assert "mm" not in found
     assert found["sin"][1] == "add"
+
+
+def test_of_two_products_the_second_moves_to_their_addition() -> None:
+    """And no other, as Inductor has it: the first is there from its own place on."""
+
+    def both(x: torch.Tensor, w: torch.Tensor) -> object:
+        first, second = x.sin() @ w, x.cos() @ w
+        return (first + second,)
+
+    args = torch.randn(8, 8), torch.randn(8, 8)
+    calls = [n.node.origin_node.name for n in lower_alone(both, *args).kernels if n.is_extern()]
+    assert calls == ["mm", "addmm_default"]
+    found = alive(both, *args)
+    assert (found["sin"][1], found["cos"][1]) == ("mm", "add")
+    assert "mm_1" not in found
 
 
 def test_a_release_is_behind_every_reader_of_the_graph() -> None:
