@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -51,6 +52,80 @@ def test_what_only_its_own_kernel_reads_is_no_memory() -> None:
     found = buffers(Kernels(graph))
     nbytes = {n.name: found.nbytes[key] for n in graph.nodes if (key := storage_of(n)) in found.nbytes}
     assert nbytes == {"x_1": 256, "exp": 0, "mul": 256, "mul_1": 256}
+
+
+def overwritten(function: Callable[..., object], *args: torch.Tensor) -> dict[str, str]:
+    """What is predicted to be written over a dying buffer, which is as much as Inductor's code has."""
+    graph = make_fx(function, tracing_mode="fake")(*args).graph
+    found = buffers(Kernels(graph)).in_place
+    names = {storage_of(n): n.name for n in reversed(list(graph.nodes)) if n.op == "call_function"}
+    with config.patch(allow_buffer_reuse=False):  # as our graphs have it
+        assert lower_alone(function, *args).code.count("# reuse") == len(found)
+    return {names[made]: names[dead] for made, dead in found.items()}
+
+
+ROWS, SQUARE = torch.randn(64, 32), torch.randn(32, 32)
+
+
+def test_a_loop_writes_over_what_others_of_its_kernel_read_before_it() -> None:
+    """mul reads the sum, and both read mm: the sum is done with it when mul overwrites it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        y = x @ w
+        return ((y * y.sum(1, keepdim=True)) @ w,)
+
+    assert overwritten(function, ROWS, SQUARE) == {"mul": "mm"}
+
+
+def test_a_loop_does_not_write_over_what_another_reads_that_it_does_not_need() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        y = x @ w
+        return y.sin() @ w, y.cos() @ w
+
+    assert overwritten(function, ROWS, SQUARE) == {}
+
+
+def test_a_loop_does_not_write_over_what_it_reads_in_another_order() -> None:
+    """The view needs the elements of the copy in order."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        turned = (x @ w).permute(1, 0).contiguous()
+        return (turned.view(16, 64) @ w.view(64, 16),)
+
+    assert overwritten(function, SQUARE, SQUARE) == {}
+
+
+def test_a_loop_does_not_write_over_another_dtype() -> None:
+    assert overwritten(lambda x, w: (torch.ops.prims.convert_element_type(x @ w, torch.int32),), ROWS, SQUARE) == {}
+
+
+def test_a_row_of_what_a_softmax_computes_between_is_no_memory() -> None:
+    """amax -> exp -> sum -> div: one kernel goes over the rows, and has the exp of one row at a time."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        y = x @ w
+        shares = (y - y.amax(1, keepdim=True)).exp()
+        return ((shares / shares.sum(1, keepdim=True)) @ w,)
+
+    graph = make_fx(function, tracing_mode="fake")(ROWS, SQUARE).graph
+    found = buffers(Kernels(graph))
+    nbytes = {n.name: found.nbytes[key] for n in graph.nodes if (key := storage_of(n)) in found.nbytes}
+    assert nbytes["exp"] == 0
+    assert nbytes["div"] == 64 * 32 * 4
+    with config.patch(allow_buffer_reuse=False):
+        code = lower_alone(function, ROWS, SQUARE).code
+    assert code.count("empty_strided_cpu((64, 32)") == 3  # mm and div, and the result
+
+
+def test_what_is_counted_elsewhere_takes_the_place_of_what_it_overwrites() -> None:
+    """sin is written over mm: where it is counted as another's, mm ends before."""
+    graph = make_fx(lambda x, w: (x @ w).sin() @ w, tracing_mode="fake")(ROWS, SQUARE).graph
+    nodes = list(graph.nodes)
+    found = buffers(Kernels(graph))
+    keys = {n.name: storage_of(n) for n in nodes if n.op == "call_function"}
+    at, nbytes = [n.name for n in nodes].index("sin"), 64 * 32 * 4
+    assert found.alive([keys["mm"], keys["sin"]], len(nodes))[at] == nbytes  # type: ignore[list-item]
+    assert found.alive([keys["mm"]], len(nodes))[at - 1 : at + 1] == [nbytes, 0]  # type: ignore[list-item]
 
 
 def places(loops: dict[int, Loop]) -> dict[int, int]:
