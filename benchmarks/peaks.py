@@ -6,8 +6,8 @@ python benchmarks/peaks.py --dir /mnt/nvme --models logits gpt --budgets 0
 How it is measured:
 - The peak is that of live tensors (peak.py) above the level before the step, the highest of the measured steps. The
   counter is not part of ssd_fx and knows nothing of its nodes. The gradients that a backward makes lie above the level.
-- Inputs are the caller's, who keeps them: they lie below the level. The plan counts those that it stores, as if the
-  caller dropped them.
+- A step makes its inputs, and drops them when the forward returns. So they count as the plan counts those that it can
+  store. The level has the parameters.
 - "Inside": the graph returns its loss. "Outside": it returns what the loss would be made of, whose gradient is there
   before the step.
 - Plans are made with the default rates, as if no drive were slow. A tensor that is handed over stays until it is
@@ -61,6 +61,18 @@ TOYS: dict[str, Toy] = {
     "slices": lambda x, w: torch.cat([h.exp() * (i + 1) for i, h in enumerate((x @ w).chunk(4, dim=1))], dim=1) @ w,
     "cross entropy": lambda x, w: F.cross_entropy(x @ w, torch.zeros(len(x), dtype=torch.int64)),
 }
+
+
+class ToyModel(nn.Module):
+    """A toy and its weight."""
+
+    def __init__(self, toy: Toy) -> None:
+        super().__init__()
+        self.toy = toy
+        self.weight = nn.Parameter(torch.randn(TOY_WIDTH, TOY_WIDTH) / TOY_WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.toy(x, self.weight)
 
 
 class Head(nn.Module):
@@ -139,8 +151,8 @@ def _family(family: families.Family) -> Graph:
 
 
 def _toy(toy: Toy) -> Graph:
-    x, w = torch.randn(TOY_ROWS, TOY_WIDTH), (torch.randn(TOY_WIDTH, TOY_WIDTH) / TOY_WIDTH**0.5).requires_grad_()
-    return Graph(toy, (x, w), (w,))
+    model = ToyModel(toy)
+    return Graph(model, (torch.randn(TOY_ROWS, TOY_WIDTH),), list(model.parameters()))
 
 
 def _blocks(family: families.Family) -> Graph:
@@ -200,7 +212,7 @@ def measure(name: str, budget: float | str, directory: str) -> Row:
 
 def _step(compiled: Callable[..., Any], graph: Graph, gradients: list[Tensor]) -> list[Tensor]:
     """Forward and backward. Returns the gradients of the outputs for the next step."""
-    found = compiled(*graph.inputs)
+    found = compiled(*(x.clone() for x in graph.inputs))
     outputs = [o for o in (found if isinstance(found, tuple) else (found,)) if o.requires_grad]
     gradients = gradients or [torch.ones_like(o) for o in outputs]
     edges = [get_gradient_edge(o) for o in outputs]

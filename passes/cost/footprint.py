@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from ssd_fx.passes.cost.kernels import Kernels, both_kernels
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.cost.kernels import Kernels, both_kernels, is_on_cpu
+from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Buffers:
     `first`, `last`: indices of the nodes in whose kernels a buffer is written and read last (the output is no reader),
     as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `read_first`: the
     first node that reads it, or where the kernel runs that reads it first, if that is earlier. `nbytes`: its size;
-    `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there.
+    `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there, and that input.
+    `functions`: from the nodes of kernels that become parts of one C++ function to its first and its last.
     """
 
     first: Mapping[int, int]
@@ -29,16 +30,29 @@ class Buffers:
     read_last: Mapping[int, int]
     nbytes: Mapping[int, int]
     held: frozenset[int]
-    in_place: frozenset[int]
+    in_place: Mapping[int, int]
+    functions: Mapping[int, tuple[int, int]]
 
     def alive(self, keys: Iterable[int], count: int) -> list[int]:
-        """Bytes of the buffers `keys` during every one of `count` nodes."""
+        """Bytes of the buffers `keys` during every one of `count` nodes. Others are counted elsewhere.
+
+        All results of a C++ function are there before anything is freed that it reads.
+        """
         change = [0] * (count + 1)
-        for key in keys:
-            last = count - 1 if key in self.held else self.last[key]
-            first = self.first[key] + 1 if key in self.in_place else self.first[key]
-            change[min(first, last)] += self.nbytes[key]
-            change[last + 1] -= self.nbytes[key]
+        counted = set(keys)
+        over = {source for key, source in self.in_place.items() if key not in counted}  # by what is counted elsewhere
+        for key in counted:
+            first, last = self.first[key], self.last[key]
+            begin, end = self.functions.get(first, (first, first))[0], self.functions.get(last, (last, last))[1]
+            if key in over:
+                end = last - 1
+            if key in self.in_place:
+                begin = (self.functions.get(first, (first, first))[1] if self.in_place[key] in counted else first) + 1
+            if key in self.held:
+                end = count - 1
+            if begin <= end:
+                change[begin] += self.nbytes[key]
+                change[end + 1] -= self.nbytes[key]
         return list(itertools.accumulate(change))[:count]
 
 
@@ -61,19 +75,28 @@ def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     held = frozenset(key for n in output for key in kernels.storages[kernels.index[n]] if key in first)
     nbytes |= dict.fromkeys(_in_registers(kernels, readers) - held, 0)
     ends = {key: {k for k in readers[key] if kernels.at[k] == last[key]} for key in first.keys() - held}
-    return Buffers(first, last, read_first, read_last, nbytes, held, _in_place(kernels, ends, nbytes, donated))
+    in_place = _in_place(kernels, ends, nbytes, donated)
+    return Buffers(first, last, read_first, read_last, nbytes, held, in_place, kernels.functions())
 
 
 def _in_registers(kernels: Kernels, readers: Mapping[int, set[int]]) -> frozenset[int]:
     """What a loop writes, and only loops of the same kernel read: the kernel keeps it in registers.
 
-    A kernel with a reduction may go over its elements twice, so what it writes may be memory.
+    A kernel with a reduction may go over its elements twice. What it writes between is memory then, but on the CPU a
+    row of it, if every loop goes over it row by row (`try_outer_loop_fusion_with_local_buf`, torch 2.13).
     """
 
     def is_own(key: int) -> bool:
-        kernel = kernels.kernel.get(kernels.maker[key])
-        own = kernel is not None and kernel not in kernels.reducing and kernels.maker[key] not in kernels.calls
-        return own and bool(readers[key]) and all(kernels.kernel.get(k) == kernel for k in readers[key])
+        maker = kernels.maker[key]
+        kernel = kernels.kernel.get(maker)
+        if kernel is None or maker in kernels.calls or not readers[key]:
+            return False
+        if any(kernels.kernel.get(k) != kernel for k in readers[key]):
+            return False
+        if kernel not in kernels.reducing:
+            return True
+        by_rows = maker not in kernels.sums and is_on_cpu(kernels.nodes[maker])
+        return by_rows and all(key in kernels.read_in_order(k) for k in readers[key] - {maker})
 
     return frozenset(filter(is_own, readers))
 
@@ -99,20 +122,35 @@ def _reads(kernels: Kernels) -> Iterable[tuple[int, int]]:
 
 def _in_place(
     kernels: Kernels, ends: Mapping[int, set[int]], nbytes: Mapping[int, int], donated: Collection[str]
-) -> frozenset[int]:
-    """What a loop writes over an input of the same size that dies there and that no other loop reads there.
+) -> dict[int, int]:
+    """What a loop writes over an input of the same size and dtype that dies there, and that it reads in the order of
+    what it writes. Other loops of the same kernel may read that too, if the loop reads what they make of it.
 
     `ends`: the loops that read a buffer last; those that became one kernel count each.
     """
-    taken = set()
-    dying: dict[int, list[int]] = {}
+    makers: dict[int, list[int]] = {}  # what each loop writes
     for key, i in kernels.maker.items():
-        mine = kernels.nodes[i].op != "placeholder" or kernels.nodes[i].name in donated
-        if mine and len(readers := ends.get(key, set()) - {i}) == 1:
-            dying.setdefault(readers.pop(), []).append(nbytes[key])
+        if kernels.computes[i] and i not in kernels.calls and nbytes[key]:
+            makers.setdefault(i, []).append(key)
+    taken: dict[int, int] = {}
     for key, i in kernels.maker.items():
-        sizes = dying.get(i, [])
-        if nbytes[key] in sizes and kernels.computes[i] and i not in kernels.calls:
-            sizes.remove(nbytes[key])
-            taken.add(key)
-    return frozenset(taken)
+        if kernels.nodes[i].op == "placeholder" and kernels.nodes[i].name not in donated:
+            continue
+        readers = ends.get(key, set()) - {i}
+        if not readers or not all(key in kernels.read_in_order(k) for k in readers):
+            continue
+        for reader in readers & makers.keys():
+            alike = (k for k in makers[reader] if k not in taken and _are_alike(kernels, key, k, nbytes))
+            result = next(alike, None)
+            if result is not None and kernels.comes_behind(reader, readers):
+                taken[result] = key
+                break
+    return taken
+
+
+def _are_alike(kernels: Kernels, a: int, b: int, nbytes: Mapping[int, int]) -> bool:
+    return nbytes[a] == nbytes[b] and _dtype(kernels, a) == _dtype(kernels, b)
+
+
+def _dtype(kernels: Kernels, key: int) -> object:
+    return next(t.dtype for t in tensors_of(kernels.nodes[kernels.maker[key]]) if storage_key(t) == key)

@@ -150,11 +150,25 @@ class Groups:
         return not reads
 
     def places(self) -> dict[int, int]:
-        """When each loop runs: at the last one of its kernel, or earlier where a kernel that reads it does."""
+        """When each loop runs: at the last one of its kernel, or before a kernel that reads it and runs earlier.
+
+        Before is a place where no other kernel runs, behind all that it reads itself: where both were at one, what the
+        one reads would seem alive beside what the other writes. If there is no such place, it is that of the reader.
+        """
         at = {root: group.last for root, group in self._groups.items()}
         readers = {root: {self.of(n) for n in group.readers} - {root} for root, group in self._groups.items()}
+        begins = dict.fromkeys(at, -1)
+        for root, group in self._groups.items():
+            for reader in readers[root]:
+                begins[reader] = max(begins[reader], group.last)
+        taken = set(at.values())
         for root in graphlib.TopologicalSorter(readers).static_order():
-            at[root] = min([at[root], *(at[r] for r in readers[root])])
+            need = min((at[r] for r in readers[root]), default=at[root] + 1)
+            if need <= at[root]:
+                begin = max(begins[root] + 1, self._groups[root].first)
+                free = (place for place in range(need - 1, begin - 1, -1) if place not in taken)
+                at[root] = next(free, need)
+                taken.add(at[root])
         return {k: at[self.of(k)] for k in self._parent}
 
     def of(self, kernel: int) -> int:

@@ -53,6 +53,7 @@ class Kernels:
     whose result it writes to memory. That is the node itself, or its readers, if it is cheap to do again in each.
     `maker`: who writes a storage; inputs are their own. `reads`: what a node reads of those, with the bytes.
     `kernel`: equal for loops that are fused. `reducing`: the kernels with a reduction. `at`: where a loop runs.
+    `sums`: the loops that are a reduction.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -66,16 +67,19 @@ class Kernels:
         for i, node in enumerate(self.nodes):
             self._link(i, node)
         self.computes = [n.op == "call_function" and self._makes(i) for i, n in enumerate(self.nodes)]
-        mms = {self.index[add]: self.index[n] for n in reversed(self.nodes) if (add := addmm(n)) is not None}
+        mms = {i: self.index[mm] for i, n in enumerate(self.nodes) if (mm := addmm(n)) is not None}
         self.calls = {i for i, n in enumerate(self.nodes) if is_extern(n)} | mms.keys()
         self.inside = self._inside({mm: add for add, mm in mms.items()})
         makers = [i for i in range(len(self.nodes)) if self._makes(i) and i in self.inside[i]]
         self.maker = {key: i for i in reversed(makers) for key in self.storages[i]}
         self.reads = [self._reads(i) if computed else {} for i, computed in enumerate(self.computes)]
         loops = self._loops([i for i in makers if self.computes[i]])
+        self._behind = {i: loop.behind for i, loop in loops.items()}
         fused = fuse(loops)
         self.kernel = {i: fused.of(i) for i in loops}
-        self.reducing = {self.kernel[i] for i, loop in loops.items() if loop.space is not None and loop.space.reduces}
+        self.sums = {i for i, loop in loops.items() if loop.space is not None and loop.space.reduces}
+        self.reducing = {self.kernel[i] for i in self.sums}
+        self._in_order: dict[int, set[int]] = {}
         self.at = list(range(len(self.nodes)))
         for i, place in fused.places().items():
             self.at[i] = place
@@ -83,6 +87,54 @@ class Kernels:
     def kernels(self, i: int) -> set[int]:
         """The kernels that compute a node."""
         return {self.kernel[k] for k in self.inside[i] if k in self.kernel}
+
+    def functions(self) -> dict[int, tuple[int, int]]:
+        """By where a kernel runs, where the first and the last kernel of its C++ function do: on the CPU all loops
+        between two library calls are one. Nodes of ours may cut it, which is not known yet."""
+        found, run = dict[int, tuple[int, int]](), list[int]()
+        devices = {i: tensors_of(self.nodes[i])[0].device.type for i in self.kernel}
+        alone = {self.at[i] for i in self.kernel if i in self.calls or devices[i] != "cpu"}
+        for place in sorted({self.at[i] for i in self.kernel}):
+            run = [] if place in alone else [*run, place]
+            found |= dict.fromkeys(run, (run[0], place)) if run else {}
+        return found
+
+    def comes_behind(self, i: int, others: Collection[int]) -> bool:
+        """Whether a loop reads, if by way of others, what each of the loops `others` writes."""
+        seen, work, first = {i}, [i], min(others, default=i)
+        while work:
+            new = {k for k in self._behind.get(work.pop(), ()) if k >= first} - seen
+            seen |= new
+            work += new
+        return seen.issuperset(others)
+
+    def read_in_order(self, i: int) -> set[int]:
+        """The storages whose elements a loop reads in the order in which it writes its result, and in no other.
+
+        A loop that sums up rows reads them row by row.
+        """
+        if i not in self._in_order:
+            self._in_order[i] = self._find_read_in_order(i)
+        return self._in_order[i]
+
+    def _find_read_in_order(self, i: int) -> set[int]:
+        found: dict[bool, set[int]] = {True: set(), False: set()}
+        work = [(i, True)]
+        seen = set(work)
+        while work:
+            k, in_order = work.pop()
+            for source in self.nodes[k].all_input_nodes:
+                straight = in_order and _is_in_order(source, self.nodes[k])
+                at = self.index[source]
+                while self.view[at]:
+                    at = self.index[self.nodes[at].all_input_nodes[0]]
+                if at not in self.inside[at] and i in self.inside[at]:
+                    if (at, straight) not in seen:
+                        seen.add((at, straight))
+                        work.append((at, straight))
+                else:
+                    found[straight].update(self.storages[at])
+        return found[True] - found[False]
 
     def _makes(self, i: int) -> bool:
         return bool(self.storages[i]) and not self.view[i]
@@ -117,7 +169,7 @@ class Kernels:
         for i, node in enumerate(self.nodes):
             if not self.computes[i] or not is_inlined(node) or i in self.calls:
                 continue
-            work = _Work(set(), 1, _is_on_cpu(node) and operator_of(node) in HEAVY)
+            work = _Work(set(), 1, is_on_cpu(node) and operator_of(node) in HEAVY)
             for source in self._sources[i]:
                 if source in inlined:
                     work.add(inlined[source])
@@ -132,7 +184,7 @@ class Kernels:
         several readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in
         its configuration, torch 2.13). It counts operations, of which a node has about two."""
         readers = self._readers[i]
-        most_reads, most_operations = (12, 25) if _is_on_cpu(self.nodes[i]) else (8, 15)
+        most_reads, most_operations = (12, 25) if is_on_cpu(self.nodes[i]) else (8, 15)
         if len(work.reads) > most_reads or any(r in self.calls or self.nodes[r].op == "output" for r in readers):
             return True
         too_long = len(work.reads) > config.realize_reads_threshold or work.operations > most_operations
@@ -222,7 +274,23 @@ def _outer(tensor: torch.Tensor, sizes: list[float]) -> int:
     return int(math.prod(size for size, _ in loops[: next(breaks, None)]))
 
 
-def _is_on_cpu(node: fx.Node) -> bool:
+def _is_in_order(source: fx.Node, node: fx.Node) -> bool:
+    """Whether a node reads the elements of `source` in the order of its own in memory, or sums up whole rows of it."""
+    given, made = tensor_of(source), tensor_of(node)
+    if given is None:
+        return False
+    if operator_of(node) in REDUCTIONS:
+        over = node.args[1] if len(node.args) > 1 else None
+        dims = (
+            range(given.ndim) if not isinstance(over, (list, tuple)) else sorted(d % max(given.ndim, 1) for d in over)
+        )
+        return given.is_contiguous() and list(dims) == list(range(given.ndim - len(dims), given.ndim))
+    if made is None or given.shape != made.shape:
+        return False
+    return all(a == b for a, b, size in zip(given.stride(), made.stride(), made.shape, strict=True) if size != 1)
+
+
+def is_on_cpu(node: fx.Node) -> bool:
     tensor = tensor_of(node)
     return tensor is not None and tensor.device.type == "cpu"
 

@@ -31,6 +31,8 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         assert key is not None
         # Whatever is fused, no node of the graph may read behind the release.
         last = max(fwd_position[base], fwd_buffers.last[key], fwd_buffers.read_last[key])
+        if base.op == "placeholder":  # the caller has it until the forward returns
+            last = len(forward) - 2
         if group.pack is not None and group.pack.copy:  # nobody but the store reads the copy
             last = fwd_position[base]
         keys = {storage_key(placeholders[m.name].meta["val"]) for m in group.members}

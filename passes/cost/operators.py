@@ -76,10 +76,14 @@ def is_extern(node: fx.Node) -> bool:
 
 
 def addmm(node: fx.Node) -> fx.Node | None:
-    """The addition with which Inductor makes an `mm` an `addmm`; the matmul moves there, and its operands live on."""
-    user = next(iter(node.users), None)
-    if node.target is not aten.mm.default or user is None or len(node.users) > 1 or user.kwargs:
+    """The `mm` with which Inductor makes an addition an `addmm`; it moves there, and its operands live on.
+
+    Of two it is the second: Inductor tries that pattern first.
+    """
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return None
-    shapes = [t.shape for n in user.all_input_nodes if (t := tensor_of(n)) is not None]
-    same = user.target is aten.add.Tensor and len(shapes) == 2 and shapes[0] == shapes[1]
-    return user if same else None
+    first, second = map(tensor_of, node.all_input_nodes)
+    if first is None or second is None or first.shape != second.shape or first.dtype != second.dtype:
+        return None
+    products = (n for n in reversed(node.all_input_nodes) if n.target is aten.mm.default and len(n.users) == 1)
+    return next(products, None)

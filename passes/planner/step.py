@@ -154,8 +154,11 @@ class _Modelling:
         graph = self.partition.forward.graph
         ours = {m.name for group in self.groups for m in group.members}
         elsewhere = {storage_of(n) for n in self.partition.saved if n.name in ours}  # counted as items
+        given = {storage_of(n) for n in self.partition.activation_inputs} - elsewhere  # the caller has them that long
         elsewhere |= {storage_of(n) for n in graph.find_nodes(op="placeholder")}  # there before the step
-        return buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
+        made = buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
+        held = sum(nbytes for key, nbytes in buffers.nbytes.items() if key in given)
+        return [held + alive for alive in made]
 
     def _backward_base(self, buffers: Buffers) -> list[int]:
         graph = self.partition.backward.graph

@@ -57,9 +57,9 @@ def test_layers_that_are_alike_are_told_once() -> None:
     assert_expected_inline(
         toys.planned(Model(), x).table,
         """\
-sigmoid  blocks.{0..3}.attn x 4  256 B  offload  store>sigmoid release>mm_8 load<t_26 wait<mm_23  [sigmoid]
-tanh     blocks.{0..3} x 4       256 B  offload  store>tanh release>mm_4 load<t_20 wait<mm_20     [tanh]
-exp                              256 B  offload  store>exp release>sum_1 load<expand wait<cos     [exp]""",
+sigmoid  blocks.{0..3}.attn x 4  256 B  offload  store>sigmoid release>tanh_3 load<t_26 wait<mm_23  [sigmoid]
+tanh     blocks.{0..3} x 4       256 B  offload  store>tanh release>sin load<t_20 wait<mm_20        [tanh]
+exp                              256 B  offload  store>exp release>sum_1 load<expand wait<cos       [exp]""",
     )
 
 
@@ -69,10 +69,10 @@ def test_layers_that_differ_are_told_apart() -> None:
     assert_expected_inline(
         toys.planned(Model(), x, keep=("blocks.2.attn",)).table,
         """\
-sigmoid    blocks.{0..1}.attn x 2  256 B  offload  store>sigmoid release>mm_8 load<t_26 wait<mm_23       [sigmoid]
-tanh       blocks.{0..1} x 2       256 B  offload  store>tanh release>mm_4 load<t_20 wait<mm_20          [tanh]
+sigmoid    blocks.{0..1}.attn x 2  256 B  offload  store>sigmoid release>tanh_3 load<t_26 wait<mm_23     [sigmoid]
+tanh       blocks.{0..1} x 2       256 B  offload  store>tanh release>sin load<t_20 wait<mm_20           [tanh]
 sigmoid_2  blocks.2.attn           256 B  keep     keep=['blocks.2.attn']                                [sigmoid_2]
-tanh_2     blocks.2                256 B  offload  store>tanh_2 release>sum_1 load<expand wait<mm_12     [tanh_2]
+tanh_2     blocks.2                256 B  offload  store>tanh_2 release>sum_1 load<cos wait<mm_12        [tanh_2]
 sigmoid_3  blocks.3.attn           256 B  offload  store>sigmoid_3 release>sum_1 load<expand wait<mm_11  [sigmoid_3]
 tanh_3     blocks.3                256 B  offload  store>tanh_3 release>sum_1 load<expand wait<mm_9      [tanh_3]
 exp                                256 B  offload  store>exp release>sum_1 load<expand wait<cos          [exp]""",
@@ -104,7 +104,7 @@ def test_all_detail_is_in_the_json() -> None:
   "sigmoid"
  ],
  "store": "sigmoid",
- "release": "mm_8",
+ "release": "tanh_3",
  "load": "t_26",
  "wait": "mm_23"
 }""",

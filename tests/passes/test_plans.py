@@ -104,7 +104,7 @@ def test_dropout() -> None:
     check(
         toys.dropout,
         """\
-relu       256 B  offload  store>relu release>t_2 load<mm_2 wait<threshold_backward              [detach_1]
+relu       256 B  offload  store>relu release>t_2 load<expand wait<threshold_backward            [detach_1]
 getitem    256 B  offload  store>getitem_1 release>t_2 load<expand wait<mm_2                     [t]
 getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward  [getitem_1]""",
     )
@@ -114,9 +114,9 @@ def test_half_precision() -> None:
     check(
         toys.half_precision,
         """\
-_to_copy    128 B  offload  store>_to_copy release>mm load<expand wait<mm_4      [t_5]
-_to_copy_1  128 B  offload  store>_to_copy_1 release>mm_1 load<detach wait<mm_5  [t_6]
-sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2      [sigmoid]""",
+_to_copy    128 B  offload  store>_to_copy release>mm load<expand wait<mm_4   [t_5]
+_to_copy_1  128 B  offload  store>_to_copy_1 release>mm_1 load<t_2 wait<mm_5  [t_6]
+sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2   [sigmoid]""",
     )
 
 
@@ -217,7 +217,7 @@ def test_a_range_is_stored_where_it_lies() -> None:
     check(
         toys.narrow,
         """\
-cat         2048 B  offload  store>cat release>t_2 load<mm_4 wait<mm_4   [t_2]
+cat         2048 B  offload  store>cat release>t_2 load<mm_2 wait<mm_4   [t_2]
 mm   256 of 2048 B  offload  store>mm release>t_2 load<expand wait<mm_2  [t]""",
     )
 
@@ -306,7 +306,7 @@ def test_copies_that_are_all_saved() -> None:
         toys.saved_copies,
         """\
 sigmoid  256 of 768 B  offload  store>sigmoid release>add load<expand wait<mul_1  [sigmoid, t_6, t_4]
-mm_1            256 B  offload  store>mm_1 release>mul load<expand wait<cos       [mm_1]
+mm_1            256 B  offload  store>mm_1 release>mul load<cos wait<cos          [mm_1]
 sin             256 B  offload  store>sin release>t_10 load<expand wait<mm_4      [t_2]
 mm_2            256 B  offload  store>mm_2 release>t_10 load<expand wait<mm_5     [t_3]""",
     )
@@ -396,9 +396,9 @@ def test_a_load_is_due_where_its_reader_is_fused_into() -> None:
         fused_reader,
         """\
 mm       256 B  offload  store>mm release>mm_4 load<sin_1 wait<mm_9                              [mm]
-mm_1     256 B  offload  store>tanh release>t_11 load<sigmoid_backward wait<mm_6                 [mm_1]
-mm_2     256 B  offload  store>mm_2 release>sigmoid load<sin_1 wait<sin_1                        [mm_2]
-cos      256 B  offload  store>cos release>t_11 load<mm_5 wait<mm_7                              [t_3]
+mm_1     256 B  offload  store>tanh release>t_11 load<sigmoid_backward wait<t_1                  [mm_1]
+mm_2     256 B  offload  store>mm_2 release>mm_4 load<sin_1 wait<sin_1                           [mm_2]
+cos      256 B  offload  store>cos release>t_11 load<t_1 wait<mm_7                               [t_3]
 tanh     256 B  offload  store>tanh release>t_11 load<sigmoid_backward wait<mm_5                 [tanh]
 sigmoid  256 B  offload  store>sigmoid release>t_11 load<sigmoid_backward wait<sigmoid_backward  [detach_2]""",
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -53,6 +54,80 @@ def test_what_only_its_own_kernel_reads_is_no_memory() -> None:
     assert nbytes == {"x_1": 256, "exp": 0, "mul": 256, "mul_1": 256}
 
 
+def overwritten(function: Callable[..., object], *args: torch.Tensor) -> dict[str, str]:
+    """What is predicted to be written over a dying buffer, which is as much as Inductor's code has."""
+    graph = make_fx(function, tracing_mode="fake")(*args).graph
+    found = buffers(Kernels(graph)).in_place
+    names = {storage_of(n): n.name for n in reversed(list(graph.nodes)) if n.op == "call_function"}
+    with config.patch(allow_buffer_reuse=False):  # as our graphs have it
+        assert lower_alone(function, *args).code.count("# reuse") == len(found)
+    return {names[made]: names[dead] for made, dead in found.items()}
+
+
+ROWS, SQUARE = torch.randn(64, 32), torch.randn(32, 32)
+
+
+def test_a_loop_writes_over_what_others_of_its_kernel_read_before_it() -> None:
+    """mul reads the sum, and both read mm: the sum is done with it when mul overwrites it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        y = x @ w
+        return ((y * y.sum(1, keepdim=True)) @ w,)
+
+    assert overwritten(function, ROWS, SQUARE) == {"mul": "mm"}
+
+
+def test_a_loop_does_not_write_over_what_another_reads_that_it_does_not_need() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        y = x @ w
+        return y.sin() @ w, y.cos() @ w
+
+    assert overwritten(function, ROWS, SQUARE) == {}
+
+
+def test_a_loop_does_not_write_over_what_it_reads_in_another_order() -> None:
+    """The view needs the elements of the copy in order."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        turned = (x @ w).permute(1, 0).contiguous()
+        return (turned.view(16, 64) @ w.view(64, 16),)
+
+    assert overwritten(function, SQUARE, SQUARE) == {}
+
+
+def test_a_loop_does_not_write_over_another_dtype() -> None:
+    assert overwritten(lambda x, w: (torch.ops.prims.convert_element_type(x @ w, torch.int32),), ROWS, SQUARE) == {}
+
+
+def test_a_row_of_what_a_softmax_computes_between_is_no_memory() -> None:
+    """amax -> exp -> sum -> div: one kernel goes over the rows, and has the exp of one row at a time."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        y = x @ w
+        shares = (y - y.amax(1, keepdim=True)).exp()
+        return ((shares / shares.sum(1, keepdim=True)) @ w,)
+
+    graph = make_fx(function, tracing_mode="fake")(ROWS, SQUARE).graph
+    found = buffers(Kernels(graph))
+    nbytes = {n.name: found.nbytes[key] for n in graph.nodes if (key := storage_of(n)) in found.nbytes}
+    assert nbytes["exp"] == 0
+    assert nbytes["div"] == 64 * 32 * 4
+    with config.patch(allow_buffer_reuse=False):
+        code = lower_alone(function, ROWS, SQUARE).code
+    assert code.count("empty_strided_cpu((64, 32)") == 3  # mm and div, and the result
+
+
+def test_what_is_counted_elsewhere_takes_the_place_of_what_it_overwrites() -> None:
+    """sin is written over mm: where it is counted as another's, mm ends before."""
+    graph = make_fx(lambda x, w: (x @ w).sin() @ w, tracing_mode="fake")(ROWS, SQUARE).graph
+    nodes = list(graph.nodes)
+    found = buffers(Kernels(graph))
+    keys = {n.name: storage_of(n) for n in nodes if n.op == "call_function"}
+    at, nbytes = [n.name for n in nodes].index("sin"), 64 * 32 * 4
+    assert found.alive([keys["mm"], keys["sin"]], len(nodes))[at] == nbytes  # type: ignore[list-item]
+    assert found.alive([keys["mm"]], len(nodes))[at - 1 : at + 1] == [nbytes, 0]  # type: ignore[list-item]
+
+
 def places(loops: dict[int, Loop]) -> dict[int, int]:
     return fuse(loops).places()
 
@@ -65,13 +140,13 @@ def loop(at: int, reads: dict[int, int], writes: dict[int, int], behind: set[int
 
 
 def test_loops_that_read_the_same_run_together_as_early_as_one_is_needed() -> None:
-    """10 and 30 read storage 1; the library call at 20 reads what 10 writes, so both run before it."""
+    """10 and 30 read storage 1; the library call at 20 reads what 10 writes, so both run right before it."""
     loops = {
         10: loop(10, {1: 64}, {2: 64}, set()),
         20: loop(20, {2: 64}, {3: 64}, {10}, space=None),
         30: loop(30, {1: 64}, {4: 64}, set()),
     }
-    assert places(loops) == {10: 20, 20: 20, 30: 20}
+    assert places(loops) == {10: 19, 20: 20, 30: 19}
 
 
 def test_loops_with_something_between_them_stay_apart() -> None:
@@ -108,7 +183,7 @@ def test_loops_too_far_apart_are_not_fused(calls: int, fused: bool) -> None:
     found = lower_alone(functools.partial(chain, calls=calls), x, w)
     assert len([n for n in found.kernels if not n.is_extern()]) == (1 if fused else 2)
     predicted = alive(functools.partial(chain, calls=calls), x, w)
-    assert predicted["cos"][0] == ("mm" if fused else "cos")
+    assert predicted["cos"][0] == ("sin" if fused else "cos")
 
 
 @pytest.mark.parametrize(("loops", "kernels"), [(64, 1), (65, 2)])
@@ -190,12 +265,27 @@ def test_a_matmul_moves_to_the_addition_that_it_does() -> None:
     def late(x: torch.Tensor, w: torch.Tensor) -> object:
         left = x.sin()
         product = left @ w
-        other = (w.cos() @ w).sin() @ w
+        other = ((w.cos() @ w).sin() @ w).exp()
         return product + other
 
     found = alive(late, torch.randn(8, 8), torch.randn(8, 8))
     assert "mm" not in found
     assert found["sin"][1] == "add"
+
+
+def test_of_two_products_the_second_moves_to_their_addition() -> None:
+    """And no other, as Inductor has it: the first is there from its own place on."""
+
+    def both(x: torch.Tensor, w: torch.Tensor) -> object:
+        first, second = x.sin() @ w, x.cos() @ w
+        return (first + second,)
+
+    args = torch.randn(8, 8), torch.randn(8, 8)
+    calls = [n.node.origin_node.name for n in lower_alone(both, *args).kernels if n.is_extern()]
+    assert calls == ["mm", "addmm_default"]
+    found = alive(both, *args)
+    assert (found["sin"][1], found["cos"][1]) == ("mm", "add")
+    assert "mm_1" not in found
 
 
 def test_a_release_is_behind_every_reader_of_the_graph() -> None:
@@ -211,7 +301,7 @@ def test_a_release_is_behind_every_reader_of_the_graph() -> None:
     found = buffers(Kernels(graph))
     key = storage_of(next(n for n in nodes if n.name == "mm"))
     assert key is not None
-    assert (nodes[found.last[key]].name, nodes[found.read_last[key]].name) == ("mm_1", "cos")
+    assert (nodes[found.last[key]].name, nodes[found.read_last[key]].name) == ("sin", "cos")
 
 
 def fused_reader(saved: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
@@ -231,7 +321,7 @@ def first_reader(function: Callable[..., object]) -> str:
 
 
 def test_a_tensor_is_read_where_its_reader_is_fused_into() -> None:
-    assert first_reader(fused_reader) == "mm_1"
+    assert first_reader(fused_reader) == "sin"
 
 
 def test_what_several_kernels_compute_again_is_read_by_the_first() -> None:
@@ -244,4 +334,38 @@ def test_what_several_kernels_compute_again_is_read_by_the_first() -> None:
         late = (stream * early).sum() * (early @ w @ w)
         return late, (product * stream) @ w
 
-    assert first_reader(function) == "mm_1"
+    assert first_reader(function) == "tanh"
+
+
+def test_a_kernel_that_runs_before_its_reader_is_not_at_its_place() -> None:
+    """sin, cos of one buffer are a kernel before mm_1: mm is gone where mm_1 is made."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        product = x @ w
+        used = (product.sin() @ w).exp() @ w
+        return used, product.cos() @ w
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 8)).graph
+    found, nodes = buffers(Kernels(graph)), list(graph.nodes)
+    curve = found.alive([key for key, first in found.first.items() if nodes[first].op != "placeholder"], len(nodes))
+    of = dict(zip([n.name for n in nodes], curve, strict=True))
+    assert (of["mm"], of["sin"], of["mm_1"]) == (256, 768, 768)
+
+
+def test_all_loops_between_two_calls_have_their_buffers_together() -> None:
+    """mm -> sum; cos -> mm: the sum and the cosine are one C++ function, which has the first mm until its end."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        return (x @ w).sum(0), w.cos() @ w
+
+    graph = make_fx(function, tracing_mode="fake")(ROWS, SQUARE).graph
+    found, nodes = buffers(Kernels(graph)), list(graph.nodes)
+    at = {n.name: i for i, n in enumerate(nodes)}
+    key = storage_of(nodes[at["mm"]])
+    assert key is not None
+    curve, nbytes = found.alive([key], len(nodes)), 64 * 32 * 4
+    assert [curve[at[name]] for name in ("mm", "sum_1", "cos", "mm_1")] == [nbytes, nbytes, nbytes, 0]
+    calls = [
+        line for line in lower_alone(function, ROWS, SQUARE).code.splitlines() if line.strip().startswith("cpp_fused")
+    ]
+    assert len([line for line in calls if "(" in line and "=" not in line]) == 1
