@@ -13,13 +13,15 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
+from unittest import mock
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.exc import Unsupported
 
 from ssd_fx import fake
@@ -161,8 +163,7 @@ def _beside(
     rows = tuple(row for row in shares if not any(other.dominates(row) for other in shares))
     layers = layers_of(model)
     if not layers:
-        right = "right would be a ModuleList or Sequential of layers of one class"
-        return rows, f"no row of a {CHECKPOINT}: the model has no repeated layers; {right}"
+        return rows, f"no row of a {CHECKPOINT}: no ModuleList or Sequential of the model has two layers of one class"
     try:
         with checkpointed(layers):
             plan = survey(kept)
@@ -237,10 +238,11 @@ def surveyed(
         return compile_graph(gm, inputs, survey=partial(_survey, look(gm)), mode=mode, **given)
 
     args, kwargs = call
+    silent = getattr(torch._dynamo.config, _SILENT)
     torch._dynamo.reset()  # Dynamo compiles a function eight times at most
     compiled = torch.compile(model, backend=backend, options=dict(options or {}), dynamic=dynamic, fullgraph=True)
     try:
-        with torch._dynamo.config.patch({_SILENT: getattr(torch._dynamo.config, _SILENT) | _logging()}):
+        with _not_in_place(model), torch._dynamo.config.patch({_SILENT: silent | _logging()}):
             compiled(*args, **kwargs)
     except _Surveyed as ended:
         found: T = ended.found
@@ -254,6 +256,16 @@ def surveyed(
     raise ValueError(
         f"torch.compile finds no tensors to compile in {name_of(model)}; right would be a model that trains"
     )
+
+
+@contextmanager
+def _not_in_place(model: Callable[..., Any]) -> Iterator[None]:
+    """Within, no module of the model calls what `Module.compile` has made of it, as if that had not been called."""
+    with ExitStack() as stack:
+        for each in model.modules() if isinstance(model, nn.Module) else ():
+            if each._compiled_call_impl is not None:
+                stack.enter_context(mock.patch.object(each, "_compiled_call_impl", None))
+        yield
 
 
 def _logging() -> set[Callable[..., Any]]:
@@ -342,4 +354,6 @@ def _prediction(budget: Budget, plan: Plan, beside: int) -> Prediction:
         compute_s=found.compute_s,
         stall_s=found.write_stall_s + found.read_stall_s,
         written_bytes=max(found.written - found.shared - found.resident, 0),
+        floor_bytes=(plan.stock or found).floor,
+        limit_bytes=int(found.limits.memory),
     )

@@ -164,7 +164,7 @@ def test_a_layer_with_a_checkpoint_of_its_own() -> None:
 
 def test_a_model_without_layers_says_so() -> None:
     found = ssd_fx.estimate(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8), budgets=[0], options=TOY)
-    assert "\nno row of a checkpoint per layer: the model has no repeated layers; right would be a Mod" in str(found)
+    assert "\nno row of a checkpoint per layer: no ModuleList or Sequential of the model has two" in str(found)
 
 
 def row(budget: Any, peak: int, step_s: float, written: int = 0) -> Prediction:
@@ -197,8 +197,7 @@ def test_the_marks_of_the_table() -> None:
         "0.5                   220 B        230 B  1.3 s   0 ms     10 B  fits, worse than checkpoint per layer",
         "1.0                   300 B        310 B    1 s   0 ms      0 B  fastest that fits",
         "checkpoint per layer  200 B        210 B  1.2 s   0 ms      0 B  fits",
-        "take budget 1.0, the fastest that fits 320 B: beside a checkpoint per layer its peak is 50% higher, its step "
-        "17% shorter; it writes nothing",
+        "take budget 1.0: peak 50% higher, step 17% shorter than with a checkpoint per layer; it writes nothing",
     ]
     assert [each["worse_than"] for each in found.details()["predictions"]] == [None, CHECKPOINT, None]
     assert found.details()["rivals"][0] | {"fits": 1} == found.details()["rivals"][0]
@@ -215,21 +214,33 @@ def zero(peak: int, step_s: float, memory: int) -> Estimate:
 @pytest.mark.parametrize(
     ("found", "taken", "said"),
     [
-        (auto(100, 1.0, 50), "auto", "its peak is 50% lower, its step 17% shorter; it writes 50 B a"),
-        (auto(200, 1.3, 50), CHECKPOINT, "take a checkpoint per layer: beside budget auto its peak is the same"),
-        (auto(195, 1.15, 50), CHECKPOINT, "its peak is 3% higher, its step 4% longer; it writes nothing"),
-        (auto(180, 1.15, 50), "auto", "its peak is 10% lower"),
+        (
+            auto(100, 1.0, 50),
+            "auto",
+            "peak 50% lower, step 17% shorter than with a checkpoint per layer; it writes 50 B a",
+        ),
+        (
+            auto(200, 1.3, 50),
+            CHECKPOINT,
+            "take a checkpoint per layer: peak 0% higher, step 8% shorter than with budget auto",
+        ),
+        (auto(195, 1.15, 50), CHECKPOINT, "peak 3% higher, step 4% longer than with budget auto; it writes nothing"),
+        (auto(180, 1.15, 50), "auto", "peak 10% lower"),
         (auto(195, 1.15), "auto", "it writes nothing"),
-        (table(row(0, 150, 1.5, 50), row(0.5, 180, 1.0, 20), rivals=(RIVAL,)), 0, "take budget 0: beside"),
+        (table(row(0, 150, 1.5, 50), row(0.5, 180, 1.0, 20), rivals=(RIVAL,)), 0, "take budget 0: peak 25% lower"),
         (table(row(0, 100, 1.1, 50)), 0, "take budget 0: it writes 50 B a step"),
-        (zero(100, 1.5, 215), CHECKPOINT, "per layer, the fastest that fits 215 B: beside budget 0"),
-        (zero(100, 1.18, 215), CHECKPOINT, "take a checkpoint per layer: beside budget 0"),
-        (zero(100, 1.18, 150), 0, "take budget 0, the fastest that fits 150 B"),
+        (
+            zero(100, 1.5, 215),
+            CHECKPOINT,
+            "take a checkpoint per layer: peak 100% higher, step 20% shorter than with budget 0",
+        ),
+        (zero(100, 1.18, 215), CHECKPOINT, "take a checkpoint per layer: peak 100% higher"),
+        (zero(100, 1.18, 150), 0, "take budget 0: peak 50% lower"),
         (zero(300, 1.0, 100), None, "none fits 100 B: the least is 210 B"),
         (
             table(row("auto", 300, 1.0, 5), rivals=(row(budgeted(0.5), 299, 1.0),)),
             budgeted(0.5),
-            "take PyTorch's budget 0.5: beside budget auto",
+            "take PyTorch's budget 0.5: peak 0% higher, step 0% longer",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ssd_fx.report.columns import aligned
+from ssd_fx.report.figures import allowed
 from ssd_fx.runtime.wear import DAY_S, format_days, rated_days
 from ssd_fx.sizes import format_bytes, format_seconds
 
@@ -28,6 +29,7 @@ class Prediction:
         compute_s: seconds of that without transfers and recomputing.
         stall_s: seconds of that in which the step waits for the drive.
         written_bytes: to the drives, per step. Of compression it counts what does not depend on the values.
+        floor_bytes: the peak with infinitely fast transfers. limit_bytes: the peak that the budget allows.
     """
 
     budget: int | float | str
@@ -37,6 +39,8 @@ class Prediction:
     compute_s: float
     stall_s: float
     written_bytes: int
+    floor_bytes: int = 0
+    limit_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -152,7 +156,12 @@ class Estimate:
         )
         rates = f"times by {self.rates} rates"
         table = aligned([_HEAD, *map(self._cells, self.rows)], _FIGURES, heads=1)
-        return "\n".join([head, rates, *table, *filter(None, [self.note]), self.verdict])
+        return "\n".join([head, rates, *table, *self._lowest(), *filter(None, [self.note]), self.verdict])
+
+    def _lowest(self) -> list[str]:
+        """Of budget 0 the limit that it has come to, and how far that is from the floor."""
+        rows = [row for row in self.predictions if row.name == "0"]
+        return [f"budget 0: {allowed(row.floor_bytes, row.limit_bytes, 0)}" for row in rows[:1] if row.limit_bytes]
 
     def _cells(self, row: Prediction) -> tuple[str, ...]:
         life, better = self.life_s(row), self.better(row)
@@ -177,12 +186,10 @@ class Estimate:
         if best is None:
             least = min(row.memory_bytes for row in self.rows)
             return f"none fits {format_bytes(self.memory or 0)}: the least is {format_bytes(least)}"
-        is_fastest = self.memory is not None and best is _fastest(filter(self.fits, self.rows))
-        fits = f", the fastest that fits {format_bytes(self.memory or 0)}" if is_fastest else ""
         other = self._compared(best)
-        change = f"beside {self._called(other)} {_change(best, other)}; " if other is not None else ""
+        change = f"{_change(best, other)} than with {self._called(other)}; " if other is not None else ""
         written = f"it writes {format_bytes(best.written_bytes)} a step" if best.written_bytes else "it writes nothing"
-        return f"take {self._called(best)}{fits}: {change}{written}"
+        return f"take {self._called(best)}: {change}{written}"
 
     def _compared(self, best: Prediction) -> Prediction | None:
         """What a reader would have expected instead: of a budget the first rival, of a rival the budget."""
@@ -205,15 +212,15 @@ def _fastest(rows: Iterable[Prediction]) -> Prediction | None:
 
 
 def _change(row: Prediction, other: Prediction) -> str:
-    """`its peak is 41% lower, its step 8% shorter`."""
+    """`peak 41% lower, step 8% shorter`."""
     peak = _share(row.peak_bytes / other.peak_bytes if other.peak_bytes else 1.0, "lower", "higher")
     step = _share(row.step_s / other.step_s if other.step_s else 1.0, "shorter", "longer")
-    return f"its peak is {peak}, its step {step}"
+    return f"peak {peak}, step {step}"
 
 
 def _share(ratio: float, less: str, more: str) -> str:
     percent = round(100 * abs(ratio - 1))
-    return f"{percent}% {less if ratio < 1 else more}" if percent else "the same"
+    return f"{percent}% {less if ratio < 1 else more}" if percent else f"0% {more}"
 
 
 _HEAD = ("budget", "peak", "all tensors", "step", "waits", "written", "drive life", "")
