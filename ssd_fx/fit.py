@@ -169,7 +169,8 @@ class _Script:
         if len(self.compiled) > 1:
             raise ValueError(
                 f"the script compiles {len(self.compiled)} models or blocks with ssd_fx, and a step of several graphs "
-                "is not estimated; right would be one torch.compile of the whole model"
+                "is not estimated; right would be, for this command, one torch.compile of the whole model; "
+                "ssd_fx.report() after some steps adds up all graphs as they are"
             )
         return self.ask(step)
 

@@ -220,3 +220,46 @@ def test_large_tensors_have_no_data_and_small_ones_do() -> None:
         assert torch.tensor([3]).tolist() == [3]
         assert is_fake(torch.nn.Linear(1024, 1024).double().weight)
     assert not is_fake(torch.rand(elements))
+
+
+IN_PLACE = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+    def forward(self, x, labels=None):
+        return (self.down(self.up(x).relu()) - labels).square().mean()
+model = Model()
+model.compile(backend="ssd_fx", options={"engine": "memory", "machine": "default", "min_bytes": 0})
+x = torch.randn(32, 64)
+model(x, labels=x).backward()
+"""
+
+
+@pytest.mark.parametrize("command", ["fit", "explain"])
+def test_a_model_of_ones_own_that_is_compiled_in_place(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its call must not come back to the stand-in for what was compiled; the figures are those of torch.compile."""
+    (folder / "train.py").write_text(IN_PLACE)
+    assert cli.main([command, "train.py", "--json"]) == 0
+    (folder / "train.py").write_text(IN_PLACE.replace("model.compile(", "model = torch.compile(model, "))
+    first = capsys.readouterr().out
+    assert cli.main([command, "train.py", "--json"]) == 0
+    assert first == capsys.readouterr().out
+
+
+def test_blocks_that_are_compiled_one_by_one_are_told_what_to_do(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = IN_PLACE.replace("model.compile(", "for each in (model.up, model.down): each.compile(")
+    (folder / "train.py").write_text(blocks)
+    for command in ("fit", "explain"):
+        assert cli.main([command, "train.py"]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(
+            "ssd-fx: the script compiles 2 models or blocks with ssd_fx, and a step of several graphs"
+        )
+        assert "right would be, for this command, one torch.compile of the whole model" in said
+        assert "ssd_fx.report() after some steps adds up all graphs" in said
