@@ -6,15 +6,16 @@ Nothing runs. A forecast holds for the rates of a machine, so each function gets
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rivals import Call, Rival  # a neighbour of this file
+from torch import nn
 
 from ssd_fx import fake
-from ssd_fx.estimate import surveyed
+from ssd_fx.estimate import Look, T, surveyed
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
@@ -83,15 +84,23 @@ def ours(
 
     None where no plan is found that meets the budget. Without `recompute`: offload only. `more`: other options.
     """
-    model, inputs = fake.off_meta(call[0], (call[1], {}))
-    options = {"machine": dict(machine), "recompute": recompute, "allow_tmpfs": True} | dict(more or {})
-    look: Callable[..., Found] = partial(planned_at, list(budgets))
-    return surveyed(model, inputs, lambda _: look, options, None, None)
+    look: Look[Found] = partial(planned_at, list(budgets))
+    return _surveyed(_without_meta(call), look, machine, {"recompute": recompute} | dict(more or {}))
 
 
 def of_rival(call: Call, rival: Rival, machine: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> Figure:
-    """What is predicted of a rival, which keeps all that its forward saves. `call` changes. `more`: as in `ours`."""
-    with rival.around():
-        (found,) = ours((rival.change(call[0]), call[1]), [1.0], machine, recompute=False, more=more)
-    assert found is not None, "to keep everything is always possible"
-    return found
+    """What is predicted of a rival, which keeps all that its forward saves. `call` may change. `more`: as in `ours`."""
+    model, inputs = _without_meta(call)
+    with rival.around(model):
+        return Figure.of(_surveyed((model, inputs), rival.look, machine, more))
+
+
+def _without_meta(call: Call) -> Call:
+    model, (inputs, _) = fake.off_meta(call[0], (call[1], {}))
+    assert isinstance(model, nn.Module), "as it was"
+    return model, inputs
+
+
+def _surveyed(call: Call, look: Look[T], machine: Mapping[str, Any], more: Mapping[str, Any] | None) -> T:
+    options = {"machine": dict(machine), "allow_tmpfs": True} | dict(more or {})
+    return surveyed(call[0], (call[1], {}), lambda _: look, options, None, None)

@@ -12,7 +12,9 @@ from typing import Any
 
 import svg  # neighbours of this file
 from forecasts import Figure
-from rivals import BUDGETED, CHECKPOINT, KEEP
+from rivals import KEEP
+
+from ssd_fx.rivals import BUDGETED, CHECKPOINT
 
 GIB = 2**30
 ROUNDING = 1.005  # times the rival's time: more is worse than it

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from families import train_gpt  # neighbours of this file
-from forecasts import Figure, limit, ours
-from rivals import checkpointed
+from forecasts import Figure, limit, of_rival, ours
+from rivals import Rival, per_layer
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ssd_fx.rivals import CHECKPOINT
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the pretended device is that of the tests
@@ -85,9 +87,8 @@ def planned(of: Trained, machine: Mapping[str, Any]) -> tuple[Figure, Figure, Fi
             *ours((of.model(), inputs), [1.0], machine, recompute=False, more=more),
             *ours((of.model(), inputs), [limit(of.peak_gib * GIB)], machine, more=more),
         )
-        (checkpoint,) = ours((checkpointed(of.model(), 1), inputs), [1.0], machine, recompute=False, more=more)
+        checkpoint = of_rival((of.model(), inputs), Rival(CHECKPOINT, per_layer), machine, more=more)
     assert keep is not None
-    assert checkpoint is not None
     return keep, checkpoint, ours_there
 
 

@@ -6,8 +6,8 @@ A rival is the model as PyTorch would train it: with checkpoints around its laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,12 @@ import images
 import torch
 from families import train_gpt
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ssd_fx.passes.joint.recompute import Joint
+from ssd_fx.passes.options import PlanOptions
+from ssd_fx.passes.plan import Plan
+from ssd_fx.rivals import CHECKPOINT, budgeted, checkpointed, kept, kept_under, layers_of
 
 aten = torch.ops.aten
 PRODUCTS = [  # and attention, and convolutions: what the selective policy saves
@@ -72,16 +76,15 @@ def made(sizes: Sizes) -> Call:
         return families.make(family, shape, sizes.vocabulary).bfloat16(), (text, text)
 
 
-class Checkpointed(nn.Module):
-    """Layers in a row that are computed again together, but for what `context` saves."""
+class Together(nn.Module):
+    """Layers in a row that are computed again together."""
 
-    def __init__(self, layers: Sequence[nn.Module], context: Callable[[], Any] | None) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.layers, self.context = nn.ModuleList(layers), context
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, *args: Tensor) -> Tensor:
-        more: dict[str, Any] = {"context_fn": self.context} if self.context else {}
-        out: Tensor = checkpoint(self._run, *args, use_reentrant=False, **more)
+        out: Tensor = checkpoint(self._run, *args, use_reentrant=False)
         return out
 
     def _run(self, x: Tensor, *rest: Tensor) -> Tensor:
@@ -90,33 +93,31 @@ class Checkpointed(nn.Module):
         return x
 
 
-def checkpointed(model: nn.Module, count: int, context: Callable[[], Any] | None = None) -> nn.Module:
-    """`model`, which changes: a checkpoint is around every `count` layers, which are the elements of a ModuleList."""
+def in_pairs(model: nn.Module) -> AbstractContextManager[None]:
+    """`model` changes for good: a checkpoint is around every two layers, which are the elements of a ModuleList."""
     for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
-        groups = [Checkpointed(list(layers[i : i + count]), context) for i in range(0, len(layers), count)]
+        groups = [Together(list(layers[i : i + 2])) for i in range(0, len(layers), 2)]
         del layers[:]
         layers.extend(groups)
-    return model
+    return nullcontext()
 
 
-@contextmanager
-def pytorch_budget(share: float) -> Iterator[None]:
-    with functorch_config.patch(activation_memory_budget=share):
-        yield
+def per_layer(model: nn.Module, context: Callable[[], Any] | None = None) -> AbstractContextManager[None]:
+    """Within, a checkpoint is around each layer, which saves what the policy of `context` says."""
+    return checkpointed(layers_of(model), context)
 
 
 @dataclass(frozen=True)
 class Rival:
-    """`change`: of the model. `around`: a context to compile it in."""
+    """`around`: the context to compile a model in. `look`: the plan of its joint graph, with everything kept."""
 
     name: str
-    change: Callable[[nn.Module], nn.Module] = lambda model: model
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    around: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
+    look: Callable[[Joint, PlanOptions], Plan] = kept
 
 
-KEEP, CHECKPOINT = "keep all", "checkpoint per layer"
+KEEP = "keep all"
 SHARES = tuple(i / 10 for i in range(11))
-BUDGETED = "PyTorch's budget"
 
 
 def rivals(shares: Sequence[float] = SHARES) -> list[Rival]:
@@ -124,8 +125,8 @@ def rivals(shares: Sequence[float] = SHARES) -> list[Rival]:
     selective = partial(create_selective_checkpoint_contexts, PRODUCTS)
     return [
         Rival(KEEP),
-        Rival(CHECKPOINT, partial(checkpointed, count=1)),
-        Rival("checkpoint per two layers", partial(checkpointed, count=2)),
-        Rival("selective checkpoint", partial(checkpointed, count=1, context=selective)),
-        *(Rival(f"{BUDGETED} {share:g}", around=partial(pytorch_budget, share)) for share in shares),
+        Rival(CHECKPOINT, per_layer),
+        Rival("checkpoint per two layers", in_pairs),
+        Rival("selective checkpoint", partial(per_layer, context=selective)),
+        *(Rival(budgeted(share), look=partial(kept_under, share)) for share in shares),
     ]

@@ -35,13 +35,14 @@ from forecasts import Figure, of_rival
 from frontier import ROUNDING
 from pareto import read
 from predicted import read as read_plan
-from rivals import BUDGETED, CHECKPOINT, KEEP, Call, Rival, rivals
+from rivals import KEEP, Call, Rival, rivals
 from system import MIB, announce, write_json
 from training import Model, Step, Task, train_gpt
 from workers import Workers
 
 from ssd_fx.backend import machine_of
 from ssd_fx.config import Config
+from ssd_fx.rivals import BUDGETED, CHECKPOINT
 
 GPT = Model(12, 384, 6, 8, 512, 0.0, False, 0, 3e-4, "gpt")
 LLAMA = Model(8, 512, 8, 4, 512, 0.0, False, 0, 3e-4, "llama", 8192)

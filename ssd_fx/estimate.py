@@ -1,6 +1,8 @@
 """What a training step would need under each of several budgets, without running it.
 
-    model, inputs -> Dynamo -> joint graph -> cut and analysed once -> a plan for every budget -> the table
+    model, inputs -> Dynamo -> joint graph -> cut and analysed once -> a plan for every budget ---------+-> the table
+                            '-------------> cut under PyTorch's budget -> everything kept --------------+
+    the same with a checkpoint around each layer -> Dynamo -> joint graph -> cut -> everything kept ----'
 
 Everything up to the plans is what `backend` does with the same options, on tensors without data. Then it ends: nothing
 is compiled, and nothing runs.
@@ -11,13 +13,15 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
+from unittest import mock
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.exc import Unsupported
 
 from ssd_fx import fake
@@ -29,6 +33,7 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
 from ssd_fx.passes.plan import Plan
 from ssd_fx.report.budgets import Estimate, Prediction
+from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
 
@@ -51,6 +56,7 @@ def estimate(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     dynamic: bool | None = None,
     mode: str | None = None,
+    rivals: bool = True,
 ) -> Estimate:
     """Return what a training step of `model` would need under each of the `budgets`. Nothing runs::
 
@@ -65,6 +71,8 @@ def estimate(
         drive_tbw: a number of TB that all drives of the node are rated for; 0 for that of the options.
         batch: another batch size than that of the inputs, if they have it first.
         optimizers: one or several, whose state counts.
+        rivals: predict what needs no drive, too: a checkpoint around each layer of the model, and PyTorch's
+            `activation_memory_budget`. The first traces the model once more. `model` is as before in the end.
 
     It calls `torch._dynamo.reset()`, so what the process compiled before is compiled again when it runs next.
 
@@ -83,13 +91,16 @@ def estimate(
     model, call = fake.off_meta(uncompiled(model), called_with(inputs))
     if batch is not None:
         call = fake.with_batch(call, parsed_batch(batch))
-    found = surveyed(model, call, lambda _: partial(_plans, asked), options, dynamic, mode)
+    survey = partial(_survey_of, model, call, options, dynamic, mode)
+    found = survey(partial(_plans, asked, SHARES if rivals else ()))
     made = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     state = sum(map(_state_bytes, made))
-    rows = tuple(_prediction(b, p, found.input_bytes + state) for b, p in zip(asked, found.plans, strict=True))
+    there = found.input_bytes + state
+    rows = tuple(_prediction(b, p, there) for b, p in zip(asked, found.plans, strict=True))
+    others, note = _beside(model, found, survey, there) if rivals else ((), "")
     name, saved = found.own.graph, found.own.saved_bytes
     of_step = (name, fake.batch_of(call), saved, found.input_bytes, state, rows)
-    return Estimate(*of_step, memory=limit, drive_tbw=rated, rates=found.rates)
+    return Estimate(*of_step, memory=limit, drive_tbw=rated, rates=found.rates, rivals=others, note=note)
 
 
 def parsed_size(name: str, value: int | str | None) -> int | None:
@@ -119,7 +130,8 @@ def parsed_batch(value: int | str) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """`own`: what the analyses found in PyTorch's partition; `plans`: one for every budget.
+    """`own`: what the analyses found in PyTorch's partition; `plans`: one for every budget; `alone`: with
+    everything kept, one for every share of PyTorch's budget.
 
     `rates`: as in `Estimate`.
     """
@@ -127,14 +139,50 @@ class _Found:
     own: Plan
     input_bytes: int
     plans: tuple[Plan, ...]
+    alone: tuple[Plan, ...]
     rates: str
 
 
-def _plans(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) -> _Found:
-    """Plan the joint graph for every budget."""
+def _plans(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, options: PlanOptions) -> _Found:
+    """Plan the joint graph for every budget, and for every share of PyTorch's budget."""
+    alone = tuple(kept_under(share, joint, options) for share in shares)
     own = pipeline.cut(joint, options)
     plans = tuple(plan for _, plan in pipeline.decide_for_all(joint, own, options, budgets))
-    return _Found(own.plan, _input_bytes(own.partition), plans, options.rates)
+    return _Found(own.plan, _input_bytes(own.partition), plans, alone, options.rates)
+
+
+def _beside(
+    model: Callable[..., Any], found: _Found, survey: Callable[[Look[Plan]], Plan], there: int
+) -> tuple[tuple[Prediction, ...], str]:
+    """The rows of what needs no drive, and why one of them is missing. `there`: bytes before the step.
+
+    Of PyTorch's budget those that no other share of it makes useless.
+    """
+    pairs = zip(SHARES, found.alone, strict=True)
+    shares = [_prediction(budgeted(share), plan, there) for share, plan in pairs]
+    rows = tuple(row for row in shares if not any(other.dominates(row) for other in shares))
+    layers = layers_of(model)
+    if not layers:
+        return rows, f"no row of a {CHECKPOINT}: no ModuleList or Sequential of the model has two layers of one class"
+    try:
+        with checkpointed(layers):
+            plan = survey(kept)
+    except Exception as error:  # anything: the model's own code, in a way in which it may never have run
+        said = f"{type(error).__name__}: {first_line(error)}"
+        return rows, f"no row of a {CHECKPOINT}: {type(layers[0]).__name__} cannot be traced under one ({said})"
+    note = f"a {CHECKPOINT} is one around each of {len(layers)} {type(layers[0]).__name__}"
+    return (_prediction(CHECKPOINT, plan, there), *rows), note
+
+
+def _survey_of(
+    model: Callable[..., Any],
+    call: tuple[Any, Any],
+    options: Mapping[str, Any] | None,
+    dynamic: bool | None,
+    mode: str | None,
+    look: Look[T],
+) -> T:
+    return surveyed(model, call, lambda _: look, options, dynamic, mode)
 
 
 class _Surveyed(BaseException):
@@ -190,10 +238,11 @@ def surveyed(
         return compile_graph(gm, inputs, survey=partial(_survey, look(gm)), mode=mode, **given)
 
     args, kwargs = call
+    silent = getattr(torch._dynamo.config, _SILENT)
     torch._dynamo.reset()  # Dynamo compiles a function eight times at most
     compiled = torch.compile(model, backend=backend, options=dict(options or {}), dynamic=dynamic, fullgraph=True)
     try:
-        with torch._dynamo.config.patch({_SILENT: getattr(torch._dynamo.config, _SILENT) | _logging()}):
+        with _not_in_place(model), torch._dynamo.config.patch({_SILENT: silent | _logging()}):
             compiled(*args, **kwargs)
     except _Surveyed as ended:
         found: T = ended.found
@@ -207,6 +256,16 @@ def surveyed(
     raise ValueError(
         f"torch.compile finds no tensors to compile in {name_of(model)}; right would be a model that trains"
     )
+
+
+@contextmanager
+def _not_in_place(model: Callable[..., Any]) -> Iterator[None]:
+    """Within, no module of the model calls what `Module.compile` has made of it, as if that had not been called."""
+    with ExitStack() as stack:
+        for each in model.modules() if isinstance(model, nn.Module) else ():
+            if each._compiled_call_impl is not None:
+                stack.enter_context(mock.patch.object(each, "_compiled_call_impl", None))
+        yield
 
 
 def _logging() -> set[Callable[..., Any]]:
@@ -295,4 +354,6 @@ def _prediction(budget: Budget, plan: Plan, beside: int) -> Prediction:
         compute_s=found.compute_s,
         stall_s=found.write_stall_s + found.read_stall_s,
         written_bytes=max(found.written - found.shared - found.resident, 0),
+        floor_bytes=(plan.stock or found).floor,
+        limit_bytes=int(found.limits.memory),
     )

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -26,15 +26,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ssd_fx.backend import backend
 from ssd_fx.estimate import BUDGETS, Call, estimate, parsed_batch, parsed_size
 from ssd_fx.fake import FakeLarge
+from ssd_fx.projection.presets import DRIVES, MACHINES, Machine, rates
 from ssd_fx.refusal import refusing
 from ssd_fx.report.budgets import Estimate
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_tbw
 
-USAGE = "ssd-fx fit script.py [--budget 0,0.5,2GiB] [--batch 8,16] [--memory 8GiB] [-- the script's own arguments]"
+USAGE = (
+    "ssd-fx fit script.py [--budget 0,0.5,2GiB] [--batch 8,16] [--memory 8GiB] [--machine h100] [-- the script's own "
+    "arguments]"
+)
 _EXAMPLES = """examples:
   ssd-fx fit train.py --memory 8GiB
   ssd-fx fit train.py --budget 0,0.5,2GiB --batch 8,16 -- --epochs 1
+  ssd-fx fit train.py --machine 4090 --drive samsung-9100-pro-4tb --drives 2
 
 exit status: 0 fine; 1 nothing fits, or the script cannot be estimated; 2 wrong words.
 """
@@ -59,6 +64,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--drive-tbw", default="0", help="how long drives last that are rated for so many TB, such as 600"
     )
+    said = "plan for a GPU that is not here, in 16 bits, its memory and drives: "
+    parser.add_argument("--machine", choices=MACHINES, metavar="NAME", help=said + ", ".join(MACHINES))
+    said = "with --machine, other drives than the preset's: "
+    parser.add_argument("--drive", choices=DRIVES, metavar="NAME", help=said + ", ".join(DRIVES))
+    parser.add_argument("--drives", type=float, metavar="N", help="with --machine, how many drives a GPU has")
+    said = "leave out what needs no drive: a checkpoint per layer, which takes one more trace, and PyTorch's budget"
+    parser.add_argument("--no-rivals", dest="rivals", action="store_false", help=said)
     parser.add_argument("--json", action="store_true", help="print a list of estimates as JSON")
     parser.set_defaults(run=run)
 
@@ -73,7 +85,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(flags: argparse.Namespace) -> int:
     """Run the command, and return its exit status. `flags.behind`: the words behind `--`, which are the script's.
 
-    0: fine. 1: the script or its model cannot be estimated, or no budget fits the memory. 2: a wrong flag.
+    0: fine. 1: the script or its model cannot be estimated, or no row fits the memory. 2: a wrong flag.
     """
     with refusing(2):
         budgets = flags.budget.split(",")
@@ -82,16 +94,47 @@ def run(flags: argparse.Namespace) -> int:
         batches = [parsed_batch(batch) for batch in flags.batch.split(",")] if flags.batch else [None]
         parsed_size("memory", flags.memory)
         rated = parse_tbw("drive_tbw", flags.drive_tbw)
-    asked = {"budgets": budgets, "memory": flags.memory, "drive_tbw": rated}
+        there = _elsewhere(flags)
+    asked = {"budgets": budgets, "memory": flags.memory, "drive_tbw": rated, "rivals": flags.rivals}
+    if there is not None:
+        asked["memory"] = flags.memory or round(there.device.memory_gib * 2**30)
+        asked["drive_tbw"] = rated or there.drives.rated_tb
     with refusing(1):
         found = until_trained(
-            flags.script, flags.behind, lambda step: [step.estimate(batch, asked) for batch in batches]
+            flags.script, flags.behind, lambda step: [step.estimate(batch, asked, there) for batch in batches]
         )
     if flags.json:
         print(json.dumps([each.details() for each in found], indent=1))
     else:
-        print(*found, sep="\n\n")
-    return 0 if all(each.fastest for each in found) else 1
+        print(*([] if there is None else [_told(there)]), *found, sep="\n\n")
+    return 0 if all(each.best for each in found) else 1
+
+
+def _elsewhere(flags: argparse.Namespace) -> Machine | None:
+    """The machine that is asked for, with its drives; None for this one.
+
+    Raises:
+        ValueError: drives without a machine, or no possible number of them.
+    """
+    drive, count = flags.drive, flags.drives
+    if flags.machine is None:
+        for name, value in (("drive", drive), ("drives", count)):
+            if value is not None:
+                raise ValueError(f"--{name}={value} is of --machine; right would be both, or `ssd-fx calibrate` here")
+        return None
+    machine = MACHINES[flags.machine]
+    own = machine.drives
+    other = replace(own, drive=DRIVES[drive] if drive else own.drive, count=own.count if count is None else count)
+    return replace(machine, drives=other)
+
+
+def _told(machine: Machine) -> str:
+    rates_, drives = rates(machine.device, machine.drives), machine.drives
+    return (
+        f"planned for {machine.device.name}: {rates_['flops'] / 1e12:.0f} TFLOP/s in 16 bits, memory "
+        f"{rates_['memory_bw'] / 1e9:.0f} GB/s;\n{drives.count:g} x {drives.drive.name}: write "
+        f"{rates_['write_bw'] / 1e9:g} GB/s, read {rates_['read_bw'] / 1e9:g} GB/s; docs/projection.md has the sources"
+    )
 
 
 @dataclass(frozen=True)
@@ -104,9 +147,11 @@ class TrainingStep:
     settings: dict[str, Any]
     optimizers: Sequence[torch.optim.Optimizer]
 
-    def estimate(self, batch: int | None, asked: dict[str, Any]) -> Estimate:
-        """`ssd_fx.estimate` of the step; `asked`: its arguments that are not the script's."""
+    def estimate(self, batch: int | None, asked: dict[str, Any], there: Machine | None = None) -> Estimate:
+        """`ssd_fx.estimate` of the step; `asked`: its arguments that are not the script's. `there`: another machine."""
         own: dict[str, Any] = {name: self.settings.get(name) for name in ("options", "dynamic", "mode")}
+        if there is not None:
+            own["options"] = dict(own["options"] or {}) | {"machine": rates(there.device, there.drives)}
         inputs = Call(self.args, self.kwargs)
         return estimate(self.model, inputs, batch=batch, optimizers=self.optimizers, **own, **asked)
 
@@ -167,7 +212,8 @@ class _Script:
         if len(self.compiled) > 1:
             raise ValueError(
                 f"the script compiles {len(self.compiled)} models or blocks with ssd_fx, and a step of several graphs "
-                "is not estimated; right would be one torch.compile of the whole model"
+                "is not estimated; right would be, for this command, one torch.compile of the whole model; "
+                "ssd_fx.report() after some steps adds up all graphs as they are"
             )
         return self.ask(step)
 

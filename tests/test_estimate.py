@@ -18,6 +18,7 @@ from examples.train_gpt import GPT, Shape
 from ssd_fx.calibration import calibrate
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.report.budgets import Estimate, Prediction
+from ssd_fx.sizes import format_bytes
 from tests import fresh
 from tests.models import SMALL, batch
 from tests.passes import toys
@@ -30,7 +31,7 @@ HUGE = Shape(layers=4, width=8192, heads=64, seq=2048, dropout=0.1)
 
 
 def estimated(model: Any, inputs: object, budgets: list[Any], **changes: Any) -> Estimate:
-    return ssd_fx.estimate(model, inputs, budgets=budgets, options=TOY | changes)
+    return ssd_fx.estimate(model, inputs, budgets=budgets, options=TOY | changes, rivals=False)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,16 @@ def test_it_is_the_plan_that_compiling_makes_for_each_budget(inner: str, budgets
         assert (row.peak_bytes, row.written_bytes) == (plan["peak_bytes"], plan["written_bytes"])
     assert any(again)
     assert len({row.step_s for row in found.predictions}) > 1, "the budgets differ"
+
+
+def test_floor_and_limit_of_budget_0_stand_beside_each_other() -> None:
+    found = estimated(GPT(SMALL), batch(), [0, 0.5], machine=SLOW)
+    lowest, half = found.predictions
+    assert lowest.floor_bytes <= lowest.limit_bytes < half.limit_bytes
+    assert f"\nbudget 0: floor {format_bytes(lowest.floor_bytes)}, limit {format_bytes(lowest.limit_bytes)}" in str(
+        found
+    )
+    assert "budget 0:" not in str(estimated(GPT(SMALL), batch(), [0.5]))
 
 
 @pytest.mark.parametrize("codec", ["", "bitpack", "int8"])
@@ -134,7 +145,7 @@ def test_nothing_runs() -> None:
 
 def test_another_batch_size() -> None:
     four, eight = batch(), batch(size=8)
-    asked = ssd_fx.estimate(GPT(SMALL), four, batch=8, budgets=[0], options=TOY)
+    asked = ssd_fx.estimate(GPT(SMALL), four, batch=8, budgets=[0], options=TOY, rivals=False)
     assert asked == estimated(GPT(SMALL), eight, [0])
     assert (asked.batch, estimated(GPT(SMALL), four, [0]).batch) == (8, 4)
 
@@ -189,7 +200,8 @@ times by typical rates
 budget   peak  all tensors  step   waits  written  drive life
 0       100 B        112 B   2 s  900 ms     50 B      2 days  fits
 0.5     200 B        212 B   1 s    0 ms     25 B      2 days  fastest that fits
-1.0     300 B        312 B   1 s    0 ms      0 B      unused  too large"""
+1.0     300 B        312 B   1 s    0 ms      0 B      unused  too large
+take budget 0.5: it writes 25 B a step"""
     assert str(table(212)) == expected
 
 

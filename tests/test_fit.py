@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from ssd_fx import cli
 from ssd_fx.fake import LARGE_BYTES, FakeLarge
+from ssd_fx.projection import presets
 
 TRAIN = """
 import sys, torch, ssd_fx
@@ -75,7 +77,7 @@ def test_the_table_of_several_batches(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_model_larger_than_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """Two layers of 40 GB each. Nothing fits the memory, which is a result and a status."""
-    assert fit("--budget", "0,1.0", "--memory", "8GiB", "--", "100000", "8") == 1
+    assert fit("--budget", "0,1.0", "--memory", "8GiB", "--no-rivals", "--", "100000", "8") == 1
     out = capsys.readouterr().out
     assert out.count("too large") == 2
     assert "none fits 8 GiB: the least is " in out
@@ -220,3 +222,87 @@ def test_large_tensors_have_no_data_and_small_ones_do() -> None:
         assert torch.tensor([3]).tolist() == [3]
         assert is_fake(torch.nn.Linear(1024, 1024).double().weight)
     assert not is_fake(torch.rand(elements))
+
+
+IN_PLACE = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+    def forward(self, x, labels=None):
+        return (self.down(self.up(x).relu()) - labels).square().mean()
+model = Model()
+model.compile(backend="ssd_fx", options={"engine": "memory", "machine": "default", "min_bytes": 0})
+x = torch.randn(32, 64)
+model(x, labels=x).backward()
+"""
+
+
+@pytest.mark.parametrize("command", ["fit", "explain"])
+def test_a_model_of_ones_own_that_is_compiled_in_place(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its call must not come back to the stand-in for what was compiled; the figures are those of torch.compile."""
+    (folder / "train.py").write_text(IN_PLACE)
+    assert cli.main([command, "train.py", "--json"]) == 0
+    (folder / "train.py").write_text(IN_PLACE.replace("model.compile(", "model = torch.compile(model, "))
+    first = capsys.readouterr().out
+    assert cli.main([command, "train.py", "--json"]) == 0
+    assert first == capsys.readouterr().out
+
+
+def test_blocks_that_are_compiled_one_by_one_are_told_what_to_do(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = IN_PLACE.replace("model.compile(", "for each in (model.up, model.down): each.compile(")
+    (folder / "train.py").write_text(blocks)
+    for command in ("fit", "explain"):
+        assert cli.main([command, "train.py"]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(
+            "ssd-fx: the script compiles 2 models or blocks with ssd_fx, and a step of several graphs"
+        )
+        assert "right would be, for this command, one torch.compile of the whole model" in said
+        assert "ssd_fx.report() after some steps adds up all graphs" in said
+
+
+def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its rates, memory and drives come from the presets; flags go over them."""
+
+    def planned(*words: str) -> Any:
+        assert fit("--budget", "0", "--no-rivals", "--json", *words, "--", "64", "8") == 0
+        return json.loads(capsys.readouterr().out)[0]
+
+    here, there = planned(), planned("--machine", "h100")
+    assert (there["rates"], there["memory"], there["drive_tbw"]) == ("given", 80 * 2**30, 2 * 14016)
+    assert there["predictions"][0]["step_s"] < here["predictions"][0]["step_s"]
+    faster = planned("--machine", "h100", "--drive", "samsung-9100-pro-4tb", "--drives", "4", "--memory", "1GiB")
+    assert (faster["memory"], faster["drive_tbw"]) == (2**30, 4 * 2400)
+    assert fit("--budget", "0", "--no-rivals", "--machine", "4090", "--", "64", "8") == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "planned for RTX-4090: 107 TFLOP/s in 16 bits, memory 857 GB/s;\n1 x samsung-990-pro-2tb: write 6"
+    )
+
+
+def test_rates_of_a_machine_that_is_not_here() -> None:
+    """What passes the link limits its drives."""
+    machine = presets.MACHINES["4090"]
+    many = replace(machine.drives, count=8)
+    assert presets.rates(machine.device, many)["write_bw"] == 31.5e9
+    for name, each in presets.MACHINES.items():
+        assert min(presets.rates(each.device, each.drives).values()) > 0, name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--drives", "4"], "--drives=4.0 is of --machine; right would be both"),
+        (["--drive", "samsung-990-pro-2tb"], "--drive=samsung-990-pro-2tb is of --machine"),
+        (["--machine", "h100", "--drives", "0"], "drives=0 is not possible; right would be a number of drives per GPU"),
+    ],
+)
+def test_drives_of_no_machine(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit(*words, "--", "64", "8") == 2
+    assert capsys.readouterr().err.startswith(f"ssd-fx: {said}")

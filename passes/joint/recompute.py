@@ -88,6 +88,10 @@ class Joint:
         """Whether it is a region of another graph (`torch.compiler.nested_compile_region`), cut before that one."""
         return not self._inputs
 
+    def copy(self) -> Joint:
+        """One over the same FakeTensors, which can be cut without a change of this one."""
+        return Joint(_clone(self._module), self._inputs, self._arguments, self._after_cut)
+
     def partition(self, *, again: bool = False) -> Partition:
         """The partition that PyTorch makes by itself. `again`: the graph may be cut once more later."""
         if again:  # only then: PyTorch later reads its notes from its own module, and not from this one

@@ -43,14 +43,34 @@ DRIVES = {
         Drive(name="samsung-pm9d3a-7.68tb-u2", capacity_tb=7.68, write_gbps=6.8, read_gbps=12.0, tbw=14016),
         Drive(name="micron-9550-max-6.4tb-u2", capacity_tb=6.4, write_gbps=10.0, read_gbps=14.0, tbw=35040),
         Drive(name="micron-9550-pro-7.68tb-e1s", capacity_tb=7.68, write_gbps=10.0, read_gbps=14.0, tbw=14016),
+        Drive(name="samsung-990-pro-2tb", capacity_tb=2.0, write_gbps=6.9, read_gbps=7.45, tbw=1200),
+        Drive(name="samsung-9100-pro-2tb", capacity_tb=2.0, write_gbps=13.4, read_gbps=14.7, tbw=1200),
+        Drive(name="samsung-9100-pro-4tb", capacity_tb=4.0, write_gbps=13.4, read_gbps=14.7, tbw=2400),
+        Drive(name="wd-black-sn850x-2tb", capacity_tb=2.0, write_gbps=6.6, read_gbps=7.3, tbw=1200),
+        Drive(name="crucial-t700-2tb", capacity_tb=2.0, write_gbps=11.8, read_gbps=12.4, tbw=1200),
+        Drive(name="crucial-t700-4tb", capacity_tb=4.0, write_gbps=11.8, read_gbps=12.4, tbw=2400),
+        Drive(name="crucial-t705-2tb", capacity_tb=2.0, write_gbps=12.7, read_gbps=14.5, tbw=1200),
+        Drive(name="samsung-pm1753-7.68tb-u2", capacity_tb=7.68, write_gbps=10.0, read_gbps=14.5, tbw=14016),
+        Drive(name="intel-d7-p5500-7.68tb-u2", capacity_tb=7.68, write_gbps=4.3, read_gbps=7.0, tbw=14016),
+        Drive(name="intel-d7-p5600-6.4tb-u2", capacity_tb=6.4, write_gbps=4.3, read_gbps=7.0, tbw=35040),
+        Drive(name="kioxia-cm6-30.72tb-u3", capacity_tb=30.72, write_gbps=4.2, read_gbps=6.9, tbw=56064),
+        Drive(name="kioxia-cd6-15.36tb-u3", capacity_tb=15.36, write_gbps=4.0, read_gbps=6.2, tbw=28032),
     )
 }
 
 _PCIE_4, _PCIE_5 = 31.5, 63.0  # GB/s each way of 16 lanes: 16 and 32 GT/s, of which 128 of 130 bits are data
 
-_A100_40 = Device(name="A100-40G", peak_tflops=312, memory_gib=40, link_gbps=_PCIE_4, price_usd=10000)
-_A100_80 = Device(name="A100-80G", peak_tflops=312, memory_gib=80, link_gbps=_PCIE_4)
-_H100 = Device(name="H100-SXM-80G", peak_tflops=989.4, memory_gib=80, link_gbps=_PCIE_5)
+_MEASURED_FLOPS, _MEASURED_MEMORY = 0.65, 0.85  # of their peaks, by `ssd-fx calibrate` on an H200: docs/results/gpu
+_LATENCY_S = 1e-4  # of a transfer
+
+
+def _device(name: str, tflops: float, gib: float, gbps: float, link: float = _PCIE_5, usd: float = 0.0) -> Device:
+    return Device(name=name, peak_tflops=tflops, memory_gib=gib, memory_gbps=gbps, link_gbps=link, price_usd=usd)
+
+
+_A100_40 = _device("A100-40G", 312, 40, 1555, _PCIE_4, 10000)
+_A100_80 = _device("A100-80G", 312, 80, 2039, _PCIE_4)
+_H100 = _device("H100-SXM-80G", 989.4, 80, 3350)
 
 
 def _with(device: Device, count: int, drive: str) -> Machine:
@@ -63,8 +83,27 @@ MACHINES = {
     "h100-u2": _with(_H100, 2, "samsung-pm9d3a-7.68tb-u2"),
     "h100-u2-max": _with(_H100, 2, "micron-9550-max-6.4tb-u2"),
     "h100-e1s": _with(_H100, 2, "micron-9550-pro-7.68tb-e1s"),
+    "a100": _with(_A100_80, 2, "intel-d7-p5500-7.68tb-u2"),
+    "h100": _with(_H100, 2, "samsung-pm9d3a-7.68tb-u2"),
+    "h200": _with(_device("H200-SXM", 989.4, 141, 4800), 2, "samsung-pm9d3a-7.68tb-u2"),
+    "b200": _with(_device("B200-SXM", 2250, 180, 7700), 2, "samsung-pm1753-7.68tb-u2"),
+    "mi300x": _with(_device("MI300X", 1307.4, 192, 5300), 2, "samsung-pm9d3a-7.68tb-u2"),
+    "l40s": _with(_device("L40S", 362, 48, 864, _PCIE_4), 2, "intel-d7-p5500-7.68tb-u2"),
+    "4090": _with(_device("RTX-4090", 165.2, 24, 1008, _PCIE_4), 1, "samsung-990-pro-2tb"),
+    "5090": _with(_device("RTX-5090", 209.5, 32, 1792), 1, "samsung-9100-pro-2tb"),
 }
 DEFAULT_MACHINE = "a100-40g"
+
+
+def rates(device: Device, drives: Drives) -> dict[str, float]:
+    """What a plan is made with (the option `machine`) for a GPU that is not here. In 16 bits, alone with its drives."""
+    return {
+        "flops": _MEASURED_FLOPS * device.peak_tflops * 1e12,
+        "memory_bw": _MEASURED_MEMORY * device.memory_gbps * 1e9,
+        "write_bw": drives.write_bytes_s,
+        "read_bw": drives.read_bytes_s,
+        "latency_s": _LATENCY_S,
+    }
 
 
 def _megatron(*shape: int, gpus: int, tflops: float) -> Run:

@@ -101,12 +101,14 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Device(_Part):
-    """One GPU. peak_tflops: of dense products in 16 bits. link_gbps: of its PCIe, 10^9 bytes a second each way."""
+    """One GPU. peak_tflops: of dense products in 16 bits. memory_gbps: 10^9 bytes a second of its memory. link_gbps: of
+    its PCIe, the same each way."""
 
-    UNITS: ClassVar = {"peak_tflops": "TFLOP/s", "memory_gib": "GiB", "link_gbps": "GB/s"}
+    UNITS: ClassVar = {"peak_tflops": "TFLOP/s", "memory_gib": "GiB", "memory_gbps": "GB/s", "link_gbps": "GB/s"}
 
     peak_tflops: float
     memory_gib: float
+    memory_gbps: float
     link_gbps: float
 
 

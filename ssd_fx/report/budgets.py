@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ssd_fx.report.columns import aligned
+from ssd_fx.report.figures import allowed
 from ssd_fx.runtime.wear import DAY_S, format_days, rated_days
 from ssd_fx.sizes import format_bytes, format_seconds
 
 _COARSE = 0.01  # by a smaller share predicted times cannot be told apart
+_WORTH = 0.05  # of peak or time, that a row which writes must save beside one that does not
+_AUTO = "auto"  # the budget that the options have by default
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is predicted of a step under one budget.
+    """What is predicted of a step under one budget, or of a rival.
 
     Attributes:
-        budget: as in the options: a share (float), bytes (int) or "auto".
+        budget: as in the options: a share (float), bytes (int) or "auto". Of a rival, its name.
         peak_bytes: live tensors above the level before the step: activations, transients and gradients.
         memory_bytes: all tensors at that peak: those, the inputs of the graph with its parameters, the optimizer's
             state.
@@ -25,6 +29,7 @@ class Prediction:
         compute_s: seconds of that without transfers and recomputing.
         stall_s: seconds of that in which the step waits for the drive.
         written_bytes: to the drives, per step. Of compression it counts what does not depend on the values.
+        floor_bytes: the peak with infinitely fast transfers. limit_bytes: the peak that the budget allows.
     """
 
     budget: int | float | str
@@ -34,6 +39,8 @@ class Prediction:
     compute_s: float
     stall_s: float
     written_bytes: int
+    floor_bytes: int = 0
+    limit_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -41,6 +48,13 @@ class Prediction:
         if isinstance(self.budget, float):
             return str(round(self.budget, 3))
         return format_bytes(self.budget) if isinstance(self.budget, int) and self.budget else str(self.budget)
+
+    def dominates(self, other: Prediction) -> bool:
+        """Whether `other` is no lower at the peak, no faster and writes no less, and is worse in one of them."""
+        no_less = self.peak_bytes <= other.peak_bytes and self.written_bytes <= other.written_bytes
+        lower = self.peak_bytes < other.peak_bytes or self.written_bytes < other.written_bytes
+        slower = (1 + _COARSE) * self.step_s < other.step_s
+        return no_less and self.step_s <= (1 + _COARSE) * other.step_s and (lower or slower)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,9 @@ class Estimate:
         memory: the bytes that all tensors together may have, if asked for.
         drive_tbw: this rank's share of what the drives are rated for, in 10^12 bytes; 0 if that is not known.
         rates: where the rates behind the times come from: "measured", "typical", "typical compute", "given".
+        rivals: what needs no drive, if asked for: a checkpoint per layer, shares of PyTorch's
+            `activation_memory_budget`. They write nothing.
+        note: about the rivals, or why one is missing.
     """
 
     graph: str
@@ -68,6 +85,13 @@ class Estimate:
     memory: int | None = None
     drive_tbw: float = 0.0
     rates: str = "typical"
+    rivals: tuple[Prediction, ...] = ()
+    note: str = ""
+
+    @property
+    def rows(self) -> tuple[Prediction, ...]:
+        """The predictions and the rivals."""
+        return self.predictions + self.rivals
 
     def fits(self, row: Prediction) -> bool:
         """Whether all tensors fit in `memory`; without one everything does."""
@@ -76,10 +100,30 @@ class Estimate:
     @property
     def fastest(self) -> Prediction | None:
         """Of the budgets that fit the fastest one; of those within 1% of it that which writes least."""
-        fitting = list(filter(self.fits, self.predictions))
-        least_s = min((row.step_s for row in fitting), default=0.0)
-        equal = [row for row in fitting if row.step_s <= (1 + _COARSE) * least_s]
-        return min(equal, key=lambda row: (row.written_bytes, row.step_s), default=None)
+        return _fastest(filter(self.fits, self.predictions))
+
+    def better(self, row: Prediction) -> Prediction | None:
+        """A row that is no worse than `row` in peak, time and bytes written, and better in one of them."""
+        return _fastest(other for other in self.rows if other.dominates(row))
+
+    @property
+    def best(self) -> Prediction | None:
+        """The row to take; None if none fits.
+
+        With `memory` the fastest that fits. Without, "auto", or else the budget with the lowest peak, or what is better
+        than that. In either case a rival instead, if it takes and needs hardly more.
+        """
+        first = _fastest(filter(self.fits, self.rows))
+        if self.memory is None:
+            first = min(self.predictions, key=lambda row: (row.budget != _AUTO, row.peak_bytes))
+            while better := self.better(first):
+                first = better
+        if first is None or not first.written_bytes:
+            return first
+        peak = (1 + _WORTH) * first.peak_bytes
+        near = [row for row in self.rivals if row.step_s <= (1 + _WORTH) * first.step_s]
+        fitting = [row for row in near if (row.peak_bytes <= peak if self.memory is None else self.fits(row))]
+        return _fastest(fitting) or first
 
     def life_s(self, row: Prediction) -> float | None:
         """Seconds of training without a pause until the drive has written what it is rated for.
@@ -92,9 +136,16 @@ class Estimate:
 
     def details(self) -> dict[str, Any]:
         """The table as a dictionary of plain values, for JSON."""
-        rows = [asdict(o) | {"fits": self.fits(o), "drive_life_s": self.life_s(o)} for o in self.predictions]
+        rows, others = ([self._detail(row) for row in each] for each in (self.predictions, self.rivals))
         fastest = None if self.memory is None or self.fastest is None else self.fastest.budget
-        return asdict(self) | {"predictions": rows, "fastest": fastest}
+        best = None if self.best is None else self.best.budget
+        found = {"predictions": rows, "rivals": others, "fastest": fastest, "best": best}
+        return asdict(self) | found | {"verdict": self.verdict}
+
+    def _detail(self, row: Prediction) -> dict[str, Any]:
+        better = self.better(row)
+        more = {"fits": self.fits(row), "drive_life_s": self.life_s(row), "worse_than": better and better.budget}
+        return asdict(row) | more
 
     def __str__(self) -> str:
         batch = "" if self.batch is None else f"batch {self.batch}, "
@@ -104,14 +155,18 @@ class Estimate:
             f"optimizer state {format_bytes(self.state_bytes)}"
         )
         rates = f"times by {self.rates} rates"
-        return "\n".join(
-            [head, rates, *aligned([_HEAD, *map(self._cells, self.predictions)], _FIGURES, heads=1), *self._verdict()]
-        )
+        table = aligned([_HEAD, *map(self._cells, self.rows)], _FIGURES, heads=1)
+        return "\n".join([head, rates, *table, *self._lowest(), *filter(None, [self.note]), self.verdict])
+
+    def _lowest(self) -> list[str]:
+        """Of budget 0 the limit that it has come to, and how far that is from the floor."""
+        rows = [row for row in self.predictions if row.name == "0"]
+        return [f"budget 0: {allowed(row.floor_bytes, row.limit_bytes, 0)}" for row in rows[:1] if row.limit_bytes]
 
     def _cells(self, row: Prediction) -> tuple[str, ...]:
-        life = self.life_s(row)
+        life, better = self.life_s(row), self.better(row)
         fits = "" if self.memory is None else "fits" if self.fits(row) else "too large"
-        if fits and row == self.fastest:
+        if fits and row is _fastest(filter(self.fits, self.rows)):
             fits = "fastest that fits"
         return (
             row.name,
@@ -121,14 +176,51 @@ class Estimate:
             format_seconds(row.stall_s),
             format_bytes(row.written_bytes),
             "" if not self.drive_tbw else "unused" if life is None else format_days(life / DAY_S),
-            fits,
+            ", ".join(filter(None, [fits, f"worse than {better.name}" if better else ""])),
         )
 
-    def _verdict(self) -> list[str]:
-        if self.memory is None or self.fastest is not None:
-            return []
-        least = min(o.memory_bytes for o in self.predictions)
-        return [f"none fits {format_bytes(self.memory)}: the least is {format_bytes(least)}"]
+    @property
+    def verdict(self) -> str:
+        """What to take, in a line."""
+        best = self.best
+        if best is None:
+            least = min(row.memory_bytes for row in self.rows)
+            return f"none fits {format_bytes(self.memory or 0)}: the least is {format_bytes(least)}"
+        other = self._compared(best)
+        change = f"{_change(best, other)} than with {self._called(other)}; " if other is not None else ""
+        written = f"it writes {format_bytes(best.written_bytes)} a step" if best.written_bytes else "it writes nothing"
+        return f"take {self._called(best)}: {change}{written}"
+
+    def _compared(self, best: Prediction) -> Prediction | None:
+        """What a reader would have expected instead: of a budget the first rival, of a rival the budget."""
+        if best not in self.rivals:
+            return next(iter(self.rivals), None)
+        return min(self.predictions, key=lambda row: (not self.fits(row), row.budget != _AUTO, row.peak_bytes))
+
+    def _called(self, row: Prediction) -> str:
+        if row in self.rivals:
+            return row.name if row.name.startswith("PyTorch") else f"a {row.name}"
+        return f"budget {row.name}"
+
+
+def _fastest(rows: Iterable[Prediction]) -> Prediction | None:
+    """The fastest row; of those within 1% of it that which writes least."""
+    found = list(rows)
+    least_s = min((row.step_s for row in found), default=0.0)
+    equal = [row for row in found if row.step_s <= (1 + _COARSE) * least_s]
+    return min(equal, key=lambda row: (row.written_bytes, row.step_s), default=None)
+
+
+def _change(row: Prediction, other: Prediction) -> str:
+    """`peak 41% lower, step 8% shorter`."""
+    peak = _share(row.peak_bytes / other.peak_bytes if other.peak_bytes else 1.0, "lower", "higher")
+    step = _share(row.step_s / other.step_s if other.step_s else 1.0, "shorter", "longer")
+    return f"peak {peak}, step {step}"
+
+
+def _share(ratio: float, less: str, more: str) -> str:
+    percent = round(100 * abs(ratio - 1))
+    return f"{percent}% {less if ratio < 1 else more}" if percent else f"0% {more}"
 
 
 _HEAD = ("budget", "peak", "all tensors", "step", "waits", "written", "drive life", "")

@@ -7,7 +7,7 @@ While a graph runs, what those before it keep is in memory besides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -48,18 +48,20 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """stock: without ssd_fx. own: as planned. floor_bytes: the peak with infinitely fast I/O."""
+    """stock: without ssd_fx. own: as planned. floor_bytes, limit_bytes: as in `Figures`."""
 
     stock: Curve
     own: Curve
     floor_bytes: int
+    limit_bytes: int
     bars: tuple[Bar, ...]
 
 
 def course(report: Report) -> Course:
     """The predicted step of a report."""
     parts = [part.described for part in report.parts]
-    offsets, own = _joined(parts, [part["saved_bytes"] - part["offloaded_bytes"] for part in parts])
+    stays = [part["saved_bytes"] - part["offloaded_bytes"] for part in parts]
+    offsets, own = _joined(parts, stays)
     stocks = [part["stock"] for part in parts]
     _, stock = _joined(stocks, [part["saved_bytes"] for part in stocks])
     bars = [
@@ -68,9 +70,14 @@ def course(report: Report) -> Course:
         for row in part.rows
         if row.times is not None
     ]
-    levels = accumulate(map(_must_stay, report.parts), initial=0)
-    floors = [level + int(part.predicted["floor_bytes"]) for level, part in zip(levels, report.parts, strict=False)]
-    return Course(stock, own, max(floors, default=0), tuple(bars))
+    floor = _highest(report.parts, "floor_bytes", map(_must_stay, report.parts))
+    return Course(stock, own, floor, _highest(report.parts, "limit_bytes", stays), tuple(bars))
+
+
+def _highest(parts: Sequence[GraphReport], name: str, stays: Iterable[int]) -> int:
+    """The highest of a predicted figure, above what the forwards before leave in memory: `stays` of each."""
+    levels = accumulate(stays, initial=0)
+    return max((level + int(part.predicted[name]) for level, part in zip(levels, parts, strict=False)), default=0)
 
 
 def _must_stay(part: GraphReport) -> int:

@@ -194,6 +194,7 @@ LEGEND = """
 # load<, wait<: the backward node before which the read starts, and before which it has ended.
 # floor: the peak if everything that can be offloaded were gone at once. allowed: the floor, and for a share its part of
 # the bytes between floor and everything kept, for a budget in bytes so many more, all before anything is recomputed.
+# For budget 0: the lowest that can be met, or up to 5% more where the step is a tenth shorter.
 # Predictions use the option machine.
 """
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ssd_fx.runtime.wear import rated_days
+from ssd_fx.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,7 @@ class Figures:
     """Bytes of memory are above the level before the step. "stock" is the same step without ssd_fx.
 
     stay_bytes: saved tensors in memory between forward and backward. offloaded_bytes: of the plan, to leave memory.
+    floor_bytes: the peak with infinitely fast I/O. limit_bytes: the peak that the budget allows.
     step_s: forward and backward; of it transfer_s for starting transfers and computing beside them, and the stalls.
     drive_tbw: 10^12 bytes that the drives are rated for; 0 if that is not known.
     written_bytes, measured_drive_bytes: to drives.
@@ -22,6 +24,7 @@ class Figures:
     stock_peak_bytes: int
     peak_bytes: int
     floor_bytes: int
+    limit_bytes: int
     stock_stay_bytes: int
     stay_bytes: int
     offloaded_bytes: int
@@ -61,3 +64,11 @@ def may_stay(predicted: Iterable[Mapping[str, float]]) -> int:
 def drive_life(found: Figures) -> float:
     """Days of training without a pause until the rated bytes are written; 0 if that is not known."""
     return rated_days(found.drive_tbw, found.drive_bytes_s) if found.drive_bytes_s else 0.0
+
+
+def allowed(floor_bytes: float, limit_bytes: float, budget: object) -> str:
+    """The floor and the limit beside each other. That of budget 0 is chosen (`passes/planner/budget.py`)."""
+    said = f"floor {format_bytes(floor_bytes)}, limit {format_bytes(limit_bytes)}"
+    if budget != 0 or limit_bytes <= floor_bytes:
+        return said
+    return f"{said} (the lowest that can be met, or up to 5% more where the step is a tenth shorter)"

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from ssd_fx.report.advice import advice
 from ssd_fx.report.course import course
-from ssd_fx.report.figures import Figures, may_stay
+from ssd_fx.report.figures import Figures, allowed, may_stay
 from ssd_fx.report.model import GraphReport, GroupRow, Report
 from ssd_fx.runtime.wear import wear
 from ssd_fx.sizes import format_bytes, format_seconds
@@ -34,6 +34,7 @@ def summary(report: Report) -> Figures:
         stock_peak_bytes=found.stock.peak,
         peak_bytes=min(found.own.peak + rest, max(found.stock.peak, found.own.peak)),
         floor_bytes=found.floor_bytes,
+        limit_bytes=found.limit_bytes,
         stock_stay_bytes=outputs + sum(part.described["stock"]["saved_bytes"] for part in parts),
         stay_bytes=outputs + described("saved_bytes") - offloaded + stays,
         offloaded_bytes=offloaded,
@@ -60,8 +61,9 @@ def _rests(part: GraphReport) -> int:
 def lines(report: Report) -> list[tuple[str, str]]:
     """The five lines, each with its name."""
     found = summary(report)
+    budget = 0 if all(part.described["budget"] == 0 for part in report.parts) else None
     return [
-        ("memory", _memory(found)),
+        ("memory", _memory(found, budget)),
         ("cost", _cost(report, found)),
         ("drive", _drive(found)),
         ("plan", _plan(report)),
@@ -69,9 +71,10 @@ def lines(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _memory(found: Figures) -> str:
+def _memory(found: Figures, budget: object = None) -> str:
     said = (
-        f"peak {_change(found.stock_peak_bytes, found.peak_bytes)}, floor {format_bytes(found.floor_bytes)}; "
+        f"peak {_change(found.stock_peak_bytes, found.peak_bytes)}, "
+        f"{allowed(found.floor_bytes, found.limit_bytes, budget)}; "
         f"between forward and backward {_change(found.stock_stay_bytes, found.stay_bytes)}"
     )
     if found.measured_peak_bytes is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import slow_step
 import torch
 from forecasts import Figure
 from frontier import GIB, At, Case
-from rivals import BUDGETED, CHECKPOINT, KEEP, SIZES, Rival, Sizes, checkpointed, made, rivals
+from rivals import KEEP, SIZES, Rival, Sizes, in_pairs, made, per_layer, rivals
 from torch import nn
+
+from ssd_fx.rivals import BUDGETED, CHECKPOINT
 
 SMALL = Sizes("llama", 2, 64, 4, 2, 128, 256)
 RATES = {"flops": 1e12, "memory_bw": 1e11, "write_bw": 1e9, "read_bw": 1e9, "latency_s": 0.0}
@@ -100,17 +103,16 @@ def test_checkpoints_are_around_all_layers(name: str) -> None:
     small = {"llama": SMALL, "unet": Sizes("unet", 2, 32, 0, 1, 8), "vit": Sizes("vit", 2, 64, 4, 2, 16)}
     sizes = small.get(name) or Sizes(name, 4, 64, 4, 2, 16, 256)
     found = []
-    for count in (0, 1, 2):
+    for around in (lambda model: nullcontext(), per_layer, in_pairs):
         torch.manual_seed(0)
         model, inputs = made(sizes)
         model = model.to_empty(device="cpu").float()
         for tensor in (*model.parameters(), *model.buffers()):
             nn.init.normal_(tensor, std=0.1)
         real = [torch.randn(x.shape) if x.is_floating_point() else torch.randint(16, x.shape) for x in inputs]
-        if count:
-            checkpointed(model, count)
-        loss = model(*real)
-        loss.backward()
+        with around(model):
+            loss = model(*real)
+            loss.backward()
         found.append([loss, *(p.grad for p in model.parameters())])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

@@ -40,7 +40,8 @@ def graph(
 
     kept = saved - offloaded
     figures = {"step_s": 1.0, "compute_s": 1.0, "transfer_s": 0.0, "write_stall_s": 0.0, "read_stall_s": 0.0}
-    figures |= {"peak_bytes": kept, "floor_bytes": kept, "kept_peak_bytes": saved, "written_bytes": offloaded}
+    figures |= {"peak_bytes": kept, "floor_bytes": kept, "limit_bytes": kept}
+    figures |= {"kept_peak_bytes": saved, "written_bytes": offloaded}
     return {
         "graph": name,
         "budget": budget,

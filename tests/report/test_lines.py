@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ssd_fx.report.model import made
+from ssd_fx.report.model import WITHIN, made
 from ssd_fx.report.summary import lines, summary
 from ssd_fx.runtime.stats import GraphStats, Stats
 from ssd_fx.sizes import parse_budget
@@ -75,3 +75,15 @@ def test_drives_that_last_for_years_are_said_to() -> None:
     seen = Stats(steps=3, drive_tbw=600.0, drive_bytes=3 * MIB, step_s=1.0, graphs={"a": GraphStats(steps=3)})
     said = dict(lines(made([graph("a", [group(0, 100 * MIB)])], ["a"], stats=seen)))["drive"]
     assert said.endswith(", 0.0906 TB a day at 1 s a step; new drives rated for 600 TB last 18.1 years")
+
+
+def test_floor_and_limit_stand_beside_each_other() -> None:
+    """Of budget 0 the limit was chosen, and the line says how. Each limit is above what the forwards before leave."""
+    groups = [group(0, 8 * MIB, "keep", reason=WITHIN), group(1, 50 * MIB)]
+    parts = [graph(name, groups, 0, limit_bytes=20 * MIB) for name in ("a", "b")]
+    assert summary(made(parts, ["a", "b"])).limit_bytes == 28 * MIB
+    said = "floor 8 MiB, limit 28 MiB (the lowest that can be met, or up to 5% more where the step is a tenth shorter);"
+    assert said in dict(lines(made(parts, ["a", "b"])))["memory"]
+    assert (
+        "floor 8 MiB, limit 20 MiB;" in dict(lines(made([graph("a", groups, limit_bytes=20 * MIB)], ["a"])))["memory"]
+    )
