@@ -154,21 +154,29 @@ class Groups:
 
         Before is a place where no other kernel runs, behind all that it reads itself: where both were at one, what the
         one reads would seem alive beside what the other writes. If there is no such place, it is that of the reader.
+        No kernel runs before the first loops of all that it needs: what a gradient at the end of the backward is fused
+        with waits for it. That is the order of `lowering/order.py`.
         """
         at = {root: group.last for root, group in self._groups.items()}
         readers = {root: {self.of(n) for n in group.readers} - {root} for root, group in self._groups.items()}
-        begins = dict.fromkeys(at, -1)
-        for root, group in self._groups.items():
+        begins, ready = dict.fromkeys(at, -1), dict.fromkeys(at, 0)
+        upwards = list(graphlib.TopologicalSorter(readers).static_order())  # readers first
+        for root in reversed(upwards):
+            group = self._groups[root]
             for reader in readers[root]:
                 begins[reader] = max(begins[reader], group.last)
+                ready[reader] = max(ready[reader], ready[root], group.first)
         taken = set(at.values())
-        for root in graphlib.TopologicalSorter(readers).static_order():
+        for root in upwards:
             need = min((at[r] for r in readers[root]), default=at[root] + 1)
             if need <= at[root]:
                 begin = max(begins[root] + 1, self._groups[root].first)
                 free = (place for place in range(need - 1, begin - 1, -1) if place not in taken)
-                at[root] = next(free, need)
+                at[root] = max(next(free, need), ready[root])
                 taken.add(at[root])
+        for root in reversed(upwards):
+            for reader in readers[root]:
+                at[reader] = max(at[reader], at[root])
         return {k: at[self.of(k)] for k in self._parent}
 
     def of(self, kernel: int) -> int:

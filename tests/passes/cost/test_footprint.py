@@ -159,6 +159,18 @@ def test_loops_with_something_between_them_stay_apart() -> None:
     assert places(loops) == {10: 10, 20: 20, 30: 30}
 
 
+def test_what_the_last_loop_of_a_kernel_needs_is_not_made_early_for_what_reads_the_first() -> None:
+    """10 is a norm that is computed again, 20 a gradient of weights, 90 the norm's gradient, which needs all between."""
+    loops = {
+        10: loop(10, {1: 64}, {2: 64}, set()),
+        20: loop(20, {2: 64}, {3: 64}, {10}, space=None),
+        70: loop(70, {}, {7: 64}, set(), space=None),
+        80: loop(80, {7: 64}, {8: 64}, {70}, space=None),
+        90: loop(90, {1: 64, 2: 64, 8: 64}, {9: 64}, {10, 80}),
+    }
+    assert places(loops) == {10: 80, 20: 80, 70: 70, 80: 80, 90: 80}
+
+
 def test_loops_that_share_next_to_nothing_stay_apart() -> None:
     """Inductor asks for 10 bytes, unless the one reads the other: then it saves a kernel."""
     for shared, fused in ((0, False), (9, False), (10, True)):
