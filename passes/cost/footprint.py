@@ -21,6 +21,7 @@ class Buffers:
     as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `read_first`: the
     first node that reads it, or where the kernel runs that reads it first, if that is earlier. `nbytes`: its size;
     `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there, and that input.
+    `functions`: from the nodes of kernels that become parts of one C++ function to its first and its last.
     """
 
     first: Mapping[int, int]
@@ -30,18 +31,28 @@ class Buffers:
     nbytes: Mapping[int, int]
     held: frozenset[int]
     in_place: Mapping[int, int]
+    functions: Mapping[int, tuple[int, int]]
 
     def alive(self, keys: Iterable[int], count: int) -> list[int]:
-        """Bytes of the buffers `keys` during every one of `count` nodes. Others are counted elsewhere."""
+        """Bytes of the buffers `keys` during every one of `count` nodes. Others are counted elsewhere.
+
+        All results of a C++ function are there before anything is freed that it reads.
+        """
         change = [0] * (count + 1)
         counted = set(keys)
-        over = {source: key for key, source in self.in_place.items() if key not in counted}  # by what others count
+        over = {source for key, source in self.in_place.items() if key not in counted}  # by what is counted elsewhere
         for key in counted:
-            last = count - 1 if key in self.held else self.last[key] - (key in over)
-            first = self.first[key] + (key in self.in_place)
-            if first <= last or key not in over:
-                change[min(first, last)] += self.nbytes[key]
-                change[last + 1] -= self.nbytes[key]
+            first, last = self.first[key], self.last[key]
+            begin, end = self.functions.get(first, (first, first))[0], self.functions.get(last, (last, last))[1]
+            if key in over:
+                end = last - 1
+            if key in self.in_place:
+                begin = (self.functions.get(first, (first, first))[1] if self.in_place[key] in counted else first) + 1
+            if key in self.held:
+                end = count - 1
+            if begin <= end:
+                change[begin] += self.nbytes[key]
+                change[end + 1] -= self.nbytes[key]
         return list(itertools.accumulate(change))[:count]
 
 
@@ -64,7 +75,8 @@ def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     held = frozenset(key for n in output for key in kernels.storages[kernels.index[n]] if key in first)
     nbytes |= dict.fromkeys(_in_registers(kernels, readers) - held, 0)
     ends = {key: {k for k in readers[key] if kernels.at[k] == last[key]} for key in first.keys() - held}
-    return Buffers(first, last, read_first, read_last, nbytes, held, _in_place(kernels, ends, nbytes, donated))
+    in_place = _in_place(kernels, ends, nbytes, donated)
+    return Buffers(first, last, read_first, read_last, nbytes, held, in_place, kernels.functions())
 
 
 def _in_registers(kernels: Kernels, readers: Mapping[int, set[int]]) -> frozenset[int]:

@@ -88,6 +88,17 @@ class Kernels:
         """The kernels that compute a node."""
         return {self.kernel[k] for k in self.inside[i] if k in self.kernel}
 
+    def functions(self) -> dict[int, tuple[int, int]]:
+        """By where a kernel runs, where the first and the last kernel of its C++ function do: on the CPU all loops
+        between two library calls are one. Nodes of ours may cut it, which is not known yet."""
+        found, run = dict[int, tuple[int, int]](), list[int]()
+        devices = {i: tensors_of(self.nodes[i])[0].device.type for i in self.kernel}
+        alone = {self.at[i] for i in self.kernel if i in self.calls or devices[i] != "cpu"}
+        for place in sorted({self.at[i] for i in self.kernel}):
+            run = [] if place in alone else [*run, place]
+            found |= dict.fromkeys(run, (run[0], place)) if run else {}
+        return found
+
     def comes_behind(self, i: int, others: Collection[int]) -> bool:
         """Whether a loop reads, if by way of others, what each of the loops `others` writes."""
         seen, work, first = {i}, [i], min(others, default=i)

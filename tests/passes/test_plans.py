@@ -114,9 +114,9 @@ def test_half_precision() -> None:
     check(
         toys.half_precision,
         """\
-_to_copy    128 B  offload  store>_to_copy release>mm load<expand wait<mm_4      [t_5]
-_to_copy_1  128 B  offload  store>_to_copy_1 release>mm_1 load<detach wait<mm_5  [t_6]
-sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2      [sigmoid]""",
+_to_copy    128 B  offload  store>_to_copy release>mm load<expand wait<mm_4   [t_5]
+_to_copy_1  128 B  offload  store>_to_copy_1 release>mm_1 load<t_2 wait<mm_5  [t_6]
+sigmoid     128 B  offload  store>sigmoid release>t_6 load<expand wait<mm_2   [sigmoid]""",
     )
 
 

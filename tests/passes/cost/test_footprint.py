@@ -350,3 +350,22 @@ def test_a_kernel_that_runs_before_its_reader_is_not_at_its_place() -> None:
     curve = found.alive([key for key, first in found.first.items() if nodes[first].op != "placeholder"], len(nodes))
     of = dict(zip([n.name for n in nodes], curve, strict=True))
     assert (of["mm"], of["sin"], of["mm_1"]) == (256, 768, 768)
+
+
+def test_all_loops_between_two_calls_have_their_buffers_together() -> None:
+    """mm -> sum; cos -> mm: the sum and the cosine are one C++ function, which has the first mm until its end."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        return (x @ w).sum(0), w.cos() @ w
+
+    graph = make_fx(function, tracing_mode="fake")(ROWS, SQUARE).graph
+    found, nodes = buffers(Kernels(graph)), list(graph.nodes)
+    at = {n.name: i for i, n in enumerate(nodes)}
+    key = storage_of(nodes[at["mm"]])
+    assert key is not None
+    curve, nbytes = found.alive([key], len(nodes)), 64 * 32 * 4
+    assert [curve[at[name]] for name in ("mm", "sum_1", "cos", "mm_1")] == [nbytes, nbytes, nbytes, 0]
+    calls = [
+        line for line in lower_alone(function, ROWS, SQUARE).code.splitlines() if line.strip().startswith("cpp_fused")
+    ]
+    assert len([line for line in calls if "(" in line and "=" not in line]) == 1
