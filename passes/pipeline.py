@@ -34,7 +34,7 @@ from ssd_fx.passes.joint.compared import keep_compared
 from ssd_fx.passes.joint.marks import LiftMarks, lift, mark
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint, price
-from ssd_fx.passes.joint.stale_views import rejoin_views
+from ssd_fx.passes.joint.stale_views import merge_equal, rejoin_views
 from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
@@ -54,9 +54,10 @@ from ssd_fx.passes.verify.plan import verify_plan
 
 _UNSEEN = Stages(on=False)
 
-JOINT: tuple[Callable[[fx.Graph], None], ...] = (
+JOINT: tuple[Callable[[fx.Graph], fx.Graph | None], ...] = (
     lift,  # first: marks are nodes that would hide patterns. Under Inductor they are gone already (inductor_passes)
-    rejoin_views,  # corrects the metadata of views, which the next pass reads
+    rejoin_views,  # corrects the metadata of views, which the next passes read
+    merge_equal,  # as the cut would: the views of what it merges are rejoined as well
     save_what_reads_changed_inputs,  # tags what the cut must save
 )
 
@@ -124,7 +125,9 @@ def joint_of(
     """The joint graph, ready to be cut; `inputs`, `arguments` are those of PyTorch's min-cut."""
     stages.after("joint", joint=gm)
     for each in JOINT:
-        each(gm.graph)
+        other = each(gm.graph)
+        if other is not None:
+            gm.graph = other
         stages.after(each.__name__, joint=gm)
     return Joint(gm, inputs, arguments, AFTER_CUT)
 

@@ -291,17 +291,19 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
 def _declared_only(forward: list[fx.Node]) -> set[int]:
     """Storages of nodes that are views of an argument by their operator's schema, but not by their FakeTensors.
 
-    Passes that run before the partitioner may produce such metadata. What the storages share is then unknown.
+    Items of a tuple of views are such views too. Passes that run before the partitioner may produce such metadata, and
+    the min-cut, which merges equal expressions. What the storages share is then unknown.
     """
     disputed: set[int] = set()
     for node in forward:
-        if not isinstance(node.target, torch._ops.OpOverload):
+        of_views = node.all_input_nodes[0] if node.target is operator.getitem else node
+        if not isinstance(of_views.target, torch._ops.OpOverload):
             continue
-        schema = node.target._schema
+        schema = of_views.target._schema
         views = {storage_key(out) for out in tensors_of(node)}
-        if not views or not _declares_views(node.target):
+        if not views or not _declares_views(of_views.target):
             continue
-        for arg, info in zip(node.args, schema.arguments, strict=False):
+        for arg, info in zip(of_views.args, schema.arguments, strict=False):
             if info.alias_info is not None and isinstance(arg, fx.Node):
                 keys = views | {storage_of(arg)}
                 if len(keys) > 1:
