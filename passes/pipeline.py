@@ -46,7 +46,7 @@ from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.proposals import Candidate, Decide, Proposals, best_within, forecast_of
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.lite_mode import annotate_ours
-from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
+from ssd_fx.passes.rewrite.refuse import kept_activations, refuse_stand_ins
 from ssd_fx.passes.stages import Stages
 from ssd_fx.passes.verify.graphs import verify_graphs
 from ssd_fx.passes.verify.interface import Before
@@ -254,7 +254,7 @@ def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stag
     host_tier = _device(partition).type != "cpu"
     warn(plan, options, host_tier=host_tier)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
-    if plan.groups:
+    if plan.groups or kept_activations(partition):  # of outputs alone there is no group, and the report shows them
         insert(partition, plan, config=options.runtime_config, about=about)
         stages.after("insert", forward=partition.forward, backward=partition.backward)
         verify_graphs(partition, plan, before)

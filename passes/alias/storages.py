@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 
 from ssd_fx.passes.alias.packing import Stored, is_dense, is_reinterpreted, may_restride, pack
@@ -137,6 +138,8 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
 
 def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
     """Why a storage cannot be offloaded, whatever its layout; empty if it can."""
+    if any(_is_rng_state(n) for n in saved):
+        return "the state of a random number generator"  # the backward knows it by another name
     if any(n.name not in facts.placeholders for n in saved):
         return "not an input of the backward"
     if key in facts.nested:
@@ -163,6 +166,12 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
     if inputs and any(n.meta.get(NOT_CHECKED) for n in saved):  # changed in place, the backward must see the change
         return "saved without a version check"
     return ""
+
+
+def _is_rng_state(node: fx.Node) -> bool:
+    """Whether a node is the state in which a checkpoint's backward draws its random numbers again."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and (source.target, node.args[1]) == (run_and_save_rng_state, 0)
 
 
 def _bytes_of_bools(nodes: Iterable[fx.Node]) -> set[int]:
