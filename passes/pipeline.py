@@ -120,16 +120,20 @@ def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str,
 
 
 def joint_of(
-    gm: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any], stages: Stages = _UNSEEN
+    gm: fx.GraphModule,
+    inputs: Sequence[object],
+    arguments: dict[str, Any],
+    stages: Stages = _UNSEEN,
+    lasting: frozenset[int] | None = None,
 ) -> Joint:
-    """The joint graph, ready to be cut; `inputs`, `arguments` are those of PyTorch's min-cut."""
+    """The joint graph, ready to be cut; `inputs`, `arguments` are those of PyTorch's min-cut, `lasting` of `Joint`."""
     stages.after("joint", joint=gm)
     for each in JOINT:
         other = each(gm.graph)
         if other is not None:
             gm.graph = other
         stages.after(each.__name__, joint=gm)
-    return Joint(gm, inputs, arguments, AFTER_CUT)
+    return Joint(gm, inputs, arguments, AFTER_CUT, lasting)
 
 
 def decide(

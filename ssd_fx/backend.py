@@ -117,6 +117,7 @@ def compile_graph(
             during=progress.planning,
             survey=survey,
             about=partial(about, arguments, patterns.function()),
+            lasting=patterns.lasting(gm),
         )
         dumps_to = "" if report else config.own_dump
         if dumps_to:

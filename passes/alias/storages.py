@@ -30,6 +30,7 @@ from ssd_fx.passes.partition import (
     COPIED,
     NOT_CHECKED,
     Partition,
+    is_part_of_subclass,
     known_symbols,
     nodes_by_storage,
     storage_key,
@@ -41,6 +42,7 @@ from ssd_fx.passes.plan import Plan
 
 DYNAMIC = "dynamic shape"
 NESTED = "from a nested region"
+JAGGED = "beside a jagged nested tensor that the caller passes"
 _EMBEDDING_BAG = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default)
 
 
@@ -67,6 +69,7 @@ class _Facts:
     nodes: dict[int, list[fx.Node]]  # of the forward, by storage, the owner first
     placeholders: dict[str, fx.Node]  # of the backward
     symbols: frozenset[object]  # sizes that the backward knows
+    jagged: bool  # the caller passes a tensor of rows of unequal length
     live: set[int]  # in memory anyway
     disputed: set[int]  # it is unknown what shares them
     nested: set[int]
@@ -84,6 +87,7 @@ class _Facts:
             nodes_by_storage(forward),
             partition.bwd_placeholders,
             known_symbols(partition.backward.graph),
+            any(is_part_of_subclass(n) and n.meta["desc"].attr == "_offsets" for n in forward),
             _live_anyway(forward, partition),
             _disputed(forward),
             _nested(forward),
@@ -161,6 +165,8 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
     if _has_other_sizes(facts.owner(key)):
         return "its kernel may return other sizes than PyTorch's metadata say"
     inputs = facts.inputs(key)
+    if any(map(is_part_of_subclass, inputs)):
+        return "part of a tensor subclass that the caller passes"  # only the subclass knows what else holds it
     if len(inputs) > 1:  # that they share a storage holds for the call that was compiled; no guard checks it later
         return "inputs that alias"
     if inputs and any(n.meta.get(NOT_CHECKED) for n in saved):  # changed in place, the backward must see the change
@@ -263,11 +269,13 @@ def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layou
     """
     storage = facts.owner(key).meta["val"].untyped_storage().nbytes()
     parts = [i for layout in (owner, *members) for i in layout.numbers]
-    if any(free_unbacked_symbols(p) for p in parts):
-        return "size depends on data"
+    unbacked = {s for p in parts for s in free_unbacked_symbols(p)}
+    if unbacked:
+        sized = (n for n in facts.position for t in tensors_of(n) if unbacked & free_unbacked_symbols(t))
+        return f"size depends on data: {next(sized, facts.owner(key)).target}"
     # Before torch 2.13 a graph has no method that makes nodes for symbolic sizes.
     if not free_symbols(parts) <= facts.symbols or not hasattr(fx.Graph, "materialize_symints"):
-        return DYNAMIC
+        return JAGGED if facts.jagged else DYNAMIC
     covers = statically_known_true(owner.nbytes == storage)
     alike = all(m.dtype == owner.dtype for m in members)
     if not (covers and alike and is_dense(owner) and statically_known_true(owner.offset == 0)):
