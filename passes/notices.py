@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 
-from ssd_fx.passes.alias.storages import DYNAMIC, NESTED
+from ssd_fx.passes.alias.storages import DYNAMIC, JAGGED, NESTED
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.plan import Plan
 
 _CHANGEABLE = {
     DYNAMIC: "shapes are dynamic, and the backward does not know all sizes that a load would need. ssd_fx can offload "
     "it with equal shapes (drop_last=True, padding) or torch.compile(dynamic=False), which compiles for every shape.",
+    JAGGED: "the caller passes a jagged nested tensor, and the backward does not know how long it is. ssd_fx can "
+    "offload it if the compiled code gets the values and the offsets, and builds the tensor itself "
+    "(torch.nested.nested_tensor_from_jagged).",
     NESTED: "a nested region (torch.compiler.nested_compile_region) returns it, and PyTorch's metadata confuse the "
     "results of its calls. ssd_fx can offload it without the region.",
 }

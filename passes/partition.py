@@ -13,11 +13,15 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
+    BackwardTokenAOTInput,
+    ForwardTokenAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
+    SubclassSizeAOTInput,
+    SubclassStrideAOTInput,
     TangentAOTInput,
 )
 from torch.utils._pytree import tree_leaves
@@ -132,18 +136,39 @@ def node_names(partition: Partition) -> Names:
     return [n.name for n in partition.forward.graph.nodes], [n.name for n in partition.backward.graph.nodes]
 
 
-def activation_names(joint: fx.GraphModule, static: Sequence[int] | None) -> frozenset[str] | None:
+_OTHERS = (SubclassSizeAOTInput, SubclassStrideAOTInput, ForwardTokenAOTInput, BackwardTokenAOTInput, TangentAOTInput)
+
+
+def activation_names(
+    joint: fx.GraphModule, static: Sequence[int] | None, lasting: frozenset[int] | None = None
+) -> frozenset[str] | None:
     """Names of the joint graph's inputs that are no parameters or buffers; None if that is not known.
 
     `static`: the indices of inputs that live longer than a step, or None where that is not known. They count from the
     first primal. So they do not fit a graph with effect tokens, which come before it, or with parts of subclasses.
+    `lasting`: the same of the arguments of the compiled function, which such inputs are traced back to.
     """
     inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
-    if static is None or any(type(n.meta.get("desc")) not in (PlainAOTInput, TangentAOTInput) for n in inputs):
+    descs = {n.name: n.meta.get("desc") for n in inputs}
+    if static is not None and all(type(desc) in (PlainAOTInput, TangentAOTInput) for desc in descs.values()):
+        names = {n.name for i, n in enumerate(inputs) if i not in set(static)}
+        return frozenset(names - {name for name, desc in descs.items() if isinstance(desc, TangentAOTInput)})
+    given = {name: of for name, desc in descs.items() if not isinstance(of := _whole(desc), _OTHERS)}
+    if lasting is None or any(type(of) is not PlainAOTInput for of in given.values()):
         return None
-    lasting = set(static)
-    names = {n.name for i, n in enumerate(inputs) if i not in lasting}
-    return frozenset(names - {n.name for n in inputs if isinstance(n.meta["desc"], TangentAOTInput)})
+    return frozenset(name for name, of in given.items() if isinstance(of, PlainAOTInput) and of.idx not in lasting)
+
+
+def _whole(desc: object) -> object:
+    """What an input is, or is a part of."""
+    while isinstance(desc, SubclassGetAttrAOTInput):
+        desc = desc.base
+    return desc
+
+
+def is_part_of_subclass(node: fx.Node) -> bool:
+    """Whether a node is an input that PyTorch has taken out of a tensor subclass."""
+    return isinstance(node.meta.get("desc"), SubclassGetAttrAOTInput)
 
 
 def untrained_names(joint: fx.GraphModule) -> frozenset[str]:

@@ -59,6 +59,7 @@ class Partitioner(CustomPartitionerFn):
 
     `keeps_all`: nothing is offloaded, and PyTorch's own partition is used. `survey`: the graph is only looked at.
     `log`: like `report`, but it does not get what a compile cache returns. `is_traced` says whether it wants the code.
+    `lasting`: the arguments of the compiled function that live longer than a step; None if that is not known.
     `during`: a context that the planning runs in. `about`: None for a graph that tells nobody.
     `report`, `log`, `during`, `survey` and `about` are pickled, so each is a function of a module, or a partial of one.
     """
@@ -70,13 +71,14 @@ class Partitioner(CustomPartitionerFn):
     during: Callable[[], AbstractContextManager[None]] = nullcontext
     survey: Survey | None = None
     about: About | None = None
+    lasting: frozenset[int] | None = None
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
         stages = Stages(on=self.report is not None or (self.log is not None and is_traced()))
-        joint = pipeline.joint_of(gm, joint_inputs, kwargs, stages)
+        joint = pipeline.joint_of(gm, joint_inputs, kwargs, stages, self.lasting)
         keeps_all = self.keeps_all or hooks_are_compiled_in()
         if self.survey is not None:
             with user_errors():
@@ -104,7 +106,8 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
-        parts = [repr(self.options), str(self.keeps_all), torch.__version__]
+        lasting = None if self.lasting is None else sorted(self.lasting)
+        parts = [repr(self.options), str(self.keeps_all), str(lasting), torch.__version__]
         if self.report is not None or pipeline.ranks_agree():
             # Another process has no report of ours. And where ranks exchange what they save, all must partition: with a
             # cached result one rank would go on to a collective of the forward, while others wait in the exchange.

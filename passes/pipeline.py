@@ -34,7 +34,7 @@ from ssd_fx.passes.joint.compared import keep_compared
 from ssd_fx.passes.joint.marks import LiftMarks, lift, mark
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint, price
-from ssd_fx.passes.joint.stale_views import rejoin_views
+from ssd_fx.passes.joint.stale_views import merge_equal, rejoin_views
 from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
@@ -46,7 +46,7 @@ from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.proposals import Candidate, Decide, Proposals, best_within, forecast_of
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.lite_mode import annotate_ours
-from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
+from ssd_fx.passes.rewrite.refuse import kept_activations, refuse_stand_ins
 from ssd_fx.passes.stages import Stages
 from ssd_fx.passes.verify.graphs import verify_graphs
 from ssd_fx.passes.verify.interface import Before
@@ -54,9 +54,10 @@ from ssd_fx.passes.verify.plan import verify_plan
 
 _UNSEEN = Stages(on=False)
 
-JOINT: tuple[Callable[[fx.Graph], None], ...] = (
+JOINT: tuple[Callable[[fx.Graph], fx.Graph | None], ...] = (
     lift,  # first: marks are nodes that would hide patterns. Under Inductor they are gone already (inductor_passes)
-    rejoin_views,  # corrects the metadata of views, which the next pass reads
+    rejoin_views,  # corrects the metadata of views, which the next passes read
+    merge_equal,  # as the cut would: the views of what it merges are rejoined as well
     save_what_reads_changed_inputs,  # tags what the cut must save
 )
 
@@ -119,14 +120,20 @@ def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str,
 
 
 def joint_of(
-    gm: fx.GraphModule, inputs: Sequence[object], arguments: dict[str, Any], stages: Stages = _UNSEEN
+    gm: fx.GraphModule,
+    inputs: Sequence[object],
+    arguments: dict[str, Any],
+    stages: Stages = _UNSEEN,
+    lasting: frozenset[int] | None = None,
 ) -> Joint:
-    """The joint graph, ready to be cut; `inputs`, `arguments` are those of PyTorch's min-cut."""
+    """The joint graph, ready to be cut; `inputs`, `arguments` are those of PyTorch's min-cut, `lasting` of `Joint`."""
     stages.after("joint", joint=gm)
     for each in JOINT:
-        each(gm.graph)
+        other = each(gm.graph)
+        if other is not None:
+            gm.graph = other
         stages.after(each.__name__, joint=gm)
-    return Joint(gm, inputs, arguments, AFTER_CUT)
+    return Joint(gm, inputs, arguments, AFTER_CUT, lasting)
 
 
 def decide(
@@ -251,7 +258,7 @@ def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stag
     host_tier = _device(partition).type != "cpu"
     warn(plan, options, host_tier=host_tier)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
-    if plan.groups:
+    if plan.groups or kept_activations(partition):  # of outputs alone there is no group, and the report shows them
         insert(partition, plan, config=options.runtime_config, about=about)
         stages.after("insert", forward=partition.forward, backward=partition.backward)
         verify_graphs(partition, plan, before)

@@ -75,6 +75,9 @@ class Stats(GraphStats):
         drive_tbw: rated endurance of the drives in 10^12 bytes, this rank's share of the option of the last
             compilation; 0 if it is not known.
         compiled_graphs: how often the backend was called; a reset does not change it.
+        compiled_since_reset: the same since the last reset.
+        whole_graphs: of `compiled_graphs`, those that keep everything for a reason outside of them. Nothing of them is
+            counted. `whole_why` is the reason of the last one.
         graphs: each graph that ran, by its name.
     """
 
@@ -84,6 +87,9 @@ class Stats(GraphStats):
     step_s: float = 0.0
     drive_tbw: float = 0.0
     compiled_graphs: int = 0
+    compiled_since_reset: int = 0
+    whole_graphs: int = 0
+    whole_why: str = ""
     graphs: dict[str, GraphStats] = field(default_factory=dict)
 
     @property
@@ -122,7 +128,8 @@ class Stats(GraphStats):
                 continue  # it says nothing new
             if nbytes or name in _ALWAYS:
                 rows.append(f"{name:14}{_mib(nbytes)}   {meaning}")
-        return "\n".join([f"{head}; bytes per step:", *rows, foot, *self._wear()])
+        whole = [f"not counted: {self._whole()}"] if self.whole_graphs else []
+        return "\n".join([f"{head}; bytes per step:", *rows, foot, *self._wear(), *whole])
 
     def _wear(self) -> list[str]:
         """A line about the life of the drives, once the speed is known and drives are written to."""
@@ -133,17 +140,32 @@ class Stats(GraphStats):
 
     def nothing_ran(self) -> str:
         """The likely reason why no graph ran."""
-        if self.compiled_graphs:
+        if not self.whole_graphs:
+            return self._idle()
+        if self.whole_graphs == self.compiled_graphs:
+            return f"nothing is counted: {self._whole()}"
+        return f"{self._idle()}; or what runs is not counted: {self._whole()}"
+
+    def _idle(self) -> str:
+        if self.compiled_since_reset:
             return (
-                f"nothing ran since the start or the last reset_stats(): of the {self.compiled_graphs} graphs that "
-                "ssd_fx was asked to compile none has begun a forward that saves for a backward, as none does under "
-                "torch.no_grad(); TORCH_LOGS=recompiles,graph_breaks shows what runs instead"
+                f"nothing ran since the start or the last reset_stats(): of the {self.compiled_since_reset} graphs "
+                "that ssd_fx was asked to compile since then none has begun a forward that saves activations for a "
+                "backward, as none does under torch.no_grad(); TORCH_LOGS=recompiles,graph_breaks shows what runs "
+                "instead"
             )
+        since, also = " in this process", ""
+        if self.compiled_graphs:
+            since, also = " since the last reset_stats()", f", and none of the {self.compiled_graphs} graphs before ran"
         return (
-            "nothing ran: torch.compile has not called ssd_fx in this process, so whatever trains does so uncompiled; "
+            f"nothing ran: torch.compile has not called ssd_fx{since}{also}, so whatever trains does so uncompiled; "
             "TORCH_LOGS=+dynamo names what Dynamo is 'skipping' (of model.compile() the modules of torch itself, "
             "such as nn.Sequential, which torch.compile(model) takes)"
         )
+
+    def _whole(self) -> str:
+        which = f"{self.whole_graphs} of {self.compiled_graphs} compiled graphs"
+        return f"{which} run as without ssd_fx, and keep everything in memory: {self.whole_why}"
 
 
 _MEANING = {
@@ -232,7 +254,9 @@ _SUMMED = [
 ]
 _graphs: dict[str, Counters] = {}
 _pace = Pace()
-_compiled = 0
+_compiled = _compiled_before_reset = 0
+_whole = 0
+_whole_why = ""
 _moved_bytes = 0
 _drive_tbw = 0.0
 
@@ -263,10 +287,12 @@ def step() -> int:
     return _pace.step
 
 
-def compiled() -> None:
-    """Counts a graph that the backend compiled."""
-    global _compiled
+def compiled(whole: str = "") -> None:
+    """Counts a graph that the backend compiled. `whole`: why it keeps everything, whatever its plan would be."""
+    global _compiled, _whole, _whole_why
     _compiled += 1
+    if whole:
+        _whole, _whole_why = _whole + 1, whole
 
 
 def moved(nbytes: int) -> None:
@@ -301,13 +327,17 @@ def stats() -> Stats:
         step_s=_pace.step_s(),
         drive_tbw=_drive_tbw,
         compiled_graphs=_compiled,
+        compiled_since_reset=_compiled - _compiled_before_reset,
+        whole_graphs=_whole,
+        whole_why=_whole_why,
         graphs={name: _snapshot(c) for name, c in graphs.items()},
     )
 
 
 def reset_stats() -> None:
-    """Set all counts to zero, but for `compiled_graphs`."""
-    global _moved_bytes, _pace
+    """Set all counts to zero, but for `compiled_graphs` and `whole_graphs`."""
+    global _moved_bytes, _pace, _compiled_before_reset
+    _compiled_before_reset = _compiled
     _graphs.clear()
     _moved_bytes = 0
     _pace = Pace()
@@ -316,13 +346,13 @@ def reset_stats() -> None:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """What runs inside counts for nobody."""
-    global _graphs, _pace, _compiled, _moved_bytes, _drive_tbw
-    before = _graphs, _pace, _compiled, _moved_bytes, _drive_tbw
+    global _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw
+    before = _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw
     _graphs, _pace = {}, Pace()
     try:
         yield
     finally:
-        _graphs, _pace, _compiled, _moved_bytes, _drive_tbw = before
+        _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw = before
 
 
 def _snapshot(c: Counters) -> GraphStats:

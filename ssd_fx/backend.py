@@ -109,14 +109,15 @@ def compile_graph(
         if config.cpu_allocator and _trains_on_cpu(inputs):
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
-        arguments = patterns.arguments(gm)
+        arguments, whole = patterns.arguments(gm), _keeps_all(gm)
         partitioner = Partitioner(
             plan,
-            keeps_all=_keeps_all(gm),
+            keeps_all=bool(whole),
             log=partial(artifacts.tell, arguments),
             during=progress.planning,
             survey=survey,
             about=partial(about, arguments, patterns.function()),
+            lasting=patterns.lasting(gm),
         )
         dumps_to = "" if report else config.own_dump
         if dumps_to:
@@ -127,7 +128,7 @@ def compile_graph(
         log.info("%s", config.share())
     eager = config.inner == "aot_eager"
     compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode, dumps_to)
-    stats.compiled()
+    stats.compiled(whole)
     stats.rated(config.own_drive_tbw)
     graphs.uses(innermost_fn(compiled), config.runtime_json())
     return compiled
@@ -175,8 +176,8 @@ def _keep_out_of_packages() -> None:
         translator.output.bypass_package("the options of ssd_fx are not in the key of a package")
 
 
-def _keeps_all(gm: fx.GraphModule) -> bool:
-    """Whether all tensors of the graph compiled now must stay in memory; warns if so.
+def _keeps_all(gm: fx.GraphModule) -> str:
+    """Why all tensors of the graph compiled now must stay in memory, with a warning; empty if they need not.
 
     * The graph computes on several streams. Transfers follow the current one, and Inductor runs the kernel that makes a
       tensor, or reads it, on another. Or it waits for another stream, and the store of an input would stand before the
@@ -193,9 +194,9 @@ def _keeps_all(gm: fx.GraphModule) -> bool:
     elif any(_names_a_stream(node) for each in _graphs(gm) for node in each.graph.nodes):
         reason = "it computes on several streams or waits for one, and transfers would follow only one"
     else:
-        return False
+        return ""
     warnings.warn(f"ssd_fx keeps all tensors of a graph in memory: {reason}", RuntimeWarning, stacklevel=2)
-    return True
+    return reason
 
 
 def _names_a_stream(node: fx.Node) -> bool:

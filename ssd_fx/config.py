@@ -12,12 +12,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import list_options
 
 from ssd_fx import versions
 from ssd_fx.passes.cost.machine import Machine
@@ -69,8 +70,8 @@ class Config:
         if it is missing. With this option no compiled graph comes from the compile cache.
     allow_tmpfs (a flag): Accept a directory that is in memory, which saves no memory.
     checksums (a flag): Compute a checksum of every block that is written, and compare it when the block is read.
-    disk_limit (a size): The most bytes that one set of options may take in each directory. Ranks divide it among their
-        files. Default: no limit but the free space.
+    disk_limit (a size above 0): The most bytes that one set of options may take in each directory. Ranks divide it
+        among their files. Default: no limit but the free space.
     drive_tbw (a number of TB): What the drives of `dirs` are rated to be written in all, summed over them: 1200 for two
         drives of 600 TBW. Only `ssd_fx.stats()` uses it, that of the last compilation, to say how long new drives
         would last at the present speed. It is not read from the drives, because SMART needs root and does not have the
@@ -247,6 +248,9 @@ def _from_environment(name: str) -> Any:
 def _known(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
+    inductors = name.replace("-", "_")
+    if inductors in list_options():
+        hint = f"; it is one of Inductor's, which torch._inductor.config.{inductors} sets for every backend."
     return f"{hint} The options are: {', '.join(names)}."
 
 
@@ -258,11 +262,7 @@ def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
     parts: Any = [value] if isinstance(value, Path) else value
     if isinstance(value, str):
         parts = value.split(os.pathsep)
-    if (
-        not isinstance(parts, (list, tuple))
-        or not parts
-        or not all(isinstance(p, (str, Path)) and str(p) for p in parts)
-    ):
+    if not isinstance(parts, Sequence) or not parts or not all(isinstance(p, (str, Path)) and str(p) for p in parts):
         raise ValueError(
             f"option {name}={value!r} is not a list of directories; right would be e.g. ['/mnt/nvme0', '/mnt/nvme1']"
         )
@@ -309,7 +309,7 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
 def _parse_patterns(name: str, value: object) -> tuple[str, ...]:
     """The patterns of one pattern, of several separated by commas, or of a sequence."""
     parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
+    if not isinstance(parts, Sequence) or not all(isinstance(p, str) for p in parts):
         raise ValueError(
             f"option {name}={value!r} is no list of module name patterns; right would be e.g. ['blocks.0', '*.mlp']"
         )
@@ -353,6 +353,13 @@ def _parse_inflight(name: str, value: object) -> int | str:
     return "auto" if value == "auto" else parse_positive(name, value)
 
 
+def _parse_disk_limit(name: str, value: object) -> int:
+    nbytes = parse_bytes(name, value)
+    if not nbytes:
+        raise ValueError(f"option {name}={value!r} lets nothing be written; without the option there is no limit")
+    return nbytes
+
+
 def _parse_ranks(name: str, value: object) -> Ranks:
     return parse_ranks(name, value, os.environ)
 
@@ -371,7 +378,7 @@ _PARSERS: dict[str, Any] = {
     "dump": _parse_path,
     "allow_tmpfs": _parse_flag,
     "checksums": _parse_flag,
-    "disk_limit": parse_bytes,
+    "disk_limit": _parse_disk_limit,
     "drive_tbw": parse_tbw,
     "host_budget": parse_bytes,
     "compression": _parse_compression,

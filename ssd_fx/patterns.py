@@ -95,6 +95,18 @@ def arguments(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(names)
 
 
+def lasting(graph_module: fx.GraphModule) -> frozenset[int] | None:
+    """The numbers of the inputs of a Dynamo graph that are parameters or buffers; None if Dynamo has not made it.
+
+    PyTorch asks the same in `aot_autograd`, but its numbers do not fit a graph with parts of tensor subclasses.
+    """
+    if "dynamo_compile_id" not in graph_module.meta:
+        return None
+    inputs = graph_module.graph.find_nodes(op="placeholder")
+    notes = [node.meta.get("tensor_dict") or {} for node in inputs]
+    return frozenset(i for i, note in enumerate(notes) if note.get("_dynamo_static_input_type"))
+
+
 def function() -> str:
     """The function that Dynamo compiles now, and its line: `Block.forward gpt.py:12`; empty outside of Dynamo."""
     code = _compiled_frame().f_code

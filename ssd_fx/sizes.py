@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 
 from ssd_fx.runtime.wear import DAY_S, format_days
@@ -51,8 +52,8 @@ def parse_bytes(name: str, value: object) -> int:
     Raises:
         ValueError: not a size.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0:  # NumPy's too
+        return int(value)
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         if match and match[2].lower() in _UNITS:
@@ -112,7 +113,8 @@ def parse_budget(name: str, value: object) -> int | float | str:
             value = float(share[1]) / 100
         elif re.fullmatch(r"\d*\.\d+", text):
             value = float(text)
-    if isinstance(value, float):
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        value = float(value)
         if 0.0 <= value <= 1.0:
             return value
         hint = f"; as bytes it would be {int(value)}" if value.is_integer() and value > 1 else ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import UserList
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ssd_fx import Config
@@ -78,6 +80,17 @@ BAD = [
     ({"machine": {"flops": int(HUGE)}}, r"is no machine \(flops=9+ is no rate; right would be a number > 0"),
     ({"profile": "step.json"}, r"no option 'profile'\. The options are: dirs, budget"),
     ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, slowdown"),
+    (
+        {"max_autotune": True},
+        r"no option 'max_autotune'; it is one of Inductor's, which torch\._inductor\.config\.max_autotune sets for",
+    ),
+    ({"triton.cudagraphs": True}, r"which torch\._inductor\.config\.triton\.cudagraphs sets"),
+    ({"disk_limit": 0}, r"disk_limit=0 lets nothing be written; without the option there is no limit"),
+    ({"dirs": {"/a": 1}}, r"dirs=\{'/a': 1\} is not a list of directories"),
+    ({"dirs": b"/a"}, r"dirs=b'/a' is not a list of directories"),
+    ({"keep": {"head"}}, r"keep=\{'head'\} is no list of module name patterns"),
+    ({"min_bytes": np.int64(-1)}, r"min_bytes=.*-1.* is not a size"),
+    ({"budget": np.float32(1.5)}, r"budget=.*1\.5.* is not a budget"),
     ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, budget"),
 ]
 
@@ -86,6 +99,20 @@ BAD = [
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Config.make(options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = Config.make({"min_bytes": np.int64(0), "budget": np.float32(0.25), "host_budget": np.int32(5)})
+    found = (config.min_bytes, config.budget, config.host_budget)
+    assert found == (0, 0.25, 5)
+    assert [type(each) for each in found] == [int, float, int]
+    assert json.loads(Config.make({"budget": np.int64(1 << 20)}).runtime_json())["resident"] == 1 << 20
+
+
+def test_any_sequence_is_a_list() -> None:
+    """As OmegaConf's ListConfig, which is no list."""
+    config = Config.make({"dirs": UserList(["/a", "/b"]), "keep": UserList(["head"])})
+    assert (config.dirs, config.keep) == (("/a", "/b"), ("head",))
 
 
 def test_the_environment_is_read_and_options_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

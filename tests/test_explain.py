@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
 from ssd_fx.report.dump import Explanation
@@ -171,3 +172,17 @@ def test_a_child_that_was_forked_while_another_thread_explained() -> None:
 def test_bad_options_at_once() -> None:
     with pytest.raises(ValueError, match="no option 'bugdet'; did you mean 'budget'"):
         ssd_fx.explain(toys.relu_chain, options={"bugdet": 0})
+
+
+def test_the_state_of_a_generator_is_named() -> None:
+    """A checkpoint's backward draws its numbers again from it, and knows it by another name."""
+
+    def within(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout((x @ w).sin(), 0.5) @ w
+
+    def dropped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return checkpoint(within, x, w, use_reentrant=False).sum()
+
+    found = ssd_fx.explain(dropped, options=TOY)(*toys.inputs())
+    size = torch.get_rng_state().nbytes
+    assert (size, "the state of a random number generator") in [(r["nbytes"], r["reason"]) for r in found.rows()]

@@ -16,6 +16,7 @@ import pytest
 from ssd_fx.source import digest, source_digest
 
 ROOT = Path(__file__).resolve().parent.parent
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 TRAIN = """
 import torch, ssd_fx, sys
 from ssd_fx.runtime.native.loader import library
@@ -64,14 +65,17 @@ def modules() -> set[str]:
     return {str(p) if p.parts[0] == "ssd_fx" else f"ssd_fx/{p}" for p in paths}
 
 
+def checkout(path: Path) -> Path:
+    """A copy of this one. setuptools builds in the tree, and takes what an earlier build has left there."""
+    kept_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "demo-out")
+    return Path(shutil.copytree(ROOT, path, symlinks=True, ignore=kept_out))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_an_install_has_every_module_and_trains(tmp_path: Path, kind: str) -> None:
     """Neither has anything named `passes` or `runtime` at the top; what is installed is what runs."""
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    source = tmp_path / "checkout"  # setuptools builds in the tree, and takes what an earlier build has left there
-    kept_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "demo-out")
-    shutil.copytree(ROOT, source, symlinks=True, ignore=kept_out)
+    source = checkout(tmp_path / "checkout")
     if kind == "sdist":
         make = "import setuptools.build_meta as b, sys; print(b.build_sdist(sys.argv[1]))"
         subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=source, check=True, capture_output=True)
@@ -82,7 +86,7 @@ def test_an_install_has_every_module_and_trains(tmp_path: Path, kind: str) -> No
             opened.extractall(tmp_path / "unpacked")
         (source,) = (tmp_path / "unpacked").iterdir()
     wheels, site = tmp_path / "wheels", tmp_path / "site"
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(source)]
+    build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(source)]
     subprocess.run(build, check=True)
     (wheel,) = wheels.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -93,9 +97,26 @@ def test_an_install_has_every_module_and_trains(tmp_path: Path, kind: str) -> No
     assert {name for name in names if name.endswith(".py")} == modules()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"ssd_fx"}
     assert any("_iopool" in name for name in names)
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    subprocess.run([*PIP, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
     (tmp_path / "drive").mkdir()
     command = [sys.executable, "-c", TRAIN, str(site), str(tmp_path / "drive")]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().startswith("trained")
+
+
+@pytest.mark.slow
+def test_a_script_beside_the_clone_imports_an_editable_install(tmp_path: Path) -> None:
+    """`git clone .../ssd_fx; pip install -e ssd_fx; python train.py`: the folder looks like a namespace package."""
+    clone, site = checkout(tmp_path / "ssd_fx"), tmp_path / "site"
+    make = "import setuptools.build_meta as b, sys; print(b.build_editable(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=clone, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*PIP, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    script = "import site, sys; site.addsitedir(sys.argv[1]); import importlib.util as u; print(u.find_spec('ssd_fx'))"
+    (tmp_path / "train.py").write_text(script)
+    found = subprocess.run(  # without the packages of this environment, which has an editable install too
+        [sys.executable, "-S", "train.py", str(site)], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert str(clone / "ssd_fx" / "__init__.py") in found.stdout
+    assert any((clone / "runtime" / "native").glob("_iopool*.so"))

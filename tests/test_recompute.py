@@ -236,7 +236,7 @@ def test_toys_computed_again_have_the_same_gradients(toy: toys.Toy) -> None:
 def test_what_the_caller_may_change_is_not_computed_from(changed: str) -> None:
     """Eager autograd saves what `tanh` returns, not what that is computed from: the output `h`, or the input `x` (the
     weights are frozen), which are the caller's. Written through `data`, no version tells. Where a weight is of a tensor
-    subclass, PyTorch does not say which inputs are weights."""
+    subclass, its parts are the caller's as well."""
 
     def loss_of(x: torch.Tensor, w: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
         h = x @ w + p

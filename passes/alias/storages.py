@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 
 from ssd_fx.passes.alias.packing import Stored, is_dense, is_reinterpreted, may_restride, pack
@@ -29,6 +30,7 @@ from ssd_fx.passes.partition import (
     COPIED,
     NOT_CHECKED,
     Partition,
+    is_part_of_subclass,
     known_symbols,
     nodes_by_storage,
     storage_key,
@@ -40,6 +42,7 @@ from ssd_fx.passes.plan import Plan
 
 DYNAMIC = "dynamic shape"
 NESTED = "from a nested region"
+JAGGED = "beside a jagged nested tensor that the caller passes"
 _EMBEDDING_BAG = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default)
 
 
@@ -66,6 +69,7 @@ class _Facts:
     nodes: dict[int, list[fx.Node]]  # of the forward, by storage, the owner first
     placeholders: dict[str, fx.Node]  # of the backward
     symbols: frozenset[object]  # sizes that the backward knows
+    jagged: bool  # the caller passes a tensor of rows of unequal length
     live: set[int]  # in memory anyway
     disputed: set[int]  # it is unknown what shares them
     nested: set[int]
@@ -83,6 +87,7 @@ class _Facts:
             nodes_by_storage(forward),
             partition.bwd_placeholders,
             known_symbols(partition.backward.graph),
+            any(is_part_of_subclass(n) and n.meta["desc"].attr == "_offsets" for n in forward),
             _live_anyway(forward, partition),
             _disputed(forward),
             _nested(forward),
@@ -137,6 +142,8 @@ def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
 
 def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
     """Why a storage cannot be offloaded, whatever its layout; empty if it can."""
+    if any(_is_rng_state(n) for n in saved):
+        return "the state of a random number generator"  # the backward knows it by another name
     if any(n.name not in facts.placeholders for n in saved):
         return "not an input of the backward"
     if key in facts.nested:
@@ -158,11 +165,19 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
     if _has_other_sizes(facts.owner(key)):
         return "its kernel may return other sizes than PyTorch's metadata say"
     inputs = facts.inputs(key)
+    if any(map(is_part_of_subclass, inputs)):
+        return "part of a tensor subclass that the caller passes"  # only the subclass knows what else holds it
     if len(inputs) > 1:  # that they share a storage holds for the call that was compiled; no guard checks it later
         return "inputs that alias"
     if inputs and any(n.meta.get(NOT_CHECKED) for n in saved):  # changed in place, the backward must see the change
         return "saved without a version check"
     return ""
+
+
+def _is_rng_state(node: fx.Node) -> bool:
+    """Whether a node is the state in which a checkpoint's backward draws its random numbers again."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and (source.target, node.args[1]) == (run_and_save_rng_state, 0)
 
 
 def _bytes_of_bools(nodes: Iterable[fx.Node]) -> set[int]:
@@ -254,11 +269,13 @@ def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layou
     """
     storage = facts.owner(key).meta["val"].untyped_storage().nbytes()
     parts = [i for layout in (owner, *members) for i in layout.numbers]
-    if any(free_unbacked_symbols(p) for p in parts):
-        return "size depends on data"
+    unbacked = {s for p in parts for s in free_unbacked_symbols(p)}
+    if unbacked:
+        sized = (n for n in facts.position for t in tensors_of(n) if unbacked & free_unbacked_symbols(t))
+        return f"size depends on data: {next(sized, facts.owner(key)).target}"
     # Before torch 2.13 a graph has no method that makes nodes for symbolic sizes.
     if not free_symbols(parts) <= facts.symbols or not hasattr(fx.Graph, "materialize_symints"):
-        return DYNAMIC
+        return JAGGED if facts.jagged else DYNAMIC
     covers = statically_known_true(owner.nbytes == storage)
     alike = all(m.dtype == owner.dtype for m in members)
     if not (covers and alike and is_dense(owner) and statically_known_true(owner.offset == 0)):
@@ -291,17 +308,19 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
 def _declared_only(forward: list[fx.Node]) -> set[int]:
     """Storages of nodes that are views of an argument by their operator's schema, but not by their FakeTensors.
 
-    Passes that run before the partitioner may produce such metadata. What the storages share is then unknown.
+    Items of a tuple of views are such views too. Passes that run before the partitioner may produce such metadata, and
+    the min-cut, which merges equal expressions. What the storages share is then unknown.
     """
     disputed: set[int] = set()
     for node in forward:
-        if not isinstance(node.target, torch._ops.OpOverload):
+        of_views = node.all_input_nodes[0] if node.target is operator.getitem else node
+        if not isinstance(of_views.target, torch._ops.OpOverload):
             continue
-        schema = node.target._schema
+        schema = of_views.target._schema
         views = {storage_key(out) for out in tensors_of(node)}
-        if not views or not _declares_views(node.target):
+        if not views or not _declares_views(of_views.target):
             continue
-        for arg, info in zip(node.args, schema.arguments, strict=False):
+        for arg, info in zip(of_views.args, schema.arguments, strict=False):
             if info.alias_info is not None and isinstance(arg, fx.Node):
                 keys = views | {storage_of(arg)}
                 if len(keys) > 1:

@@ -56,7 +56,7 @@ class Joint:
     """A joint graph that can be partitioned several times, each time with other operators recomputed.
 
     `module` has been through the passes of a joint graph; `inputs` and `arguments` are those of PyTorch's min-cut.
-    `after_cut`: passes that run on every partition.
+    `after_cut`: passes that run on every partition. `lasting`: as in `activation_names`.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class Joint:
         inputs: Sequence[object],
         arguments: dict[str, Any],
         after_cut: Sequence[Callable[[Partition], None]],
+        lasting: frozenset[int] | None = None,
     ) -> None:
         self._module = module
         self._inputs = inputs
         self._arguments = arguments
         self._after_cut = after_cut
-        self._activations = activation_names(module, arguments.get("static_lifetime_input_indices"))
+        self._activations = activation_names(module, arguments.get("static_lifetime_input_indices"), lasting)
         self._untrained = untrained_names(module)
 
     @property

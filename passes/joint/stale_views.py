@@ -4,6 +4,9 @@
     after Inductor  relu -> view                the FakeTensor of view still shares its storage with clone
     rejoin_views    relu -> view                it shares its storage with relu
 
+    traced          mm; mm_1 -> unsqueeze       mm and mm_1 are equal expressions
+    merge_equal     mm -> unsqueeze             unsqueeze shares its storage with mm
+
 Tensors of one storage are stored once, so metadata must be right about that. This pass runs the view's operator once
 more, on the FakeTensor of its argument.
 """
@@ -15,6 +18,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
@@ -30,9 +35,8 @@ def rejoin_views(graph: fx.Graph) -> None:
     Views with symbolic sizes stay as they are, because an operator that runs again might add guards. `alias` keeps in
     memory the views whose metadata stay wrong.
     """
-    rejoined: set[fx.Node] = set()
     for node in graph.nodes:
-        source = _viewed(node, rejoined)
+        source = _viewed(node)
         if source is None:
             continue
         has = _storages(node)
@@ -42,16 +46,25 @@ def rejoin_views(graph: fx.Graph) -> None:
         found = _inferred(node, source)
         if found is not None:
             node.meta["val"] = found
-            rejoined.add(node)
 
 
-def _viewed(node: fx.Node, rejoined: set[fx.Node]) -> fx.Node | None:
-    """What `node` is a view of, by its schema; for an item of a tuple of views that were rejoined, that tuple."""
+def merge_equal(graph: fx.Graph) -> fx.Graph:
+    """A joint graph in which equal expressions are merged, as PyTorch's min-cut would do next, with its views rejoined.
+
+    The min-cut would leave views with storages that no node of its graphs has.
+    """
+    if not functorch_config.cse:
+        return graph
+    merged = fx_graph_cse(graph)
+    rejoin_views(merged)
+    return merged
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What `node` is a view of, by its schema; for an item of a tuple of views, that tuple."""
     if not node.args or not isinstance(source := node.args[0], fx.Node):
         return None
-    if node.target is operator.getitem:
-        return source if source in rejoined else None
-    return source if is_view(node) else None
+    return source if is_view(source if node.target is operator.getitem else node) else None
 
 
 def is_view(node: fx.Node) -> bool:

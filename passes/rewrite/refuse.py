@@ -20,14 +20,19 @@ def refuse_stand_ins(partition: Partition) -> None:
     the node it would compute with them.
     """
     graph = partition.backward.graph
-    placeholders = partition.bwd_placeholders
-    received = [placeholders[n.name] for n in partition.saved if _is_kept(n, partition) and n.name in placeholders]
-    read = [placeholder for placeholder in received if placeholder.users]
+    read = kept_activations(partition)
     if not read:
         return
     with graph.inserting_before(first_compute(list(graph.nodes))):
         graph.call_function(ops.refuse_stand_ins.default, (read,)).meta["val"] = None
     partition.recompile()
+
+
+def kept_activations(partition: Partition) -> list[fx.Node]:
+    """The inputs of the backward that are kept activations, and that it reads."""
+    placeholders = partition.bwd_placeholders
+    received = [placeholders[n.name] for n in partition.saved if _is_kept(n, partition) and n.name in placeholders]
+    return [placeholder for placeholder in received if placeholder.users]
 
 
 def _is_kept(node: fx.Node, partition: Partition) -> bool:

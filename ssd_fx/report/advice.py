@@ -24,6 +24,9 @@ def advice(report: Report, found: Figures) -> str:
         worst, nbytes = _worst(report.unfreed)
         share = f"{format_bytes(nbytes)} of the {format_bytes(missed)}"
         return f"{_free(worst)}: that is {share} that do not leave memory in a step, listed below"
+    over = _above_all(report, found)
+    if over:
+        return over
     if not found.offloaded_bytes:
         return _nothing_goes(report, found)
     stall, step = _stall(found)
@@ -31,7 +34,7 @@ def advice(report: Report, found: Figures) -> str:
         host = _host_memory(report, found)
         return f"the step waits for the drives: {host}" if host else _keep_more(report, found, stall)
     small = report.kept[BELOW]
-    if small > SMALL * found.stock_stay_bytes and small > found.stay_bytes / 2:
+    if small > SMALL * max(found.stock_stay_bytes, found.stock_peak_bytes) and small > found.stay_bytes / 2:
         least = min((g.described["min_bytes"] for g in report.graphs), default=0)
         return f"min_bytes={max(1, least // 16)} would offload up to {format_bytes(small)} more, in smaller tensors"
     life = drive_life(found)
@@ -67,6 +70,17 @@ def _free(worst: Unfreed) -> str:
     if row.measured is not None and row.measured.kept:
         return "give the drive room, or name another one in `dirs`"
     return f"let go of {row.place} before the backward, or mark it with ssd_fx.keep"
+
+
+def _above_all(report: Report, found: Figures) -> str:
+    """Whether a budget in bytes lets everything stay, as the size of the whole memory does; empty if not."""
+    budget, movable = _budget(report), found.offloaded_bytes + report.kept[WITHIN]
+    if not isinstance(budget, int) or budget < movable or not movable:
+        return ""
+    return (
+        f"the budget of {format_bytes(budget)} is above the {format_bytes(movable)} that can leave memory, so all of "
+        "it stays: a budget is what may stay of the saved tensors, not the memory's size; budget='auto' finds one"
+    )
 
 
 def _nothing_goes(report: Report, found: Figures) -> str:

@@ -27,6 +27,8 @@ from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of
 from ssd_fx.passes.plan import Keep, Life, Offload, Plan
 from ssd_fx.report.course import thinned
 from ssd_fx.report.dump import Sources, predicted, recomputed, source_lines
+from ssd_fx.runtime.config import parse
+from ssd_fx.runtime.inflight import LEAST_BYTES
 from ssd_fx.runtime.plans import pack
 
 POINTS = 240  # of a curve of memory, in each direction
@@ -55,6 +57,8 @@ def describe(
         "graph": plan.graph,
         "budget": options.budget,
         "min_bytes": options.min_bytes,
+        "inflight": parse(options.runtime_config).inflight or LEAST_BYTES,
+        "prefetch": options.prefetch,
         "rates": options.rates,
         "saved_bytes": int(plan.saved_bytes),
         "offloaded_bytes": int(plan.offloaded_bytes),

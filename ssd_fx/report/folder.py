@@ -1,9 +1,9 @@
 """The directory of the option `dump`.
 
 9bd39aac.plan.txt      the plan, for people          9bd39aac/00_joint.txt               the joint graph
-9bd39aac.plan.json     the same in full              9bd39aac/01_partition_forward.txt   what the cut made of it
+9bd39aac.plan.json     the same in full              9bd39aac/02_partition_forward.txt   what the cut made of it
 9bd39aac.forward.py    both rewritten graphs         ...                                 after each pass
-9bd39aac.backward.py                                 9bd39aac/05_inductor_forward.txt    what Inductor generated
+9bd39aac.backward.py                                 9bd39aac/06_inductor_forward.txt    what Inductor generated
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from ssd_fx.runtime.wear import wear
 from ssd_fx.sizes import format_bytes, format_seconds
 
 _REASONS = 2  # that a line names
+_NEAR = 0.1  # the share by which a measured peak may be above the planned one without a word
 
 
 def summary(report: Report) -> Figures:
@@ -63,7 +64,7 @@ def lines(report: Report) -> list[tuple[str, str]]:
     found = summary(report)
     budget = 0 if all(part.described["budget"] == 0 for part in report.parts) else None
     return [
-        ("memory", _memory(found, budget)),
+        ("memory", _memory(report, found, budget)),
         ("cost", _cost(report, found)),
         ("drive", _drive(found)),
         ("plan", _plan(report)),
@@ -71,15 +72,28 @@ def lines(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _memory(found: Figures, budget: object = None) -> str:
-    said = (
-        f"peak {_change(found.stock_peak_bytes, found.peak_bytes)}, "
-        f"{allowed(found.floor_bytes, found.limit_bytes, budget)}; "
-        f"between forward and backward {_change(found.stock_stay_bytes, found.stay_bytes)}"
-    )
-    if found.measured_peak_bytes is not None:
-        said += f"; measured peak at our nodes {format_bytes(found.measured_peak_bytes)}"
-    return said
+def _memory(report: Report, found: Figures, budget: object = None) -> str:
+    peak = f"peak {_change(found.stock_peak_bytes, found.peak_bytes)}, "
+    peak += allowed(found.floor_bytes, found.limit_bytes, budget)
+    stays = f"between forward and backward {_change(found.stock_stay_bytes, found.stay_bytes)}"
+    if found.measured_peak_bytes is None:
+        return f"{peak}; {stays}"
+    measured = f"measured peak at our nodes {format_bytes(found.measured_peak_bytes)}{_gap(report, found)}"
+    return f"{measured}; planned {peak}; {stays}"
+
+
+def _gap(report: Report, found: Figures) -> str:
+    """What a measured peak well above the planned one consists of; empty if it is not."""
+    gap = (found.measured_peak_bytes or 0) - found.peak_bytes
+    if gap <= _NEAR * found.peak_bytes:
+        return ""
+    inflight, prefetch = (max(part.described[name] for part in report.parts) for name in ("inflight", "prefetch"))
+    writes, reads = min(inflight, found.offloaded_bytes), min(prefetch, found.offloaded_bytes)
+    parts = f"{format_bytes(writes)} being written (`inflight`) and {format_bytes(reads)} read early (`prefetch`)"
+    missed = sum(each.nbytes for each in report.unfreed if not each.planned)
+    held = f" and {format_bytes(missed)} that somebody holds" if missed else ""
+    rest = ", and more than that" if gap > writes + reads + missed else ""
+    return f", {format_bytes(gap)} above the plan: it may have up to {parts}{held}{rest}"
 
 
 def _change(before: int, after: int) -> str:

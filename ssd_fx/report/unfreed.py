@@ -8,6 +8,7 @@ from ssd_fx.report.model import WITHIN, GraphReport, GroupRow, Report
 
 _HOLDERS = {"input": "the caller, who has passed it in", "": "a variable of the model or of the caller"}
 LOUD = 0.05  # the share of what was asked for; less is no news
+LEAST = 0.02  # the share of all that is saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ def asked(report: Report) -> int:
 def loud(report: Report) -> int:
     """Bytes a step that were to leave memory and stay; 0 if it is too little to tell."""
     missed = sum(each.nbytes for each in report.unfreed)
-    return missed if missed > LOUD * asked(report) else 0
+    saved = sum(graph.runs * row.nbytes for graph in report.graphs for row in graph.rows)
+    return missed if missed > max(LOUD * asked(report), LEAST * saved) else 0
 
 
 def _measured(row: GroupRow, steps: int) -> list[Unfreed]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from tests.passes.random_graphs import Draft, broadcasts, is_float, is_integer, is_single
@@ -146,9 +148,15 @@ def gathered(d: Draft) -> None:
     d.define(f"{x}.gather({d.dim(x)}, {i})")
 
 
+def repeated(d: Draft) -> None:
+    """What an earlier line has, once more, or a view of that: PyTorch's min-cut merges the two."""
+    lines = [line.partition(" = ")[2] for line in d.lines if re.match(r"v\d+ = ", line)]
+    d.define(f"({d.one(*reversed(lines))}){d.one('', '.unsqueeze(0)', '.flatten()', '.unbind(-1)[0]')}")
+
+
 COMPUTATIONS = (
     pointwise, activation, binary, spread, constant, matmul, self_matmul, linear, reduction, to_scalar, normalised,
-    softmax, cast, mask, masked, integer, integer_factor, two_results, moments, embedding, indexed, gathered,
+    softmax, cast, mask, masked, integer, integer_factor, two_results, moments, embedding, indexed, gathered, repeated,
 )  # fmt: skip
 # Simplest first, because that is where a failing program shrinks to; what is repeated comes more often.
 OPERATORS = (*COMPUTATIONS, *VIEWS, *CHANGES, matmul, matmul, binary, cast, spread, *CHANGES)

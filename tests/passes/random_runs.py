@@ -134,6 +134,7 @@ class Trial:
     def _partition(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, ...]:
         """The min-cut runs once; every variant gets copies of what it returns."""
         self.traced, self.num_outputs = True, kwargs["num_fwd_outputs"]
+        pipeline.joint_of(gm, joint_inputs, kwargs)  # as ahead of every cut
         halves = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
         def min_cut(*args: object, **kwargs: object) -> tuple[fx.GraphModule, ...]:

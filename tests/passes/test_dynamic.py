@@ -171,6 +171,6 @@ def test_sizes_that_depend_on_data_are_kept() -> None:
         assert_expected_inline(
             toys.planned(by_data).table.strip("\n"),
             """\
-nonzero  0 B  keep  size depends on data  [squeeze]
-sigmoid  0 B  keep  size depends on data  [sigmoid]""",
+nonzero  0 B  keep  size depends on data: aten.nonzero.default  [squeeze]
+sigmoid  0 B  keep  size depends on data: aten.nonzero.default  [sigmoid]""",
         )

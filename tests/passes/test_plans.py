@@ -22,6 +22,10 @@ def test_shared_view_is_stored_once() -> None:
     check(toys.shared_view, """relu  256 B  offload  store>relu release>t_4 load<expand wait<mm_3  [relu]""")
 
 
+def test_equal_products_are_one() -> None:
+    check(toys.equal_products, """mm  256 B  offload  store>mm release>t_6 load<expand wait<mm_4  [mm]""")
+
+
 def test_views_only_store_their_base() -> None:
     check(
         toys.views_only,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
@@ -40,6 +39,12 @@ def shared_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """relu -> view -> mm; relu -> mm: a base and its view are saved, one storage."""
     y = (x @ w).relu()
     return (y @ w).sum() + (y.view(4, 16) @ w.view(16, 4)).sum()
+
+
+def equal_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """mm -> sin; mm_1 -> view: the products are equal, so the min-cut merges them, and views name the lost ones."""
+    first, second = (x @ w).split(4)
+    return (x @ w).sin().sum() + (x @ w).view(4, 16).cos().sum() + (first @ second.t()).sum()
 
 
 def views_only(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -304,7 +309,7 @@ ALL: tuple[Toy, ...] = (
     wide_dtype_view, part_of_an_element, float8, scalar, empty, saved_twice, unbound, unsafe_split, overlapping,
     view_of_input, narrow, slice_of_big_base, neighbouring_slices, scattered_slices, slice_with_steps,
     slice_of_permuted, slice_and_living_base, slice_that_is_reduced, gaps, equal_copy, copy_of_copy, changed_copy,
-    saved_copies, filled, widened, written_between,
+    saved_copies, filled, widened, written_between, equal_products,
 )  # fmt: skip
 
 
@@ -341,7 +346,7 @@ def options(**changes: object) -> pipeline.PlanOptions:
 
 
 def partitioned(toy: Toy, *args: torch.Tensor) -> Partition:
-    """The forward and backward of `toy` as PyTorch's min-cut partitions them, untouched but for marks.
+    """The forward and backward of `toy` that PyTorch's min-cut makes of its joint graph, before anything is decided.
 
     Without `args` of `inputs()`. Then a toy of `ALL` is compiled once in a process, and each call has its own copy.
     """
@@ -363,9 +368,8 @@ def _copy(partition: Partition) -> Partition:
 
 def _compiled(toy: Toy, *args: torch.Tensor) -> Partition:
     def cut(gm: torch.fx.GraphModule, joint_inputs: object, **kwargs: object) -> Partition:
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        count = int(kwargs["num_fwd_outputs"])  # type: ignore[call-overload]
-        return Partition(forward, backward, count, frozenset(), frozenset())
+        partition = pipeline.joint_of(gm, joint_inputs, kwargs).partition()  # type: ignore[arg-type]
+        return replace(partition, activations=frozenset(), untrained=frozenset())
 
     return with_joint(toy, args, cut)
 

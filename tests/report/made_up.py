@@ -46,6 +46,8 @@ def graph(
         "graph": name,
         "budget": budget,
         "min_bytes": MIB,
+        "inflight": 128 * MIB,
+        "prefetch": 64 * MIB,
         "rates": "typical",
         "saved_bytes": saved,
         "offloaded_bytes": offloaded,

@@ -39,7 +39,7 @@ def test_the_trace_and_the_plan_in_a_line(tmp_path: Path) -> None:
     ]
     found = {r["artifact"]["name"]: r for r in records if r["artifact"]["name"].startswith("ssd_fx_")}
     assert {"ssd_fx_summary", "ssd_fx_plan", "ssd_fx_plan_json", "ssd_fx_00_joint"} <= set(found)
-    assert {"ssd_fx_01_partition_forward", "ssd_fx_03_insert_forward"} <= set(found)
+    assert {"ssd_fx_02_partition_forward", "ssd_fx_04_insert_forward"} <= set(found)
     assert all(r["frame_id"] == 0 and r["has_payload"] for r in found.values())  # tlparse sorts by frame
     payload = re.search(r"ssd_fx_summary.*\n((?:\t.*\n)+)", trace.read_text())
     assert payload

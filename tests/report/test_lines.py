@@ -26,6 +26,29 @@ def test_the_advice_to_keep_everything_is_a_budget_that_the_option_takes() -> No
     assert parse_budget("budget", 1.0) == 1.0
 
 
+def test_a_budget_above_all_that_is_saved_is_named() -> None:
+    """As by somebody who gives the size of the card."""
+    groups = [group(0, 100 * MIB, life=TIMES), group(1, 20 * MIB, "keep", reason="within the budget")]
+    plan = graph("a", groups, 24 * 10**9, shared_budget_bytes=24 * 10**9)
+    said = dict(lines(made([plan], ["a"])))["next"]
+    assert said.startswith("the budget of 22.35 GiB is above the 120 MiB that can leave memory, so all of it stays: ")
+    plan = graph("a", groups, 119 * MIB)
+    assert "is above" not in dict(lines(made([plan], ["a"])))["next"]
+
+
+def test_little_below_min_bytes_is_no_advice() -> None:
+    """Neither of all that is saved, nor of the peak."""
+
+    def said(small: int) -> str:
+        sizes = {"below min_bytes": small, "within the budget": 37 * MIB}
+        groups = [group(i, nbytes, "keep", reason=why) for i, (why, nbytes) in enumerate(sizes.items())]
+        return str(made([graph("a", groups, 0.9)], ["a"]))
+
+    assert "min_bytes" not in said(102400).split("module")[0].split("next")[1]
+    assert "NOT FREED" not in said(102400)
+    assert "NOT FREED: 4 MiB" in said(4 * MIB)
+
+
 def test_host_memory_beside_a_slow_drive_is_advised() -> None:
     """Where a GPU computes, and the step waits for the drive, or is too short for it."""
 

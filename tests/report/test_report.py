@@ -14,11 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
 from ssd_fx.report.figures import drive_life
+from ssd_fx.report.model import made
 from ssd_fx.report.saved import read
 from ssd_fx.report.summary import _memory, lines, summary
 from ssd_fx.report.unfreed import unfreed
 from ssd_fx.runtime import plans
 from ssd_fx.runtime.stats import Stats
+from tests.report import made_up
+from tests.report.made_up import MIB, group
 from tests.report.trained import SIZE, TOY, Block, Stack, report, train
 
 HIDDEN = 4 * SIZE * SIZE  # bytes of one hidden state
@@ -254,9 +257,23 @@ def test_what_moves_on_from_host_memory_wears_drives() -> None:
     assert drive_life(summary(found)) == pytest.approx(600e12 / 10**9 / 86400)
 
 
-def test_the_measured_peak_says_where_it_was_measured() -> None:
-    figures = dataclasses.replace(summary(report()), measured_peak_bytes=1 << 20)
-    assert _memory(figures).endswith("; measured peak at our nodes 1 MiB")
+def test_a_measured_peak_leads_and_says_where_it_was_measured() -> None:
+    found = report()
+    figures = dataclasses.replace(summary(found), measured_peak_bytes=1000)
+    assert _memory(found, figures).startswith("measured peak at our nodes 1000 B; planned peak ")
+
+
+def test_a_measured_peak_above_the_plan_says_what_it_may_have() -> None:
+    plan = made_up.graph("a", [group(0, 90 * MIB), group(1, 10 * MIB, "keep", reason="scalar")])
+    found = made([plan], ["a"])
+
+    def said(mib: int) -> str:
+        return _memory(found, dataclasses.replace(summary(found), measured_peak_bytes=mib * MIB)).split("; ")[0]
+
+    assert said(11) == "measured peak at our nodes 11 MiB"
+    may = "it may have up to 90 MiB being written (`inflight`) and 64 MiB read early (`prefetch`)"
+    assert said(80) == f"measured peak at our nodes 80 MiB, 70 MiB above the plan: {may}"
+    assert said(180) == f"measured peak at our nodes 180 MiB, 170 MiB above the plan: {may}, and more than that"
 
 
 def test_before_any_step() -> None:

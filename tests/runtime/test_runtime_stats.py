@@ -96,10 +96,18 @@ def test_nothing_ran() -> None:
         "nothing ran: torch.compile has not called ssd_fx in this process, so whatever trains does so"
     )
     assert foot == "on disk at the moment: 0.00 MiB"
-    head, _ = str(Stats(compiled_graphs=3)).splitlines()
+    head, _ = str(Stats(compiled_graphs=4, compiled_since_reset=3)).splitlines()
     assert head.startswith(
         "nothing ran since the start or the last reset_stats(): of the 3 graphs that ssd_fx was asked"
     )
+    head, _ = str(Stats(compiled_graphs=4)).splitlines()
+    assert head.startswith("nothing ran: torch.compile has not called ssd_fx since the last reset_stats(), and none of")
+    head, _ = str(Stats(compiled_graphs=4, whole_graphs=4, whole_why="of a checkpoint")).splitlines()
+    whole = "4 compiled graphs run as without ssd_fx, and keep everything in memory: of a checkpoint"
+    assert head == f"nothing is counted: 4 of {whole}"
+    head, _ = str(Stats(compiled_graphs=4, whole_graphs=1, whole_why="of a checkpoint")).splitlines()
+    assert head.startswith("nothing ran: ")
+    assert head.endswith(f"; or what runs is not counted: 1 of {whole}")
 
 
 def test_every_count_of_bytes_is_explained() -> None:

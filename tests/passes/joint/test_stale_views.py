@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from torch import fx
 from torch.nn import functional as F
 
 import ssd_fx
+from ssd_fx.passes import pipeline
 from ssd_fx.passes.alias.storages import untrusted
+from ssd_fx.passes.joint import stale_views
 from ssd_fx.passes.joint.stale_views import rejoin_views
-from ssd_fx.passes.partition import storage_of
+from ssd_fx.passes.partition import Partition, storage_of
 from tests.models import assert_same_bits
 from tests.passes import toys
 
@@ -111,3 +116,26 @@ def test_items_whose_metadata_know_another_storage_are_disputed() -> None:
     clone.replace_all_uses_with(source)
     forward.erase_node(clone)
     assert storage_of(source) in untrusted(partition)
+
+
+def items_of_equal_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """split(mm), split(mm_1): once these are one, the second item knows the storage of mm_1."""
+    return ((x @ w).split(4)[0].sin() @ (x @ w).split(4)[1].cos().t()).sum()
+
+
+def test_items_of_merged_tuples_are_disputed_where_they_are_not_rejoined() -> None:
+    def use(gm: fx.GraphModule, inputs: object, **kwargs: Any) -> Partition:
+        with mock.patch.object(stale_views, "rejoin_views"):
+            return pipeline.joint_of(gm, inputs, kwargs).partition()  # type: ignore[arg-type]
+
+    partition = toys.with_joint(items_of_equal_products, toys.inputs(), use)
+    items = partition.forward.graph.find_nodes(op="call_function", target=operator.getitem)
+    storages = {storage_of(n) for n in items}
+    assert len(storages) == 2
+    assert storages <= untrusted(partition)
+
+
+def test_items_of_merged_tuples_are_rejoined() -> None:
+    groups = toys.planned(items_of_equal_products).plan.groups
+    assert [(g.base, g.nbytes) for g in groups] == [("mm", 256), ("sin", 128), ("cos", 128)]
+    assert not any(g.obstacle for g in groups)

@@ -88,8 +88,8 @@ FAULTS = (
         "passes/partition.py",
         "            return self._inputs\n",
         "            return []\n",
-        "beside a tensor subclass, recomputing reads an input that the caller has changed: wrong gradients",
-        "tests/test_recompute.py::test_what_the_caller_may_change_is_not_computed_from",
+        "where inputs are not known, recomputing reads one that the caller has changed: wrong gradients",
+        "tests/test_subclasses.py::test_inputs_of_which_nothing_is_known_are_the_caller_s",
     ),
     Fault(
         "buffers_are_nobody_s",
