@@ -160,7 +160,7 @@ def test_loops_with_something_between_them_stay_apart() -> None:
 
 
 def test_what_the_last_loop_of_a_kernel_needs_is_not_made_early_for_what_reads_the_first() -> None:
-    """10 is a norm that is computed again, 20 a gradient of weights, 90 the norm's gradient, which needs all between."""
+    """10: a norm that is computed again; 20: a gradient of weights; 90: the gradient of the norm, which needs 80."""
     loops = {
         10: loop(10, {1: 64}, {2: 64}, set()),
         20: loop(20, {2: 64}, {3: 64}, {10}, space=None),
