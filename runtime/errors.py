@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def changed_in_place(entry: Entry, version: int) -> RuntimeError:
-    """Somebody wrote into the tensor after its store."""
-    x = torch.empty(0, dtype=entry.layout.dtype, device=entry.device)
-    return _changed(x, entry.layout.size, f", stored by ssd_fx as {entry.name},", version, entry.version)
+    """Somebody wrote into the tensor after its store. The text begins as eager mode's does."""
+    kind = torch.empty(0, dtype=entry.layout.dtype, device=entry.device).type()
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(entry.layout.size)}], stored by ssd_fx as {entry.name}, is at version {version}; "
+        f"expected version {entry.version} instead"
+    )
 
 
 def changed_while_kept(x: Tensor, version: int) -> RuntimeError:
-    """Somebody wrote into a tensor that a checkpoint keeps in memory, after its forward."""
-    return _changed(x, x.shape, ", an argument of a checkpoint,", x._version, version)
-
-
-def _changed(x: Tensor, size: Sequence[int], what: str, version: int, expected: int) -> RuntimeError:
-    """The text begins as eager mode's does."""
+    """Somebody wrote into a tensor that a checkpoint keeps in memory, after its forward. The text begins as above."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{x.type()} {list(size)}]{what} is at version {version}; expected version {expected} instead"
+        f"[{x.type()} {list(x.shape)}], an argument of a checkpoint, is at version {x._version}; "
+        f"expected version {version} instead"
     )
 
 

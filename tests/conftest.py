@@ -11,6 +11,7 @@ import torch
 
 import ssd_fx
 from ssd_fx.runtime import entries, trace
+from ssd_fx.runtime import stats as counts
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.store import close_stores
 from tests import sources
@@ -56,6 +57,7 @@ def fresh() -> Iterator[None]:
     trace.clear()
     device_trace.clear()
     ssd_fx.reset_stats()
+    counts._whole, counts._whole_why = 0, ""  # which a reset leaves
     yield
     torch._dynamo.reset()
     close_stores()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ssd_fx
+from tests.faults.toys import settle
 
 
 def train(steps: int, directory: Path, **options: Any) -> None:
@@ -18,7 +19,9 @@ def train(steps: int, directory: Path, **options: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64))
     compiled = torch.compile(model, backend=ssd_fx.backend, options=given | options)
     for _ in range(steps):
-        compiled(torch.randn(1024, 64)).sum().backward()
+        loss = compiled(torch.randn(1024, 64)).sum()
+        settle()  # what the backward asks for before it is written is not written
+        loss.backward()
         print(ssd_fx.stats())
 
 

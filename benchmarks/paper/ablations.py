@@ -77,7 +77,7 @@ def saved(about: Model) -> Result:
     inputs = torch.zeros(about.batch, about.seq, dtype=torch.int64)
     model = families.make(about.family, shape, about.vocabulary)
     with mock.patch.object(pipeline, "analyses", lambda *rest: (*analyses(*rest), noting)):
-        ssd_fx.estimate(model, (inputs, inputs), budgets=[0], options={"recompute": False})
+        ssd_fx.estimate(model, (inputs, inputs), budgets=[0], options={"recompute": False}, rivals=False)
     return found
 
 

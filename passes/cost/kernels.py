@@ -279,15 +279,22 @@ def _is_in_order(source: fx.Node, node: fx.Node) -> bool:
     given, made = tensor_of(source), tensor_of(node)
     if given is None:
         return False
+    size, stride = _hints(given)
     if operator_of(node) in REDUCTIONS:
         over = node.args[1] if len(node.args) > 1 else None
-        dims = (
-            range(given.ndim) if not isinstance(over, (list, tuple)) else sorted(d % max(given.ndim, 1) for d in over)
-        )
-        return given.is_contiguous() and list(dims) == list(range(given.ndim - len(dims), given.ndim))
-    if made is None or given.shape != made.shape:
+        dims = sorted(d % max(given.ndim, 1) for d in over) if isinstance(over, (list, tuple)) else range(given.ndim)
+        rows = [math.prod(size[d + 1 :]) for d in range(given.ndim)]
+        is_contiguous = all(a == b for a, b, n in zip(stride, rows, size, strict=True) if n != 1)
+        return is_contiguous and list(dims) == list(range(given.ndim - len(dims), given.ndim))
+    if made is None:
         return False
-    return all(a == b for a, b, size in zip(given.stride(), made.stride(), made.shape, strict=True) if size != 1)
+    of, steps = _hints(made)
+    return size == of and all(a == b for a, b, n in zip(stride, steps, of, strict=True) if n != 1)
+
+
+def _hints(tensor: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Sizes and strides as numbers: to compare symbolic ones would add guards."""
+    return [hint(n) for n in tensor.shape], [hint(n) for n in tensor.stride()]
 
 
 def is_on_cpu(node: fx.Node) -> bool:

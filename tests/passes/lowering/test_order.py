@@ -281,12 +281,12 @@ store 3 2
 loops sigmoid, sum_1
 extern mm_1
 store 5 3
-store 1 4
 loops sin
-store 6 5
-store 4 6
+store 6 4
+store 4 5
 extern mm_2
-store 7 7
+store 7 6
+store 1 7
 loops add, exp, sum_2
 wait_store_ True False
 wait_store_ True False
