@@ -106,14 +106,14 @@ def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str,
 
     `version`: of the package's source, for compile caches. What the user has set is run as well.
     """
-    from ssd_fx.passes.lowering.order import KeepCommunication, PinOrder  # imports the scheduler
+    from ssd_fx.passes.lowering.order import BeforeFusion, PinOrder  # imports the scheduler
 
     return {
         # before Inductor's own patterns, which marks would hide
         "joint_custom_pre_pass": LiftMarks(version, _as_tuple(inductor_config.joint_custom_pre_pass)),
         "custom_partitioner_fn": partitioner,  # JOINT to LAST
         # before fusion, which could reverse operators that communicate
-        "_pre_fusion_custom_pass": KeepCommunication(version, inductor_config._pre_fusion_custom_pass),
+        "_pre_fusion_custom_pass": BeforeFusion(version, inductor_config._pre_fusion_custom_pass),
         # after fusion: makes the planned order the only one that later passes can choose
         "_post_fusion_custom_pass": PinOrder(version, inductor_config._post_fusion_custom_pass),
     }

@@ -5,7 +5,9 @@
     dx = g(x, dy)                     much earlier than in the graph
 
 Inductor refuses some (`can_fuse` and `can_fuse_horizontal` in its choices.py, torch 2.13): kernels of too many loops,
-and where the one does not read the other, those that share next to nothing or are too far apart.
+and where the one does not read the other, those that share next to nothing or are too far apart. It is made to refuse
+more (`are_apart`): the first layers of an encoder and of a decoder read the same table, and if they were one kernel,
+both would be alive from the first on.
 """
 
 from __future__ import annotations
@@ -22,6 +24,17 @@ NEAR = 8
 # Kernels from the first to the last of one that is fused of loops that do not read each other: a number in the code of
 # `Scheduler.are_long_distant_nodes`. Our own nodes count there too, but are not known yet when this is asked.
 FARTHEST = 64
+# Library calls between two loops that do not read each other and are fused all the same: about those of a layer. This
+# limit is ours, and holds in Inductor too (`lowering/order.py`).
+CALLS_BETWEEN = 8
+
+
+def are_apart(calls: int, again: bool) -> bool:
+    """Whether two loops that do not read each other must not be fused, with so many library calls between them.
+
+    `again`: the backward computes one of them again by our choice, which is to happen late.
+    """
+    return calls > (0 if again else CALLS_BETWEEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +56,7 @@ class Loop:
     """`space`: what it goes over; None for a library call, which is fused with nothing.
 
     `at`: its place in the graph; `reads`, `writes`: storages, with their bytes; `behind`: loops that it reads from.
+    `again`: the backward computes it again by our choice.
     """
 
     at: int
@@ -50,6 +64,7 @@ class Loop:
     reads: dict[int, int] = field(default_factory=dict)
     writes: dict[int, int] = field(default_factory=dict)
     behind: set[int] = field(default_factory=set)
+    again: bool = False
 
 
 def fuse(loops: Mapping[int, Loop]) -> Groups:
@@ -94,7 +109,7 @@ class _Group:
     """Loops that became one kernel, so many. `first`, `last`: of their places in the graph.
 
     `results`: of its reductions, all of which have as many; None where it has none. `readers`: loops, of any group,
-    that read what it writes.
+    that read what it writes. `again`: as in `Loop`, of any of them.
     """
 
     first: int
@@ -102,6 +117,7 @@ class _Group:
     results: int | None
     loops: int = 1
     readers: set[int] = field(default_factory=set)
+    again: bool = False
 
     def merge(self, other: _Group) -> None:
         self.first = min(self.first, other.first)
@@ -109,6 +125,7 @@ class _Group:
         self.results = other.results if self.results is None else self.results
         self.loops += other.loops
         self.readers |= other.readers
+        self.again |= other.again
 
 
 class Groups:
@@ -119,11 +136,12 @@ class Groups:
         self._groups: dict[int, _Group] = {}  # by root
         for k, loop in loops.items():
             results = loop.space.outer if loop.space is not None and loop.space.reduces else None
-            self._groups[k] = _Group(loop.at, loop.at, results)
+            self._groups[k] = _Group(loop.at, loop.at, results, again=loop.again)
         for k, loop in loops.items():
             for source in loop.behind:
                 self._groups[source].readers.add(k)
         self._rank = {at: rank for rank, at in enumerate(sorted(loop.at for loop in loops.values()))}
+        self._calls = sorted(loop.at for loop in loops.values() if loop.space is None)
         self._spans: list[tuple[int, int]] = []  # first and last of every group that was made, by the first
 
     def fuse(self, a: int, b: int, nbytes: int) -> None:
@@ -144,10 +162,16 @@ class Groups:
         if None not in (one.results, other.results) and one.results != other.results:
             return True
         span = self._rank[max(one.last, other.last)] - self._rank[min(one.first, other.first)]
-        if span <= FARTHEST and nbytes >= config.score_fusion_memory_threshold:
+        apart = are_apart(self._calls_between(one, other), one.again or other.again)
+        if span <= FARTHEST and nbytes >= config.score_fusion_memory_threshold and not apart:
             return False
         reads = any(self.of(n) == b for n in one.readers) or any(self.of(n) == a for n in other.readers)
         return not reads
+
+    def _calls_between(self, one: _Group, other: _Group) -> int:
+        """How many library calls stand between two groups; 0 or less if none does."""
+        end, begin = min(one.last, other.last), max(one.first, other.first)
+        return bisect.bisect(self._calls, begin) - bisect.bisect(self._calls, end)
 
     def places(self) -> dict[int, int]:
         """When each loop runs: at the last one of its kernel, or before a kernel that reads it and runs earlier.

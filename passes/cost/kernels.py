@@ -20,7 +20,7 @@ from torch._inductor import config
 
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
 from ssd_fx.passes.cost.operators import HEAVY, LOOPS, REDUCTIONS, addmm, is_extern, is_inlined, operator_of
-from ssd_fx.passes.partition import Partition, storage_key, tensor_of, tensors_of
+from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_key, tensor_of, tensors_of
 
 aten = torch.ops.aten
 
@@ -203,7 +203,7 @@ class Kernels:
         return found
 
     def _loops(self, makers: list[int]) -> dict[int, Loop]:
-        loops = {i: Loop(i, writes=self.storages[i]) for i in makers}
+        loops = {i: Loop(i, writes=self.storages[i], again=RECOMPUTED in self.nodes[i].meta) for i in makers}
         shapes = {i: _shape(self.nodes[i]) for i in makers if i not in self.calls}
         for i in (i for i, computed in enumerate(self.computes) if computed):
             rows = _rows(self.nodes[i])

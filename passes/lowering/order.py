@@ -10,15 +10,17 @@ which the plan was made, and chains each to the one before. These links extend n
 them. A kernel that computes several FX nodes runs at the last of them, or earlier if a kernel that needs it does,
 but not to before the place of its inputs. On the CPU our nodes move out of C++ functions (`cpp_functions.py`).
 
-`KeepCommunication` runs before fusion. It chains the operators that may communicate in the order of the graph, so that
+`BeforeFusion` runs before fusion. It chains the operators that may communicate in the order of the graph, so that
 no fusion reverses it. Inductor does so for its own collectives only (`comms.decide_global_ordering_of_comms`). Ranks
-whose plans differ fuse differently, and must still agree on that order.
+whose plans differ fuse differently, and must still agree on that order. It also keeps loops apart that are far from
+each other, as the plan predicts (`cost/fusion.py`): else memory would be alive long before it is needed.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +38,11 @@ from torch._inductor.scheduler import (
 )
 from torch._inductor.virtualized import V
 
+from ssd_fx.passes.cost.fusion import are_apart
 from ssd_fx.passes.joint.collectives import may_communicate
 from ssd_fx.passes.lowering.cpp_functions import move_out_of_functions
 from ssd_fx.passes.lowering.in_place import may_overwrite_loaded
+from ssd_fx.passes.partition import RECOMPUTED
 from ssd_fx.passes.verify.errors import require
 
 # Before torch 2.13 a scheduler pass may be any callable; Inductor's cache accepts subclasses of CustomGraphPass.
@@ -80,10 +84,12 @@ class PinOrder(_Ordering):
         return order
 
 
-class KeepCommunication(_Ordering):
-    """Chains what may communicate in the order of the graph."""
+class BeforeFusion(_Ordering):
+    """Chains what may communicate in the order of the graph, and keeps loops apart that are far from each other."""
 
     def order(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        if nodes:
+            _keep_apart(nodes)
         lowered = {id(operation): i for i, operation in enumerate(V.graph.operations)}  # as Inductor orders its own
         chain = sorted((n for n in nodes if _may_communicate(n)), key=lambda n: lowered[id(n.node)])
         for first, second in itertools.pairwise(chain):
@@ -91,6 +97,26 @@ class KeepCommunication(_Ordering):
         if len(chain) > 1:  # fusion looks at ancestors to avoid a circle
             chain[0].scheduler.compute_ancestors()
         return nodes
+
+
+def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
+    """Keeps loops that do not read each other from being fused if they are far apart (`are_apart`).
+
+    The two would run at the earlier place. What the later one writes, and all that it needs, would be alive from there
+    on. Inductor itself refuses pairs that are 64 kernels apart.
+    """
+    calls = sorted(n.min_order for n in nodes if isinstance(n, ExternKernelSchedulerNode))
+    again = {n.get_name() for n in nodes if RECOMPUTED in getattr(getattr(n.node, "origin_node", None), "meta", ())}
+    scheduler = nodes[0].scheduler
+    are_long_distant = scheduler.are_long_distant_nodes
+
+    def far(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
+        end, begin = min(one.max_order, other.max_order), max(one.min_order, other.min_order)
+        between = bisect(calls, begin) - bisect(calls, end)
+        is_again = not again.isdisjoint(n.get_name() for each in (one, other) for n in each.get_nodes())
+        return are_apart(between, is_again) or are_long_distant(one, other)
+
+    scheduler.are_long_distant_nodes = far  # type: ignore[method-assign,assignment]  # of this scheduler alone
 
 
 def _may_communicate(node: BaseSchedulerNode) -> bool:

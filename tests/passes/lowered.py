@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ssd_fx
 from ssd_fx.passes.lowering import inductor
-from ssd_fx.passes.lowering.order import PinOrder, is_ours
+from ssd_fx.passes.lowering.order import BeforeFusion, PinOrder, is_ours
+from ssd_fx.passes.partition import RECOMPUTED
 
 
 @dataclass
@@ -62,12 +63,18 @@ def lower(
     return forward, backward
 
 
-def lower_alone(function: Callable[..., Any], *args: torch.Tensor) -> Lowered:
-    """A function that calls our operators itself, as one graph, its kernels in the planned order."""
+def lower_alone(function: Callable[..., Any], *args: torch.Tensor, again: Collection[str] = ()) -> Lowered:
+    """A function that calls our operators itself, as one graph, its kernels in the planned order.
+
+    `again`: names of nodes that count as computed again by our choice.
+    """
     inductor.register()
     graph = make_fx(function, tracing_mode="fake")(*args)
+    for node in graph.graph.nodes:
+        node.meta |= {RECOMPUTED: True} if node.name in again else {}
     inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-    with _captured({"_post_fusion_custom_pass": PinOrder("tests")}) as found:
+    own = {"_pre_fusion_custom_pass": BeforeFusion("tests"), "_post_fusion_custom_pass": PinOrder("tests")}
+    with _captured(own) as found:
         compile_fx_inner(graph, inputs)
     return found[0]
 

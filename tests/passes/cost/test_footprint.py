@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ssd_fx.passes.cost.footprint import buffers
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
 from ssd_fx.passes.cost.kernels import Kernels
-from ssd_fx.passes.partition import storage_of
+from ssd_fx.passes.partition import RECOMPUTED, storage_of
 from tests.passes.lowered import lower_alone
 
 
@@ -188,14 +188,26 @@ def chain(x: torch.Tensor, w: torch.Tensor, calls: int) -> object:
     return y, x.cos() @ w
 
 
-@pytest.mark.parametrize(("calls", "fused"), [(63, True), (64, False)])
+@pytest.mark.parametrize(("calls", "fused"), [(8, True), (9, False)])
 def test_loops_too_far_apart_are_not_fused(calls: int, fused: bool) -> None:
-    """The second is the 65th kernel from the first, which Inductor refuses, and is predicted to."""
+    """Inductor itself would fuse them up to its 64th kernel from the first."""
     x, w = torch.randn(8, 8), torch.randn(8, 8)
     found = lower_alone(functools.partial(chain, calls=calls), x, w)
     assert len([n for n in found.kernels if not n.is_extern()]) == (1 if fused else 2)
     predicted = alive(functools.partial(chain, calls=calls), x, w)
     assert predicted["cos"][0] == ("sin" if fused else "cos")
+
+
+@pytest.mark.parametrize("again", [(), ("sin",), ("cos",)])
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_what_is_computed_again_is_fused_with_nothing_beyond_a_library_call(calls: int, again: tuple[str, ...]) -> None:
+    """Else all that the backward computes again could be made at its begin. So it is, and so it is predicted."""
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    found = lower_alone(functools.partial(chain, calls=calls), x, w, again=again)
+    fused = not (calls and again)
+    assert len([n for n in found.kernels if not n.is_extern()]) == (1 if fused else 2)
+    predicted = alive(functools.partial(chain, calls=calls), x, w, again=again)
+    assert predicted["cos"][0] == ("sin" if fused and calls else "cos")
 
 
 @pytest.mark.parametrize(("loops", "kernels"), [(64, 1), (65, 2)])
@@ -242,10 +254,17 @@ def test_three_loops_become_one_only_as_far_as_nothing_comes_between() -> None:
     assert places(loops) == {10: 12, 12: 12, 20: 20, 30: 30}
 
 
-def alive(function: Callable[..., object], *args: torch.Tensor) -> dict[str, tuple[str, str]]:
-    """The predicted buffers of a graph: name -> the nodes at which they are written and read last."""
+def alive(
+    function: Callable[..., object], *args: torch.Tensor, again: Collection[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """The predicted buffers of a graph: name -> the nodes at which they are written and read last.
+
+    `again`: names of nodes that count as computed again by our choice.
+    """
     graph = make_fx(function, tracing_mode="fake")(*args).graph
     nodes = list(graph.nodes)
+    for node in nodes:
+        node.meta |= {RECOMPUTED: True} if node.name in again else {}
     found = buffers(Kernels(graph))
     names = {storage_of(n): n.name for n in reversed(nodes) if n.op == "call_function"}
     return {
