@@ -71,8 +71,9 @@ def test_tests_that_are_not_there_are_an_error(tmp_path: Path) -> None:
 
 def checkout_of(root: Path, test: str) -> None:
     """A project of one module, with one test of it."""
-    for name, text in {"runtime/a.py": "def low(n): return n < 3\n", "tests/runtime/test_a.py": test}.items():
-        (root / name).parent.mkdir(parents=True)
+    code = {"runtime/__init__.py": "", "runtime/a.py": "def low(n): return n < 3\n"}
+    for name, text in (code | {"tests/runtime/test_a.py": test}).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
 
 
