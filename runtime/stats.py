@@ -11,6 +11,8 @@ from ssd_fx.runtime.engines import registry
 from ssd_fx.runtime.pace import Pace
 from ssd_fx.runtime.wear import DAY_S, rated_days, wear
 
+CHECKPOINT = "checkpoint"  # what `ssd_fx.checkpoint` counts as a graph: with the number of the call in its step
+
 
 @dataclass(slots=True, kw_only=True)
 class GraphStats:

@@ -26,7 +26,6 @@ from ssd_fx.runtime.layout import is_parameter
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 
 T = TypeVar("T")
-GRAPH = "checkpoint"  # in reports: with the number of the checkpoint in its step
 ops = torch.ops.ssd_fx
 
 
@@ -183,7 +182,7 @@ def _next_name() -> str:
     with _naming:
         if _turned:
             _calls, _turned = itertools.count(), False
-        return f"{GRAPH} {next(_calls)}"
+        return f"{stats.CHECKPOINT} {next(_calls)}"
 
 
 _naming = threading.Lock()

@@ -89,6 +89,11 @@ def report() -> Report:
         raise ValueError(found.nothing_ran())
     packed = plans.packed()
     described = [plans.unpack(packed[graph]) for graph in found.graphs if graph in packed]
+    if not described and all(graph.startswith(counts.CHECKPOINT) for graph in found.graphs):
+        raise ValueError(
+            "no compiled graph ran, and a report is about these; right would be ssd_fx.stats(), which counts the "
+            f"{len(found.graphs)} calls of ssd_fx.checkpoint in a step"
+        )
     if not described:
         raise ValueError(
             "the compiled graphs are gone, and their plans with them; right would be ssd_fx.report() while the "

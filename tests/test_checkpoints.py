@@ -356,6 +356,13 @@ def test_around_compiled_blocks(inner: str, region: Region, tmp_path: Path) -> N
     assert ssd_fx.stats().read_bytes > 0
 
 
+def test_a_report_is_about_compiled_graphs(region: Region) -> None:
+    Net()(region, batch()).backward()
+    with pytest.raises(ValueError, match=r"stats\(\), which counts the 2 calls of ssd_fx\.checkpoint"):
+        ssd_fx.report()
+    assert set(ssd_fx.stats().graphs) == {"checkpoint 0", "checkpoint 1"}, "the first block's input is a leaf"
+
+
 def test_compiled_around_it_is_pytorchs(region: Region) -> None:
     """The compiler traces the checkpoint, and decides itself what is stored."""
     net = Net().eval()
