@@ -27,6 +27,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ssd_fx
+from ssd_fx.config import Config
 from ssd_fx.passes import pipeline, proposals
 from ssd_fx.passes.joint import compared, recompute
 from ssd_fx.passes.partition import changed_inputs, storage_of
@@ -843,7 +844,7 @@ def test_an_input_that_forward_and_backward_change_is_the_input_itself(inner: st
     torch.testing.assert_close(ours, run(counted))
 
 
-def test_auto_needs_less_memory_on_a_slow_drive_and_no_more_time(tmp_path: Path) -> None:
+def test_auto_needs_less_memory_on_a_slow_drive_in_the_time_that_it_may_take(tmp_path: Path) -> None:
     """The share that does not wait is large there. What is computed again needs no drive, and takes hardly any time."""
 
     def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -867,5 +868,5 @@ def test_auto_needs_less_memory_on_a_slow_drive_and_no_more_time(tmp_path: Path)
     assert len(again["recomputed"]) > 5
     before, after = kept["predicted"], again["predicted"]
     assert after["peak_bytes"] < 0.7 * before["peak_bytes"]
-    assert after["step_s"] < 1.02 * before["step_s"]
+    assert after["step_s"] <= (1 + Config.slowdown) * before["compute_s"]
     assert torch.equal(found, expected)
