@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 import ssd_fx
+from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.partition import activation_names
 from tests.models import assert_same_bits
 from tests.passes import toys
@@ -164,3 +165,13 @@ def test_inputs_are_traced_back_to_the_arguments() -> None:
     assert found() == {"p2", "p4"}
     assert found(lasting=None) is None
     assert found(SyntheticBaseAOTInput(PlainAOTInput(1))) is None
+
+
+def test_a_copy_of_the_joint_graph_knows_its_inputs_too() -> None:
+    """A rival is cut from a copy."""
+    graph = fx.Graph()
+    for i, desc in enumerate((SubclassGetAttrAOTInput(PlainAOTInput(0), "values_"), PlainAOTInput(1))):
+        graph.placeholder(f"p{i}").meta["desc"] = desc
+    graph.output(())
+    joint = Joint(fx.GraphModule({}, graph), [], {}, (), frozenset({0}))
+    assert joint.copy()._activations == joint._activations == {"p1"}

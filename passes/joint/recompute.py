@@ -71,6 +71,7 @@ class Joint:
         self._inputs = inputs
         self._arguments = arguments
         self._after_cut = after_cut
+        self._lasting = lasting
         self._activations = activation_names(module, arguments.get("static_lifetime_input_indices"), lasting)
         self._untrained = untrained_names(module)
 
@@ -91,7 +92,7 @@ class Joint:
 
     def copy(self) -> Joint:
         """One over the same FakeTensors, which can be cut without a change of this one."""
-        return Joint(_clone(self._module), self._inputs, self._arguments, self._after_cut)
+        return Joint(_clone(self._module), self._inputs, self._arguments, self._after_cut, self._lasting)
 
     def partition(self, *, again: bool = False) -> Partition:
         """The partition that PyTorch makes by itself. `again`: the graph may be cut once more later."""

@@ -94,14 +94,11 @@ class Search:
         items = self.step.items
         able = [i for i, item in enumerate(items) if Choice.RECOMPUTE in item.choices]
 
-        def per_byte(i: int) -> float:  # a size that only the run knows is 0
-            return round(self.step.fair_again_s[i] / max(items[i].nbytes, 1), 15)
-
-        first = self._that_fit(sorted(able, key=lambda i: (per_byte(i), items[i].produced)))
+        first = self._that_fit(sorted(able, key=lambda i: (self._again_per_byte(i), items[i].produced)))
         yield first
         if not able:
             return
-        yield self._that_fit(sorted(able, key=lambda i: (per_byte(i), -items[i].produced)))
+        yield self._that_fit(sorted(able, key=lambda i: (self._again_per_byte(i), -items[i].produced)))
         between = boundaries(self.step)
         for stride in STRIDES[: len(between)]:
             stay = frozenset().union(*between[::stride])
@@ -229,7 +226,8 @@ class Search:
         free, firsts = self.limit - np.array(found.outcome.memory), first_uses(self.step, found.choices)
         room = self.share_bytes - kept_bytes(self.step, found.choices)
         kept = set[int]()
-        for i in self._dearest(found.choices):
+        recomputed = (i for i, choice in enumerate(found.choices) if choice is Choice.RECOMPUTE)
+        for i in sorted(recomputed, key=self._again_per_byte, reverse=True):
             gone = free[columns.last_use[i] + 1 : firsts[i]]
             if Choice.KEEP in items[i].choices and gone.size and items[i].nbytes <= min(room, gone.min()):
                 gone -= items[i].nbytes
@@ -240,11 +238,9 @@ class Search:
         other = self.solution(tuple((Choice.KEEP, False) if i in kept else wish for i, wish in enumerate(wishes)))
         return other if other is not None and better(other.outcome, found.outcome) else found
 
-    def _dearest(self, choices: Sequence[Choice]) -> list[int]:
-        """What is recomputed, the dearest per byte first."""
-        again_s, items = self.step.fair_again_s, self.step.items
-        recomputed = [i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
-        return sorted(recomputed, key=lambda i: -again_s[i] / max(items[i].nbytes, 1))
+    def _again_per_byte(self, i: int) -> float:
+        """Seconds to recompute an item, per byte; a size that only the run knows is 0."""
+        return round(self.step.fair_again_s[i] / max(self.step.items[i].nbytes, 1), 15)
 
     def _with(self, recomputed: set[int], order: list[int], count: int, defer: bool) -> Wishes:
         """Offload the first `count` of `order`. With `defer`, the next ones are deferred until the share is met."""
