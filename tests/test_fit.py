@@ -86,12 +86,14 @@ def test_a_model_larger_than_the_machine(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_block_that_is_compiled_in_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`model.compile` and decorators come to torch.compile too. Of torch's own modules `model.compile` takes nothing."""
+    """`model.compile` and decorators come to torch.compile too. Of torch's own modules `model.compile` takes none."""
     in_place = "compiled = model; model.compile("
     (folder / "train.py").write_text(TRAIN.replace("compiled = torch.compile(model, ", in_place))
     assert fit("--budget", "0", "--", "64", "8") == 1
     assert "torch.compile compiles nothing of what train.py calls to train" in capsys.readouterr().err
-    own = "class Own(nn.Sequential):\n    def forward(self, x):\n        return super().forward(x)\nmodel.__class__ = Own\n"
+    own = (
+        "class Own(nn.Sequential):\n    forward = lambda self, x: super(Own, self).forward(x)\nmodel.__class__ = Own\n"
+    )
     (folder / "train.py").write_text(TRAIN.replace("compiled = torch.compile(model, ", own + in_place))
     assert fit("--budget", "0", "--", "64", "8") == 0
     decorated = "@torch.compile(backend='ssd_fx', options=options)\ndef compiled(x):\n    return model(x)\n"
@@ -331,7 +333,7 @@ def test_a_step_of_several_graphs_is_that_of_training(
     after = runpy.run_path("train.py")["trained"].to_dict()
     assert sorted(graph["runs"] for graph in before["graphs"]) == WAYS[way]
     assert before["graphs"] == after["graphs"]
-    assert before["groups"] and len(before["groups"]) == len(after["groups"])
+    assert len(before["groups"]) == len(after["groups"]) > 0
     figures = before["summary"]
     for name in ("stock_peak_bytes", "peak_bytes", "offloaded_bytes", "written_bytes", "step_s"):
         assert figures[name] == after["summary"][name], name
