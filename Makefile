@@ -30,7 +30,7 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow slow-drive nightly zoo loops peers planted matrix compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
+.PHONY: help setup demo test test-slow slow-drive nightly zoo loops peers planted matrix wheel compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
@@ -45,6 +45,7 @@ help:
 	@echo "make peers     PyTorch's own test suites, stock and ours: TESTS=DIR, a checkout of pytorch (an hour)"
 	@echo "make compatibility  docs/compatibility.md, of what zoo, loops, peers and matrix found"
 	@echo "make pages     docs/options.md, and what programs print in the other pages"
+	@echo "make wheel     the wheel, in dist/, which works without a compiler but for Inductor"
 	@echo "make docs      the pages as a site, in $(SITE)/index.html"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
 	@echo "make gpu       on a GPU: tests, rates, bandwidth, steps (29 minutes); gpu-tests, gpu-ways, gpu-pareto, gpu-PART; GPU_FLAGS=--dry-run"
@@ -103,6 +104,12 @@ docs: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
 	$(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . $(SITE)
 	@echo $(SITE)/index.html
+
+# For every Python 3, in dist/; tried without a compiler.
+wheel: $(STAMP)
+	rm -rf dist
+	$(PY) -m pip wheel --quiet $(PIP_FLAGS) --no-deps -w dist .
+	$(PY) -m tests.wheel dist/*.whl
 
 compatibility: $(STAMP)
 	$(PY) -m tests.compatibility $(RESULTS) --tidy > docs/compatibility.md
