@@ -119,20 +119,18 @@ def tabulated(
     state = sum(map(_state_bytes, optimizers))
     there = input_bytes + state
     rows = tuple(_prediction(budget, [run.plans[i] for run in runs], there) for i, budget in enumerate(budgets))
-    others, note = (), ""
+    others: tuple[Prediction, ...] = ()
+    note = ""
     if beside is not None:
         plans, note = beside()
         first = [_prediction(CHECKPOINT, plans, there)] if plans else []
         shares = [_prediction(budgeted(s), [run.alone[i] for run in runs], there) for i, s in enumerate(SHARES)]
         others = (*first, *(row for row in shares if not any(other.dominates(row) for other in shares)))
     saved = sum(run.own.saved_bytes for run in runs)
-    name = ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in _counted(runs).items())
+    counts = Counter(run.own.graph for run in runs)
+    name = ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in counts.items())
     rates = " and ".join(dict.fromkeys(run.rates for run in runs))
     return Estimate(name, None, saved, input_bytes, state, rows, rates=rates, rivals=others, note=note)
-
-
-def _counted(runs: Sequence[Found]) -> Counter[str]:
-    return Counter(run.own.graph for run in runs)
 
 
 def under_checkpoints(layers: Sequence[nn.Module], survey: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], str]:

@@ -345,6 +345,17 @@ def test_a_step_of_several_graphs_is_that_of_training(
     assert all_["written_bytes"] == 0
 
 
+def test_a_report_says_what_it_does_not_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eager code saves tensors too, where the loss is outside of the graphs."""
+    said = "\nnot counted: what eager code saves beside them, such as a loss outside of the graphs\n"
+    (folder / "train.py").write_text(BLOCKS)
+    assert cli.main(["explain", "train.py", "--", "blocks"]) == 0
+    assert said in capsys.readouterr().out
+    (folder / "train.py").write_text(IN_PLACE)
+    assert cli.main(["explain", "train.py"]) == 0
+    assert said not in capsys.readouterr().out
+
+
 def test_what_is_there_before_a_step_of_blocks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters of compiled blocks and the tensors that are passed in from outside, not what blocks hand on."""
     (folder / "train.py").write_text(BLOCKS)
