@@ -173,6 +173,7 @@ def under_compiled_autograd(compiler: dict[str, Any]) -> Loop:
 OURS = {"backend": "ssd_fx", "options": {"inner": "aot_eager", "engine": "memory"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", [{"backend": "eager"}, OURS], ids=["eager", "ssd_fx"])
 def test_compiled_autograd(tmp_path: Path, compiler: dict[str, Any]) -> None:
     """The backward of all checkpoints is one graph, which loads between its parts."""
