@@ -70,6 +70,8 @@ class Search:
         """Find how much to recompute, in every order of recomputing; there, try the other orders of offloading."""
         first, *others = itertools.product(self._orders(), (False, True))
         tried: list[tuple[float, list[int]]] = []
+        for between in self._layers():
+            self._shortest(set(between), *first)
         for cheap in self._again():
             if self._is_spent(1 / 4):
                 break
@@ -99,10 +101,15 @@ class Search:
         if not able:
             return
         yield self._that_fit(sorted(able, key=lambda i: (self._again_per_byte(i), -items[i].produced)))
-        between = boundaries(self.step)
+        for between in self._layers():
+            yield [i for i in first if i in between]
+
+    def _layers(self) -> Iterator[frozenset[int]]:
+        """What checkpoints recompute: all but what lies between layers, between every second one, and so on."""
+        able = frozenset(i for i, item in enumerate(self.step.items) if Choice.RECOMPUTE in item.choices)
+        between = boundaries(self.step) if able else []
         for stride in STRIDES[: len(between)]:
-            stay = frozenset().union(*between[::stride])
-            yield [i for i in first if i not in stay]
+            yield able.difference(*between[::stride])
 
     def _that_fit(self, order: list[int]) -> list[int]:
         """The items of an order that can be recomputed together with those before, within the limit.
