@@ -279,6 +279,11 @@ class Plan:
         """Bytes of all storages of offloaded groups."""
         return sum(g.nbytes for g in self.offloaded)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all storages that stay in memory between forward and backward."""
+        return self.saved_bytes - self.offloaded_bytes
+
     def undecided(self) -> Plan:
         """What the analyses found, with nothing decided."""
         return self.with_(decisions={}, points={}, prices={}, forecast=None, course=None)

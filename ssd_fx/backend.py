@@ -48,6 +48,12 @@ NO_BACKWARD = (
     "the model has no backward; right would be one whose parameters or inputs require a gradient, and whose outputs "
     "depend on them, outside torch.no_grad()"
 )
+
+
+class NoBackward(ValueError):
+    """A graph that has none, where a survey wants one."""
+
+
 Compiled = Any  # a callable; Inductor types it as whatever any of its modes yields
 
 
@@ -321,7 +327,7 @@ def _inductor(
 def _no_backward(*_: object, **__: object) -> NoReturn:
     """Stands in for Inductor's compiler where a survey has not ended the compilation."""
     with user_errors():
-        raise ValueError(NO_BACKWARD)
+        raise NoBackward(NO_BACKWARD)
 
 
 def _for_cpp(partitioner: Partitioner) -> Partitioner:

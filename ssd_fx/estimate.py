@@ -5,17 +5,21 @@
     the same with a checkpoint around each layer -> Dynamo -> joint graph -> cut -> everything kept ----'
 
 Everything up to the plans is what `backend` does with the same options, on tensors without data. Then it ends: nothing
-is compiled, and nothing runs.
+is compiled, and nothing runs. A step may run several graphs (`ssd-fx fit` finds them): their forwards one after the
+other, and then their backwards in the reverse order.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
@@ -25,13 +29,13 @@ from torch import fx, nn
 from torch._dynamo.exc import Unsupported
 
 from ssd_fx import fake
-from ssd_fx.backend import check_options, compile_graph
+from ssd_fx.backend import NoBackward, check_options, compile_graph
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
-from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.plan import Forecast, Plan
 from ssd_fx.report.budgets import Estimate, Prediction
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
@@ -92,15 +96,57 @@ def estimate(
     if batch is not None:
         call = fake.with_batch(call, parsed_batch(batch))
     survey = partial(_survey_of, model, call, options, dynamic, mode)
-    found = survey(partial(_plans, asked, SHARES if rivals else ()))
+    found = survey(partial(plans_for, asked, SHARES if rivals else ()))
     made = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    state = sum(map(_state_bytes, made))
-    there = found.input_bytes + state
-    rows = tuple(_prediction(b, p, there) for b, p in zip(asked, found.plans, strict=True))
-    others, note = _beside(model, found, survey, there) if rivals else ((), "")
-    name, saved = found.own.graph, found.own.saved_bytes
-    of_step = (name, fake.batch_of(call), saved, found.input_bytes, state, rows)
-    return Estimate(*of_step, memory=limit, drive_tbw=rated, rates=found.rates, rivals=others, note=note)
+    layers = layers_of(model) if rivals else []
+    beside = partial(under_checkpoints, layers, lambda: [survey(kept)]) if rivals else None
+    table = tabulated(asked, [found], found.input_bytes, made, beside)
+    return replace(table, batch=fake.batch_of(call), memory=limit, drive_tbw=rated)
+
+
+def tabulated(
+    budgets: Sequence[Budget],
+    runs: Sequence[Found],
+    input_bytes: int,
+    optimizers: Sequence[torch.optim.Optimizer],
+    beside: Callable[[], tuple[Sequence[Plan], str]] | None,
+) -> Estimate:
+    """The table of a step that runs these graphs, one after the other.
+
+    input_bytes: of parameters, buffers and inputs of the step. beside: the plans of the same step with a
+    checkpoint around each layer, none if there are no such, and what to note about them; None without rivals.
+    """
+    state = sum(map(_state_bytes, optimizers))
+    there = input_bytes + state
+    rows = tuple(_prediction(budget, [run.plans[i] for run in runs], there) for i, budget in enumerate(budgets))
+    others, note = (), ""
+    if beside is not None:
+        plans, note = beside()
+        first = [_prediction(CHECKPOINT, plans, there)] if plans else []
+        shares = [_prediction(budgeted(s), [run.alone[i] for run in runs], there) for i, s in enumerate(SHARES)]
+        others = (*first, *(row for row in shares if not any(other.dominates(row) for other in shares)))
+    saved = sum(run.own.saved_bytes for run in runs)
+    name = ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in _counted(runs).items())
+    rates = " and ".join(dict.fromkeys(run.rates for run in runs))
+    return Estimate(name, None, saved, input_bytes, state, rows, rates=rates, rivals=others, note=note)
+
+
+def _counted(runs: Sequence[Found]) -> Counter[str]:
+    return Counter(run.own.graph for run in runs)
+
+
+def under_checkpoints(layers: Sequence[nn.Module], survey: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], str]:
+    """The plans of a step with a checkpoint around each of the `layers`, and what to note: why there are none, or what
+    a layer is."""
+    if not layers:
+        return (), f"no row of a {CHECKPOINT}: no ModuleList or Sequential of the model has two layers of one class"
+    try:
+        with checkpointed(layers):
+            plans = survey()
+    except Exception as error:  # anything: the model's own code, in a way in which it may never have run
+        said = f"{type(error).__name__}: {first_line(error)}"
+        return (), f"no row of a {CHECKPOINT}: {type(layers[0]).__name__} cannot be traced under one ({said})"
+    return plans, f"a {CHECKPOINT} is one around each of {len(layers)} {type(layers[0]).__name__}"
 
 
 def parsed_size(name: str, value: int | str | None) -> int | None:
@@ -129,8 +175,8 @@ def parsed_batch(value: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """`own`: what the analyses found in PyTorch's partition; `plans`: one for every budget; `alone`: with
+class Found:
+    """Of one graph: `own`: what the analyses found in PyTorch's partition; `plans`: one for every budget; `alone`: with
     everything kept, one for every share of PyTorch's budget.
 
     `rates`: as in `Estimate`.
@@ -143,35 +189,12 @@ class _Found:
     rates: str
 
 
-def _plans(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, options: PlanOptions) -> _Found:
+def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, options: PlanOptions) -> Found:
     """Plan the joint graph for every budget, and for every share of PyTorch's budget."""
     alone = tuple(kept_under(share, joint, options) for share in shares)
     own = pipeline.cut(joint, options)
     plans = tuple(plan for _, plan in pipeline.decide_for_all(joint, own, options, budgets))
-    return _Found(own.plan, _input_bytes(own.partition), plans, alone, options.rates)
-
-
-def _beside(
-    model: Callable[..., Any], found: _Found, survey: Callable[[Look[Plan]], Plan], there: int
-) -> tuple[tuple[Prediction, ...], str]:
-    """The rows of what needs no drive, and why one of them is missing. `there`: bytes before the step.
-
-    Of PyTorch's budget those that no other share of it makes useless.
-    """
-    pairs = zip(SHARES, found.alone, strict=True)
-    shares = [_prediction(budgeted(share), plan, there) for share, plan in pairs]
-    rows = tuple(row for row in shares if not any(other.dominates(row) for other in shares))
-    layers = layers_of(model)
-    if not layers:
-        return rows, f"no row of a {CHECKPOINT}: no ModuleList or Sequential of the model has two layers of one class"
-    try:
-        with checkpointed(layers):
-            plan = survey(kept)
-    except Exception as error:  # anything: the model's own code, in a way in which it may never have run
-        said = f"{type(error).__name__}: {first_line(error)}"
-        return rows, f"no row of a {CHECKPOINT}: {type(layers[0]).__name__} cannot be traced under one ({said})"
-    note = f"a {CHECKPOINT} is one around each of {len(layers)} {type(layers[0]).__name__}"
-    return (_prediction(CHECKPOINT, plan, there), *rows), note
+    return Found(own.plan, _input_bytes(own.partition), plans, alone, options.rates)
 
 
 def _survey_of(
@@ -183,6 +206,24 @@ def _survey_of(
     look: Look[T],
 ) -> T:
     return surveyed(model, call, lambda _: look, options, dynamic, mode)
+
+
+def survey(
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], look: Look[T], options: Mapping[str, Any], mode: str | None
+) -> T | None:
+    """What is found in the joint graph of a Dynamo graph; None if it has no backward. As a backend calls it.
+
+    Raises:
+        ValueError: nothing of the graph may be offloaded; and what is raised by what looks.
+    """
+    try:
+        compile_graph(gm, inputs, options=options, survey=partial(_survey, look), mode=mode)
+    except _Surveyed as ended:
+        found: T = ended.found
+        return found
+    except NoBackward:
+        pass
+    return None
 
 
 class _Surveyed(BaseException):
@@ -336,24 +377,40 @@ def _input_bytes(partition: Partition) -> int:
     return sum(int(hint(tensor.untyped_storage().nbytes())) for tensor in tensors)
 
 
-def _prediction(budget: Budget, plan: Plan, beside: int) -> Prediction:
-    """`beside`: bytes that are there before the step.
+def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Prediction:
+    """What is predicted of a step that runs graphs with these plans. `beside`: bytes that are there before the step.
 
-    A budget in bytes is no part of the plan, which is one under a limit that is higher by so much. The runtime lets so
-    many bytes of what was stored last stay, unwritten.
+    While a graph runs, what those before it leave in memory is there as well. A budget in bytes is no part of a plan,
+    which is one under a limit that is higher by so much. The runtime lets so many bytes of what was stored last stay
+    over all graphs, unwritten.
     """
-    found = plan.forecast
-    assert found is not None, "every plan has a forecast"
-    filled = int(found.limits.memory) if found.shared else found.peak  # the runtime fills a budget in bytes
-    peak = max(found.peak, min(filled + found.resident, found.everything))
+    found = [_forecast(plan) for plan in plans]
+    last = found[-1]
+    stays, saved = ([getattr(p, name) for p in plans] for name in ("kept_bytes", "saved_bytes"))
+    peak = _highest(stays, [each.peak for each in found])
+    limit = _highest(stays, [int(each.limits.memory) for each in found])
+    everything = _highest(saved, [each.everything for each in found])
+    filled = limit if last.shared else peak  # the runtime fills a budget in bytes
+    whole = max(peak, min(filled + last.resident, everything))
     return Prediction(
         budget=budget,
-        peak_bytes=peak,
-        memory_bytes=peak + beside,
-        step_s=found.seconds,
-        compute_s=found.compute_s,
-        stall_s=found.write_stall_s + found.read_stall_s,
-        written_bytes=max(found.written - found.shared - found.resident, 0),
-        floor_bytes=(plan.stock or found).floor,
-        limit_bytes=int(found.limits.memory),
+        peak_bytes=whole,
+        memory_bytes=whole + beside,
+        step_s=math.fsum(each.seconds for each in found),
+        compute_s=math.fsum(each.compute_s for each in found),
+        stall_s=math.fsum(each.write_stall_s + each.read_stall_s for each in found),
+        written_bytes=max(sum(each.written for each in found) - last.shared - last.resident, 0),
+        floor_bytes=_highest(stays, [(p.stock or each).floor for p, each in zip(plans, found, strict=True)]),
+        limit_bytes=limit,
     )
+
+
+def _forecast(plan: Plan) -> Forecast:
+    assert plan.forecast is not None, "every plan has a forecast"
+    return plan.forecast
+
+
+def _highest(stays: Sequence[int], peaks: Sequence[int]) -> int:
+    """The highest of the `peaks` of graphs, each above what those before it leave in memory."""
+    levels = itertools.accumulate(stays, initial=0)
+    return max(level + peak for level, peak in zip(levels, peaks, strict=False))

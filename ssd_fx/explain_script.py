@@ -1,13 +1,14 @@
 """`ssd-fx explain script.py`: the report of a training script, before it trains.
 
-The script runs up to the first call of its compiled model, as in `ssd-fx fit`. There the model is planned under the
-script's own options, or another budget. Nothing is compiled.
+The script runs up to its first backward, as in `ssd-fx fit`. Every graph of that step is planned under the script's own
+options, or another budget. Nothing is compiled.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,9 +16,8 @@ from typing import Any
 
 from torch import fx
 
-from ssd_fx import fake, patterns
-from ssd_fx.backend import check_options
-from ssd_fx.estimate import Budget, Look, surveyed, uncompiled
+from ssd_fx import patterns
+from ssd_fx.estimate import Budget, Look
 from ssd_fx.fit import TrainingStep, until_trained
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
@@ -45,15 +45,14 @@ def run(flags: argparse.Namespace) -> int:
     """Run the command, and return its exit status. 1: the script or its model cannot be planned. 2: a wrong flag."""
     with refusing(2):
         budget = None if flags.budget is None else parse_budget("budget", flags.budget)
-    return tell(lambda: until_trained(flags.script, flags.behind, partial(_planned, budget)), flags)
+    return tell(lambda: _report(until_trained(flags.script, flags.behind, partial(_look, budget))), flags)
 
 
-def _planned(budget: Budget | None, step: TrainingStep) -> Report:
-    options, dynamic, mode = (step.settings.get(name) for name in ("options", "dynamic", "mode"))
-    check_options(options)
-    model, call = fake.off_meta(uncompiled(step.model), (step.args, step.kwargs))
-    found = surveyed(model, call, partial(_look, budget), options, dynamic, mode)
-    return made([found], [found["graph"]])
+def _report(step: TrainingStep) -> Report:
+    if step.note:
+        print(f"ssd-fx: {step.note}", file=sys.stderr)
+    plans = {found["graph"]: found for found in step.runs}
+    return made([*plans.values()], [found["graph"] for found in step.runs])
 
 
 def _look(budget: Budget | None, gm: fx.GraphModule) -> Look[dict[str, Any]]:

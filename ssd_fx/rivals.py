@@ -48,20 +48,23 @@ def kept_under(share: float, joint: Joint, options: PlanOptions) -> Plan:
         return kept(joint.copy(), options)
 
 
-def layers_of(model: Callable[..., Any]) -> list[nn.Module]:
+def layers_of(*models: Callable[..., Any]) -> list[nn.Module]:
     """The layers that one puts a checkpoint around: the modules of one class that some container has most of.
 
-    A container is a ModuleList, ModuleDict or Sequential. PyTorch's own modules without parts, such as Linear, are no
-    layers. All modules of that class within containers are, but for those that are within another one. Empty if no
-    container has two. Of a function those are meant that it refers to.
+    A container is a ModuleList, ModuleDict or Sequential, and so are the modules among `models`, which may be blocks
+    that are called one by one. PyTorch's own modules without parts, such as Linear, are no layers. All modules of that
+    class within containers are, but for those that are within another one. Empty if no container has two. Of a function
+    those are meant that it refers to.
     """
-    roots = [model] if isinstance(model, nn.Module) else _referred(model)
-    containers = [m for r in roots for m in r.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
-    counts = [Counter(type(each) for each in of.children() if _is_layer(each)) for of in containers]
+    roots = [r for model in models for r in ([model] if isinstance(model, nn.Module) else _referred(model))]
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    lists = [[*m.children()] for r in roots for m in r.modules() if isinstance(m, kinds)]
+    lists.append([model for model in models if isinstance(model, nn.Module)])
+    counts = [Counter(type(each) for each in members if _is_layer(each)) for members in lists]
     most = max((pair for count in counts for pair in count.most_common(1)), key=lambda pair: pair[1], default=None)
     if most is None or most[1] < 2:
         return []
-    found = dict.fromkeys(each for of in containers for each in of.children() if type(each) is most[0])
+    found = dict.fromkeys(each for members in lists for each in members if type(each) is most[0])
     within = {part for each in found for part in each.modules() if part is not each}
     return [each for each in found if each not in within]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ with torch.no_grad():
 print("starts to train")
 try:
     loss = compiled(data[:rows]).square().mean()
+    loss.backward()
     open("trained", "w").close()
 except Exception:
     pass
@@ -84,9 +86,13 @@ def test_a_model_larger_than_the_machine(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_block_that_is_compiled_in_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`model.compile` and decorators come to torch.compile too."""
-    text = TRAIN.replace("compiled = torch.compile(model, ", "compiled = model; model.compile(")
-    (folder / "train.py").write_text(text)
+    """`model.compile` and decorators come to torch.compile too. Of torch's own modules `model.compile` takes nothing."""
+    in_place = "compiled = model; model.compile("
+    (folder / "train.py").write_text(TRAIN.replace("compiled = torch.compile(model, ", in_place))
+    assert fit("--budget", "0", "--", "64", "8") == 1
+    assert "torch.compile compiles nothing of what train.py calls to train" in capsys.readouterr().err
+    own = "class Own(nn.Sequential):\n    def forward(self, x):\n        return super().forward(x)\nmodel.__class__ = Own\n"
+    (folder / "train.py").write_text(TRAIN.replace("compiled = torch.compile(model, ", own + in_place))
     assert fit("--budget", "0", "--", "64", "8") == 0
     decorated = "@torch.compile(backend='ssd_fx', options=options)\ndef compiled(x):\n    return model(x)\n"
     line = "compiled = torch.compile(model, backend=ssd_fx.backend, options=options)\n"
@@ -154,7 +160,6 @@ COMPILE = "import torch, ssd_fx\nf = torch.compile(lambda x: x.sin(), backend=ss
         ),
         ("def f(", "train.py failed before it trained: SyntaxError: "),
         ("import sys\nsys.exit(3)", "train.py:2 ended before it trained, with status 3; its arguments go behind `--`"),
-        (COMPILE + COMPILE + "f(torch.ones(2))", "the script compiles 2 models or blocks with ssd_fx, and a step of"),
         (COMPILE + "f(torch.ones(2))", "the model has no backward; right would be"),
         (
             "import torch\ntorch.ones(1000, 1000).sum().item()",
@@ -252,19 +257,151 @@ def test_a_model_of_ones_own_that_is_compiled_in_place(
     assert first == capsys.readouterr().out
 
 
-def test_blocks_that_are_compiled_one_by_one_are_told_what_to_do(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+BLOCKS = """
+import sys, torch, ssd_fx
+from torch import nn
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+
+WAY, WIDTH = sys.argv[1], 64
+OURS = {"backend": "ssd_fx", "options": {"engine": "memory", "machine": "default", "min_bytes": 0, "budget": 0}}
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+class Head(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Block() for _ in range(4))
+        self.head = Head(nn.Linear(WIDTH, 256), nn.Tanh())
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = shared(block, x) if WAY == "shared" else block(x)
+        if WAY == "broken":
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+def shared(block, x):
+    return block(x)
+
+model = Model()
+if WAY == "shared":  # one compiled function, called for every block
+    shared = torch.compile(shared, **OURS)
+if WAY == "broken":
+    model = torch.compile(model, **OURS)
+if WAY in ("blocks", "blocks and head"):
+    for block in model.blocks:
+        block.compile(**OURS)
+if WAY == "wrapped":
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, **OURS)
+if WAY == "blocks and head":
+    model.head.compile(**OURS)
+x = torch.randn(512, WIDTH)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(2):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+trained = ssd_fx.report()
+"""
+WAYS = {"blocks": [4], "wrapped": [4], "shared": [4], "blocks and head": [1, 4], "broken": [1, 1]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_several_graphs_is_that_of_training(
+    way: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks = IN_PLACE.replace("model.compile(", "for each in (model.up, model.down): each.compile(")
-    (folder / "train.py").write_text(blocks)
-    for command in ("fit", "explain"):
-        assert cli.main([command, "train.py"]) == 1
-        said = capsys.readouterr().err
-        assert said.startswith(
-            "ssd-fx: the script compiles 2 models or blocks with ssd_fx, and a step of several graphs"
-        )
-        assert "right would be, for this command, one torch.compile of the whole model" in said
-        assert "ssd_fx.report() after some steps adds up all graphs" in said
+    """The report before training has the graphs, runs and predictions of the report after it; the table agrees."""
+    (folder / "train.py").write_text(BLOCKS)
+    assert cli.main(["explain", "train.py", "--json", "--", way]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert fit("--budget", "0,1.0", "--json", "--no-rivals", "--", way) == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "argv", ["train.py", way])
+    after = runpy.run_path("train.py")["trained"].to_dict()
+    assert sorted(graph["runs"] for graph in before["graphs"]) == WAYS[way]
+    assert before["graphs"] == after["graphs"]
+    assert before["groups"] and len(before["groups"]) == len(after["groups"])
+    figures = before["summary"]
+    for name in ("stock_peak_bytes", "peak_bytes", "offloaded_bytes", "written_bytes", "step_s"):
+        assert figures[name] == after["summary"][name], name
+    lowest, all_ = table["predictions"]
+    assert lowest["peak_bytes"] == figures["peak_bytes"]
+    assert lowest["written_bytes"] == figures["written_bytes"]
+    assert lowest["step_s"] == pytest.approx(figures["step_s"], abs=1e-5)
+    assert all_["peak_bytes"] == figures["stock_peak_bytes"]
+    assert all_["written_bytes"] == 0
+
+
+def test_what_is_there_before_a_step_of_blocks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters of compiled blocks and the tensors that are passed in from outside, not what blocks hand on."""
+    (folder / "train.py").write_text(BLOCKS)
+    assert fit("--budget", "1.0", "--json", "--", "blocks and head") == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    block = 64 * 256 + 256 + 256 * 64 + 64
+    head = 64 * 256 + 256
+    assert table["input_bytes"] == 4 * (4 * block + head)
+    assert table["batch"] == 512
+    checkpoints = table["rivals"][0]
+    assert checkpoints["budget"] == "checkpoint per layer"
+    assert checkpoints["peak_bytes"] < table["predictions"][0]["peak_bytes"]
+    assert "a checkpoint per layer is one around each of 4 Block" in table["note"]
+
+
+def test_a_budget_in_bytes_is_one_for_all_blocks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So many bytes are not written, however many graphs there are."""
+    (folder / "train.py").write_text(BLOCKS)
+    assert fit("--budget", "0,2MiB", "--json", "--no-rivals", "--", "blocks") == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    lowest, some = table["predictions"]
+    assert lowest["written_bytes"] - some["written_bytes"] == 2 * 2**20
+    assert lowest["peak_bytes"] < some["peak_bytes"] <= lowest["peak_bytes"] + 2 * 2**20
+
+
+def test_another_batch_of_blocks_is_not_guessed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text(BLOCKS)
+    assert fit("--batch", "8", "--", "blocks") == 1
+    assert "batch=8: a step has 4 calls, which get their tensors from each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("loss.item()", "the step ends at train.py:16, before a backward: DataDependentOutputException: "),
+        ("1 / 0", "the step ends at train.py:16, before a backward: ZeroDivisionError: division by zero"),
+        ("sys.exit(3)", "the step ends at train.py:16, before a backward: status 3"),
+        ("", "the script ended without a backward, and all its calls to train count as one step"),
+    ],
+)
+def test_a_step_that_does_not_get_to_its_backward(
+    end: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was called before counts, and the table says where it ended."""
+    head = TRAIN[: TRAIN.index("try:")]
+    (folder / "train.py").write_text(head + "loss = compiled(torch.zeros(rows, dtype=torch.long)).sum()\n" + end)
+    assert fit("--budget", "0", "--json", "--", "1024", "512") == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    assert said in table["note"]
+    assert cli.main(["explain", "train.py", "--", "1024", "512"]) == 0
+    assert said in capsys.readouterr().err
+
+
+def test_blocks_under_a_checkpoint_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of them is offloaded."""
+    around = "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
+    (folder / "train.py").write_text(BLOCKS.replace("else block(x)", f"else {around}"))
+    assert fit("--budget", "0", "--", "blocks") == 1
+    assert "nothing is offloaded under torch.utils.checkpoint" in capsys.readouterr().err
 
 
 def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ PASSED_ON = {
     ("ssd_fx/command/toy.py", "RuntimeError"),
     ("ssd_fx/estimate.py", "_Surveyed"),
     ("ssd_fx/explain.py", "ValueError"),
+    ("ssd_fx/explain_script.py", "print"),
+    ("ssd_fx/fit.py", "ValueError"),
     ("ssd_fx/fit.py", "_Ended"),
     ("ssd_fx/progress.py", "log"),
     ("ssd_fx/progress.py", "print"),

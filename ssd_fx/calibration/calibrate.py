@@ -1,17 +1,20 @@
 """The machine's rates: measured once, kept in the user's cache directory with the hardware that they belong to.
 
-    ~/.cache/ssd_fx/machine.json        {"version": 5, "compute": {hardware: rates}, "disk": {hardware, drive: rates}}
+    ~/.cache/ssd_fx/machine.json        {"version": 5, "compute": {hardware: rates}, "disk": {hardware, drive: rates},
+                                         "tried": {hardware, perhaps drive: {"at": seconds, "reason": text}}}
 
 One process measures at a time, because ranks that share a node would otherwise measure each other. They lock a file
 beside the cache, or the temporary directory where no such file can be locked. What is in the cache is read without the
-lock. The cache has the rates of a process alone; a rank plans with its share (`Machine.shared`). Where nothing can be
-kept, every process measures, with a warning.
+lock. The cache has the rates of a process alone; a rank plans with its share (`Machine.shared`). What could not be
+measured is noted too, so one process of a node says so, and the others do not try in vain. Where nothing can be kept,
+every process measures, with a warning.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -30,24 +33,27 @@ import torch
 from ssd_fx import progress
 from ssd_fx.calibration import rates
 from ssd_fx.calibration.host_copies import host_copies
-from ssd_fx.calibration.timing import NoClock
+from ssd_fx.calibration.timing import Clock, NoClock
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.runtime.build import cache_home
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.errors import first_line
 
+log = logging.getLogger("ssd_fx")
 _VERSION = 5  # rises when something is measured otherwise, so that figures of before are not used
-_SECTIONS = ("compute", "disk")
+SECTIONS, _TRIED = ("compute", "disk"), "tried"
 _DIGITS = 3
 # A kernel with nothing to do takes 5 to 20 us. With more threads than cores to run them it waits for a time slice of
 # the scheduler, and products were measured at a hundredth of their rate.
 _BUSY_S = 5e-4
-_OTHERS = 0.15  # share of the cores that other processes may use while they are measured
+_OTHERS = 0.15  # share of the cores that other processes use, from which on CPU time counts
+_LOOK_S = 0.3  # the kernel counts in 10 ms
+_TRIED_S = 600.0  # what could not be measured is not tried again for so long, by any process
 _WHAT = {"compute": "how fast {device} computes", "disk": "how fast tensors of {device} are written and read"}
 T = TypeVar("T")
 Rates = dict[str, object]
-Cached = dict[str, dict[str, Rates]]  # section -> key -> rates
+Cached = dict[str, dict[str, Rates]]  # section -> key -> rates; of "tried": when, and why not
 
 
 class _Unmeasured(Exception):
@@ -63,16 +69,15 @@ class NotMeasured(RuntimeWarning):
 
 
 _lock = threading.Lock()
-_known: Cached = {section: {} for section in _SECTIONS}  # read or measured by this process
+_known: Cached = {section: {} for section in (*SECTIONS, _TRIED)}  # read or measured by this process
 
 
-def calibrated(
-    config: RuntimeConfig, device: torch.device, *, again: bool = False, though_busy: bool = False
-) -> Machine:
+def calibrated(config: RuntimeConfig, device: torch.device, *, again: bool = False) -> Machine:
     """The machine that computes on `device` with the drives of `config`: from the cache, else measured in seconds.
 
-    `again` measures in any case. A full drive, cores that others use (unless `though_busy`) or a device without free
-    memory cannot be measured. Then typical rates hold in this process, nothing is kept, and a RuntimeWarning says so.
+    `again` measures in any case. Cores that other processes use are measured by CPU time (`timing.Clock`). A full drive
+    or a device without free memory cannot be measured. Then typical rates hold in this process, and none are kept. A
+    RuntimeWarning says so, in the first process of a node that finds it out.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())  # of this thread; another thread measures
@@ -80,7 +85,7 @@ def calibrated(
     with _lock:
         wanted = keys if again else _missing(keys, _known)
         if wanted:
-            _learn(config, device, wanted, again, though_busy)
+            _learn(config, device, wanted, again)
         machine = Machine.default(device, torch.get_num_threads())
         for section, key in keys.items():
             machine = machine.with_rates(_known[section][key])
@@ -97,26 +102,41 @@ def _missing(keys: Mapping[str, str], found: Cached) -> dict[str, str]:
     return {section: key for section, key in keys.items() if key not in found[section]}
 
 
-def _learn(
-    config: RuntimeConfig, device: torch.device, keys: Mapping[str, str], again: bool, though_busy: bool
-) -> None:
+def _learn(config: RuntimeConfig, device: torch.device, keys: Mapping[str, str], again: bool) -> None:
     """Fill `_known` with the rates of `keys`: from the cache, else measured; with `again` measure all of them."""
     if not again:
         with suppress(OSError, ValueError):  # it is of no use, and whoever measures says so
             keys = _recalled(keys, cached())
     if not keys:
         return
-    measure = {"compute": lambda: _compute(device, though_busy), "disk": lambda: _disk(config, device)}
+    measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}
     with _exclusive() as kept:
         if not again:
             keys = _recalled(keys, kept)  # another process may have measured meanwhile
+        tried = kept[_TRIED]
         for section, key in keys.items():
+            before = tried.pop(key, None)
+            if before and not again and 0 <= time.time() - float(str(before["at"])) < _TRIED_S:
+                tried[key] = before
+                log.info("%s", _typical(before["reason"]))
+                _known[section][key] = {}
+                continue
             what = f"measuring {_WHAT[section].format(device=device)}, once"
             with progress.announced(what, progress.MEASURING_S):
-                found = _measured(section, measure[section], device)
+                found, reason = _measured(section, measure[section], device)
             _known[section][key] = found
             if found:
                 kept[section][key] = found
+            else:
+                tried[key] = {"at": time.time(), "reason": reason}
+                warnings.warn(NotMeasured(_typical(reason), reason), stacklevel=3)
+
+
+def _typical(reason: object) -> str:
+    return (
+        f"ssd_fx could not measure {reason}, and plans with typical rates. `ssd-fx calibrate DIR --wait` measures when "
+        "the machine is idle."
+    )
 
 
 def _recalled(keys: Mapping[str, str], kept: Cached) -> Mapping[str, str]:
@@ -127,22 +147,18 @@ def _recalled(keys: Mapping[str, str], kept: Cached) -> Mapping[str, str]:
     return missing
 
 
-def _measured(section: str, measure: Callable[[], Rates], device: torch.device) -> Rates:
-    """The rates that `measure` finds; none, after a RuntimeWarning, if they are not those of this machine."""
+def _measured(section: str, measure: Callable[[], Rates], device: torch.device) -> tuple[Rates, str]:
+    """The rates that `measure` finds; none, and why, if they are not those of this machine."""
     try:
-        return _rounded(_in_thread(measure, device))
+        return _rounded(_in_thread(measure, device)), ""
     except _Unmeasured as error:
-        reason = str(error)
+        return {}, str(error)
     except NoClock as error:
-        reason = f"{_WHAT[section].format(device=device)} ({error})"
+        return {}, f"{_WHAT[section].format(device=device)} ({error})"
     except (RuntimeError, MemoryError) as error:
         if not rates.out_of_memory(error):
             raise
-        reason = f"{_WHAT[section].format(device=device)} (there is no memory for it: {first_line(error)})"
-    text = f"ssd_fx could not measure {reason}, and plans with typical rates. "
-    text += "`ssd-fx calibrate DIR --wait` measures when the machine is idle."
-    warnings.warn(NotMeasured(text, reason), stacklevel=4)
-    return {}
+        return {}, f"{_WHAT[section].format(device=device)} (there is no memory for it: {first_line(error)})"
 
 
 def cached() -> Cached:
@@ -159,7 +175,7 @@ def cached() -> Cached:
 
 def nothing() -> Cached:
     """The contents of an empty cache."""
-    return {section: {} for section in _SECTIONS}
+    return {section: {} for section in (*SECTIONS, _TRIED)}
 
 
 def unmeasured(config: RuntimeConfig, device: torch.device) -> list[str]:
@@ -195,28 +211,49 @@ def disk_key(config: RuntimeConfig, device: torch.device) -> str:
     return json.dumps(json.loads(compute_key(device)) | what, sort_keys=True)
 
 
-def _compute(device: torch.device, though_busy: bool) -> Rates:
-    started = time.perf_counter()
-    others_s = _others_s()
-    found = rates.Compute(device).rates() | host_copies(device)
-    cores_s = max(time.perf_counter() - started, 1.0) * len(os.sched_getaffinity(0))  # the kernel counts in 10 ms
-    others = (_others_s() - others_s) / cores_s
-    if others >= _OTHERS and not though_busy:
-        raise _Unmeasured(f"how fast this machine computes (other processes use {others:.0%} of its cores)")
-    if float(str(found["kernel_s"])) >= _BUSY_S:
+def _compute(device: torch.device) -> Rates:
+    idle = _idle_cores(device)
+    busy_s, started = _others_s(), time.perf_counter()
+    found = rates.Compute(device, Clock(device, idle)).rates()
+    share = _share(busy_s, started)
+    if idle is None and device.type == "cpu" and share >= _OTHERS:  # somebody came meanwhile
+        found = rates.Compute(device, Clock(device, _left(share))).rates()
+    if float(str(found.get("kernel_s", 0.0))) >= _BUSY_S:
         took = f"the smallest kernel took {found['kernel_s']:.3g} s, as with more threads than cores"
         raise _Unmeasured(f"how fast this machine computes ({took})")
-    return found
+    return found | host_copies(device)
+
+
+def _idle_cores(device: torch.device) -> int | None:
+    """How many cores other processes leave idle, at least one; None if they use few, or the device computes."""
+    if device.type != "cpu":
+        return None
+    before, started = _others_s(), time.perf_counter()
+    time.sleep(_LOOK_S)
+    share = _share(before, started)
+    if share < _OTHERS:
+        return None
+    log.info("other processes use %.0f%% of the cores, so their rates are taken by CPU time", 100 * share)
+    return _left(share)
+
+
+def _left(share: float) -> int:
+    return max(1, int((1 - share) * len(os.sched_getaffinity(0))))
+
+
+def _share(before_s: float, started: float) -> float:
+    """The share of the cores that other processes have used since then."""
+    seconds = max(time.perf_counter() - started, _LOOK_S)
+    return (_others_s() - before_s) / (seconds * len(os.sched_getaffinity(0)))
 
 
 def wait_until_idle(quiet: int = 3) -> None:
     """Return when other processes have used little of the cores for `quiet` seconds in a row."""
-    cores = len(os.sched_getaffinity(0))
     in_a_row = 0
     while in_a_row < quiet:
-        before = _others_s()
+        before, started = _others_s(), time.perf_counter()
         time.sleep(1.0)
-        in_a_row = in_a_row + 1 if _others_s() - before < _OTHERS * cores else 0
+        in_a_row = in_a_row + 1 if _share(before, started) < _OTHERS else 0
 
 
 def _others_s() -> float:
@@ -235,7 +272,7 @@ def _others_s() -> float:
 
 def _disk(config: RuntimeConfig, device: torch.device) -> Rates:
     try:
-        return dict(asdict(rates.Transfers(config, device).measure()))
+        return dict(asdict(rates.Transfers(config, device, Clock(device, _idle_cores(device))).measure()))
     except OSError as error:
         raise _Unmeasured(f"how fast {', '.join(config.dirs)} is ({error})") from error
 
@@ -323,7 +360,8 @@ def _write(path: Path, contents: Cached) -> None:
     """Write the cache in one move: a reader sees the old file or the new one."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         try:
-            json.dump({"version": _VERSION} | contents, file, indent=1, sort_keys=True)
+            there = {section: entries for section, entries in contents.items() if entries or section in SECTIONS}
+            json.dump({"version": _VERSION} | there, file, indent=1, sort_keys=True)
             file.flush()
             os.replace(file.name, path)
         except BaseException:
@@ -341,14 +379,17 @@ def _parse(text: str) -> Cached:
     if not isinstance(found, dict) or found.get("version") != _VERSION:
         raise ValueError(f"not version {_VERSION} of the machine's rates")
     base = Machine.default(torch.device("cpu"), 1)
-    for section in _SECTIONS:
+    for section in SECTIONS:
         if not isinstance(found.get(section), dict):
             raise ValueError(f"no section {section!r}")
         for entry in found[section].values():
             if not isinstance(entry, dict):
                 raise ValueError(f"{entry!r} are no rates")
             base.with_rates(entry)
-    return {section: found[section] for section in _SECTIONS}
+    tried = found.get(_TRIED, {})
+    if not isinstance(tried, dict) or not all(isinstance(e, dict) and {"at", "reason"} <= e.keys() for e in tried.values()):
+        raise ValueError(f"{tried!r} is no list of what could not be measured")
+    return {section: found[section] for section in SECTIONS} | {_TRIED: tried}
 
 
 def _cpu() -> str:

@@ -22,7 +22,7 @@ _EXAMPLES = """examples:
   ssd-fx calibrate /mnt/nvme            best when nothing else uses the cores
   ssd-fx calibrate /mnt/nvme --wait     first wait until that is so
 
-exit status: 0 measured and kept; 1 not measured, as when others use the cores; 2 wrong words.
+exit status: 0 measured and kept; 1 not measured, as on a full drive; 2 wrong words.
 """
 
 
@@ -37,7 +37,6 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("directory", type=os.path.expanduser)
     parser.add_argument("--wait", action="store_true", help="first wait until other processes leave the cores idle")
-    parser.add_argument("--force", action="store_true", help="keep what is measured though others use the cores")
     parser.add_argument("--json", action="store_true", help="print the rates as JSON, in bytes, seconds and flops")
     parser.set_defaults(run=run)
 
@@ -52,7 +51,7 @@ def run(flags: argparse.Namespace) -> int:
         print("waiting until other processes leave the cores idle", file=sys.stderr, flush=True)
         calibrate.wait_until_idle()
     started = time.perf_counter()
-    rates = _measured(config, device, flags.force).rates()
+    rates = _measured(config, device).rates()
     missed = calibrate.unmeasured(config, device)
     if flags.json:
         print(json.dumps({"rates": dict(rates), "unmeasured": missed, "cache": str(kept_in)}, indent=1))
@@ -64,16 +63,14 @@ def run(flags: argparse.Namespace) -> int:
         return 0
     names = " and ".join(missed)
     print(f"{took}; the rates of {names} above are typical ones. The stored rates of {names} were left as they were.")
-    if "compute" in missed:
-        print("--wait measures when the cores are idle, --force keeps the rates of busy ones")
     return 1
 
 
-def _measured(config: RuntimeConfig, device: torch.device, force: bool) -> Machine:
+def _measured(config: RuntimeConfig, device: torch.device) -> Machine:
     """The rates; on the standard error why some are typical ones. The warning's own advice is to run this command."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        machine = calibrate.calibrated(config, device, again=True, though_busy=force)
+        machine = calibrate.calibrated(config, device, again=True)
     for warning in caught:
         said = warning.message
         reason = f"not measured: {said.reason}" if isinstance(said, calibrate.NotMeasured) else str(said)

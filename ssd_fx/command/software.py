@@ -109,8 +109,8 @@ def _rates() -> Iterator[Finding]:
         found = calibrate.cached()
     except (OSError, ValueError) as error:
         yield Finding("rates", f"{calibrate.cache_path()} is of no use ({error})", "warn")
-    for section, entries in found.items():
-        for key, rates in entries.items():
+    for section in calibrate.SECTIONS:
+        for key, rates in found[section].items():
             lines = "".join(f"\n{'':12}{line}" for line in described(rates))
             yield Finding(section, f"{_hardware(key)}{lines}", figures=rates)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
