@@ -1,5 +1,7 @@
-"""A callback for the Trainer of Hugging Face.
+"""For the Trainer of Hugging Face: logits that it does not read, and a callback.
 
+model.register_forward_hook(loss_only)
+model.compile(backend="ssd_fx", options=...)
 trainer = Trainer(model, arguments, ...)
 trainer.add_callback(SsdFxCallback(trainer))
 """
@@ -8,9 +10,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ssd_fx.integrations.meter import Meter
+
+
+def loss_only(model: nn.Module, inputs: Any, output: Any) -> Any:
+    """A forward hook: in training, a model that has computed its loss returns that alone.
+
+    Else the logits are an output of the compiled graph too. They stay in memory, whoever reads them, and the backward
+    gets a gradient for them: zeros, as many bytes again. Register it before the model is compiled. `output` is a
+    `ModelOutput`; what has no loss, and what a model returns in evaluation, stays as it is.
+    """
+    if not model.training or getattr(output, "loss", None) is None:
+        return None  # torch then takes the output as it is
+    return type(output)(loss=output.loss)
 
 
 class SsdFxCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not looked at when this is checked

@@ -1,0 +1,58 @@
+"""One rank that trains torchtitan's Llama as torchtitan does: checkpoints, blocks compiled, then its `apply_fsdp`.
+
+torchrun --standalone --nproc-per-node 2 -m tests.ways.titan_rank DIRECTORY CHECKPOINT
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torchtitan.models.llama3.infra.parallelize import apply_fsdp
+
+import ssd_fx
+from tests.distributed.worker import local
+from tests.loops.loops import Compile
+from tests.ways.test_torchtitan import llama, tokens
+from tests.ways.ways import by_name
+
+STEPS = 2
+
+
+def train(checkpoint: str, compile: Compile) -> list[Tensor]:
+    """Losses and this rank's gradients."""
+    torch._dynamo.reset()
+    model, seen = llama(checkpoint, compile), list[Tensor]()
+    full = torch.float32
+    apply_fsdp(model, init_device_mesh("cpu", (dist.get_world_size(),)), full, full, pp_enabled=False)
+    with by_name(compile):
+        for step in range(STEPS):
+            batch = tokens(10 * dist.get_rank() + step)
+            loss = F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+            loss.backward()
+            seen += [loss.detach(), *(local(p.grad).clone() for p in model.parameters() if p.grad is not None)]
+            model.zero_grad()
+    return seen
+
+
+def main(directory: str, checkpoint: str) -> None:
+    dist.init_process_group("gloo")
+    torch.use_deterministic_algorithms(True)
+    options = {"dirs": [directory], "inner": "aot_eager", "budget": 0, "min_bytes": 0, "recompute": False}
+    kept = train(checkpoint, partial(torch.compile, backend="ssd_fx", options=options | {"budget": 1.0}))
+    ssd_fx.reset_stats()
+    found = train(checkpoint, partial(torch.compile, backend="ssd_fx", options=options))
+    same = all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
+    stats = ssd_fx.stats()
+    said = f"same {same}, {len(found)} values, {stats.stores} stores, {stats.loads} loads"
+    print(f"rank {dist.get_rank()}: {said}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
