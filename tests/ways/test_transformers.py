@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ssd_fx
 from ssd_fx.report.model import Report
 from tests.loops.loops import Compile, Loop, assert_no_bit_changes, backward, gradients
-from tests.models import assert_same_bits
+from tests.models import assert_same_bits, deterministic
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,29 +35,33 @@ def outputs_of(report: Report) -> list[str]:
     return [each.row.place for each in report.unfreed if each.row.shared == "output"]
 
 
-def test_the_logits_are_an_output_no_more(tmp_path: Path) -> None:
-    """Without the hook the report names them, and nobody can let go of them inside the Trainer."""
+def steps(model: nn.Module, directory: Path, inner: str) -> list[Tensor]:
+    """Three losses, the last gradients."""
+    torch._dynamo.reset()
+    ssd_fx.reset_stats()
+    model.compile(backend="ssd_fx", options={"dirs": [str(directory)], "inner": inner, "budget": 0, "min_bytes": 0})
+    losses = []
+    for _ in range(3):
+        outputs = model(input_ids=texts(), labels=texts())
+        assert (outputs.logits is None) == bool(model._forward_hooks)
+        losses.append(outputs.loss)
+        del outputs  # as the Trainer does
+        losses[-1].backward()
+    return [*losses, *gradients(model)]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_logits_are_an_output_no_more(tmp_path: Path, inner: str) -> None:
+    """Without the hook the report names them under Inductor, and nobody can let go of them inside the Trainer."""
     from ssd_fx.integrations.hf import loss_only
 
-    def steps(model: nn.Module) -> list[Tensor]:
-        torch._dynamo.reset()
-        ssd_fx.reset_stats()
-        options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "budget": 0, "min_bytes": 0}
-        model.compile(backend="ssd_fx", options=options)
-        losses = []
-        for _ in range(3):
-            outputs = model(input_ids=texts(), labels=texts())
-            assert (outputs.logits is None) == bool(model._forward_hooks)
-            losses.append(outputs.loss)
-            del outputs  # as the Trainer does
-            losses[-1].backward()
-        return [*losses, *gradients(model)]
-
-    expected = steps(llama())
-    assert outputs_of(ssd_fx.report()) != []
-    model = llama()
-    model.register_forward_hook(loss_only)
-    assert_same_bits(steps(model), expected)
+    with deterministic():
+        expected = steps(llama(), tmp_path, inner)
+        named = outputs_of(ssd_fx.report())
+        model = llama()
+        model.register_forward_hook(loss_only)
+        assert_same_bits(steps(model, tmp_path, inner), expected)
+    assert ["lm_head" in place for place in named] == ([True] if inner == "inductor" else [])
     assert outputs_of(ssd_fx.report()) == []
     model.eval()
     assert model(input_ids=texts(), labels=texts()).logits is not None
@@ -84,7 +88,7 @@ def test_the_trainer_without_logits(tmp_path: Path, inner: str) -> None:
         trainer.train()
         history = trainer.state.log_history
         found = [torch.tensor(entry[key]) for entry in history for key in ("loss", "eval_loss") if key in entry]
-        assert len(found) == 4
+        assert len(found) == 5  # the last step is evaluated too
         return [*found, *(p.detach().clone() for p in model.parameters())]
 
     assert_no_bit_changes(loop, tmp_path, inner, section="ways of working", plain=inner)
