@@ -32,14 +32,14 @@ def int8_weights(model: nn.Module) -> None:
     from torchao.prototype.quantized_training import int8_weight_only_quantized_training
     from torchao.quantization import quantize_
 
-    quantize_(model, int8_weight_only_quantized_training(), set_inductor_config=False)
+    quantize_(model, int8_weight_only_quantized_training())
 
 
 def int8_products(model: nn.Module) -> None:
     from torchao.prototype.quantized_training import int8_mixed_precision_training
     from torchao.quantization import quantize_
 
-    quantize_(model, int8_mixed_precision_training(), set_inductor_config=False)
+    quantize_(model, int8_mixed_precision_training())
 
 
 def aware(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def steps(model: nn.Module, directory: Path, inner: str) -> list[Tensor]:
     losses = []
     for _ in range(3):
         outputs = model(input_ids=texts(), labels=texts())
-        assert (outputs.logits is None) == bool(model._forward_hooks)
+        assert (outputs.logits is None) == ("forward" in vars(model))
         losses.append(outputs.loss)
         del outputs  # as the Trainer does
         losses[-1].backward()
@@ -52,14 +54,14 @@ def steps(model: nn.Module, directory: Path, inner: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_logits_are_an_output_no_more(tmp_path: Path, inner: str) -> None:
-    """Without the hook the report names them under Inductor, and nobody can let go of them inside the Trainer."""
+    """Without it the report names them under Inductor, and nobody can let go of them inside the Trainer."""
     from ssd_fx.integrations.hf import loss_only
 
     with deterministic():
         expected = steps(llama(), tmp_path, inner)
         named = outputs_of(ssd_fx.report())
         model = llama()
-        model.register_forward_hook(loss_only)
+        loss_only(model)
         assert_same_bits(steps(model, tmp_path, inner), expected)
     assert ["lm_head" in place for place in named] == ([True] if inner == "inductor" else [])
     assert outputs_of(ssd_fx.report()) == []
@@ -67,6 +69,18 @@ def test_the_logits_are_an_output_no_more(tmp_path: Path, inner: str) -> None:
     assert model(input_ids=texts(), labels=texts()).logits is not None
     model.train()
     assert model(input_ids=texts()).logits is not None
+    assert list(inspect.signature(model.forward).parameters) == list(inspect.signature(llama().forward).parameters)
+
+
+def test_a_copy_calls_its_own_parameters() -> None:
+    from ssd_fx.integrations.hf import loss_only
+
+    model = llama()
+    loss_only(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+    assert copied(input_ids=texts(), labels=texts()).loss != model(input_ids=texts(), labels=texts()).loss
 
 
 @pytest.mark.slow
@@ -77,7 +91,7 @@ def test_the_trainer_without_logits(tmp_path: Path, inner: str) -> None:
 
     def loop(compile: Compile) -> list[Tensor]:
         model = llama()
-        model.register_forward_hook(loss_only)
+        loss_only(model)
         model.compile(**compile.keywords)  # type: ignore[attr-defined]
         data = [{"input_ids": text, "labels": text} for text in texts(12)]
         arguments = transformers.TrainingArguments(
