@@ -105,11 +105,16 @@ docs: $(STAMP)
 	$(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . $(SITE)
 	@echo $(SITE)/index.html
 
+# The last one that torchtune 0.6.1 imports from.
+TORCHAO := torchao==0.10.0
+
 # Other people's packages, about 2 GB of them. DeepSpeed is built beside the torch that is there; none of its own kernels.
 ways: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,trainers,ways]' wheel ninja
 	DS_BUILD_OPS=0 $(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-build-isolation deepspeed
-	$(SAME_BITS) $(RECORDED) $(PY) -m pytest -m "" tests/ways $(PYTEST_FLAGS)
+	$(SAME_BITS) $(RECORDED) $(PY) -m pytest -m "" tests/ways --ignore tests/ways/test_torchtune.py $(PYTEST_FLAGS)
+	$(PY) -m pip install --quiet $(PIP_FLAGS) --no-deps --upgrade --target build/torchao $(TORCHAO)
+	PYTHONPATH=build/torchao $(SAME_BITS) $(RECORDED) $(PY) -m pytest -m "" tests/ways/test_torchtune.py $(PYTEST_FLAGS)
 
 compatibility: $(STAMP)
 	$(PY) -m tests.compatibility $(RESULTS) --tidy > docs/compatibility.md

@@ -37,7 +37,8 @@ def llama(checkpoint: str, compile: Compile | None) -> torch.nn.Module:
     torch.manual_seed(0)
     shape = TransformerModelArgs(dim=64, n_layers=3, n_heads=4, vocab_size=WORDS, multiple_of=32, max_seq_len=LENGTH)
     model: torch.nn.Module = Transformer(shape)
-    model.init_weights(torch.device("cpu"))  # type: ignore[operator]
+    with torch.no_grad():
+        model.init_weights(torch.device("cpu"))  # type: ignore[operator]
     if checkpoint != "none":
         how = {"mode": "full"} if checkpoint == "full" else {"mode": "selective", "selective_ac_option": checkpoint}
         saved = parallelize._op_sac_save_list

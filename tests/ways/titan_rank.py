@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 
@@ -30,6 +31,9 @@ def train(checkpoint: str, compile: Compile) -> list[Tensor]:
     model, seen = llama(checkpoint, compile), list[Tensor]()
     full = torch.float32
     apply_fsdp(model, init_device_mesh("cpu", (dist.get_world_size(),)), full, full, pp_enabled=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds up
     with by_name(compile):
         for step in range(STEPS):
             batch = tokens(10 * dist.get_rank() + step)
