@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.distributed.launch import torchrun
 from tests.loops.loops import Compile, assert_no_bit_changes, backward, gradients
-from tests.ways.ways import by_name
+from tests.ways.ways import assert_two_ranks_agree, by_name
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchtitan", reason="make ways installs it")
@@ -75,8 +73,5 @@ def test_blocks_compiled_one_by_one(tmp_path: Path, checkpoint: str, inner: str)
 
 @pytest.mark.parametrize("checkpoint", MODES.values(), ids=MODES)
 def test_fsdp2_on_two_ranks(tmp_path: Path, checkpoint: str) -> None:
-    status, output = torchrun("-m", "tests.ways.titan_rank", str(tmp_path), checkpoint, ranks=2, timeout_s=300)
-    assert status == 0, output[-4000:]
-    found = re.findall(r"rank (\d): same (\w+), (\d+) values, (\d+) stores, (\d+) loads", output)
-    assert sorted((rank, same) for rank, same, *_ in found) == [("0", "True"), ("1", "True")], output[-4000:]
-    assert all(int(values) == 2 * (1 + 30) and int(stores) and stores == loads for _, _, values, stores, loads in found)
+    steps, parameters = 2, 30
+    assert_two_ranks_agree("tests.ways.titan_rank", tmp_path, checkpoint, steps * (1 + parameters))

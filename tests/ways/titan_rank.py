@@ -16,11 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 
-import ssd_fx
 from tests.distributed.worker import local
 from tests.loops.loops import Compile
 from tests.ways.test_torchtitan import llama, tokens
-from tests.ways.ways import by_name
+from tests.ways.ways import by_name, compare_on_a_rank
 
 STEPS = 2
 
@@ -46,15 +45,7 @@ def train(checkpoint: str, compile: Compile) -> list[Tensor]:
 
 def main(directory: str, checkpoint: str) -> None:
     dist.init_process_group("gloo")
-    torch.use_deterministic_algorithms(True)
-    options = {"dirs": [directory], "inner": "aot_eager", "budget": 0, "min_bytes": 0, "recompute": False}
-    kept = train(checkpoint, partial(torch.compile, backend="ssd_fx", options=options | {"budget": 1.0}))
-    ssd_fx.reset_stats()
-    found = train(checkpoint, partial(torch.compile, backend="ssd_fx", options=options))
-    same = all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
-    stats = ssd_fx.stats()
-    said = f"same {same}, {len(found)} values, {stats.stores} stores, {stats.loads} loads"
-    print(f"rank {dist.get_rank()}: {said}", flush=True)
+    compare_on_a_rank(partial(train, checkpoint), directory)
     dist.destroy_process_group()
 
 
