@@ -93,11 +93,12 @@ def assert_no_bit_changes(
     section: Section = "training loops",
     plain: str = "",
     share: float = 0.9,
+    parts: bool = False,
     **more: Any,
 ) -> ssd_fx.Stats:
     """What `loop` returns is the same with everything kept; the counters are those of the run with all on disk. It is
     also that of the backend `plain`, but for `apart`: under Inductor of plain Inductor. At least `share` of what is
-    saved leaves."""
+    saved leaves. `parts`: of some storages a part is written, as the rest is not read."""
     plain = plain or ("inductor" if inner == "inductor" else "")
     ours = run(loop, directory, inner, **more) if plain else []
     expected = _run(loop, partial(torch.compile, backend=plain)) if plain else []
@@ -108,7 +109,8 @@ def assert_no_bit_changes(
     stats = ssd_fx.stats()
     record(Result(section, current_test(), inner, stats.saved_bytes, stats.written_bytes))
     assert stats.offloaded_bytes >= share * stats.saved_bytes > 0
-    assert stats.written_bytes + stats.held_bytes + stats.cancelled_bytes == stats.offloaded_bytes
+    moved = stats.written_bytes + stats.held_bytes + stats.cancelled_bytes
+    assert moved == stats.offloaded_bytes or (parts and share * stats.offloaded_bytes <= moved < stats.offloaded_bytes)
     if os.environ.get("EVERY_SOURCE"):  # make loops EVERY_SOURCE=1
         _assert_every_source_gives(kept, loop, inner, **more)
     return stats

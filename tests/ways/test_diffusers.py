@@ -61,4 +61,5 @@ def test_network(tmp_path: Path, inner: str, make: Callable[[], Made]) -> None:
         return seen
 
     # Inductor chooses other kernels of convolutions: gradients of the first layers are apart.
-    assert_no_bit_changes(loop, tmp_path, inner, section="ways of working", plain=inner, apart=5e-3)
+    how: dict[str, Any] = {"section": "ways of working", "plain": inner, "apart": 5e-3, "parts": make is flux}
+    assert_no_bit_changes(loop, tmp_path, inner, **how)
