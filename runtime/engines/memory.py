@@ -127,6 +127,7 @@ class MemoryEngine:
     def close(self) -> None:
         with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
             closing.callback(self._pinned.clear)
+            closing.callback(self._sides.close)
             for moving in self._moving.values():
                 closing.callback(moving.clear)
                 for copy in moving:

@@ -269,7 +269,8 @@ class Transfers:
         started = time.perf_counter()
         compute_s = 0.0
         count = 0
-        completions = self._start(pairs, write)
+        with streams.timed(self.device):
+            completions = self._start(pairs, write)
         held_s = time.perf_counter() - started  # an engine that copies at once blocks its caller all the time
         if streams.of(self.device):
             held_s = 0.0  # the device computes meanwhile
