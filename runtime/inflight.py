@@ -23,7 +23,7 @@ def inflight_bytes(device: torch.device) -> int:
 
 
 class CopiesInVain:
-    """Copies on streams whose tensors were given away meanwhile, or died. Nobody else gets the memory that they read."""
+    """Copies on streams whose tensors were given away meanwhile, or died. Nobody else gets what they read."""
 
     def __init__(self) -> None:
         self._row: deque[tuple[streams.Queued, torch.UntypedStorage, int]] = deque()  # what each reads, and its bytes

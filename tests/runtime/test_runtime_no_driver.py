@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 
+from ssd_fx.runtime.device import driver
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.device import driver
 from ssd_fx.runtime.store import get_store
 from tests.runtime.harness import config_json, load, store
 
