@@ -76,8 +76,7 @@ class Reader:
         ahead = entry.ahead
         if ahead is None:
             return
-        if ahead.read:
-            ahead.read.cancel()
+        _end(ahead)
         self._count(ahead, 0)
         entry.ahead = None  # last: until then it keeps the memory that is being read into
 
@@ -85,9 +84,8 @@ class Reader:
         """Ends all reads of an entry that dies."""
         self.drop_ahead(entry)
         for load in entry.loads:
-            if load.read:
-                load.read.cancel()
-                self._count(load, 0)
+            _end(load)
+            self._count(load, 0)
         entry.loads.clear()
 
     def done(self, entry: Entry, load: Load) -> None:
@@ -199,6 +197,15 @@ class Reader:
         if entry.encoded:
             return tensors.empty(TensorMeta((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
         return tensors.empty(entry.layout, entry.device)
+
+
+def _end(load: Load) -> None:
+    """Ends a read that nobody wants any more.
+
+    What it fills goes back to the stream that asked for it, which waits for a copy, so that the host need not.
+    """
+    if load.read and not (isinstance(load.read, Queued) and load.read.abandon()):
+        load.read.cancel()
 
 
 def _extent(entry: Entry) -> Extent:

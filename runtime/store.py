@@ -13,7 +13,7 @@ from torch import Tensor
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.deaths import before_work, janitor, when_idle
-from ssd_fx.runtime.device import clock, device_trace, streams
+from ssd_fx.runtime.device import clock, device_trace, driver, streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
@@ -23,7 +23,6 @@ from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_parameter
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
-from ssd_fx.runtime.native import driver
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
 from ssd_fx.runtime.residency import Residency
@@ -224,7 +223,9 @@ class Store:
             self.habits.died_unread(entry.graph, entry.slot)
         self.prefetcher.dead(entry)
         self.reader.forget(entry)
-        self.writer.cancel(entry)
+        if isinstance(entry.write, streams.Queued) and entry.held is not None and not is_alone(entry.held):
+            self._freed(entry, False)  # nor would it be at the end of the copy
+        self.writer.give_away(entry)
         self.writer.in_vain.let_go()  # no op of ours comes behind the last load of a backward
         self.writer.count_out(entry)
         self._judge(entry)
@@ -236,13 +237,20 @@ class Store:
     def end(self) -> None:
         """Ends the use of the engine: what is in memory stays there, and what is not is lost.
 
-        A read that somebody waits for may still end well. Called under the lock. Then the engine is closed.
+        A read that somebody waits for may still end well. Called under the lock. Then `close` is called.
         """
         self.writer.end()
         for entry in entries.of(self):
             self.prefetcher.dead(entry)
             self.reader.drop_ahead(entry)
             entry.lost = entry.held is None and entry.extent is not None
+
+    def close(self) -> None:
+        """Returns when all transfers have ended. Called once, behind `end`; without the lock other graphs go on."""
+        try:
+            self.engine.close()
+        finally:
+            self.writer.in_vain.end()
 
     def _available_bytes(self) -> int:
         """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
@@ -255,12 +263,15 @@ class Store:
     def _judge(self, entry: Entry) -> None:
         """Learns, once per entry, whether writing it freed memory, or would have freed memory if it was not written."""
         if entry.held is None and entry.extent and entry.storage:
-            freed = entry.storage.expired()
+            self._freed(entry, entry.storage.expired())
+        elif entry.held is not None and self.habits.of(entry.graph, entry.slot).keep:
+            self.habits.kept(entry.graph, entry.slot, is_alone(entry.held))
+
+    def _freed(self, entry: Entry, freed: bool) -> None:
+        if entry.storage:
             entry.storage = None
             counters(entry.graph).count("freed" if freed else "wasted", entry.slot, entry.nbytes)
             self.habits.freed(entry.graph, entry.slot, entry.nbytes, freed)
-        elif entry.held is not None and self.habits.of(entry.graph, entry.slot).keep:
-            self.habits.kept(entry.graph, entry.slot, is_alone(entry.held))
 
     def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str, waited: float = 0.0) -> None:
         event = (kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, self.engine.name)
@@ -338,9 +349,9 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
         try:
             store.end()
         except BaseException:
-            store.engine.close()
+            store.close()
             raise
-    store.engine.close()  # without the lock: other graphs go on
+    store.close()  # without the lock
     if not _stores:
         CPU_ALLOCATOR.trim()
 
@@ -359,7 +370,7 @@ def _end(config: RuntimeConfig) -> None:
     try:
         store.end()
     finally:
-        store.engine.close()
+        store.close()
 
 
 _inherited: list[object] = []

@@ -90,18 +90,22 @@ class Writer:
             self._start_due()
 
     def reap(self) -> None:
-        """Drops our references to the tensors that have been written."""
+        """Drops our references to the tensors that have been written. Copies on streams end in order."""
         self.in_vain.let_go()
         while self._followed and self._followed[0][0].done():
             copy, graph, slot, seq, nbytes = self._followed.popleft()
             outcome(copy)  # now it knows when it was
             trace.transfer("write", graph, slot, seq, copy.span(), nbytes, "ok", self._engine.name)
         unfinished = 0
+        copying = False
         ended = []
         for entry in self._writing:
-            if entry.write is not None and entry.write.done():
-                ended.append((entry, entry.write))
+            write = entry.write
+            copies = isinstance(write, streams.Queued) and write.cannot_fail()
+            if write is not None and not (copies and copying) and write.done():
+                ended.append((entry, write))
                 continue
+            copying = copying or copies
             unfinished += 1
             if unfinished > OVERTAKERS:
                 break
@@ -156,7 +160,7 @@ class Writer:
             self.finish(entry, error)
 
     def give_away(self, entry: Entry) -> None:
-        """Ends an entry's write, or its wait for one, for somebody who takes the tensor over and may write into it.
+        """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
 
         A copy that is queued on a stream goes on: nothing can take it back, and the host would wait for all copies
         before it. What it moves is not read. Until it has ended nobody else gets the memory that it reads, and it
@@ -165,7 +169,7 @@ class Writer:
         write, held = entry.write, entry.held
         if isinstance(write, streams.Queued) and write.cannot_fail() and not write.done():
             assert held is not None, "what is being written is held"
-            self.in_vain.add(write, alias(held, entry.layout))
+            self.in_vain.add(write, held.untyped_storage(), entry.moved_bytes)
             self._cancelled(entry)
             return
         self.cancel(entry)
@@ -184,14 +188,16 @@ class Writer:
         return True
 
     def end(self) -> None:
-        """Ends all writes for good. What was being written stays in memory, even if its write had just ended."""
+        """Ends all writes for good. What was being written stays in memory, even if its write had just ended.
+
+        What was copied in vain is held until `in_vain.end`.
+        """
         self._ended = True
         for entry in list(self._writing):
             if entry.write:
                 entry.write.cancel()
             self._cancelled(entry)
         self._followed.clear()
-        self.in_vain.end()
 
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
@@ -288,10 +294,10 @@ class Writer:
         self._writing[entry] = None
         self.writing_bytes += nbytes
         try:
-            entry.on_drive = extent.on_drive  # now: it may move on from host memory before the write's end is seen
             memory = Memory.of(held)
             entry.address = memory.ptr
             entry.write = self._engine.write(extent, memory)
+            entry.on_drive = extent.on_drive  # now: it may move on from host memory before the write's end is seen
             entry.write.start()
         except OSError as error:
             self.finish(entry, error)

@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 
+from ssd_fx.runtime.device import driver
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.native import driver
 from ssd_fx.runtime.store import get_store
 from tests.runtime.harness import config_json, load, store
 
@@ -79,3 +79,38 @@ def test_the_directory_is_not_to_blame(monkeypatch, tmp_path, operation):
         assert isinstance(engine, posix.PosixEngine)
         extent = engine.alloc(100)  # raises where a directory takes no more
         engine.free(extent)
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_stream_of_our_own(monkeypatch, code):
+    """It comes before PyTorch's, and the thread is afterwards in the context in which it was."""
+    calls = []
+
+    class Loaded(Library):
+        def __getattr__(self, name):
+            if not name.startswith(("cuCtxP", "cuStreamCreateW", "cuDevicePrimary")):
+                return super().__getattr__(name)
+
+            def call(*arguments):
+                calls.append((name, *(getattr(each, "value", None) for each in arguments)))
+                if name == "cuDevicePrimaryCtxRetain":
+                    arguments[0]._obj.value = 0x77
+                if name == "cuStreamCreateWithPriority":
+                    arguments[0]._obj.value = 0x99
+                    return code
+                return 0
+
+            return call
+
+    monkeypatch.setattr(driver, "load_library", lambda name: Loaded("nothing"))
+    if code:
+        with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority returned 2"):
+            driver.cuda().stream(0)
+    else:
+        assert driver.cuda().stream(0) == 0x99
+    _, *made = calls
+    assert made == [
+        ("cuCtxPushCurrent_v2", 0x77),
+        ("cuStreamCreateWithPriority", None, 1, -1),
+        ("cuCtxPopCurrent_v2", None),
+    ]
