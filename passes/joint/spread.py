@@ -56,6 +56,7 @@ class _Sweep:
             self.last |= {key: i for n in node.all_input_nodes if (key := storage_of(n)) is not None}
         self.changed = {storage_of(n) for node in nodes for n in written(node)}
         self.now: dict[fx.Node, fx.Node] = {}
+        self.twinned: set[int | None] = set()
         self.used: dict[int, int] = {}  # by storage: where it, or what stands for it, was read last
 
     def visit(self, user: fx.Node) -> None:
@@ -69,7 +70,8 @@ class _Sweep:
                 user.replace_input_with(source, self.now[source])
 
     def _bring_near(self, source: fx.Node, user: fx.Node) -> None:
-        if not self._is_far(source, user) or _nbytes(source) == 0:
+        is_of_twin = source not in self.now and storage_of(source) in self.twinned  # another view of what has one
+        if _nbytes(source) == 0 or not (is_of_twin or self._is_far(source, user)):
             return
         twins = _Twins()
         if self._find(source, user, twins) and 2 * twins.longer < _nbytes(source):
@@ -90,7 +92,7 @@ class _Sweep:
             key = storage_of(each)
             if key in self.changed:
                 return False
-            is_there = key is None or self.last.get(key, -1) >= self.at[user]
+            is_there = each in self.now or key is None or self.last.get(key, -1) >= self.at[user]
             if is_there and not (_may_be_copied(each) and self._is_far(each, user)):
                 continue
             if not self._find(each, user, twins) and not is_there:
@@ -108,6 +110,7 @@ class _Sweep:
             assert found is not None, "it ran once, with tensors of plain sizes"
             twin.meta["val"] = found
             self.now[node] = twin
+            self.twinned.add(storage_of(node))
             for source in node.all_input_nodes:
                 self._use(source, user)
 

@@ -77,13 +77,13 @@ def test_what_the_caller_may_change_is_no_source() -> None:
 
 
 def sweeping(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """`gelu` is read at once, and by the last product of the backward again."""
+    """`gelu` is read at once, and far off again, twice: by itself and by a view."""
     up = x @ w
     gelu = F.gelu(up)
     y = gelu
     for _ in range(12):
         y = y @ w
-    return (y * gelu).sum()
+    return (y * gelu * gelu.t() + up).sum()
 
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "PyTorch's"])
@@ -100,6 +100,9 @@ def test_what_is_read_again_far_off_is_computed_twice_if_we_compute_it_again(is_
     twins = {node.name for node in graph.nodes} - before
     assert bool(twins) == is_ours
     assert all(name.endswith("_twin") for name in twins)
+    (gelu,) = (node for node in graph.nodes if node.name == "gelu")
+    far = [user for user in gelu.users if user.name not in before or user.target is torch.ops.aten.mul.Tensor]
+    assert bool(far) != is_ours, "what lies far off reads the twin"
 
 
 def _forward_as_backward(toy: toys.Toy) -> Partition:
