@@ -15,7 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
@@ -32,7 +32,9 @@ from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
 from ssd_fx.passes.plan import Plan
-from ssd_fx.report.budgets import Estimate, Prediction
+from ssd_fx.passes.proposals import forecast_of
+from ssd_fx.report.budgets import MEMORY, Estimate, Prediction
+from ssd_fx.report.limit import largest_at
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
@@ -67,7 +69,8 @@ def estimate(
         inputs: a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
         budgets: each as the option `budget`; one of them or several.
         options: those of `ssd_fx.Config`; `dynamic` and `mode` are those of `torch.compile`.
-        memory: marks the fastest budget whose tensors fit in so many bytes ("8GiB").
+        memory: as the option, in bytes ("8GiB"): a row of what it would do, and what else fits. None for that of the
+            options.
         drive_tbw: a number of TB that all drives of the node are rated for; 0 for that of the options.
         batch: another batch size than that of the inputs, if they have it first.
         optimizers: one or several, whose state counts.
@@ -87,20 +90,25 @@ def estimate(
         raise ValueError("budgets is empty; right would be e.g. [0, 0.5]")
     limit, rated = parsed_size("memory", memory), parse_tbw("drive_tbw", drive_tbw)
     config = check_options(options)
+    if limit is None and isinstance(config.memory, int):
+        limit = config.memory
     rated = (rated or config.drive_tbw) / config.ranks.count  # the other ranks write to them too
     model, call = fake.off_meta(uncompiled(model), called_with(inputs))
     if batch is not None:
         call = fake.with_batch(call, parsed_batch(batch))
     survey = partial(_survey_of, model, call, options, dynamic, mode)
-    found = survey(partial(_plans, asked, SHARES if rivals else ()))
     made = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     state = sum(map(_state_bytes, made))
+    found = survey(partial(_plans, asked, limit is not None, SHARES if rivals else ()))
     there = found.input_bytes + state
     rows = tuple(_prediction(b, p, there) for b, p in zip(asked, found.plans, strict=True))
+    if limit is not None:
+        rows += _within(limit - there, found.lowest, there)
     others, note = _beside(model, found, survey, there) if rivals else ((), "")
     name, saved = found.own.graph, found.own.saved_bytes
     of_step = (name, fake.batch_of(call), saved, found.input_bytes, state, rows)
-    return Estimate(*of_step, memory=limit, drive_tbw=rated, rates=found.rates, rivals=others, note=note)
+    more: dict[str, Any] = {"drive_tbw": rated, "rates": found.rates, "rivals": others, "note": note}
+    return Estimate(*of_step, memory=limit, largest=found.largest, **more)
 
 
 def parsed_size(name: str, value: int | str | None) -> int | None:
@@ -133,22 +141,57 @@ class _Found:
     """`own`: what the analyses found in PyTorch's partition; `plans`: one for every budget; `alone`: with
     everything kept, one for every share of PyTorch's budget.
 
-    `rates`: as in `Estimate`.
+    `lowest`: the plan for budget 0, if it was asked for. `largest`: of the last plan. `rates`: as in `Estimate`.
     """
 
     own: Plan
     input_bytes: int
     plans: tuple[Plan, ...]
+    lowest: Plan
     alone: tuple[Plan, ...]
     rates: str
+    largest: str
 
 
-def _plans(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, options: PlanOptions) -> _Found:
-    """Plan the joint graph for every budget, and for every share of PyTorch's budget."""
+def _plans(
+    budgets: Sequence[Budget], limited: bool, shares: Sequence[float], joint: Joint, options: PlanOptions
+) -> _Found:
+    """Plan the joint graph for every budget, and for every share of PyTorch's budget. `limited`: for budget 0 too."""
     alone = tuple(kept_under(share, joint, options) for share in shares)
     own = pipeline.cut(joint, options)
-    plans = tuple(plan for _, plan in pipeline.decide_for_all(joint, own, options, budgets))
-    return _Found(own.plan, _input_bytes(own.partition), plans, alone, options.rates)
+    found = pipeline.decide_for_all(joint, own, options, [*budgets, 0] if limited else budgets)
+    plans = tuple(plan for _, plan in found)
+    partition, lowest = found[-1]
+    largest = largest_at(partition, forecast_of(lowest).peak_node, options.roots)
+    input_bytes = _input_bytes(own.partition)
+    return _Found(own.plan, input_bytes, plans[: len(budgets)], lowest, alone, options.rates, largest)
+
+
+def _within(room: int, lowest: Plan, there: int) -> tuple[Prediction, ...]:
+    """What the option `memory` makes of the plan for budget 0; nothing if not even that fits.
+
+    `room`: of the limit, above the level before the step, where there are `there` bytes. What the plan leaves of it
+    stays in memory and is not written, and what that would cost is saved in proportion.
+    """
+    found, row = forecast_of(lowest), _prediction(MEMORY, lowest, there)
+    stays = min(room, max(found.everything, found.peak)) - found.peak
+    if stays < 0:
+        return ()
+    written = max(0, found.written - stays)
+    share = written / found.written if found.written else 0.0
+    saved = (1 - share) * (row.stall_s + found.transfer_s)
+    peak = found.peak + stays
+    return (
+        replace(
+            row,
+            peak_bytes=peak,
+            memory_bytes=peak + there,
+            step_s=row.step_s - saved,
+            stall_s=share * row.stall_s,
+            written_bytes=written,
+            limit_bytes=room,
+        ),
+    )
 
 
 def _beside(

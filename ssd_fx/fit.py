@@ -41,7 +41,7 @@ _EXAMPLES = """examples:
   ssd-fx fit train.py --budget 0,0.5,2GiB --batch 8,16 -- --epochs 1
   ssd-fx fit train.py --machine 4090 --drive samsung-9100-pro-4tb --drives 2
 
-exit status: 0 fine; 1 nothing fits, or the script cannot be estimated; 2 wrong words.
+exit status: 0 fine; 1 the script cannot be estimated; 2 nothing fits the memory, or wrong words.
 """
 _BACKENDS = (backend, "ssd_fx")  # the values of torch.compile's `backend` that mean ours
 
@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
     budgets = ",".join(map(str, BUDGETS))
     parser.add_argument("--budget", default=budgets, help="shares, sizes, auto; default %(default)s")
     parser.add_argument("--batch", help="other batch sizes than the script's")
-    parser.add_argument("--memory", help="mark the fastest budget whose tensors are within, such as 8GiB")
+    parser.add_argument("--memory", help="what the option `memory` would do, and what else fits, such as 8GiB")
     parser.add_argument(
         "--drive-tbw", default="0", help="how long drives last that are rated for so many TB, such as 600"
     )
@@ -85,7 +85,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(flags: argparse.Namespace) -> int:
     """Run the command, and return its exit status. `flags.behind`: the words behind `--`, which are the script's.
 
-    0: fine. 1: the script or its model cannot be estimated, or no row fits the memory. 2: a wrong flag.
+    0: fine. 1: the script or its model cannot be estimated. 2: no row fits the memory, or a wrong flag.
     """
     with refusing(2):
         budgets = flags.budget.split(",")
@@ -107,7 +107,7 @@ def run(flags: argparse.Namespace) -> int:
         print(json.dumps([each.details() for each in found], indent=1))
     else:
         print(*([] if there is None else [_told(there)]), *found, sep="\n\n")
-    return 0 if all(each.best for each in found) else 1
+    return 0 if all(each.best for each in found) else 2
 
 
 def _elsewhere(flags: argparse.Namespace) -> Machine | None:
