@@ -20,6 +20,7 @@ from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
 
 ATTEMPTS = 3
+AHEAD = -1  # the `seq` of a prefetch
 ALIGNMENT = 16  # bytes: Inductor's kernels for a device assume that tensors made in the graph are aligned so
 
 
@@ -30,6 +31,7 @@ class Reader:
         self._engine = engine
         self._writer = writer
         self.outstanding_bytes = 0  # of reads that have begun and were not waited for yet
+        self.ahead_bytes = 0  # of these, prefetches that nobody has asked for yet
 
     def begin(self, entry: Entry, wanted: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
         """The load, for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
@@ -62,7 +64,7 @@ class Reader:
         """Starts a prefetch, which `begin` will find."""
         landing = self._landing(entry)
         read = self._engine.read(_extent(entry), Memory.of(landing))
-        entry.ahead = Load(landing, landing, read, -1, stream=streams.current(entry.device))
+        entry.ahead = Load(landing, landing, read, AHEAD, stream=streams.current(entry.device))
         try:
             self._count(entry.ahead, entry.moved_bytes)
             counters(entry.graph).prefetched_bytes += entry.moved_bytes
@@ -190,6 +192,8 @@ class Reader:
     def _count(self, load: Load, nbytes: int) -> None:
         """Counts the load as `nbytes` of the bytes outstanding."""
         self.outstanding_bytes += nbytes - load.counted
+        if load.seq == AHEAD:
+            self.ahead_bytes += nbytes - load.counted
         load.counted = nbytes
 
     def _landing(self, entry: Entry) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ssd_fx.runtime import entries, errors, stats, trace
+from ssd_fx.runtime.account import Account
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.deaths import before_work, janitor, when_idle
 from ssd_fx.runtime.device import clock, device_trace, driver, streams
@@ -44,16 +45,27 @@ class Store:
         self.habits = Habits(config.adapt)
         self.writer = Writer(self.engine, config, self.habits, self.residency)
         self.reader = Reader(self.engine, self.writer)
-        self.prefetcher = Prefetcher(self.reader, self.habits, config.prefetch, self._spare)
+        self.account = self._account(config) if config.memory else None
+        window = 0 if config.memory else config.prefetch
+        self.prefetcher = Prefetcher(self.reader, self.habits, window, self._spare)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
-    def begin(self, graph: str) -> None:
-        """A forward of `graph` begins."""
+    def begin(self, graph: str, saved_bytes: int, device: torch.device) -> None:
+        """A forward of `graph` begins on `device`, and will save so many bytes."""
         GUARD.drain()
         with GUARD.lock:
             _begin_later()
             self.residency.forward_begins()
             self.prefetcher.begin(graph)
+            if self.account:
+                self.account.begins(graph, saved_bytes, device)
+                if seen := self.account.seen:
+                    stats.limited(seen.limit, seen.peak, seen.stayed)
+        if self.account:  # what has to go for this forward
+            stall = self.writer.make_room(device)
+            with GUARD.lock:
+                counters(graph).stall_s += stall
+                self.account.settled()
 
     def store(
         self,
@@ -79,6 +91,7 @@ class Store:
                 f"a store of slot {slot} of graph {graph!r} names tier {tier!r}; right would be one of {TIERS}"
             )
         GUARD.drain()
+        self._look()
         base.check_device(self.engine, x.device)
         streams.finish_copies_into(x)
         seen = TensorMeta(tuple(x.shape), x.stride(), x.dtype)
@@ -116,6 +129,7 @@ class Store:
         Raises: RuntimeError if `keepalive` is not the memory that was stored.
         """
         started = now()
+        self._look()
         if keepalive.data_ptr() != entry.ptr:
             raise errors.another_buffer(entry)
         moves = not hand_over and not is_parameter(keepalive)
@@ -134,6 +148,10 @@ class Store:
                 self.writer.finish(entry, error)
             if moves:
                 _put_aside(entry)  # what could not be written
+            self.writer.release(entry)
+        if self.account:
+            stall += self.writer.make_room(entry.device)
+        with GUARD.lock:
             c = counters(entry.graph)
             c.stall_s += stall
             self.residency.waited(stall)
@@ -159,6 +177,7 @@ class Store:
         Raises: what `Reader.begin` raises.
         """
         started = now()
+        self._look()
         with GUARD.lock:
             self.writer.reap()
             where = entry.state
@@ -168,6 +187,8 @@ class Store:
             self._judge(entry)
             load = self.reader.begin(entry, wanted, seq, consume=consume, relies_on=relies_on)
             self.residency.loads(self.writer.resident_bytes)
+            if self.account:
+                self.account.turns()
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
             c = counters(entry.graph)
@@ -184,6 +205,7 @@ class Store:
         Raises: OSError if they cannot be had; RuntimeError if no load of this entry returned `x`.
         """
         started = now()
+        self._look()
         load = _find(entry, x) if entry.nbytes else None
         if load and load.read:
             self._wait_for_read(entry, load, seq, started)
@@ -252,12 +274,32 @@ class Store:
         finally:
             self.writer.in_vain.end()
 
+    def _account(self, config: RuntimeConfig) -> Account:
+        self.writer.limited = True
+        return Account(config.memory, config.ranks, self._held_bytes, self._outstanding_bytes, self.residency.allow)
+
+    def _held_bytes(self) -> int:
+        """What the runtime alone holds: for the backward, or read ahead of it."""
+        return self.writer.held_bytes + self.reader.ahead_bytes
+
+    def _outstanding_bytes(self) -> int:
+        return self.writer.outstanding_bytes
+
+    def _look(self) -> None:
+        """A node of ours begins."""
+        if self.account:
+            with GUARD.lock:
+                self.account.look()
+
     def _available_bytes(self) -> int:
         """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
         return available_bytes() // self._ranks if self.device.type == "cpu" else 0
 
     def _spare(self) -> int:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
+        if self.account:  # what the graph has asked for is the graph's, not read ahead
+            asked = self.reader.outstanding_bytes - self.reader.ahead_bytes
+            return max(0, self.residency.nbytes - self.writer.held_bytes) + asked
         return self.residency.spare(self.writer.resident_bytes)
 
     def _judge(self, entry: Entry) -> None:
@@ -274,6 +316,8 @@ class Store:
             self.habits.freed(entry.graph, entry.slot, entry.nbytes, freed)
 
     def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str, waited: float = 0.0) -> None:
+        if self.account:
+            self.account.settled()
         event = (kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, self.engine.name)
         trace.record(trace.Event(*event, CPU_ALLOCATOR.live_bytes, waited))
 

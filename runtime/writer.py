@@ -56,6 +56,8 @@ class Writer:
         self._outstanding = _Outstanding()
         self._said_no_memory = False
         self._ended = False
+        self._in_use: dict[Entry, None] = {}  # stored and not released
+        self.limited = False  # what is held waits for room until it is within what may be resident
 
     def accept(self, entry: Entry, x: Tensor) -> float:
         """The seconds waited because too many bytes were being written already.
@@ -65,10 +67,19 @@ class Writer:
         with GUARD.lock:
             self.reap()
             self._hold(entry, x)
+        return self.make_room(x.device)
+
+    def make_room(self, device: torch.device) -> float:
+        """Starts every write that is due. The seconds waited, for room in flight or until no more is held than may be.
+
+        Called without the lock.
+        """
+        with GUARD.lock:
+            self.reap()
             before = self._start_due()
         if before is None:
             return 0.0
-        arrival = Arrival(x.device)
+        arrival = Arrival(device)
         while before:
             outcome(before)  # an error is left to `reap`
             with GUARD.lock:
@@ -159,6 +170,21 @@ class Writer:
         else:
             self.finish(entry, error)
 
+    def release(self, entry: Entry) -> None:
+        """The graph needs the tensor no longer, so what is held of it is held for the backward alone."""
+        self._in_use.pop(entry, None)
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held for the backward alone: the graph has released it, and it is still in memory."""
+        in_use = sum(e.moved_bytes for e in self._in_use if e in self._resident or e in self._writing)
+        return self.resident_bytes + self.writing_bytes - in_use
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """What the graph has released and the backward has not asked for, wherever it is."""
+        return self._outstanding.nbytes - sum(e.nbytes for e in self._in_use if not e.binding)
+
     def give_away(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
 
@@ -202,6 +228,7 @@ class Writer:
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
         self._outstanding.remove(entry)
+        self._in_use.pop(entry, None)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
         counter = versioned_alias(x)
@@ -230,6 +257,8 @@ class Writer:
         if self._residency.least and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         nbytes = entry.moved_bytes
+        if self.limited:
+            self._in_use[entry] = None
         self._resident[entry] = None
         self.resident_bytes += nbytes
         if entry.binding:
@@ -264,6 +293,9 @@ class Writer:
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
             del storage
+        while self.limited and self.held_bytes > self._residency.nbytes:
+            if not self._follow_oldest():
+                return self._oldest_under_way()
         return None
 
     def _follow_oldest(self) -> bool:

@@ -12,7 +12,9 @@ import torch
 from ssd_fx.calibration import calibrate
 from ssd_fx.command.findings import Finding
 from ssd_fx.command.mounts import SYS, Drive, text_of
+from ssd_fx.runtime.account import AUTO
 from ssd_fx.runtime.memory.available import Group, memory_limit, own_groups
+from ssd_fx.runtime.memory.gauge import gauge, host_spare_bytes
 from ssd_fx.runtime.memory.numa import cores_in
 from ssd_fx.sizes import format_bytes
 
@@ -22,6 +24,7 @@ ROOT = Path("/")
 def findings() -> Iterator[Finding]:
     """Of the process, without its directories."""
     yield from memory()
+    yield auto()
     yield from cpu_quota()
     yield from shell()
     yield from cache()
@@ -33,6 +36,15 @@ def memory(root: Path = ROOT) -> Iterator[Finding]:
     if limits:
         says = f"the container allows {format_bytes(min(limits))} of memory, page cache included"
         yield Finding("memory", says, figures={"limit_bytes": min(limits)})
+
+
+def auto() -> Finding:
+    """What the option memory="auto" would take now, on the device that models are trained on here."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    found = gauge(device) if device.type != "cpu" else None
+    nbytes = int(AUTO * (found.spare_bytes() if found else host_spare_bytes()))
+    says = f"memory='auto' would limit all tensors on {device.type} to {format_bytes(nbytes)} now"
+    return Finding("auto", says, figures={"auto_bytes": nbytes})
 
 
 def cpu_quota(root: Path = ROOT) -> Iterator[Finding]:
