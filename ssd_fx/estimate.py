@@ -127,7 +127,8 @@ def tabulated(
     rows = tuple(_prediction(budget, [run.plans[i] for run in runs], there) for i, budget in enumerate(budgets))
     if memory is not None:
         rows += _within(memory - there, [run.lowest for run in runs], there)
-    others, note = (), ""
+    others: tuple[Prediction, ...] = ()
+    note = ""
     if beside is not None:
         plans, note = beside()
         first = [_prediction(CHECKPOINT, plans, there)] if plans else []
