@@ -30,7 +30,7 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow slow-drive nightly zoo loops ways peers planted matrix compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
+.PHONY: help setup demo test test-slow slow-drive nightly zoo loops ways peers planted matrix wheel compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
@@ -46,6 +46,7 @@ help:
 	@echo "make peers     PyTorch's own test suites, stock and ours: TESTS=DIR, a checkout of pytorch (an hour)"
 	@echo "make compatibility  docs/compatibility.md, of what zoo, loops, peers and matrix found"
 	@echo "make pages     docs/options.md, and what programs print in the other pages"
+	@echo "make wheel     the wheel, in dist/, which works without a compiler but for Inductor"
 	@echo "make docs      the pages as a site, in $(SITE)/index.html"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
 	@echo "make gpu       on a GPU: tests, rates, bandwidth, steps (29 minutes); gpu-tests, gpu-ways, gpu-pareto, gpu-PART; GPU_FLAGS=--dry-run"
@@ -115,6 +116,12 @@ ways: $(STAMP)
 	$(SAME_BITS) $(RECORDED) $(PY) -m pytest -m "" tests/ways --ignore tests/ways/test_torchtune.py $(PYTEST_FLAGS)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) --no-deps --upgrade --target build/torchao $(TORCHAO)
 	PYTHONPATH=build/torchao $(SAME_BITS) $(RECORDED) $(PY) -m pytest -m "" tests/ways/test_torchtune.py $(PYTEST_FLAGS)
+
+# For every Python 3, in dist/; tried without a compiler.
+wheel: $(STAMP)
+	rm -rf dist
+	$(PY) -m pip wheel --quiet $(PIP_FLAGS) --no-deps -w dist .
+	$(PY) -m tests.wheel dist/*.whl
 
 compatibility: $(STAMP)
 	$(PY) -m tests.compatibility $(RESULTS) --tidy > docs/compatibility.md

@@ -135,14 +135,11 @@ def tabulated(
         shares = [_prediction(budgeted(s), [run.alone[i] for run in runs], there) for i, s in enumerate(SHARES)]
         others = (*first, *(row for row in shares if not any(other.dominates(row) for other in shares)))
     saved = sum(run.own.saved_bytes for run in runs)
-    name = ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in _counted(runs).items())
+    counts = Counter(run.own.graph for run in runs)
+    name = ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in counts.items())
     rates = " and ".join(dict.fromkeys(run.rates for run in runs))
     more: dict[str, Any] = {"rates": rates, "rivals": others, "note": note}
     return Estimate(name, None, saved, input_bytes, state, rows, memory=memory, largest=runs[-1].largest, **more)
-
-
-def _counted(runs: Sequence[Found]) -> Counter[str]:
-    return Counter(run.own.graph for run in runs)
 
 
 def under_checkpoints(layers: Sequence[nn.Module], survey: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], str]:

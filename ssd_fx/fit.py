@@ -41,8 +41,8 @@ from ssd_fx.estimate import (
     survey,
     surveyed,
     tabulated,
-    under_checkpoints,
     uncompiled,
+    under_checkpoints,
 )
 from ssd_fx.passes.plan import Plan
 from ssd_fx.projection.presets import DRIVES, MACHINES, Machine, rates
@@ -229,7 +229,9 @@ class TrainingStep:
             )
         (call,) = self.calls
         own: dict[str, Any] = {name: call.settings.get(name) for name in ("options", "dynamic", "mode")}
-        return estimate(call.model, Call(call.args, call.kwargs), batch=batch, optimizers=self.optimizers, **own, **asked)
+        return estimate(
+            call.model, Call(call.args, call.kwargs), batch=batch, optimizers=self.optimizers, **own, **asked
+        )
 
 
 class _Ended(BaseException):
@@ -470,8 +472,8 @@ def _told_step(path: str, script: _Script, failed: BaseException | None) -> Trai
             raise ValueError(NO_BACKWARD)
         if script.called:
             raise ValueError(
-                f"torch.compile compiles nothing of what {path} calls to train: of model.compile() it leaves out modules "
-                "of torch itself, such as nn.Sequential; right would be torch.compile(model) of these"
+                f"torch.compile compiles nothing of what {path} calls to train: of model.compile() it leaves out "
+                "modules of torch itself, such as nn.Sequential; right would be torch.compile(model) of these"
             )
         if script.compiled:
             raise ValueError(
@@ -492,8 +494,8 @@ def _failed(path: str, error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"{where} ended before it trained, with status {error.code!r}; its arguments go behind `--`"
     return (
-        f"{where} failed before it trained: {_said(error)}; right would be a script that gets to its first step without "
-        "the values of large tensors, which have none here"
+        f"{where} failed before it trained: {_said(error)}; right would be a script that gets to its first step "
+        "without the values of large tensors, which have none here"
     )
 
 

@@ -34,7 +34,11 @@ ABOUT: dict[Section, tuple[str, str]] = {
         "(`tests/zoo`). Inductor's rows are near plain Inductor in the first step as well. *recomputed*: with dropout, "
         "planned for a drive so slow that what can be is computed again (`recompute=True`, the default).",
     ),
-    "training loops": ("loop", "`tests/loops`, on a small network."),
+    "training loops": (
+        "loop",
+        "`tests/loops`, on a small network. *ssd checkpoints*: `ssd_fx.checkpoint` around its blocks, beside PyTorch's "
+        "checkpoint.",
+    ),
     "trainers": ("trainer", "The scripts in `examples/trainers`; [how to](trainers.md)."),
     "ways of working": ("way", "Other people's packages, tiny models (`make ways`); [how to](trainers.md)."),
     "several processes": ("parallelism", "`torchrun` with gloo on the CPU (`tests/distributed`); bytes of all ranks."),

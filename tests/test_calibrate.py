@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import os
 import pwd
@@ -313,7 +312,8 @@ def test_what_others_use_of_the_cores(
 ) -> None:
     """From 15% on CPU time counts, also where others came while the clock counted."""
     seen: list[int | None] = []
-    monkeypatch.setattr(calibrate, "_share", lambda *_, found=iter(shares): next(found, 0.0))
+    found = iter(shares)
+    monkeypatch.setattr(calibrate, "_share", lambda *_: next(found, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
     def measured(self: rates.Compute) -> dict[str, object]:
@@ -361,9 +361,7 @@ def test_rates_hold_where_others_use_three_quarters_of_the_cores(monkeypatch: py
         assert 0.6 < busy[name] / rate < 1.5, f"{name}: {busy[name]:.3g} beside others, {rate:.3g} alone"
 
 
-def test_the_command_that_cannot_measure(
-    calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_that_cannot_measure(calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It does not recommend itself, and says what became of the stored rates."""
     calls.rates["kernel_s"] = 0.0144
     assert cli.main(["calibrate", str(tmp_path)]) == 1
@@ -387,7 +385,10 @@ def test_one_process_of_a_node_says_what_could_not_be_measured(
         warnings.simplefilter("error")
         for _ in range(2):
             forget()  # as another process
-            assert calibrate.calibrated(config_for(tmp_path), CPU).flops == Machine.default(CPU, torch.get_num_threads()).flops
+            assert (
+                calibrate.calibrated(config_for(tmp_path), CPU).flops
+                == Machine.default(CPU, torch.get_num_threads()).flops
+            )
             assert calibrate.unmeasured(config_for(tmp_path), CPU) == ["compute"]
     assert (calls.compute, calls.disk) == (1, 1)
     assert "could not measure how fast this machine computes" in caplog.text

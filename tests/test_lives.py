@@ -619,3 +619,73 @@ def test_eight_processes_in_one_directory(tmp_path: Path) -> None:
     ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
     assert ended == [("fine\n", "", 0)] * 8
     assert os.listdir(tmp_path) == []
+
+
+# ---- ssd_fx.checkpoint
+
+CHECKPOINTS = """
+        from functools import partial
+        options = {"dirs": [str(where)], "min_bytes": 0, "allow_tmpfs": True}
+        region = partial(ssd_fx.checkpoint, options=options)
+        torch.manual_seed(0)
+        blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(3))
+        data = torch.randn(4, 32, 64)
+
+        def forward(i, region=region):
+            x = data[i] * 1
+            for block in blocks:
+                x = region(block, x)
+            return x.square().sum()
+
+        def backward(loss):
+            return torch.autograd.grad(loss, list(blocks.parameters()))
+
+        plain = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        expected = [backward(forward(i, plain)) for i in range(4)]
+"""
+
+
+def test_a_checkpoint_of_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    """It has neither a name in the directory, nor space on the drive behind one."""
+    code = """
+        print("ready", flush=True)
+        while True:
+            loss = forward(0)
+            settle()
+            backward(loss)
+    """
+    with start(textwrap.dedent(CHECKPOINTS) + textwrap.dedent(code), tmp_path) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n", process.communicate()
+        assert os.listdir(tmp_path) == []
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_fork_between_forward_and_backward_of_checkpoints(tmp_path: Path) -> None:
+    """The child's backward of the parent's graph is refused, its own step is right, and so is the parent's backward."""
+    code = """
+        loss = forward(0)
+        settle()
+        child = os.fork()
+        if not child:
+            try:
+                backward(loss)
+            except RuntimeError as error:
+                assert "parent process before a fork" in str(error), error
+                del loss
+                assert same_bits(list(backward(forward(1))), list(expected[1]))
+                print("child fine", flush=True)
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert same_bits(list(backward(loss)), list(expected[0]))
+        assert same_bits(list(backward(forward(2))), list(expected[2]))
+        del loss
+        gc.collect()
+        assert living() == []
+        print("parent fine")
+    """
+    done = run(textwrap.dedent(CHECKPOINTS) + textwrap.dedent(code), tmp_path)
+    assert done == ("child fine\nparent fine\n", "", 0)
+    assert os.listdir(tmp_path) == []

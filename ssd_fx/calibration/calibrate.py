@@ -387,7 +387,9 @@ def _parse(text: str) -> Cached:
                 raise ValueError(f"{entry!r} are no rates")
             base.with_rates(entry)
     tried = found.get(_TRIED, {})
-    if not isinstance(tried, dict) or not all(isinstance(e, dict) and {"at", "reason"} <= e.keys() for e in tried.values()):
+    if not isinstance(tried, dict) or not all(
+        isinstance(e, dict) and {"at", "reason"} <= e.keys() for e in tried.values()
+    ):
         raise ValueError(f"{tried!r} is no list of what could not be measured")
     return {section: found[section] for section in SECTIONS} | {_TRIED: tried}
 

@@ -14,7 +14,7 @@ from ssd_fx.projection.checks import positive
 from ssd_fx.projection.endurance import endurance
 from ssd_fx.projection.presets import DEFAULT_MACHINE, DRIVES, MACHINES, RUNS, UTILISATION, Machine, Run
 from ssd_fx.projection.project import project
-from ssd_fx.projection.scenario import ELEMENT_BYTES, Device, Drive, Drives, Model, Parallelism, Scenario
+from ssd_fx.projection.scenario import ELEMENT_BYTES, Device, Drives, Model, Parallelism, Scenario
 from ssd_fx.projection.traffic import Traffic
 from ssd_fx.refusal import refusing
 
@@ -187,7 +187,6 @@ def scenario(flags: argparse.Namespace) -> Scenario:
     """
     preset = _run(flags)
     machine = MACHINES[flags.machine or preset.machine]
-    memory = {} if flags.memory_gib is None else {"memory_gib": flags.memory_gib}
     head = preset.head if flags.head is None else flags.head
     tflops, source = _tflops(flags, preset, machine.device)
     return Scenario(
@@ -196,7 +195,7 @@ def scenario(flags: argparse.Namespace) -> Scenario:
         batch=preset.batch if flags.batch is None else flags.batch,
         tflops=tflops,
         tflops_source=source,
-        device=dataclasses.replace(machine.device, **memory),
+        device=_device(flags, machine.device),
         drives=_drives(flags, machine),
         head=head,
         optimizer=flags.optimizer or preset.optimizer,
@@ -239,13 +238,15 @@ def _tflops(flags: argparse.Namespace, preset: Run, device: Device) -> tuple[flo
     return share * device.peak_tflops, part
 
 
+def _device(flags: argparse.Namespace, device: Device) -> Device:
+    changed = {name: getattr(flags, name) for name in ("memory_gib", "peak_tflops")}
+    given = {name: value for name, value in changed.items() if value is not None}
+    return dataclasses.replace(device, **given, name=f"{device.name}, changed") if given else device
+
+
 def _drives(flags: argparse.Namespace, machine: Machine) -> Drives:
-    drive: Drive = machine.drives.drive
-    if flags.drive:
-        drive = DRIVES[flags.drive]
-    changed = [name for name in _DRIVE if getattr(flags, name) is not None]
-    drive = _given(drive, flags)
-    if changed:
+    drive = _given(DRIVES[flags.drive] if flags.drive else machine.drives.drive, flags)
+    if any(getattr(flags, name) is not None for name in _DRIVE):
         drive = dataclasses.replace(drive, name=f"{drive.name}, changed")
     return Drives(
         drive=drive,

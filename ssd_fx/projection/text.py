@@ -151,7 +151,8 @@ def _cost(found: Projection) -> Rows:
     scenario, life = found.scenario, found.endurance
     if not life.drives_usd:
         return [("cost", "not known; --price is US dollars for one drive")]
-    share = f", {life.drives_usd / scenario.device.price_usd:.1%} of it" if scenario.device.price_usd else ""
+    device = scenario.device
+    share = f", {life.drives_usd / device.price_usd:.1%} of what that costs" if device.price_usd else ""
     count = scenario.parallelism.gpus
     gpus = f"{count} GPU{'s' if count > 1 else ''}"
     own = f"{_dollars(life.drives_usd)} of drives per GPU{share}; {_dollars(count * life.drives_usd)} for {gpus}"

@@ -7,6 +7,7 @@
     stock       the step of PyTorch's own partition with everything kept: saved_bytes, floor_bytes, peak_bytes, step_us,
                 and its memory
     memory      of the plan: [[us, bytes], ...] for the forward and for the backward, and `turn_us` between them
+    whole       whether the graph has the loss: the gradients that come in are those of numbers
     groups      slot, name, module, source, nbytes, stored_nbytes, decision, tier, reason, marked, shared, life
     recomputed  name, module, source, nbytes, seconds
 
@@ -64,6 +65,7 @@ def describe(
         "offloaded_bytes": int(plan.offloaded_bytes),
         "predicted": predicted(plan),
         "host_speedup": round(plan.forecast.host_speedup, 1),
+        "whole": partition.is_whole_step,
         "stock": {
             "saved_bytes": int(stock.saved_bytes),
             "floor_bytes": stock.floor,

@@ -128,4 +128,6 @@ def _foot(report: Report) -> list[str]:
     names = [f"{g.graph}{f' x {g.runs}' if g.runs > 1 else ''}" for g in report.graphs]
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     steps = f"; measured over {report.stats.steps} steps" if report.stats else "; nothing measured"
-    return ["", f"graphs of a step: {listed}{steps}"]
+    whole = report.parts and report.parts[-1].described.get("whole", True)  # plans of older traces do not say it
+    outside = [] if whole else ["not counted: what eager code saves beside them, such as a loss outside of the graphs"]
+    return ["", f"graphs of a step: {listed}{steps}", *outside]

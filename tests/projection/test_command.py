@@ -38,7 +38,7 @@ def test_a_preset_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     rated = next(i for i, line in enumerate(lines) if line.startswith("drive life"))
     assert "with WAF 2.5" in lines[rated + 1]
     assert lines[rated + 2].strip() == "these are the reference paper's assumptions, which no vendor guarantees"
-    assert rows["cost"].startswith("$360 of drives per GPU, 3.6% of it; $720 for 2 GPUs")
+    assert rows["cost"].startswith("$360 of drives per GPU, 3.6% of what that costs; $720 for 2 GPUs")
 
 
 def test_single_values_go_over_presets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ They need `pip install -e '.[trainers]'` and are skipped without it.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import ssd_fx
+from ssd_fx import cli
 from tests.compatibility import Result, record
 from tests.models import assert_same_bits, deterministic
 
@@ -79,6 +81,24 @@ def test_as_a_script(name: str, tmp_path: Path) -> None:
     assert f"{2 * FORWARDS[name]} steps, " in done.stdout  # transformers' first warning breaks the graph
     bytes_per_step = dict(re.findall(r"^(\w+) +([\d.]+) MiB", done.stdout, re.MULTILINE))
     assert float(bytes_per_step["written"]) > 0.5 * float(bytes_per_step["saved"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_a_script_needs_before_it_trains(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`ssd-fx fit` and `explain` follow the trainer up to its first backward."""
+    for library in NEEDS[name]:
+        pytest.importorskip(library, reason="needs pip install -e '.[trainers]'")
+    script, behind = str(ROOT / "examples" / "trainers" / f"{name}.py"), ["--", "--dir", str(tmp_path), "--steps", "2"]
+    assert cli.main(["fit", script, "--budget", "0,1.0", "--json", *behind]) == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    lowest, all_ = table["predictions"]
+    assert lowest["peak_bytes"] < all_["peak_bytes"]
+    assert lowest["written_bytes"] > all_["written_bytes"] == 0
+    assert "before a backward" not in table["note"]
+    assert cli.main(["explain", script, "--budget", "0", "--json", *behind]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["summary"]["written_bytes"] == lowest["written_bytes"]
 
 
 def test_why_the_name_alone_is_not_enough(tmp_path: Path) -> None:

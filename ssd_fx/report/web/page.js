@@ -12,7 +12,7 @@
       wait: "#ff6b6b", write: "#2dc4b2", read: "#ab90ff", keep: "#66707f", gone: "rgba(109,155,255,.16)", chosen: "#ffffff" },
   };
   const LANES = ["compute", "waits", "writes", "reads"];
-  const ROW = 20, MOST = 26, FOLD_FROM = 60;
+  const ROW = 20, MOST = 26, FOLD_FROM = 60, LABEL = 11.5;
   const state = { query: "", fold: data.groups.length > FOLD_FROM, scale: false, chosen: null };
   const c = () => COLORS[dark.matches ? "dark" : "light"];
 
@@ -205,20 +205,32 @@
     const wanted = highest / 4 / unit, ten = 10 ** Math.floor(Math.log10(Math.max(wanted, 1)));
     return unit * ten * [1, 2, 5, 10].find((each) => each * ten >= wanted);
   }
+  function labels() {  // the width of the longest name of a row, up to two fifths of the page; what is longer loses its begin
+    const pen = document.createElement("canvas").getContext("2d");
+    pen.font = `${LABEL}px ${getComputedStyle(document.body).fontFamily}`;
+    const wide = (text) => pen.measureText(text).width;
+    const width = Math.ceil(Math.min(Math.max(120, ...shown.map((each) => wide(each.label))), 0.4 * chart.getWidth()));
+    const whole = (text) => {
+      let from = 0;
+      while (wide(text.slice(from)) > width - (from ? wide("\u2026") : 0)) from += 1;
+      return from ? `\u2026${text.slice(from)}` : text;
+    };
+    return { width, whole };
+  }
   function option() {
-    const size = heights(), color = c(), left = 210, right = 34;
+    const size = heights(), color = c(), label = labels(), left = label.width + 20, right = 34;
     const tops = [30, 30 + size.memory + 34, 30 + size.memory + 34 + size.lanes + 40];
-    const axis = (index, label) => ({
+    const axis = (index, named) => ({
       type: "value", gridIndex: index, min: 0, max: end(), axisLine: { lineStyle: { color: color.axis } },
       splitLine: { show: index < 1, lineStyle: { color: color.line } }, axisTick: { lineStyle: { color: color.axis } },
-      axisLabel: { show: label, color: color.muted, hideOverlap: true, showMaxLabel: false, formatter: (ms) => time(ms).replace("\u00a0", " ") },
+      axisLabel: { show: named, color: color.muted, hideOverlap: true, showMaxLabel: false, formatter: (ms) => time(ms).replace("\u00a0", " ") },
       axisPointer: { show: true, label: { show: false }, lineStyle: { color: color.axis } },
       name: index === 2 ? "time from the start of the forward" : "", nameLocation: "middle", nameGap: 28,
       nameTextStyle: { color: color.muted },
     });
-    const names = (list, index, width) => ({
+    const names = (list, index) => ({
       type: "category", gridIndex: index, inverse: true, data: list, axisLine: { show: false }, axisTick: { show: false },
-      axisLabel: { color: color.muted, width, overflow: "truncate", interval: 0, fontSize: 11.5 }, splitLine: { show: false },
+      axisLabel: { color: color.muted, formatter: label.whole, interval: 0, fontSize: LABEL }, splitLine: { show: false },
     });
     const turn = { silent: true, symbol: "none", animation: false, label: { show: false },
       lineStyle: { color: color.axis, type: "dashed", width: 1 }, data: [{ xAxis: own.turn }] };
@@ -246,7 +258,7 @@
       yAxis: [
         { type: "value", gridIndex: 0, min: 0, interval: step(highest), max: Math.ceil(highest / step(highest)) * step(highest),
           axisLabel: { color: color.muted, formatter: bytes }, splitLine: { lineStyle: { color: color.line } } },
-        names(LANES, 1, 190), names(shown.map((each) => each.label), 2, 190),
+        names(LANES, 1), names(shown.map((each) => each.label), 2),
       ],
       dataZoom: [
         { type: "inside", xAxisIndex: [0, 1, 2], filterMode: "weakFilter", ...kept },
