@@ -26,7 +26,8 @@ def loss_only(model: nn.Module) -> None:
 
     A forward hook would do the same, but Dynamo leaves those of the outermost module outside of the graph.
     """
-    inner = model.forward.__func__  # bound again below, so that a copy of the model calls its own
+    bound: Any = model.forward
+    inner = bound.__func__  # bound again below, so that a copy of the model calls its own
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *arguments: Any, **named: Any) -> Any:

@@ -13,6 +13,6 @@ pytest.importorskip("deepspeed", reason="make ways installs it")
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
-def test_zero(tmp_path: Path, stage: str) -> None:
+def test_zero_on_two_ranks(tmp_path: Path, stage: str) -> None:
     steps, parameters = 3, 3 * 6
     assert_two_ranks_agree("tests.ways.zero_rank", tmp_path, stage, steps + parameters, DS_ACCELERATOR="cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.compatibility import Result, record
 from tests.cuda_codegen.models import Flex
 
 
@@ -23,3 +24,4 @@ def refusal(model: nn.Module, **how: Any) -> str:
 def test_the_backward_on_a_cpu_is_refused_as_stock_does(tmp_path: Path, inner: str) -> None:
     ours = {"backend": "ssd_fx", "options": {"dirs": [str(tmp_path)], "inner": inner}}
     assert refusal(Flex(), **ours) == refusal(Flex(), backend=inner)
+    record(Result("ways of working", "flex_attention on a CPU", inner, reason="PyTorch has no backward of it there"))

@@ -55,4 +55,4 @@ def assert_two_ranks_agree(module: str, directory: Path, argument: str, values: 
     assert sorted(each[:3] for each in found) == [(rank, "True", str(values)) for rank in "01"], output[-4000:]
     assert all(int(stores) and stores == loads for _, _, _, stores, loads, _, _ in found)
     saved, written = (sum(int(each[i]) for each in found) for i in (5, 6))
-    record(Result("ways of working", f"{current_test()}, 2 ranks", "aot_eager", saved, written))
+    record(Result("ways of working", current_test(), "aot_eager", saved, written))
