@@ -116,11 +116,14 @@ def installed(late: bool) -> Iterator[Device]:
 
         def __exit__(self, *_: object) -> None: ...
 
+    def current() -> int | None:
+        return CPU.index
+
     with (
         mock.patch.dict(streams.BACKENDS, cpu=gpu),
         mock.patch.object(reader, "is_foreign", return_value=False),  # its memory counts as torch's
         mock.patch.object(torch.accelerator, "device_index", Guard),
-        mock.patch.object(torch.accelerator, "current_device_index", return_value=CPU.index),
+        mock.patch.object(torch.accelerator, "current_device_index", current),
     ):
         try:
             yield gpu

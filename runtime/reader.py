@@ -6,11 +6,15 @@ All methods but `complete` run under the lock of `entries`.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ssd_fx.runtime import errors, trace
 from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.device.arrival import Stall
 from ssd_fx.runtime.device.streams import Queued
 from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
@@ -32,6 +36,7 @@ class Reader:
         self._writer = writer
         self.outstanding_bytes = 0  # of reads that have begun and were not waited for yet
         self.ahead_bytes = 0  # of these, prefetches that nobody has asked for yet
+        self._stalls: deque[tuple[Stall, str, int, bool]] = deque()  # of which graph and slot; and whether it is strict
 
     def begin(self, entry: Entry, wanted: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
         """The load, for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
@@ -102,7 +107,12 @@ class Reader:
         Takes the lock itself.
         """
         assert load.read, "only asked for loads that read"
-        if isinstance(load.read, Queued) and load.read.follow():
+        if isinstance(load.read, Queued) and load.read.cannot_fail():
+            stall = Stall.sampled(entry.device)
+            load.read.follow()
+            if stall:
+                stall.end()
+                self._stalls.append((stall, entry.graph, entry.slot, entry.strict))
             self._arrived(entry, load)
             return None
         error = outcome(load.read)
@@ -115,6 +125,17 @@ class Reader:
         if error is None:
             self._arrived(entry, load)
         return error
+
+    def stalls(self) -> Iterator[tuple[str, int, bool, float, int]]:
+        """What a device has waited for since the last call: graph, slot, whether the plan has no memory to read it
+        earlier, seconds, and of how many such waits this is the sample."""
+        while self._stalls:
+            stall, graph, slot, strict = self._stalls[0]
+            seconds = stall.seconds()
+            if seconds is None:
+                return
+            self._stalls.popleft()
+            yield graph, slot, strict, seconds, stall.stands_for
 
     def _read_again(self, entry: Entry, load: Load) -> OSError | None:
         """The error of another attempt, None if the bytes are there. Waits for its end."""

@@ -38,7 +38,8 @@ class GraphStats:
         encoded_to_bytes: after compression.
         encoding_error: the largest relative error (root mean square) of a lossy codec, measured at the first tensor of
             each slot.
-        stall_s: seconds that operators waited for I/O.
+        stall_s: seconds that operators waited for I/O. Where a device waits, and no operator, it is a sample: of the
+            first 16 runs each, and then of one in 16 runs.
         in_planned_order: the share of nodes that came with a greater seq than the node before them in their run.
     """
 

@@ -55,6 +55,7 @@ class Store:
         GUARD.drain()
         with GUARD.lock:
             _begin_later()
+            self._learn()
             self.residency.forward_begins()
             self.prefetcher.begin(graph)
             if self.account:
@@ -180,6 +181,7 @@ class Store:
         self._look()
         with GUARD.lock:
             self.writer.reap()
+            self._learn()
             where = entry.state
             entry.strict = strict
             entry.asked = True
@@ -226,7 +228,7 @@ class Store:
         with GUARD.lock:
             self.reader.done(entry, load)
             self.residency.waited(stall)
-            if not entry.strict:
+            if not entry.strict and not followed:
                 self.habits.waited(entry.graph, entry.slot, stall)
             self.prefetcher.advance()
             c = counters(entry.graph)
@@ -301,6 +303,13 @@ class Store:
             asked = self.reader.outstanding_bytes - self.reader.ahead_bytes
             return max(0, self.residency.nbytes - self.writer.held_bytes) + asked
         return self.residency.spare(self.writer.resident_bytes)
+
+    def _learn(self) -> None:
+        """Counts what a device has waited for meanwhile."""
+        for graph, slot, strict, seconds, of in self.reader.stalls():
+            counters(graph).stall_s += seconds * of
+            if not strict:
+                self.habits.waited(graph, slot, seconds)
 
     def _judge(self, entry: Entry) -> None:
         """Learns, once per entry, whether writing it freed memory, or would have freed memory if it was not written."""

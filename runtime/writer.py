@@ -101,24 +101,21 @@ class Writer:
             self._start_due()
 
     def reap(self) -> None:
-        """Drops our references to the tensors that have been written. Copies on streams end in order."""
+        """Drops our references to the tensors that have been written. Nothing overtakes a copy to host memory."""
         self.in_vain.let_go()
         while self._followed and self._followed[0][0].done():
             copy, graph, slot, seq, nbytes = self._followed.popleft()
             outcome(copy)  # now it knows when it was
             trace.transfer("write", graph, slot, seq, copy.span(), nbytes, "ok", self._engine.name)
         unfinished = 0
-        copying = False
         ended = []
         for entry in self._writing:
             write = entry.write
-            copies = isinstance(write, streams.Queued) and write.cannot_fail()
-            if write is not None and not (copies and copying) and write.done():
+            if write is not None and write.done():
                 ended.append((entry, write))
                 continue
-            copying = copying or copies
             unfinished += 1
-            if unfinished > OVERTAKERS:
+            if unfinished > OVERTAKERS or (isinstance(write, streams.Queued) and write.cannot_fail()):
                 break
         for entry, write in ended:
             self.finish(entry, outcome(write))

@@ -7,6 +7,9 @@ from time import perf_counter as now
 import torch
 
 from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.device.clock import timing
+
+LEAST_S = 2e-5  # a shorter one is the price of the calls between two events
 
 
 class Arrival:
@@ -36,3 +39,36 @@ class Arrival:
             here = self._queued.record(self._queued.current(self._device), timed=True)
             here.synchronize()  # at once, because the device had nothing to do
             return min(waited, self._event.elapsed_time(here) / 1e3)
+
+
+class Stall:
+    """What a stream waits for between two events of its own. It is known once the device has come there."""
+
+    __slots__ = ("_began", "_device", "_ended", "_queued", "stands_for")
+
+    def __init__(self, queued: streams.Streams, device: torch.device) -> None:
+        self._queued = queued
+        self._device = device
+        self._ended: streams.Event | None = None
+        self.stands_for = timing.stands_for  # of so many waits it is the sample
+        with queued.on(device):
+            self._began = queued.record(queued.current(device), timed=True)
+
+    @staticmethod
+    def sampled(device: torch.device) -> Stall | None:
+        """It begins here; None where this run is not timed."""
+        queued = streams.of(device) if timing.anchor_of(device) else None
+        return Stall(queued, device) if queued else None
+
+    def end(self) -> None:
+        """The stream has been given what it waits for."""
+        with self._queued.on(self._device):
+            self._ended = self._queued.record(self._queued.current(self._device), timed=True)
+
+    def seconds(self) -> float | None:
+        """None before the device has come to the end."""
+        with self._queued.on(self._device):
+            if self._ended is None or not self._ended.query():
+                return None
+            seconds: float = self._began.elapsed_time(self._ended) / 1e3
+        return seconds if seconds > LEAST_S else 0.0

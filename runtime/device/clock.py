@@ -55,10 +55,11 @@ def anchor(streams: Streams, device: torch.device) -> Anchor:
 
 
 class _Timing(threading.local):
-    """What this thread times."""
+    """What this thread times. `stands_for`: of so many runs the present one is the sample."""
 
     def __init__(self) -> None:
         self._anchor: Anchor | None = None
+        self.stands_for = 1
 
     def anchor_of(self, device: torch.device) -> Anchor | None:
         """That from which transfers of `device` are timed that are made now; None: they are not timed."""
@@ -66,9 +67,10 @@ class _Timing(threading.local):
         return found if found is not None and found.device == device else None
 
     @contextmanager
-    def within(self, anchor: Anchor) -> Iterator[None]:
+    def within(self, anchor: Anchor, stands_for: int = 1) -> Iterator[None]:
         """Times the transfers of the anchor's device that are made in this context."""
         before, self._anchor = self._anchor, anchor
+        self.stands_for = stands_for
         try:
             yield
         finally:

@@ -36,13 +36,13 @@ class Node:
     __slots__ = ("_anchor", "_began", "_device", "_ended", "_named", "_streams", "_within")
 
     def __init__(
-        self, found: streams.Streams, device: torch.device, kind: str, graph: str, slot: int, seq: int
+        self, found: streams.Streams, device: torch.device, stands_for: int, kind: str, graph: str, slot: int, seq: int
     ) -> None:
         self._streams = found
         self._device = device
         self._named = (kind, graph, slot, seq)
         self._anchor = anchor(found, device)
-        self._within = timing.within(self._anchor)
+        self._within = timing.within(self._anchor, stands_for)
 
     def __enter__(self) -> None:
         self._began = self._streams.record(self._streams.current(self._device), timed=True)
@@ -92,7 +92,9 @@ def node(kind: str, graph: str, slot: int, seq: int, device: torch.device | None
         _runs.setdefault((graph, "begin", -1), 1)  # the first `begin` ran before the device was known
     run = _runs.get((graph, kind, seq), 0)
     _runs[graph, kind, seq] = run + 1
-    return Node(found, device, kind, graph, slot, seq) if run < RUNS or run % RUNS == 0 else _UNTIMED
+    if run >= RUNS and run % RUNS:
+        return _UNTIMED
+    return Node(found, device, 1 if run < RUNS else RUNS, kind, graph, slot, seq)
 
 
 def events() -> list[trace.Event]:

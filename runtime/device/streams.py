@@ -185,10 +185,11 @@ def accelerator() -> str | None:
 
 def of(device: torch.device) -> Streams | None:
     """The streams of a device, or None if it has none: the CPU has finished its work when a call returns."""
-    found = BACKENDS.get(device.type)
-    if found is None and device.type != "cpu" and device.type == accelerator():
-        return _ACCELERATOR
-    return found
+    kind = device.type
+    found = BACKENDS.get(kind)
+    if found is not None or kind == "cpu":
+        return found
+    return _ACCELERATOR if kind == accelerator() else None
 
 
 def timed(device: torch.device) -> AbstractContextManager[None]:
@@ -221,22 +222,22 @@ def finish_copies_into(x: Tensor) -> None:
         found.record(found.current(device)).synchronize()
 
 
-@contextlib.contextmanager
-def in_turn_with(stream: Stream | None, device: torch.device) -> Iterator[None]:
+def in_turn_with(stream: Stream | None, device: torch.device) -> AbstractContextManager[None]:
     """What the body queues runs behind what `stream` has by then, and before what it gets afterwards.
 
     For a tensor of `stream` that another thread's operator writes. Each user stream has memory of its own, which is
     reused in the order of that stream alone.
     """
     found = of(device)
-    if found is None or stream is None:
-        yield
-        return
+    if found is None or stream is None or found.current(device) == stream:
+        return _HERE
+    return _in_turn(found, stream, device)
+
+
+@contextlib.contextmanager
+def _in_turn(found: Streams, stream: Stream, device: torch.device) -> Iterator[None]:
     with found.on(device):
         here = found.current(device)
-        if here == stream:
-            yield
-            return
         here.wait_event(found.record(stream))
         try:
             yield
