@@ -119,8 +119,9 @@ def tabulated(
 ) -> Estimate:
     """The table of a step that runs these graphs, one after the other.
 
-    memory: the option, in bytes. input_bytes: of parameters, buffers and inputs of the step. beside: the plans of the same step with a
-    checkpoint around each layer, none if there are no such, and what to note about them; None without rivals.
+    memory: the option, in bytes. input_bytes: of parameters, buffers and inputs of the step. beside: the plans of the
+    same step with a checkpoint around each layer, none if there are no such, and what to note about them; None without
+    rivals.
     """
     state = sum(map(_state_bytes, optimizers))
     there = input_bytes + state
