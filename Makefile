@@ -30,15 +30,16 @@ GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow slow-drive nightly zoo loops peers planted matrix wheel compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
+.PHONY: help setup demo test test-slow slow-drive nightly zoo loops ways peers planted matrix wheel compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
 
 help:
 	@echo "make demo      train a small GPT with Inductor and with ssd_fx, print one table (a few minutes)"
 	@echo "make test      tests without the slow ones;  make test-slow: those (an hour)"
 	@echo "make slow-drive  the tests of 'make test' on a drive that is slow at random (ten minutes)"
-	@echo "make nightly   test-slow, slow-drive, zoo, loops, peers, planted and matrix, one after the other (half a day)"
+	@echo "make nightly   test-slow, slow-drive, zoo, loops, ways, peers, planted and matrix, one after the other (half a day)"
 	@echo "make zoo       other people's models (an hour);  make loops: training loops, trainers, several processes (half;"
 	@echo "               with EVERY_SOURCE=1 each loop under five of the places that a loaded value may come from)"
+	@echo "make ways      other people's packages: TRL, PEFT, torchtitan, torchtune, DeepSpeed, torchao, diffusers"
 	@echo "make matrix    the tests under torch $(VERSIONS), an environment for each (VERSIONS=...)"
 	@echo "make bigger-than-memory  train what saves three times the memory that the process may have (ten minutes)"
 	@echo "make planted   plant more than 60 faults in copies of the checkout, one by one: the tests must find each (an hour)"
@@ -105,6 +106,17 @@ docs: $(STAMP)
 	$(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . $(SITE)
 	@echo $(SITE)/index.html
 
+# The last one that torchtune 0.6.1 imports from.
+TORCHAO := torchao==0.10.0
+
+# Other people's packages, about 2 GB of them. DeepSpeed is built beside the torch that is there; none of its own kernels.
+ways: $(STAMP)
+	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,trainers,ways]' wheel ninja
+	DS_BUILD_OPS=0 $(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-build-isolation deepspeed
+	$(SAME_BITS) $(RECORDED) $(PY) -m pytest -m "" tests/ways --ignore tests/ways/test_torchtune.py $(PYTEST_FLAGS)
+	$(PY) -m pip install --quiet $(PIP_FLAGS) --no-deps --upgrade --target build/torchao $(TORCHAO)
+	PYTHONPATH=build/torchao $(SAME_BITS) $(RECORDED) $(PY) -m pytest -m "" tests/ways/test_torchtune.py $(PYTEST_FLAGS)
+
 # For every Python 3, in dist/; tried without a compiler.
 wheel: $(STAMP)
 	rm -rf dist
@@ -146,11 +158,11 @@ peers: $(STAMP)
 
 # All that CI has no time for, one suite after the other. A suite that fails does not stop those after it.
 nightly:
-	$(MAKE) --keep-going test-slow slow-drive zoo loops peers planted matrix VERSIONS="$(firstword $(filter 2.13%,$(VERSIONS)) $(VERSIONS))"
+	$(MAKE) --keep-going test-slow slow-drive zoo loops ways peers planted matrix VERSIONS="$(firstword $(filter 2.13%,$(VERSIONS)) $(VERSIONS))"
 
 test-slow: $(STAMP)
 	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test,docs]'
-	$(SAME_BITS) $(PY) -m pytest -m slow --ignore tests/loops --ignore tests/trainers --ignore tests/distributed --ignore tests/zoo \
+	$(SAME_BITS) $(PY) -m pytest -m slow --ignore tests/loops --ignore tests/trainers --ignore tests/ways --ignore tests/distributed --ignore tests/zoo \
 		$(PYTEST_FLAGS)
 
 # Runs in .venv if there is one, else with $(PYTHON) as it is: a GPU machine often has its torch already, and no network.

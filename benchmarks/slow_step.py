@@ -1,17 +1,18 @@
 """Slow drives, measured: ssd_fx at the peak of a checkpoint per layer, and half way from there to everything kept.
 
-python benchmarks/slow_step.py --dir /mnt/nvme                   # 12 cases, to demo-out/slow-step (hours)
+python benchmarks/slow_step.py --dir /mnt/nvme                   # four cases, to demo-out/slow-step (two hours)
 python benchmarks/slow_step.py --dir /mnt/nvme --families gpt --gbps 0.3 --precisions fp32
 python benchmarks/slow_step.py --dir /mnt/nvme --quick           # a tiny case that only shows that it runs
 
 How it is measured:
 - A process for each way, in rounds of one step of each (workers.py): plain Inductor, a checkpoint per layer, PyTorch's
-  `activation_memory_budget`, and ssd_fx twice. Times are compared within a round.
-- The drive is that of DIR, held to a rate each way on its own (held.py). The planner is told that rate, and measures
-  those of compute, as `ssd-fx calibrate` does. All predictions are by these rates.
+  `activation_memory_budget`, and ssd_fx twice for each rate of the drive. Times are compared within a round.
+- The drive is that of DIR, held to a rate each way on its own (held.py). The planner is told that rate. The rates of
+  compute are measured once, as `ssd-fx calibrate` does. All predictions are by these rates.
 - The live peak of the checkpoint and of Inductor is measured first. Ours gets the share whose limit is that peak, by
   the predicted floor and the predicted peak of everything kept.
-- PyTorch's budget is the share that is predicted to be fastest of those with no higher a peak than the checkpoint's.
+- PyTorch's budget is the share that is predicted to be fastest of those with no higher a peak than the checkpoint's,
+  and the one with the lowest peak if there is none.
 - Predicted and measured steps beside each other are of forward and backward. Peaks are the highest of all rounds.
 Every case is a JSON file, so a second run goes on where the first ended.
 """
@@ -48,19 +49,34 @@ GPT = Model(12, 384, 6, 8, 512, 0.0, False, 0, 3e-4, "gpt")
 LLAMA = Model(8, 512, 8, 4, 512, 0.0, False, 0, 3e-4, "llama", 8192)
 TINY = {"layers": 2, "width": 128, "heads": 4, "batch": 2, "seq": 128}
 MIN_BYTES = 65_536
-INDUCTOR, PEAK, HALF = "inductor", "ssd_fx at the checkpoint's peak", "ssd_fx half way to everything"
+INDUCTOR = "inductor"
 
 
 @dataclass(frozen=True)
 class Case:
+    """A model, and drives of so many GB/s each way."""
+
     model: Model
-    gbps: float
+    gbps: tuple[float, ...]
 
     @property
     def stem(self) -> str:
         of = self.model
         shape = f"{of.layers}x{of.width}-{of.batch}x{of.seq}"
-        return f"{of.family}-{shape}-{'bf16' if of.amp else 'fp32'}-{self.gbps:g}"
+        drives = "-".join(f"{each:g}" for each in self.gbps)
+        return f"{of.family}-{shape}-{'bf16' if of.amp else 'fp32'}-{drives}"
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A way to train with ssd_fx: whether at the checkpoint's peak, or half way from there to everything; the drive."""
+
+    tight: bool
+    gbps: float
+
+    def __str__(self) -> str:
+        where = "at the checkpoint's peak" if self.tight else "half way to everything"
+        return f"ssd_fx {where}, {self.gbps:g} GB/s"
 
 
 def call_of(model: Model) -> Call:
@@ -70,10 +86,9 @@ def call_of(model: Model) -> Call:
         return make(model.family, shape, model.vocabulary), (text, text)
 
 
-def rates_of(directory: str, gbps: float) -> dict[str, object]:
-    """The option `machine`: compute as measured here, and a drive of so many GB/s each way."""
-    measured = machine_of(Config.make({"dirs": [directory]}), torch.device("cpu")).rates()
-    return measured | {"write_bw": gbps * 1e9, "read_bw": gbps * 1e9}
+def with_drive(rates: Mapping[str, object], gbps: float) -> dict[str, object]:
+    """The option `machine`: these rates, but for a drive of so many GB/s each way."""
+    return {**rates, "write_bw": gbps * 1e9, "read_bw": gbps * 1e9}
 
 
 def forecasts(model: Model, rates: Mapping[str, object], shares: Sequence[float]) -> dict[str, Figure]:
@@ -93,41 +108,42 @@ def share_at(peak_bytes: float, floor: int, everything: int) -> float:
     return int(1000 * min(max(share, 0.0), 1.0)) / 1000
 
 
-def budget_of(found: Mapping[str, Figure]) -> float | None:
-    """PyTorch's share that is predicted to be fastest of those within the checkpoint's peak; None if none is."""
-    within = ROUNDING * found[CHECKPOINT].peak_bytes
-    fits = {n: f for n, f in found.items() if n.startswith(BUDGETED) and f.peak_bytes <= within}
-    best = min(fits, key=lambda name: fits[name].step_s, default=None)
-    return None if best is None else float(best.removeprefix(BUDGETED))
+def budget_of(found: Mapping[str, Figure]) -> float:
+    """PyTorch's share that is predicted to be fastest of those within the checkpoint's peak, else the lowest of all."""
+    shares = {float(n.removeprefix(BUDGETED)): f for n, f in found.items() if n.startswith(BUDGETED)}
+    fits = [share for share, each in shares.items() if each.peak_bytes <= ROUNDING * found[CHECKPOINT].peak_bytes]
+    if fits:
+        return min(fits, key=lambda share: shares[share].step_s)
+    return min(shares, key=lambda share: shares[share].peak_bytes)
 
 
 def measure(case: Case, flags: argparse.Namespace) -> dict[str, Any]:
-    rates = rates_of(flags.dir, case.gbps)
+    rates = machine_of(Config.make({"dirs": [flags.dir]}), torch.device("cpu")).rates()
     said = forecasts(case.model, rates, flags.shares)
     keep, share = said[KEEP], budget_of(said)
+    budgeted = f"{BUDGETED} {share:g}"
     tasks = {INDUCTOR: Task(case.model, "inductor"), CHECKPOINT: Task(case.model, "checkpoint")}
-    names = {INDUCTOR: KEEP, CHECKPOINT: CHECKPOINT}
+    tasks |= {budgeted: Task(case.model, "recompute", share)}
+    names = {INDUCTOR: KEEP, CHECKPOINT: CHECKPOINT, budgeted: budgeted}
     with tempfile.TemporaryDirectory(prefix="ssd_fx-slow-") as scratch, Workers(tasks) as workers:
         workers.compile()
         first = list(workers.rounds(flags.warmup))
-        peaks = {name: max(steps[name].peak_bytes for steps in first) for name in tasks}
-        if share is not None:
-            names[f"{BUDGETED} {share:g}"] = f"{BUDGETED} {share:g}"
-            workers.start(f"{BUDGETED} {share:g}", Task(case.model, "recompute", share))
-        middle = (peaks[CHECKPOINT] + peaks[INDUCTOR]) / 2
-        budgets = {PEAK: peaks[CHECKPOINT], HALF: middle}
-        shares = {name: share_at(peak, keep.floor_bytes, keep.peak_bytes) for name, peak in budgets.items()}
-        options = {"engine": held.NAME, "dirs": [flags.dir], "machine": rates, "min_bytes": MIN_BYTES}
-        for name, budget in shares.items():
-            own = options | {"budget": budget, "dump": f"{scratch}/{name}"}
-            workers.start(name, Task(case.model, "ssd_fx", options=own, held_gbps=case.gbps))
-        plans = {name: read_plan(Path(scratch) / name) for name in shares}
+        lowest, highest = (max(steps[name].peak_bytes for steps in first) for name in (CHECKPOINT, INDUCTOR))
+        ways = [Ours(tight, gbps) for gbps in case.gbps for tight in (True, False)]
+        asked = {str(way): lowest if way.tight else (lowest + highest) / 2 for way in ways}
+        shares = {name: share_at(peak, keep.floor_bytes, keep.peak_bytes) for name, peak in asked.items()}
+        dumps = {str(way): Path(scratch) / str(number) for number, way in enumerate(ways)}
+        for way in ways:
+            own = {"engine": held.NAME, "dirs": [flags.dir], "min_bytes": MIN_BYTES, "dump": str(dumps[str(way)])}
+            own |= {"machine": with_drive(rates, way.gbps), "budget": shares[str(way)]}
+            workers.start(str(way), Task(case.model, "ssd_fx", options=own, held_gbps=way.gbps))
+        plans = {name: read_plan(path) for name, path in dumps.items()}
         rounds = list(workers.rounds(flags.warmup + flags.rounds))[flags.warmup :]
     predicted = {name: asdict(said[rival]) for name, rival in names.items()}
     for name, plan in plans.items():
         predicted[name] = asdict(Figure(plan.peak_bytes, plan.step_s, 0, plan.floor_bytes))
     steps = [{name: asdict(step) for name, step in each.items()} for each in rounds]
-    return {"shares": shares, "rates": rates, "predicted": predicted, "asked_bytes": budgets, "rounds": steps}
+    return {"shares": shares, "rates": rates, "predicted": predicted, "asked_bytes": asked, "rounds": steps}
 
 
 def table(title: str, found: Mapping[str, Any]) -> str:
@@ -156,8 +172,8 @@ def row(name: str, rounds: Sequence[Mapping[str, Step]], found: Mapping[str, Any
 def cases(flags: argparse.Namespace) -> list[Case]:
     models: dict[Family, Model] = {"gpt": GPT, "llama": LLAMA}
     sizes = TINY if flags.quick else {}
-    made = product(flags.families, flags.precisions, flags.gbps)
-    return [Case(Model(**(asdict(models[f]) | sizes | {"amp": p == "bf16"})), gbps) for f, p, gbps in made]
+    made = product(flags.families, flags.precisions)
+    return [Case(Model(**(asdict(models[f]) | sizes | {"amp": p == "bf16"})), tuple(flags.gbps)) for f, p in made]
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -190,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(found.get("rounds", ())) < flags.rounds:
             found = {"system": where, "model": asdict(case.model)} | measure(case, flags)
             write_json(path, found)
-        tables.append(table(f"{case.model}; {case.gbps:g} GB/s", found))
+        tables.append(table(str(case.model), found))
         print(f"\n{tables[-1]}", flush=True)
     (flags.json_dir / "slow-step.md").write_text("\n\n".join(tables) + "\n")
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 NAVIGATION = {
     "Start": [
         "docs/tutorial",
+        "docs/when-not-to-use",
         "docs/using",
         "docs/budget",
         "docs/options",
@@ -23,6 +24,7 @@ NAVIGATION = {
         "docs/performance",
         "docs/faq",
         "docs/wear",
+        "docs/machines",
         "docs/projection",
         "docs/report",
         "docs/gpu",

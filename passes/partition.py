@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -219,12 +220,30 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [n for n in tree_leaves(targets) if isinstance(n, fx.Node)]
 
 
+_WRAPPERS = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
+"""With what they take before the operator that they wrap."""
+
+
+def called(node: fx.Node) -> tuple[object, tuple[Any, ...], dict[str, Any]]:
+    """What a node calls, with its arguments.
+
+    Under a checkpoint PyTorch wraps what may draw random numbers: the forward saves the generator's state around it,
+    and the backward sets it (torch._prims.rng_prims). Then it is what is wrapped.
+    """
+    before = _WRAPPERS.get(getattr(node.target, "__name__", ""))
+    if before is None:
+        return node.target, node.args, node.kwargs
+    given = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    return node.args[before], node.args[before + 1 :], given
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """What a node's operator is called with, by the names in its schema; defaults where it is given nothing."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = node.target._schema.arguments
-    given = dict(zip([a.name for a in arguments], node.args, strict=False))
-    return {a.name: a.default_value for a in arguments} | given | node.kwargs
+    operator, args, kwargs = called(node)
+    assert isinstance(operator, torch._ops.OpOverload)
+    arguments = operator._schema.arguments
+    given = dict(zip([a.name for a in arguments], args, strict=False))
+    return {a.name: a.default_value for a in arguments} | given | kwargs
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
@@ -234,11 +253,18 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """All FakeTensors of a node, also those in tuples."""
+    """All FakeTensors of a node, also those in tuples; of a wrapper (`called`), those that somebody takes."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):  # the usual case: tree_leaves takes ten times as long
         return [val]
+    if val is None and getattr(node.target, "__name__", "") in _WRAPPERS:
+        val = [t for user in node.users if user.target is operator.getitem for t in _taken(user)]
     return [t for t in tree_leaves(val) if isinstance(t, torch.Tensor)] if isinstance(val, (tuple, list, dict)) else []
+
+
+def _taken(item: fx.Node) -> list[torch.Tensor]:
+    """What is taken of an item, which may be a tuple itself."""
+    return tensors_of(item) or [t for user in item.users if user.target is operator.getitem for t in _taken(user)]
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

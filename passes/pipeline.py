@@ -31,9 +31,10 @@ from ssd_fx.passes.cost.lifetime import lifetime
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.roofline import time
 from ssd_fx.passes.joint.compared import keep_compared
+from ssd_fx.passes.joint.layers import between_layers
 from ssd_fx.passes.joint.marks import LiftMarks, lift, mark
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
-from ssd_fx.passes.joint.recompute import Joint, price
+from ssd_fx.passes.joint.recompute import CutError, Joint, price
 from ssd_fx.passes.joint.stale_views import merge_equal, rejoin_views
 from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
@@ -199,13 +200,28 @@ def decide_for_all(
     if not _may_cut_again(joint, options):
         pairs = zip(asked, budgets, strict=True)
         return [(own.partition, decide(own.partition, o, budget=b, analysed=own.plan)) for o, b in pairs]
-    proposals = Proposals(joint, own)
+    proposals = Proposals(joint, own, partial(_layered, joint, own, options))
     first = [proposals.propose(partial(decide, options=o, quick=True), b) for o, b in zip(asked, budgets, strict=True)]
     found: dict[int, Candidate] = {}
     for i in sorted(range(len(asked)), key=lambda i: forecast_of(first[i]).limits.memory):  # the tightest first
         found[i] = _best(proposals, asked[i], budgets[i], first[i])
         proposals.found.append(found[i])
     return [(found[i].partition, found[i].plan) for i in range(len(asked))]
+
+
+def _layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | None:
+    """The partition that saves what lies between layers, with what the analyses find in it; None if it cannot be made.
+
+    Nothing is decided in its plan. Proposals begin from it, and it is never used as it is.
+    """
+    between = between_layers(own.partition)
+    if not between.saved:
+        return None
+    try:
+        partition = joint.partition_again(between.again, between.saved)
+    except CutError:  # so PyTorch's own is the only one to begin from
+        return None
+    return Candidate(partition, analyse(partition, options), between.again)
 
 
 def _best(proposals: Proposals, options: PlanOptions, budget: Budget, proposal: Plan) -> Candidate:

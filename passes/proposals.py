@@ -4,6 +4,9 @@
     cut      the partition that computes them again
     judge    its own plan, which must be faster than that of PyTorch's partition
 
+Proposals begin from a layered partition as well, which saves what lies between layers (`joint/layers.py`). PyTorch's
+may save none of that, and then no layer can be computed again by itself.
+
 Prices do not count the memory that the chain of a group needs while it is computed again. If a partition has a higher
 floor for that, the next proposal is made for a limit that is lower by as much. If the floor is above the limit, what is
 computed again there is saved in the next proposal.
@@ -11,8 +14,10 @@ computed again there is saved in the next proposal.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,8 +61,11 @@ class Over(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
+    """`again`: what the partition computes again, although no plan asked for it."""
+
     partition: Partition
     plan: Plan
+    again: frozenset[str] = frozenset()
 
     @property
     def forecast(self) -> Forecast:
@@ -71,32 +79,51 @@ class Candidate:
 class Proposals:
     """The partitions of one joint graph that were tried, for all budgets of a call.
 
-    `own`: PyTorch's partition, with what the analyses find in it. `found`: every partition with a plan, so that a loose
-    budget is offered what a tight one has found.
+    `own`: PyTorch's partition, with what the analyses find in it. `layered`: makes the layered one, None if there is
+    none. `found`: every partition with a plan, so that a loose budget is offered what a tight one has found.
     """
 
-    def __init__(self, joint: Joint, own: Candidate) -> None:
+    def __init__(self, joint: Joint, own: Candidate, layered: Callable[[], Candidate | None]) -> None:
         self.joint, self.own = joint, own
+        self.layered = functools.cache(layered)
         self.found: list[Candidate] = []
         self._cut: dict[frozenset[str], Partition | None] = {}
 
-    def propose(self, decide: Decide, budget: Budget, saved: Collection[int] = ()) -> Plan:
-        """A plan of PyTorch's partition in which groups may be computed again, but for those of the slots `saved`.
+    def propose(
+        self, decide: Decide, budget: Budget, saved: Collection[int] = (), base: Candidate | None = None
+    ) -> Plan:
+        """A plan of `base` in which groups may be computed again, but for those of the slots `saved`.
 
         Raises:
             BudgetError: no plan meets the budget.
         """
-        return decide(self.own.partition, budget=budget, priced=True, saved=saved, analysed=self.own.plan)
+        base = base or self.own
+        return decide(base.partition, budget=budget, priced=True, saved=saved, analysed=base.plan)
 
     def within(self, limits: Limits, proposal: Plan, decide: Decide, over: Over) -> Candidate | None:
         """The best partition within limits, with a plan of a short search; None if no plan meets them.
 
-        `proposal`: where to begin.
+        `proposal`: of PyTorch's partition, where to begin.
         """
         first = self._planned(decide, self.own.partition, limits, self.own.plan)
+        if not _gains(proposal, first):
+            return best_within(self.found, limits)
+        layered = self.layered()
+        if layered is not None:
+            with suppress(BudgetError):
+                begin = self.propose(decide, limits, base=layered)
+                self._improve(layered, limits, begin, first, decide, over)
+        if _gains(proposal, best_within(self.found, limits)):
+            self._improve(self.own, limits, proposal, first, decide, over)
+        return best_within(self.found, limits)
+
+    def _improve(
+        self, base: Candidate, limits: Limits, proposal: Plan, first: Candidate | None, decide: Decide, over: Over
+    ) -> None:
+        """Look for partitions within limits, by proposals that begin from `base`."""
         tight, saved = limits, frozenset[int]()
         for _ in range(ROUNDS):
-            partition = self._partition_for(proposal) if _gains(proposal, first) else None
+            partition = self._partition_for(proposal, base) if _gains(proposal, first) else None
             if partition is None:
                 break
             again = self._planned(decide, partition, limits, None, proposal)
@@ -112,10 +139,9 @@ class Proposals:
             if (tight, saved) == before:
                 break
             try:
-                proposal = self.propose(decide, tight, saved)
+                proposal = self.propose(decide, tight, saved, base)
             except BudgetError:
                 break
-        return best_within(self.found, limits)
 
     def _planned(
         self, decide: Decide, partition: Partition, limits: Limits, analysed: Plan | None, proposal: Plan | None = None
@@ -130,10 +156,10 @@ class Proposals:
         self.found.append(Candidate(partition, plan))
         return self.found[-1]
 
-    def _partition_for(self, proposal: Plan) -> Partition | None:
-        again = proposal.recomputed_nodes
+    def _partition_for(self, proposal: Plan, base: Candidate) -> Partition | None:
+        again = proposal.recomputed_nodes | base.again
         if again not in self._cut:
-            self._cut[again] = _cut_so(self.joint, self.own, proposal)
+            self._cut[again] = _cut_so(self.joint, self.own, again, proposal)
         return self._cut[again]
 
 
@@ -171,15 +197,16 @@ def _made_by(proposal: Plan, names: Collection[str]) -> frozenset[int]:
     return frozenset(slot for slot, decision in chosen.items() if not decision.nodes.isdisjoint(names))
 
 
-def _cut_so(joint: Joint, first: Candidate, proposal: Plan) -> Partition | None:
-    """The partition that computes again what is proposed; None where PyTorch cannot make it, or it must not be used.
+def _cut_so(joint: Joint, first: Candidate, again: frozenset[str], proposal: Plan) -> Partition | None:
+    """The partition that computes the nodes `again`, as a plan proposes; None where PyTorch cannot make it, or it must
+    not be used.
 
     Other ranks may run PyTorch's own partition, and all must communicate in the same order. So this one must
     communicate like the first one. Its backward must read no further tensor that the caller may change before, and
     compare nothing that it computes again.
     """
     try:
-        partition = joint.partition_again(proposal.recomputed_nodes, proposal.saved_nodes)
+        partition = joint.partition_again(again, proposal.saved_nodes)
     except CutError as error:
         text = f"ssd_fx computes nothing of graph {proposal.graph} again, for PyTorch cannot partition it so: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)

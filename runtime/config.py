@@ -28,6 +28,8 @@ class RuntimeConfig:
     `resident`: the most that stays where it is, unwritten, over all graphs.
     `resident_at_most`: the limit to which the runtime may raise `resident` while the graph waits for the drive.
     `slowdown`: the share of a step that may be spent waiting before more is resident. Less than 0.02 counts as 0.02.
+    `memory`: the limit of all tensors of the device: bytes, a share of what it has such as "0.9", or "auto", which is
+        what it has and others leave; empty for none.
     `ranks`: the processes that share the memory of this node.
     `adapt`: stop writing tensors that somebody else holds anyway, and read earlier what the graph waited for.
     """
@@ -44,6 +46,7 @@ class RuntimeConfig:
     resident: int = 0
     resident_at_most: int = 0
     slowdown: float = 0.02
+    memory: str = ""
     ranks: int = 1
     adapt: bool = True
 

@@ -1,7 +1,7 @@
 """Handles, and the table of the entries that they stand for.
 
 A stand-in is what autograd saves instead of a saved tensor. It has that tensor's shape, dtype and device, which
-autograd's hooks and `torch.utils.checkpoint` look at. All its strides are 0: its storage has one element, of any value.
+autograd's hooks and `torch.utils.checkpoint` look at. All its strides are 0: its storage has one element.
 A handle is a stand-in whose storage carries the number of an entry, so views of a handle are handles too. The entry
 dies with that storage; a weakref on the storage reports its death.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ssd_fx.runtime import errors, plans
 from ssd_fx.runtime.codec import Encoded
@@ -119,13 +120,21 @@ _closed = False
 
 
 def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of that shape, dtype and device whose storage has one element: 0.
+    """A tensor of that shape, dtype and device whose storage, its own, has one element: 0.
 
-    Any other value could be a NaN, which Inductor's `nan_asserts` looks for in all outputs.
+    Any other value could be a NaN, which Inductor's `nan_asserts` looks for in all outputs. The storages of a device
+    are at one address, so a stand-in takes no memory and no kernel. It is never written to.
     """
-    made = torch.empty_strided(size, (0,) * len(size), dtype=dtype, device=device)
-    made.untyped_storage().fill_(0)  # type: ignore[attr-defined]
-    return made
+    zero = _zeros.get(device)
+    if zero is None:
+        with _disable_current_modes(), torch.inference_mode(False):  # whoever comes first may be in any mode
+            zero = _zeros.setdefault(device, torch.zeros(_LARGEST, dtype=torch.uint8, device=device))
+    storage = torch._C._construct_storage_from_data_pointer(zero.data_ptr(), device, dtype.itemsize)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, size, (0,) * len(size))
+
+
+_LARGEST = torch.complex128.itemsize
+_zeros: dict[torch.device, Tensor] = {}
 
 
 def mark(made: Tensor, number: int = 0) -> Tensor:

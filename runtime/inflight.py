@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 import torch
-from torch import Tensor
 
 from ssd_fx.runtime.device import streams
 
@@ -24,20 +23,20 @@ def inflight_bytes(device: torch.device) -> int:
 
 
 class CopiesInVain:
-    """Copies on streams whose tensors were given away meanwhile. Nobody else gets the memory that they read."""
+    """Copies on streams whose tensors were given away meanwhile, or died. Nobody else gets what they read."""
 
     def __init__(self) -> None:
-        self._row: deque[tuple[streams.Queued, Tensor]] = deque()  # each with an alias of what it reads
+        self._row: deque[tuple[streams.Queued, torch.UntypedStorage, int]] = deque()  # what each reads, and its bytes
 
     def __len__(self) -> int:
         return len(self._row)
 
     @property
     def nbytes(self) -> int:
-        return sum(read.nbytes for _, read in self._row)
+        return sum(nbytes for _, _, nbytes in self._row)
 
-    def add(self, copy: streams.Queued, read: Tensor) -> None:
-        self._row.append((copy, read))
+    def add(self, copy: streams.Queued, read: torch.UntypedStorage, nbytes: int) -> None:
+        self._row.append((copy, read, nbytes))
 
     def oldest(self) -> streams.Queued | None:
         return self._row[0][0] if self._row else None
@@ -56,6 +55,6 @@ class CopiesInVain:
 
     def end(self) -> None:
         """Returns when all have ended."""
-        for copy, _ in self._row:
+        for copy, _, _ in self._row:
             copy.cancel()
         self._row.clear()

@@ -132,8 +132,11 @@ def versioned_alias(x: Tensor) -> Tensor:
 
 def drop_storage(alias: Tensor) -> None:
     """Drops the storage of a `versioned_alias`, which still shares the counter afterwards."""
-    alias.data = _NOTHING if alias.device.type == "cpu" else torch.empty(0, device=alias.device)
+    nothing = _nothing.get(alias.device)
+    if nothing is None:
+        with _disable_current_modes(), torch.inference_mode(False):  # whoever comes first may be in any mode
+            nothing = _nothing.setdefault(alias.device, torch.empty(0, device=alias.device))
+    alias.data = nothing
 
 
-with _disable_current_modes(), torch.inference_mode(False):  # whoever imports this may be in any mode
-    _NOTHING = torch.empty(0, device="cpu")
+_nothing: dict[torch.device, Tensor] = {}

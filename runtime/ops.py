@@ -56,7 +56,8 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
         if offloaded_bytes:
             check_not_captured(token.device)  # writes of earlier forwards may begin
             CPU_ALLOCATOR.forward()
-            get_store(config).begin(graph)  # raises for unusable directories before anything is computed
+            store = get_store(config)  # raises for unusable directories before anything is computed
+            store.begin(graph, saved_bytes, token.device)
         else:
             begin_later()
         counters(graph).begin(saved_bytes, offloaded_bytes)

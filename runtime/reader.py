@@ -6,11 +6,15 @@ All methods but `complete` run under the lock of `entries`.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ssd_fx.runtime import errors, trace
 from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.device.arrival import Stall
 from ssd_fx.runtime.device.streams import Queued
 from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
 from ssd_fx.runtime.entries import GUARD, Entry, Load, State
@@ -20,6 +24,7 @@ from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer, drop
 
 ATTEMPTS = 3
+AHEAD = -1  # the `seq` of a prefetch
 ALIGNMENT = 16  # bytes: Inductor's kernels for a device assume that tensors made in the graph are aligned so
 
 
@@ -30,6 +35,8 @@ class Reader:
         self._engine = engine
         self._writer = writer
         self.outstanding_bytes = 0  # of reads that have begun and were not waited for yet
+        self.ahead_bytes = 0  # of these, prefetches that nobody has asked for yet
+        self._stalls: deque[tuple[Stall, str, int, bool]] = deque()  # of which graph and slot; and whether it is strict
 
     def begin(self, entry: Entry, wanted: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
         """The load, for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
@@ -62,7 +69,7 @@ class Reader:
         """Starts a prefetch, which `begin` will find."""
         landing = self._landing(entry)
         read = self._engine.read(_extent(entry), Memory.of(landing))
-        entry.ahead = Load(landing, landing, read, -1, stream=streams.current(entry.device))
+        entry.ahead = Load(landing, landing, read, AHEAD, stream=streams.current(entry.device))
         try:
             self._count(entry.ahead, entry.moved_bytes)
             counters(entry.graph).prefetched_bytes += entry.moved_bytes
@@ -76,8 +83,7 @@ class Reader:
         ahead = entry.ahead
         if ahead is None:
             return
-        if ahead.read:
-            ahead.read.cancel()
+        _end(ahead)
         self._count(ahead, 0)
         entry.ahead = None  # last: until then it keeps the memory that is being read into
 
@@ -85,9 +91,8 @@ class Reader:
         """Ends all reads of an entry that dies."""
         self.drop_ahead(entry)
         for load in entry.loads:
-            if load.read:
-                load.read.cancel()
-                self._count(load, 0)
+            _end(load)
+            self._count(load, 0)
         entry.loads.clear()
 
     def done(self, entry: Entry, load: Load) -> None:
@@ -102,7 +107,12 @@ class Reader:
         Takes the lock itself.
         """
         assert load.read, "only asked for loads that read"
-        if isinstance(load.read, Queued) and load.read.follow():
+        if isinstance(load.read, Queued) and load.read.cannot_fail():
+            stall = Stall.sampled(entry.device)
+            load.read.follow()
+            if stall:
+                stall.end()
+                self._stalls.append((stall, entry.graph, entry.slot, entry.strict))
             self._arrived(entry, load)
             return None
         error = outcome(load.read)
@@ -115,6 +125,17 @@ class Reader:
         if error is None:
             self._arrived(entry, load)
         return error
+
+    def stalls(self) -> Iterator[tuple[str, int, bool, float, int]]:
+        """What a device has waited for since the last call: graph, slot, whether the plan has no memory to read it
+        earlier, seconds, and of how many such waits this is the sample."""
+        while self._stalls:
+            stall, graph, slot, strict = self._stalls[0]
+            seconds = stall.seconds()
+            if seconds is None:
+                return
+            self._stalls.popleft()
+            yield graph, slot, strict, seconds, stall.stands_for
 
     def _read_again(self, entry: Entry, load: Load) -> OSError | None:
         """The error of another attempt, None if the bytes are there. Waits for its end."""
@@ -192,6 +213,8 @@ class Reader:
     def _count(self, load: Load, nbytes: int) -> None:
         """Counts the load as `nbytes` of the bytes outstanding."""
         self.outstanding_bytes += nbytes - load.counted
+        if load.seq == AHEAD:
+            self.ahead_bytes += nbytes - load.counted
         load.counted = nbytes
 
     def _landing(self, entry: Entry) -> Tensor:
@@ -199,6 +222,15 @@ class Reader:
         if entry.encoded:
             return tensors.empty(TensorMeta((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
         return tensors.empty(entry.layout, entry.device)
+
+
+def _end(load: Load) -> None:
+    """Ends a read that nobody wants any more.
+
+    What it fills goes back to the stream that asked for it, which waits for a copy, so that the host need not.
+    """
+    if load.read and not (isinstance(load.read, Queued) and load.read.abandon()):
+        load.read.cancel()
 
 
 def _extent(entry: Entry) -> Extent:

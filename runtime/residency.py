@@ -74,6 +74,10 @@ class Residency:
         """The bytes above what the budget allows."""
         return self.nbytes - self.least
 
+    def allow(self, nbytes: int) -> None:
+        """So many bytes may be resident from here on, whatever the graph waits for."""
+        self.least = self.nbytes = nbytes
+
     def stored(self, nbytes: int, resident_bytes: int) -> None:
         """Counts a tensor that is stored. `resident_bytes` of all tensors are resident then."""
         self._stored += nbytes

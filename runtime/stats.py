@@ -38,7 +38,8 @@ class GraphStats:
         encoded_to_bytes: after compression.
         encoding_error: the largest relative error (root mean square) of a lossy codec, measured at the first tensor of
             each slot.
-        stall_s: seconds that operators waited for I/O.
+        stall_s: seconds that operators waited for I/O. Where a device waits, and no operator, it is a sample: of the
+            first 16 runs each, and then of one in 16 runs.
         in_planned_order: the share of nodes that came with a greater seq than the node before them in their run.
     """
 
@@ -70,6 +71,9 @@ class Stats(GraphStats):
 
     Attributes:
         steps: training steps. One begins with the first forward after a backward, whatever number of graphs it runs.
+        memory_limit_bytes: of the option `memory`, for all tensors of the device; 0 without it.
+        memory_peak_bytes: the most that all tensors had in the last step that ended, under that option.
+        memory_stay_bytes: the most that stayed for the backward in that step.
         disk_bytes: the size of the files.
         moved_bytes: written to drives later, when host memory was full.
         drive_bytes_s: what drives get in a second at the present speed, over up to 16 steps; 0 before the third step.
@@ -83,6 +87,9 @@ class Stats(GraphStats):
         graphs: each graph that ran, by its name.
     """
 
+    memory_limit_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_stay_bytes: int = 0
     disk_bytes: int = 0
     moved_bytes: int = 0
     drive_bytes_s: float = 0.0
@@ -261,6 +268,7 @@ _whole = 0
 _whole_why = ""
 _moved_bytes = 0
 _drive_tbw = 0.0
+_memory = (0, 0, 0)
 
 
 def counters(graph: str) -> Counters:
@@ -309,6 +317,12 @@ def rated(drive_tbw: float) -> None:
     _drive_tbw = drive_tbw
 
 
+def limited(limit: int, peak: int, stayed: int) -> None:
+    """Takes the limit of memory, and of the last step the most of all tensors and of what stayed, in bytes."""
+    global _memory
+    _memory = limit, peak, stayed
+
+
 def stats() -> Stats:
     """Return a snapshot of all counts since the start or the last reset.
 
@@ -323,6 +337,9 @@ def stats() -> Stats:
         steps=_pace.steps,
         encoding_error=max((c.encoding_error for c in graphs.values()), default=0.0),
         in_planned_order=ordered / nodes if nodes else 1.0,
+        memory_limit_bytes=_memory[0],
+        memory_peak_bytes=_memory[1],
+        memory_stay_bytes=_memory[2],
         disk_bytes=registry.disk_bytes(),
         moved_bytes=_moved_bytes,
         drive_bytes_s=_pace.bytes_s(),
@@ -338,23 +355,24 @@ def stats() -> Stats:
 
 def reset_stats() -> None:
     """Set all counts to zero, but for `compiled_graphs` and `whole_graphs`."""
-    global _moved_bytes, _pace, _compiled_before_reset
+    global _moved_bytes, _pace, _compiled_before_reset, _memory
     _compiled_before_reset = _compiled
     _graphs.clear()
     _moved_bytes = 0
+    _memory = (0, 0, 0)
     _pace = Pace()
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """What runs inside counts for nobody."""
-    global _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw
-    before = _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw
+    global _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw, _memory
+    before = _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw, _memory
     _graphs, _pace = {}, Pace()
     try:
         yield
     finally:
-        _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw = before
+        _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw, _memory = before
 
 
 def _snapshot(c: Counters) -> GraphStats:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ssd_fx.runtime import entries, errors, stats, trace
+from ssd_fx.runtime.account import Account
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.deaths import before_work, janitor, when_idle
-from ssd_fx.runtime.device import clock, device_trace, streams
+from ssd_fx.runtime.device import clock, device_trace, driver, streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
@@ -23,7 +24,6 @@ from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_parameter
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
-from ssd_fx.runtime.native import driver
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
 from ssd_fx.runtime.residency import Residency
@@ -45,16 +45,28 @@ class Store:
         self.habits = Habits(config.adapt)
         self.writer = Writer(self.engine, config, self.habits, self.residency)
         self.reader = Reader(self.engine, self.writer)
-        self.prefetcher = Prefetcher(self.reader, self.habits, config.prefetch, self._spare)
+        self.account = self._account(config) if config.memory else None
+        window = 0 if config.memory else config.prefetch
+        self.prefetcher = Prefetcher(self.reader, self.habits, window, self._spare)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
-    def begin(self, graph: str) -> None:
-        """A forward of `graph` begins."""
+    def begin(self, graph: str, saved_bytes: int, device: torch.device) -> None:
+        """A forward of `graph` begins on `device`, and will save so many bytes."""
         GUARD.drain()
         with GUARD.lock:
             _begin_later()
+            self._learn()
             self.residency.forward_begins()
             self.prefetcher.begin(graph)
+            if self.account:
+                self.account.begins(graph, saved_bytes, device)
+                if seen := self.account.seen:
+                    stats.limited(seen.limit, seen.peak, seen.stayed)
+        if self.account:  # what has to go for this forward
+            stall = self.writer.make_room(device)
+            with GUARD.lock:
+                counters(graph).stall_s += stall
+                self.account.settled()
 
     def store(
         self,
@@ -80,6 +92,7 @@ class Store:
                 f"a store of slot {slot} of graph {graph!r} names tier {tier!r}; right would be one of {TIERS}"
             )
         GUARD.drain()
+        self._look()
         base.check_device(self.engine, x.device)
         streams.finish_copies_into(x)
         seen = TensorMeta(tuple(x.shape), x.stride(), x.dtype)
@@ -117,6 +130,7 @@ class Store:
         Raises: RuntimeError if `keepalive` is not the memory that was stored.
         """
         started = now()
+        self._look()
         if keepalive.data_ptr() != entry.ptr:
             raise errors.another_buffer(entry)
         moves = not hand_over and not is_parameter(keepalive)
@@ -135,6 +149,10 @@ class Store:
                 self.writer.finish(entry, error)
             if moves:
                 _put_aside(entry)  # what could not be written
+            self.writer.release(entry)
+        if self.account:
+            stall += self.writer.make_room(entry.device)
+        with GUARD.lock:
             c = counters(entry.graph)
             c.stall_s += stall
             self.residency.waited(stall)
@@ -160,8 +178,10 @@ class Store:
         Raises: what `Reader.begin` raises.
         """
         started = now()
+        self._look()
         with GUARD.lock:
             self.writer.reap()
+            self._learn()
             where = entry.state
             entry.strict = strict
             entry.asked = True
@@ -169,6 +189,8 @@ class Store:
             self._judge(entry)
             load = self.reader.begin(entry, wanted, seq, consume=consume, relies_on=relies_on)
             self.residency.loads(self.writer.resident_bytes)
+            if self.account:
+                self.account.turns()
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
             c = counters(entry.graph)
@@ -185,6 +207,7 @@ class Store:
         Raises: OSError if they cannot be had; RuntimeError if no load of this entry returned `x`.
         """
         started = now()
+        self._look()
         load = _find(entry, x) if entry.nbytes else None
         if load and load.read:
             self._wait_for_read(entry, load, seq, started)
@@ -205,7 +228,7 @@ class Store:
         with GUARD.lock:
             self.reader.done(entry, load)
             self.residency.waited(stall)
-            if not entry.strict:
+            if not entry.strict and not followed:
                 self.habits.waited(entry.graph, entry.slot, stall)
             self.prefetcher.advance()
             c = counters(entry.graph)
@@ -224,7 +247,9 @@ class Store:
             self.habits.died_unread(entry.graph, entry.slot)
         self.prefetcher.dead(entry)
         self.reader.forget(entry)
-        self.writer.cancel(entry)
+        if isinstance(entry.write, streams.Queued) and entry.held is not None and not is_alone(entry.held):
+            self._freed(entry, False)  # nor would it be at the end of the copy
+        self.writer.give_away(entry)
         self.writer.in_vain.let_go()  # no op of ours comes behind the last load of a backward
         self.writer.count_out(entry)
         self._judge(entry)
@@ -236,7 +261,7 @@ class Store:
     def end(self) -> None:
         """Ends the use of the engine: what is in memory stays there, and what is not is lost.
 
-        A read that somebody waits for may still end well. Called under the lock. Then the engine is closed.
+        A read that somebody waits for may still end well. Called under the lock. Then `close` is called.
         """
         self.writer.end()
         for entry in entries.of(self):
@@ -244,25 +269,64 @@ class Store:
             self.reader.drop_ahead(entry)
             entry.lost = entry.held is None and entry.extent is not None
 
+    def close(self) -> None:
+        """Returns when all transfers have ended. Called once, behind `end`; without the lock other graphs go on."""
+        try:
+            self.engine.close()
+        finally:
+            self.writer.in_vain.end()
+
+    def _account(self, config: RuntimeConfig) -> Account:
+        self.writer.limited = True
+        return Account(config.memory, config.ranks, self._held_bytes, self._outstanding_bytes, self.residency.allow)
+
+    def _held_bytes(self) -> int:
+        """What the runtime alone holds: for the backward, or read ahead of it."""
+        return self.writer.held_bytes + self.reader.ahead_bytes
+
+    def _outstanding_bytes(self) -> int:
+        return self.writer.outstanding_bytes
+
+    def _look(self) -> None:
+        """A node of ours begins."""
+        if self.account:
+            with GUARD.lock:
+                self.account.look()
+
     def _available_bytes(self) -> int:
         """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
         return available_bytes() // self._ranks if self.device.type == "cpu" else 0
 
     def _spare(self) -> int:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
+        if self.account:  # what the graph has asked for is the graph's, not read ahead
+            asked = self.reader.outstanding_bytes - self.reader.ahead_bytes
+            return max(0, self.residency.nbytes - self.writer.held_bytes) + asked
         return self.residency.spare(self.writer.resident_bytes)
+
+    def _learn(self) -> None:
+        """Counts what a device has waited for meanwhile."""
+        for graph, slot, strict, seconds, of in self.reader.stalls():
+            counters(graph).stall_s += seconds * of
+            if not strict:
+                self.habits.waited(graph, slot, seconds)
 
     def _judge(self, entry: Entry) -> None:
         """Learns, once per entry, whether writing it freed memory, or would have freed memory if it was not written."""
         if entry.held is None and entry.extent and entry.storage:
-            freed = entry.storage.expired()
-            entry.storage = None
-            counters(entry.graph).count("freed" if freed else "wasted", entry.slot, entry.nbytes)
-            self.habits.freed(entry.graph, entry.slot, entry.nbytes, freed)
+            self._freed(entry, entry.storage.expired())
         elif entry.held is not None and self.habits.of(entry.graph, entry.slot).keep:
             self.habits.kept(entry.graph, entry.slot, is_alone(entry.held))
 
+    def _freed(self, entry: Entry, freed: bool) -> None:
+        if entry.storage:
+            entry.storage = None
+            counters(entry.graph).count("freed" if freed else "wasted", entry.slot, entry.nbytes)
+            self.habits.freed(entry.graph, entry.slot, entry.nbytes, freed)
+
     def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str, waited: float = 0.0) -> None:
+        if self.account:
+            self.account.settled()
         event = (kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, self.engine.name)
         trace.record(trace.Event(*event, CPU_ALLOCATOR.live_bytes, waited))
 
@@ -338,9 +402,9 @@ def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
         try:
             store.end()
         except BaseException:
-            store.engine.close()
+            store.close()
             raise
-    store.engine.close()  # without the lock: other graphs go on
+    store.close()  # without the lock
     if not _stores:
         CPU_ALLOCATOR.trim()
 
@@ -359,7 +423,7 @@ def _end(config: RuntimeConfig) -> None:
     try:
         store.end()
     finally:
-        store.engine.close()
+        store.close()
 
 
 _inherited: list[object] = []

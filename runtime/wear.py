@@ -12,6 +12,14 @@ def rated_days(tbw: float, bytes_s: float) -> float:
     return tbw * 1e12 / (bytes_s * DAY_S)
 
 
+def format_bytes(nbytes: float) -> str:
+    """`256 B`, exact, below a MiB; above it four digits: `1.5 MiB`, `11.25 GiB`, `13.92 TiB`."""
+    for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{int(nbytes)} B"
+
+
 def digits(value: float, count: int = 3) -> str:
     """So many digits, and never an exponent: `0.0906`, `52.3`, `6620`."""
     return f"{Decimal(f'{value:.{count}g}'):f}"

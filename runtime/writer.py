@@ -56,6 +56,8 @@ class Writer:
         self._outstanding = _Outstanding()
         self._said_no_memory = False
         self._ended = False
+        self._in_use: dict[Entry, None] = {}  # stored and not released
+        self.limited = False  # what is held waits for room until it is within what may be resident
 
     def accept(self, entry: Entry, x: Tensor) -> float:
         """The seconds waited because too many bytes were being written already.
@@ -65,10 +67,19 @@ class Writer:
         with GUARD.lock:
             self.reap()
             self._hold(entry, x)
+        return self.make_room(x.device)
+
+    def make_room(self, device: torch.device) -> float:
+        """Starts every write that is due. The seconds waited, for room in flight or until no more is held than may be.
+
+        Called without the lock.
+        """
+        with GUARD.lock:
+            self.reap()
             before = self._start_due()
         if before is None:
             return 0.0
-        arrival = Arrival(x.device)
+        arrival = Arrival(device)
         while before:
             outcome(before)  # an error is left to `reap`
             with GUARD.lock:
@@ -90,7 +101,7 @@ class Writer:
             self._start_due()
 
     def reap(self) -> None:
-        """Drops our references to the tensors that have been written."""
+        """Drops our references to the tensors that have been written. Nothing overtakes a copy to host memory."""
         self.in_vain.let_go()
         while self._followed and self._followed[0][0].done():
             copy, graph, slot, seq, nbytes = self._followed.popleft()
@@ -99,11 +110,12 @@ class Writer:
         unfinished = 0
         ended = []
         for entry in self._writing:
-            if entry.write is not None and entry.write.done():
-                ended.append((entry, entry.write))
+            write = entry.write
+            if write is not None and write.done():
+                ended.append((entry, write))
                 continue
             unfinished += 1
-            if unfinished > OVERTAKERS:
+            if unfinished > OVERTAKERS or (isinstance(write, streams.Queued) and write.cannot_fail()):
                 break
         for entry, write in ended:
             self.finish(entry, outcome(write))
@@ -155,8 +167,23 @@ class Writer:
         else:
             self.finish(entry, error)
 
+    def release(self, entry: Entry) -> None:
+        """The graph needs the tensor no longer, so what is held of it is held for the backward alone."""
+        self._in_use.pop(entry, None)
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held for the backward alone: the graph has released it, and it is still in memory."""
+        in_use = sum(e.moved_bytes for e in self._in_use if e in self._resident or e in self._writing)
+        return self.resident_bytes + self.writing_bytes - in_use
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """What the graph has released and the backward has not asked for, wherever it is."""
+        return self._outstanding.nbytes - sum(e.nbytes for e in self._in_use if not e.binding)
+
     def give_away(self, entry: Entry) -> None:
-        """Ends an entry's write, or its wait for one, for somebody who takes the tensor over and may write into it.
+        """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
 
         A copy that is queued on a stream goes on: nothing can take it back, and the host would wait for all copies
         before it. What it moves is not read. Until it has ended nobody else gets the memory that it reads, and it
@@ -165,7 +192,7 @@ class Writer:
         write, held = entry.write, entry.held
         if isinstance(write, streams.Queued) and write.cannot_fail() and not write.done():
             assert held is not None, "what is being written is held"
-            self.in_vain.add(write, alias(held, entry.layout))
+            self.in_vain.add(write, held.untyped_storage(), entry.moved_bytes)
             self._cancelled(entry)
             return
         self.cancel(entry)
@@ -184,18 +211,21 @@ class Writer:
         return True
 
     def end(self) -> None:
-        """Ends all writes for good. What was being written stays in memory, even if its write had just ended."""
+        """Ends all writes for good. What was being written stays in memory, even if its write had just ended.
+
+        What was copied in vain is held until `in_vain.end`.
+        """
         self._ended = True
         for entry in list(self._writing):
             if entry.write:
                 entry.write.cancel()
             self._cancelled(entry)
         self._followed.clear()
-        self.in_vain.end()
 
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
         self._outstanding.remove(entry)
+        self._in_use.pop(entry, None)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
         counter = versioned_alias(x)
@@ -224,6 +254,8 @@ class Writer:
         if self._residency.least and self._host_codec and not entry.early:
             self._encode(entry, self._host_codec)
         nbytes = entry.moved_bytes
+        if self.limited:
+            self._in_use[entry] = None
         self._resident[entry] = None
         self.resident_bytes += nbytes
         if entry.binding:
@@ -258,6 +290,9 @@ class Writer:
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
             del storage
+        while self.limited and self.held_bytes > self._residency.nbytes:
+            if not self._follow_oldest():
+                return self._oldest_under_way()
         return None
 
     def _follow_oldest(self) -> bool:
@@ -288,10 +323,10 @@ class Writer:
         self._writing[entry] = None
         self.writing_bytes += nbytes
         try:
-            entry.on_drive = extent.on_drive  # now: it may move on from host memory before the write's end is seen
             memory = Memory.of(held)
             entry.address = memory.ptr
             entry.write = self._engine.write(extent, memory)
+            entry.on_drive = extent.on_drive  # now: it may move on from host memory before the write's end is seen
             entry.write.start()
         except OSError as error:
             self.finish(entry, error)

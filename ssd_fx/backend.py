@@ -29,7 +29,7 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partitioner import Partitioner, Rewritten, Survey, hooks_are_compiled_in
 from ssd_fx.passes.pipeline import inductor_passes
 from ssd_fx.passes.user_errors import user_errors
-from ssd_fx.report import artifacts, folder
+from ssd_fx.report import artifacts, folder, limit
 from ssd_fx.report.describe import about
 from ssd_fx.report.dump import Explanation, dump
 from ssd_fx.runtime import graphs, stats
@@ -116,13 +116,16 @@ def compile_graph(
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
         arguments, whole = patterns.arguments(gm), _keeps_all(gm)
+        tells = partial(about, arguments, patterns.function())
+        if config.memory:
+            tells = partial(limit.told, str(config.memory), config.ranks.count, _device(inputs), tells)
         partitioner = Partitioner(
             plan,
             keeps_all=bool(whole),
             log=partial(artifacts.tell, arguments),
             during=progress.planning,
             survey=survey,
-            about=partial(about, arguments, patterns.function()),
+            about=tells,
             lasting=patterns.lasting(gm),
         )
         dumps_to = "" if report else config.own_dump

@@ -35,9 +35,9 @@ _NO_OPTIONS = ("project", "report")  # commands that look at no option of the en
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status.
 
-    0: fine. 1: something is missing, the cores are busy, a script does not fit, or the output cannot be written. 2: a
-    wrong word on the command line or in the environment. As a shell has it, 130: Ctrl-C, and 141: the reader of the
-    output has gone.
+    0: fine. 1: something is missing, the cores are busy, or the output cannot be written. 2: a script does not fit the
+    memory, or a wrong word on the command line or in the environment. As a shell has it, 130: Ctrl-C, and 141: the
+    reader of the output has gone.
     """
     if sys.stdout is None:
         print("ssd-fx: the output cannot be written: it is closed", file=sys.stderr)

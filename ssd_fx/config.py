@@ -25,7 +25,7 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive, parse_ranks
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS, RuntimeConfig
-from ssd_fx.sizes import parse_budget, parse_bytes, parse_positive, parse_share, parse_tbw
+from ssd_fx.sizes import parse_budget, parse_bytes, parse_memory, parse_positive, parse_share, parse_tbw
 
 _PREFIX = "SSD_FX_"
 
@@ -40,6 +40,11 @@ class Config:
     dirs (a directory or a list of them; in the environment separated by `:`): Directories on the drives. A large
         tensor is striped over all of them; a small one goes to the least busy drive. Several ranks divide the
         directories among them. Default: the system's temporary directory.
+    memory (a size, a share or `"auto"`): The most that all tensors of the process may take on the device that computes:
+        parameters, gradients, the optimizer's state, activations of all graphs. A size (`"24GiB"`), a share of what the
+        device has (`"90%"`), or `"auto"`, which is what others leave, less 5%. On the CPU the device has what the
+        machine, the container and `RLIMIT_DATA` allow. The first step runs with the lowest peak, as with `budget=0`.
+        From the second one on as much stays in memory as fits. Instead of `budget`. Default: no limit.
     budget (a size, a share or `"auto"`): Saved tensors that may stay in memory. A size (`"2GiB"`) is one budget over
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
         memory is an error that names the least possible size. A number below a MiB without a unit is an error, because
@@ -107,6 +112,7 @@ class Config:
     """
 
     dirs: tuple[str, ...] = ()
+    memory: int | float | str = ""
     budget: int | float | str = "auto"
     slowdown: float = 0.05
     spare: bool = True
@@ -156,6 +162,7 @@ class Config:
                 values[name] = _PARSERS[name](name, given[name])
             elif _variable(name) in os.environ:
                 values[name] = _from_environment(name)
+        _one_of_memory_and_budget(values, given)
         if "dirs" not in values:
             values["dirs"] = (os.path.abspath(tempfile.gettempdir()),)
         if "ranks" not in values:
@@ -212,6 +219,8 @@ class Config:
         """Of the options under which equal graphs have different plans or counts; the same for all ranks of a node."""
         apart = ("dirs", "allow_tmpfs", "disk_limit", "drive_tbw", "dump", "ranks")  # of the node, or of where
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+        if not self.memory:  # without it graphs have the names that they had before there was one
+            del chosen["memory"]
         return hashlib.sha256(repr(chosen).encode()).hexdigest()
 
     def runtime_json(self) -> str:
@@ -231,7 +240,28 @@ class Config:
         }
         if self.budget == "auto":
             needed |= {"resident_at_most": sys.maxsize, "ranks": self.ranks.count, "slowdown": float(self.slowdown)}
+        if self.memory:
+            needed |= {"memory": str(self.memory), "ranks": self.ranks.count}
         return json.dumps(needed, sort_keys=True, separators=(",", ":"))
+
+
+def _one_of_memory_and_budget(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Take the plan with the lowest peak under `memory`. What is in `given` goes before the environment.
+
+    Raises:
+        ValueError: both are in `given`, or both in the environment.
+    """
+    if "memory" not in values:
+        return
+    if "budget" in values and ("memory" in given) == ("budget" in given):
+        raise ValueError(
+            f"memory={values['memory']!r} and budget={values['budget']!r} are two answers to one question; right would "
+            "be memory alone, for the peak of the whole process, or budget alone, for the saved tensors that may stay"
+        )
+    if "budget" in given:
+        del values["memory"]
+    else:
+        values["budget"] = 0
 
 
 def _variable(name: str) -> str:
@@ -366,6 +396,7 @@ def _parse_ranks(name: str, value: object) -> Ranks:
 
 _PARSERS: dict[str, Any] = {
     "dirs": _parse_dirs,
+    "memory": parse_memory,
     "budget": parse_budget,
     "slowdown": parse_share,
     "spare": _parse_flag,

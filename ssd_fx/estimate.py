@@ -35,8 +35,10 @@ from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
-from ssd_fx.passes.plan import Forecast, Plan
-from ssd_fx.report.budgets import Estimate, Prediction
+from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.proposals import forecast_of
+from ssd_fx.report.budgets import MEMORY, Estimate, Prediction
+from ssd_fx.report.limit import largest_at
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
@@ -71,7 +73,8 @@ def estimate(
         inputs: a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
         budgets: each as the option `budget`; one of them or several.
         options: those of `ssd_fx.Config`; `dynamic` and `mode` are those of `torch.compile`.
-        memory: marks the fastest budget whose tensors fit in so many bytes ("8GiB").
+        memory: as the option, in bytes ("8GiB"): a row of what it would do, and what else fits. None for that of the
+            options.
         drive_tbw: a number of TB that all drives of the node are rated for; 0 for that of the options.
         batch: another batch size than that of the inputs, if they have it first.
         optimizers: one or several, whose state counts.
@@ -91,21 +94,24 @@ def estimate(
         raise ValueError("budgets is empty; right would be e.g. [0, 0.5]")
     limit, rated = parsed_size("memory", memory), parse_tbw("drive_tbw", drive_tbw)
     config = check_options(options)
+    if limit is None and isinstance(config.memory, int):
+        limit = config.memory
     rated = (rated or config.drive_tbw) / config.ranks.count  # the other ranks write to them too
     model, call = fake.off_meta(uncompiled(model), called_with(inputs))
     if batch is not None:
         call = fake.with_batch(call, parsed_batch(batch))
     survey = partial(_survey_of, model, call, options, dynamic, mode)
-    found = survey(partial(plans_for, asked, SHARES if rivals else ()))
+    found = survey(partial(plans_for, asked, limit is not None, SHARES if rivals else ()))
     made = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     layers = layers_of(model) if rivals else []
     beside = partial(under_checkpoints, layers, lambda: [survey(kept)]) if rivals else None
-    table = tabulated(asked, [found], found.input_bytes, made, beside)
-    return replace(table, batch=fake.batch_of(call), memory=limit, drive_tbw=rated)
+    table = tabulated(asked, limit, [found], found.input_bytes, made, beside)
+    return replace(table, batch=fake.batch_of(call), drive_tbw=rated)
 
 
 def tabulated(
     budgets: Sequence[Budget],
+    memory: int | None,
     runs: Sequence[Found],
     input_bytes: int,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -113,12 +119,15 @@ def tabulated(
 ) -> Estimate:
     """The table of a step that runs these graphs, one after the other.
 
-    input_bytes: of parameters, buffers and inputs of the step. beside: the plans of the same step with a
-    checkpoint around each layer, none if there are no such, and what to note about them; None without rivals.
+    memory: the option, in bytes. input_bytes: of parameters, buffers and inputs of the step. beside: the plans of the
+    same step with a checkpoint around each layer, none if there are no such, and what to note about them; None without
+    rivals.
     """
     state = sum(map(_state_bytes, optimizers))
     there = input_bytes + state
     rows = tuple(_prediction(budget, [run.plans[i] for run in runs], there) for i, budget in enumerate(budgets))
+    if memory is not None:
+        rows += _within(memory - there, [run.lowest for run in runs], there)
     others: tuple[Prediction, ...] = ()
     note = ""
     if beside is not None:
@@ -130,7 +139,8 @@ def tabulated(
     counts = Counter(run.own.graph for run in runs)
     name = ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in counts.items())
     rates = " and ".join(dict.fromkeys(run.rates for run in runs))
-    return Estimate(name, None, saved, input_bytes, state, rows, rates=rates, rivals=others, note=note)
+    more: dict[str, Any] = {"rates": rates, "rivals": others, "note": note}
+    return Estimate(name, None, saved, input_bytes, state, rows, memory=memory, largest=runs[-1].largest, **more)
 
 
 def under_checkpoints(layers: Sequence[nn.Module], survey: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], str]:
@@ -177,22 +187,58 @@ class Found:
     """Of one graph: `own`: what the analyses found in PyTorch's partition; `plans`: one for every budget; `alone`: with
     everything kept, one for every share of PyTorch's budget.
 
-    `rates`: as in `Estimate`.
+    `lowest`: the plan for budget 0, if it was asked for. `largest`: of the last plan. `rates`: as in `Estimate`.
     """
 
     own: Plan
     input_bytes: int
     plans: tuple[Plan, ...]
+    lowest: Plan
     alone: tuple[Plan, ...]
     rates: str
+    largest: str
 
 
-def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, options: PlanOptions) -> Found:
-    """Plan the joint graph for every budget, and for every share of PyTorch's budget."""
+def plans_for(
+    budgets: Sequence[Budget], limited: bool, shares: Sequence[float], joint: Joint, options: PlanOptions
+) -> Found:
+    """Plan the joint graph for every budget, and for every share of PyTorch's budget. `limited`: for budget 0 too."""
     alone = tuple(kept_under(share, joint, options) for share in shares)
     own = pipeline.cut(joint, options)
-    plans = tuple(plan for _, plan in pipeline.decide_for_all(joint, own, options, budgets))
-    return Found(own.plan, _input_bytes(own.partition), plans, alone, options.rates)
+    found = pipeline.decide_for_all(joint, own, options, [*budgets, 0] if limited else budgets)
+    plans = tuple(plan for _, plan in found)
+    partition, lowest = found[-1]
+    largest = largest_at(partition, forecast_of(lowest).peak_node, options.roots)
+    input_bytes = _input_bytes(own.partition)
+    return Found(own.plan, input_bytes, plans[: len(budgets)], lowest, alone, options.rates, largest)
+
+
+def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, ...]:
+    """What the option `memory` makes of the plans for budget 0; nothing if not even those fit.
+
+    `room`: of the limit, above the level before the step, where there are `there` bytes. What the plans leave of it
+    stays in memory and is not written, and what that would cost is saved in proportion.
+    """
+    found, row = [forecast_of(plan) for plan in lowest], _prediction(MEMORY, lowest, there)
+    everything = _highest([plan.saved_bytes for plan in lowest], [each.everything for each in found])
+    stays = min(room, max(everything, row.peak_bytes)) - row.peak_bytes
+    if stays < 0:
+        return ()
+    written = max(0, row.written_bytes - stays)
+    share = written / row.written_bytes if row.written_bytes else 0.0
+    saved = (1 - share) * (row.stall_s + math.fsum(each.transfer_s for each in found))
+    peak = row.peak_bytes + stays
+    return (
+        replace(
+            row,
+            peak_bytes=peak,
+            memory_bytes=peak + there,
+            step_s=row.step_s - saved,
+            stall_s=share * row.stall_s,
+            written_bytes=written,
+            limit_bytes=room,
+        ),
+    )
 
 
 def _survey_of(
@@ -382,7 +428,7 @@ def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Predictio
     which is one under a limit that is higher by so much. The runtime lets so many bytes of what was stored last stay
     over all graphs, unwritten.
     """
-    found = [_forecast(plan) for plan in plans]
+    found = [forecast_of(plan) for plan in plans]
     last = found[-1]
     stays, saved = ([getattr(p, name) for p in plans] for name in ("kept_bytes", "saved_bytes"))
     peak = _highest(stays, [each.peak for each in found])
@@ -401,11 +447,6 @@ def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Predictio
         floor_bytes=_highest(stays, [(p.stock or each).floor for p, each in zip(plans, found, strict=True)]),
         limit_bytes=limit,
     )
-
-
-def _forecast(plan: Plan) -> Forecast:
-    assert plan.forecast is not None, "every plan has a forecast"
-    return plan.forecast
 
 
 def _highest(stays: Sequence[int], peaks: Sequence[int]) -> int:

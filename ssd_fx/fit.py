@@ -61,7 +61,7 @@ _EXAMPLES = """examples:
   ssd-fx fit train.py --budget 0,0.5,2GiB --batch 8,16 -- --epochs 1
   ssd-fx fit train.py --machine 4090 --drive samsung-9100-pro-4tb --drives 2
 
-exit status: 0 fine; 1 nothing fits, or the script cannot be estimated; 2 wrong words.
+exit status: 0 fine; 1 the script cannot be estimated; 2 nothing fits the memory, or wrong words.
 """
 _BACKENDS = (backend, "ssd_fx")  # the values of torch.compile's `backend` that mean ours
 
@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
     budgets = ",".join(map(str, BUDGETS))
     parser.add_argument("--budget", default=budgets, help="shares, sizes, auto; default %(default)s")
     parser.add_argument("--batch", help="other batch sizes than the script's")
-    parser.add_argument("--memory", help="mark the fastest budget whose tensors are within, such as 8GiB")
+    parser.add_argument("--memory", help="what the option `memory` would do, and what else fits, such as 8GiB")
     parser.add_argument(
         "--drive-tbw", default="0", help="how long drives last that are rated for so many TB, such as 600"
     )
@@ -105,7 +105,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(flags: argparse.Namespace) -> int:
     """Run the command, and return its exit status. `flags.behind`: the words behind `--`, which are the script's.
 
-    0: fine. 1: the script or its model cannot be estimated, or no row fits the memory. 2: a wrong flag.
+    0: fine. 1: the script or its model cannot be estimated. 2: no row fits the memory, or a wrong flag.
     """
     with refusing(2):
         budgets = tuple(parse_budget("budget", budget) for budget in flags.budget.split(","))
@@ -118,7 +118,7 @@ def run(flags: argparse.Namespace) -> int:
         options = {"machine": rates(there.device, there.drives)}
         memory = memory or round(there.device.memory_gib * 2**30)
         rated = rated or there.drives.rated_tb
-    look = partial(plans_for, budgets, SHARES if flags.rivals else ())
+    look = partial(plans_for, budgets, memory is not None, SHARES if flags.rivals else ())
     with refusing(1):
         step = until_trained(flags.script, flags.behind, lambda gm: look, options)
         asked = {"budgets": budgets, "memory": memory, "drive_tbw": rated, "rivals": flags.rivals}
@@ -127,7 +127,7 @@ def run(flags: argparse.Namespace) -> int:
         print(json.dumps([each.details() for each in found], indent=1))
     else:
         print(*([] if there is None else [_told(there)]), *found, sep="\n\n")
-    return 0 if all(each.best for each in found) else 1
+    return 0 if all(each.best for each in found) else 2
 
 
 def _elsewhere(flags: argparse.Namespace) -> Machine | None:
@@ -203,11 +203,10 @@ class TrainingStep:
         layers = layers_of(*self.models) if rivals else []
         beside = partial(under_checkpoints, layers, self._kept) if rivals else None
         inputs = sum(storage.nbytes() for storage in self.inputs.values())
-        table = tabulated(budgets, self.runs, inputs, self.optimizers, beside)
+        table = tabulated(budgets, memory, self.runs, inputs, self.optimizers, beside)
         return replace(
             table,
             batch=fake.batch_of((first.args, first.kwargs)),
-            memory=memory,
             drive_tbw=(drive_tbw or config.drive_tbw) / config.ranks.count,  # the other ranks write to them too
             note="\n".join(filter(None, (table.note, self.note))),
         )

@@ -7,19 +7,12 @@ import numbers
 import re
 
 from ssd_fx.runtime.wear import DAY_S, format_days
+from ssd_fx.runtime.wear import format_bytes as format_bytes
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # 1.5G is 1.5 GiB, as for dd, systemd and docker
 _UNITS |= _BINARY | {f"{letter}ib": size for letter, size in _BINARY.items()}
 _ASKS_BELOW = 2**20  # a bare number so small is hardly meant as bytes
-
-
-def format_bytes(nbytes: float) -> str:
-    """`256 B`, exact, below a MiB; above it four digits: `1.5 MiB`, `11.25 GiB`, `13.92 TiB`."""
-    for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes >= size:
-            return f"{nbytes / size:.4g} {unit}"
-    return f"{int(nbytes)} B"
 
 
 def format_seconds(seconds: float) -> str:
@@ -129,3 +122,21 @@ def parse_budget(name: str, value: object) -> int | float | str:
         sizes = f"'{bare}MiB', '{bare}GiB', or '{bare}B' if bytes are meant"
         raise ValueError(f"option {name}={value!r} has no unit: of what? Right would be {sizes}, or {shares}")
     return nbytes
+
+
+def parse_memory(name: str, value: object) -> int | float | str:
+    """A limit of a device's memory: bytes (int), a share of what it has as a float, or "auto".
+
+    Raises:
+        ValueError: none of these, nothing at all, or a number without a unit below a MiB.
+    """
+    try:
+        found = parse_budget(name, value)
+    except ValueError:
+        found = 0
+    if not found:
+        raise ValueError(
+            f"option {name}={value!r} is no limit of memory; right would be a size such as '24GiB', a share of the "
+            "device such as '90%', or 'auto'"
+        )
+    return found

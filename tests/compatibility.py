@@ -26,7 +26,7 @@ from tests.peers.results import peer_section
 VARIABLE = "COMPATIBILITY_RESULTS"  # the file that results are appended to; without it they are not kept
 HEAD = "| {what} | inner | status | saved | to disk | largest gradient difference | graph breaks |"
 
-Section = Literal["models", "training loops", "trainers", "several processes"]
+Section = Literal["models", "training loops", "trainers", "ways of working", "several processes"]
 ABOUT: dict[Section, tuple[str, str]] = {
     "models": (
         "model",
@@ -40,6 +40,7 @@ ABOUT: dict[Section, tuple[str, str]] = {
         "checkpoint.",
     ),
     "trainers": ("trainer", "The scripts in `examples/trainers`; [how to](trainers.md)."),
+    "ways of working": ("way", "Other people's packages, tiny models (`make ways`); [how to](trainers.md)."),
     "several processes": ("parallelism", "`torchrun` with gloo on the CPU (`tests/distributed`); bytes of all ranks."),
 }
 

@@ -23,7 +23,7 @@ def test_a_page() -> None:
     assert [line for line in text.splitlines() if "autocast" in line] == [
         "| precision: autocast [bf16] | inductor | bitwise | 4.1 kB | 4.1 kB | 0 |  |"
     ]
-    assert text.count(NOT_RUN) == 3  # trainers, several processes, PyTorch's own suites
+    assert text.count(NOT_RUN) == 4  # trainers, ways of working, several processes, PyTorch's own suites
     assert "| 2.13.0 | 7 | 0 | 1 |  |" in text
 
 

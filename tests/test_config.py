@@ -35,6 +35,26 @@ def test_budgets(said: object, meant: float) -> None:
     assert type(budget) is type(meant)
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"), [("24GiB", 24 << 30), ("90%", 0.9), (0.5, 0.5), ("auto", "auto"), (1 << 20, 1 << 20)]
+)
+def test_limits_of_memory(said: object, meant: object) -> None:
+    config = Config.make({"memory": said})
+    assert (config.memory, config.budget) == (meant, 0)
+    assert json.loads(config.runtime_json())["memory"] == str(meant)
+
+
+def test_what_is_said_in_the_call_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_FX_BUDGET", "0.5")
+    assert Config.make({"memory": "auto"}).budget == 0
+    monkeypatch.setenv("SSD_FX_MEMORY", "auto")
+    with pytest.raises(ValueError, match=r"memory='auto' and budget=0\.5 are two answers"):
+        Config.make()
+    found = Config.make({"budget": 0.25})
+    assert (found.memory, found.budget) == ("", 0.25)
+    assert "memory" not in json.loads(found.runtime_json())
+
+
 def test_a_graph_has_one_name_on_all_ranks_and_wherever_its_bytes_go(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Config.make({"dirs": ["/"]})
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -57,6 +77,12 @@ BAD = [
     ({"slowdown": 5}, r"slowdown=5 is not a share; right would be 0 to 1, such as 0\.05 or '5%'"),
     ({"slowdown": "150%"}, r"slowdown='150%' is not a share"),
     ({"slowdown": -0.1}, r"slowdown=-0\.1 is not a share"),
+    ({"memory": "lots"}, r"memory='lots' is no limit of memory; right would be a size such as '24GiB', a share of the"),
+    ({"memory": 24}, r"memory=24 is no limit of memory"),
+    ({"memory": 0}, r"memory=0 is no limit of memory"),
+    ({"memory": "120%"}, r"memory='120%' is no limit of memory"),
+    ({"memory": True}, r"memory=True is no limit of memory"),
+    ({"memory": "24GiB", "budget": 0}, r"memory=25769803776 and budget=0 are two answers to one question; right would"),
     ({"min_bytes": "1 parsec"}, r"min_bytes='1 parsec' is not a size; right would be"),
     ({"drive_tbw": "much"}, r"drive_tbw='much' is no number of TB; right would be e\.g\. 600, or 0 if not known"),
     ({"drive_tbw": -1}, r"drive_tbw=-1 is no number of TB"),
@@ -78,8 +104,8 @@ BAD = [
     ({"machine": {"flop": 1}}, r"is no machine \(a machine has no 'flop'; right would be any of flops, memory_bw"),
     ({"machine": {"flops": "fast"}}, r"is no machine \(flops='fast' is no rate; right would be a number > 0"),
     ({"machine": {"flops": int(HUGE)}}, r"is no machine \(flops=9+ is no rate; right would be a number > 0"),
-    ({"profile": "step.json"}, r"no option 'profile'\. The options are: dirs, budget"),
-    ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, budget, slowdown"),
+    ({"profile": "step.json"}, r"no option 'profile'\. The options are: dirs, memory, budget"),
+    ({"bugdet": 1}, r"no option 'bugdet'; did you mean 'budget'\? The options are: dirs, memory, budget, slowdown"),
     (
         {"max_autotune": True},
         r"no option 'max_autotune'; it is one of Inductor's, which torch\._inductor\.config\.max_autotune sets for",
@@ -91,7 +117,7 @@ BAD = [
     ({"keep": {"head"}}, r"keep=\{'head'\} is no list of module name patterns"),
     ({"min_bytes": np.int64(-1)}, r"min_bytes=.*-1.* is not a size"),
     ({"budget": np.float32(1.5)}, r"budget=.*1\.5.* is not a budget"),
-    ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, budget"),
+    ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, memory, budget"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,10 @@ def test_it_says_whose_rates_its_times_are(
 
 def test_the_fastest_is_marked_where_memory_is_asked_for() -> None:
     assert [found.fastest and found.fastest.budget for found in map(table, (111, 112, 212, 312))] == [None, 0, 0.5, 1.0]
-    assert str(table(111)).endswith("\nnone fits 111 B: the least is 112 B")
+    assert str(table(111)).endswith(
+        "\nnone fits 111 B: the least is 112 B, 1 B more; parameters, buffers, inputs and the optimizer's state are "
+        "12 B of it\na smaller batch, a loss in chunks, sharding or an optimizer with less state would help"
+    )
     assert "fits" not in str(table(None))
     assert "drive life" not in str(table(None))
 
@@ -290,6 +294,26 @@ def test_in_a_checkpoint_all_budgets_are_alike() -> None:
         pytest.raises(ValueError, match=r"nothing is offloaded under torch\.utils\.checkpoint"),
     ):
         checkpointed(*toys.inputs())
+
+
+def test_a_limit_of_memory_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the lowest peak and that of everything kept it is filled; what stays is not written."""
+    monkeypatch.delenv("SSD_FX_BUDGET")
+    model, x = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(64, 64), nn.Tanh()))), torch.randn(4096, 64)
+    found = ssd_fx.estimate(model, x, budgets=[0, 1.0], options=TOY, rivals=False)
+    least, most = (row.memory_bytes for row in found.predictions)
+    limit = (least + most) // 2
+    for options, memory in ((TOY, limit), (TOY | {"memory": limit}, None)):
+        within = ssd_fx.estimate(model, x, budgets=[0, 1.0], options=options, memory=memory, rivals=False)
+        row = within.predictions[-1]
+        assert (row.budget, within.memory, within.fits(row)) == ("memory", limit, True)
+        assert row.memory_bytes == limit
+        assert row.written_bytes == within.predictions[0].written_bytes - (limit - least)
+        assert row.step_s < within.predictions[0].step_s
+        assert within.verdict.startswith(f"take memory={format_bytes(limit)}: ")
+    small = ssd_fx.estimate(model, x, budgets=[0, 1.0], options=TOY, memory=least - 1024, rivals=False)
+    assert len(small.predictions) == 2
+    assert re.search(r", 1024 B more; .* the largest tensor at its peak is \w+ \(.*1 MiB\)\n", small.verdict)
 
 
 def test_one_budget_and_one_optimizer_need_no_list() -> None:

@@ -67,8 +67,8 @@ def test_a_script_and_its_arguments(capsys: pytest.CaptureFixture[str], folder: 
     assert found["batch"] == 8
     assert found["input_bytes"] == parameters + 64 * 8, "the batch is a view"
     assert found["state_bytes"] == pytest.approx(2 * parameters, abs=64)
-    assert [row["budget"] for row in found["predictions"]] == [0, 0.5, 65536]
-    assert found["fastest"] in [0, 0.5, 65536]
+    assert [row["budget"] for row in found["predictions"]] == [0, 0.5, 65536, "memory"]
+    assert found["fastest"] in [0, 0.5, 65536, "memory"]
 
 
 def test_the_table_of_several_batches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_the_table_of_several_batches(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_model_larger_than_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """Two layers of 40 GB each. Nothing fits the memory, which is a result and a status."""
-    assert fit("--budget", "0,1.0", "--memory", "8GiB", "--no-rivals", "--", "100000", "8") == 1
+    assert fit("--budget", "0,1.0", "--memory", "8GiB", "--no-rivals", "--", "100000", "8") == 2
     out = capsys.readouterr().out
     assert out.count("too large") == 2
     assert "none fits 8 GiB: the least is " in out

@@ -22,6 +22,8 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
+from torch._inductor.codegen.triton import TritonOverrides
+from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -475,7 +477,7 @@ def test_what_chooses_by_values_does_not_run_twice(target: Any, args: tuple[Any,
     given = graph.placeholder("x")
     node = graph.call_function(target, (given, *args))
     given.meta["val"], node.meta["val"] = x, target(x, *args)
-    assert recompute._may_run_twice(node) is again
+    assert recompute.may_run_twice(node) is again
 
 
 COMPARED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], set[str]]] = {
@@ -629,12 +631,57 @@ def test_a_maximum_of_what_inductor_adds_to_a_product(tmp_path: Path) -> None:
     assert groups == [1, 2], "tanh; and the sum, if nobody looks at what is compared"
 
 
-def test_random_numbers_are_not_drawn_again() -> None:
-    """On a GPU a kernel of another shape draws other numbers of the same seed, so the mask would be another one."""
-    graph = fx.Graph()
-    for operator in ("inductor_random", "inductor_randint"):
-        drawn = graph.call_function(getattr(torch.ops.prims, operator).default)
-        assert not recompute._may_run_twice(drawn)
+def dropped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """product -> dropout -> product with x: of the first one the backward needs the mask alone."""
+    return (torch.nn.functional.dropout(x @ w, 0.5) * x).sum()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_masks_are_drawn_again(tmp_path: Path, dynamic: bool) -> None:
+    """By Inductor from their seeds, which are saved in their place."""
+    x, w = torch.randn(256, 64), torch.nn.Parameter(torch.randn(64, 64))
+    dumps = []
+
+    def gradient(**more: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        ssd_fx.reset_stats()
+        dumps.append(tmp_path / str(len(dumps)))
+        options = {"engine": "memory", "min_bytes": 0, "machine": SLOW, "dump": str(dumps[-1])}
+        loss = torch.compile(dropped, backend=ssd_fx.backend, options=options | more, dynamic=dynamic)(x, w)
+        (grad,) = torch.autograd.grad(loss, [w])
+        return grad
+
+    kept = gradient(budget=1.0, recompute=False)
+    with everything_recomputed() as groups:
+        again = gradient(budget=0, recompute=True)
+    assert groups[0] == 1, "the mask"
+    assert_same_bits([again], [kept])
+    backwards = ["\n".join(path.read_text() for path in dump.rglob("*backward.py")) for dump in dumps]
+    assert ["inductor_random" in text for text in backwards] == [False, True]
+    assert ssd_fx.stats().offloaded_bytes > 0, "the seeds"
+
+
+def test_where_masks_may_be_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where nobody knows what its kernels draw, nor where kernels for CUDA cannot be told to draw one by one."""
+
+    def on(device: str) -> bool:
+        graph, found = fx.Graph(), []
+        for operator in ("inductor_random", "inductor_randint"):
+            drawn = graph.call_function(getattr(torch.ops.prims, operator).default)
+            with FakeTensorMode():
+                drawn.meta["val"] = torch.empty(4, device=device)
+            found.append(recompute.may_run_twice(drawn))
+        assert len(set(found)) == 1
+        return found[0]
+
+    assert [on("cpu"), on("meta")] == [True, False]
+    assert on("cuda")
+    monkeypatch.setattr(triton_helpers, "rand4x", None, raising=False)
+    monkeypatch.delattr(TritonOverrides, "_can_use_4x_random", raising=False)
+    recompute._can_draw_one_by_one.cache_clear()
+    assert not on("cuda")
+    recompute._can_draw_one_by_one.cache_clear()
 
 
 @pytest.mark.parametrize("of_a_subclass", [False, True])

@@ -17,6 +17,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import ssd_fx
+from ssd_fx.integrations.hf import loss_only
 
 LENGTH, VOCABULARY, BATCH = 64, 256, 4
 
@@ -33,7 +34,9 @@ def train(directory: str, steps: int) -> tuple[list[float], torch.nn.Module]:
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_embd=128, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY)
     model = GPT2LMHeadModel(config)
-    # The one line that is about us. The model is a toy: without "min_bytes" tensors below 1 MiB stay in memory.
+    # The two lines that are about us. The Trainer needs no logits, which would be an output of the compiled code else.
+    loss_only(model)
+    # The model is a toy: without "min_bytes" tensors below 1 MiB stay in memory.
     model.compile(backend="ssd_fx", options={"dirs": [directory], "min_bytes": "16KiB"})
 
     with tempfile.TemporaryDirectory() as output:

@@ -64,6 +64,7 @@ class Kernels:
         self.view: list[bool] = []
         self._sources: list[list[int]] = []  # what a node reads, through views, and who reads it
         self._readers: list[list[int]] = [[] for _ in self.nodes]
+        self._strided: set[int] = set()  # what `as_strided` views: somebody must write it
         for i, node in enumerate(self.nodes):
             self._link(i, node)
         self.computes = [n.op == "call_function" and self._makes(i) for i, n in enumerate(self.nodes)]
@@ -149,6 +150,8 @@ class Kernels:
         for k in inputs:
             through += self._sources[k] if self.view[k] else [k]
         self._sources.append(list(dict.fromkeys(s for s in through if self.storages[s])))
+        if node.target is aten.as_strided.default:
+            self._strided.update(through)
         if not self.view[i]:
             for source in self._sources[i]:
                 self._readers[source].append(i)
@@ -180,12 +183,14 @@ class Kernels:
         return inlined
 
     def _is_realized(self, i: int, work: _Work) -> bool:
-        """Whether Inductor writes a node to memory, by its own rules: what a library call or the caller reads, and what
-        several readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in
-        its configuration, torch 2.13). It counts operations, of which a node has about two."""
+        """Whether Inductor writes a node to memory, by its own rules: what a library call or the caller reads, what
+        `as_strided` views (as the scale of a group norm), and what several readers would have to compute again at too
+        great a cost (`should_realize_on_reuse`, and thresholds in its configuration, torch 2.13). It counts operations,
+        of which a node has about two."""
         readers = self._readers[i]
         most_reads, most_operations = (12, 25) if is_on_cpu(self.nodes[i]) else (8, 15)
-        if len(work.reads) > most_reads or any(r in self.calls or self.nodes[r].op == "output" for r in readers):
+        is_seen = any(r in self.calls or self.nodes[r].op == "output" for r in readers)
+        if is_seen or i in self._strided or len(work.reads) > most_reads:
             return True
         too_long = len(work.reads) > config.realize_reads_threshold or work.operations > most_operations
         return len(readers) > 1 and (too_long or work.heavy)

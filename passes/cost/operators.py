@@ -15,7 +15,7 @@ import torch._inductor.inductor_prims  # defines prims.inductor_random
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ssd_fx.passes.partition import tensor_of, tensors_of
+from ssd_fx.passes.partition import called, tensor_of, tensors_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -41,7 +41,7 @@ HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.s
 
 def operator_of(node: fx.Node) -> object:
     """The operator without its overload; None for what is none of PyTorch's."""
-    return getattr(node.target, "overloadpacket", None)
+    return getattr(called(node)[0], "overloadpacket", None)
 
 
 def has_flops(node: fx.Node) -> bool:
@@ -49,7 +49,7 @@ def has_flops(node: fx.Node) -> bool:
 
     Calls of other operators (`is_extern` has them all) are priced by memory traffic, as loops are.
     """
-    return operator_of(node) in flop_registry or is_attention(node.target)
+    return operator_of(node) in flop_registry or is_attention(called(node)[0])
 
 
 @functools.cache  # a graph has few operators and many nodes
@@ -70,7 +70,7 @@ def is_extern(node: fx.Node) -> bool:
     """Whether the node is a kernel of its own, which reads and writes buffers."""
     if node.op != "call_function":
         return False
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(called(node)[0], torch._ops.OpOverload):
         return node.target is not operator.getitem and bool(tensors_of(node))
     return has_flops(node) or not (is_inlined(node) or operator_of(node) in LOOPS)
 

@@ -20,7 +20,7 @@ from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count, hint
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.operators import has_flops, is_attention, operator_of
 from ssd_fx.passes.cost.traffic import Traffic, traffic
-from ssd_fx.passes.partition import Partition, arguments_of, tensors_of
+from ssd_fx.passes.partition import Partition, arguments_of, called, tensors_of
 from ssd_fx.passes.plan import Plan, Timeline
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -76,12 +76,12 @@ def seconds(node: fx.Node, adds: Traffic, machine: Machine) -> float:
 
 def _flops(node: fx.Node) -> float:
     """By PyTorch's own formulas, which lack the CPU's attention and take no account of causality."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    known = node.target.overloadpacket in flop_registry
-    if not known or (is_attention(node.target) and "_scaled_dot_product" in str(node.target)):
+    target, *given = called(node)
+    formula = flop_registry.get(operator_of(node))
+    if formula is None or (is_attention(target) and "_scaled_dot_product" in str(target)):
         return _attention_flops(node)
-    args, kwargs = tree_map(lambda a: a.meta.get("val") if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
-    return hint(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta.get("val")))
+    args, kwargs = tree_map(lambda a: a.meta.get("val") if isinstance(a, fx.Node) else a, given)
+    return hint(formula(*args, **kwargs, out_val=node.meta.get("val")))
 
 
 def _attention_flops(node: fx.Node) -> float:
@@ -103,12 +103,12 @@ def causal_share(length: float, device: torch.device) -> float:
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return "backward" in str(node.target)
+    return "backward" in str(called(node)[0])
 
 
 def _rate(node: fx.Node, machine: Machine) -> float:
     dtype = next((t.dtype for t in tensors_of(node) if t.dtype.is_floating_point), torch.float32)
-    if is_attention(node.target):
+    if is_attention(called(node)[0]):
         size = hint(arguments_of(node)["query"].meta["val"].shape[-1])
         return machine.fused_attention_flops(dtype, size, backward=_is_backward(node))
     return machine.product_flops(dtype)

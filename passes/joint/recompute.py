@@ -13,6 +13,7 @@ taken only if it is predicted to be faster. docs/planner.md says why we do not u
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import operator
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ssd_fx.passes.cost.operators import is_attention
 from ssd_fx.passes.joint.collectives import is_silent
 from ssd_fx.passes.joint.compared import chooses, compared, jumps
+from ssd_fx.passes.joint.spread import spread
 from ssd_fx.passes.partition import (
     RECOMPUTED,
     Partition,
@@ -38,13 +40,18 @@ from ssd_fx.passes.partition import (
     arguments_of,
     changed_inputs,
     storage_of,
+    tensors_of,
     untrained_names,
 )
 from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
 
 # A key in the annotations of nodes, from torch 2.13 on.
 _REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
-_DRAWN = ("prims::inductor_random", "prims::inductor_randint")  # on a GPU kernels of other shapes draw other numbers
+_DRAWN = ("prims::inductor_random", "prims::inductor_randint")  # from a seed
+_SEEDS = (
+    "prims::inductor_seed",
+    "prims::inductor_seeds",
+)  # a few bytes, which the cut saves
 LONGEST = 200  # nodes of a chain; a longer one is not worth its time
 
 
@@ -117,22 +124,28 @@ class Joint:
         for node in module.graph.nodes:
             if node.op != "call_function" or "recompute" in node.meta:
                 continue
-            if node.name in recomputed or (storage_of(node) in again and _may_run_twice(node)):
+            if node.name in recomputed or (storage_of(node) in again and may_run_twice(node)):
                 _tag_to_recompute(node)
             elif node.name in saved:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in module.graph.nodes:
             if RECOMPUTED in node.meta and _is_seeded(node):
                 node.target = _DrawsNothing(node.target)
-        with functorch_config.patch(cse=False):
-            try:
-                graphs = self._cut(module)
-            except RuntimeError as error:
-                raise CutError(str(error)) from error
+        graphs = self._cut_again(module)
         for node in itertools.chain.from_iterable(graph.graph.nodes for graph in graphs):
             if isinstance(node.target, _DrawsNothing):
                 node.target = node.target.operator
-        return self._partition(*graphs)
+        partition = self._partition(*graphs)
+        spread(partition)
+        return partition
+
+    def _cut_again(self, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Raises: CutError: PyTorch cannot partition it so."""
+        with functorch_config.patch(cse=False):
+            try:
+                return self._cut(module)
+            except RuntimeError as error:
+                raise CutError(str(error)) from error
 
     def _cut(self, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         return min_cut_rematerialization_partition(module, self._inputs, **self._arguments)  # type: ignore[no-any-return]
@@ -243,7 +256,7 @@ def _price(
         node = work.pop()
         if node in chain:
             continue
-        if node.op == "placeholder" or not _may_run_twice(node) or len(chain) > LONGEST:
+        if node.op == "placeholder" or not may_run_twice(node) or len(chain) > LONGEST:
             return None
         chain[node] = None
         for source in node.all_input_nodes:
@@ -252,7 +265,7 @@ def _price(
                 return None
             if key in slots and key != storage_of(base):
                 sources.add(key)
-            elif source.op not in ("placeholder", "get_attr"):
+            elif source.op not in ("placeholder", "get_attr") and _name(source) not in _SEEDS:
                 work.append(source)
     if len(sources) > 1 and any(map(jumps, chain)):  # one of them may be computed again too; see `compared`
         return None
@@ -261,20 +274,39 @@ def _price(
     return Price(math.fsum(seconds[n] for n in chain), names, needs)
 
 
-def _may_run_twice(node: fx.Node) -> bool:
-    """Whether a node calls one of PyTorch's own functional operators, and neither draws random numbers nor chooses.
+def may_run_twice(node: fx.Node) -> bool:
+    """Whether a node calls one of PyTorch's own functional operators, which yields the same again, and does not choose.
 
-    Other libraries' operators may have effects that no tag announces: random numbers, counters, output. The vectors of
-    a decomposition (`linalg_eigh`) have any sign.
+    Random numbers are the same if Inductor draws them from a seed. Other libraries' operators may have effects that no
+    tag announces: random numbers, counters, output. The vectors of a decomposition (`linalg_eigh`) have any sign.
     """
     target = node.target
     if getattr(target, "__name__", "") == "getitem":
         return True
     if not isinstance(target, torch._ops.OpOverload) or not is_silent(target):
         return False
-    if target.name() in _DRAWN or chooses(node) or "linalg_" in target.name():
+    if chooses(node) or "linalg_" in target.name() or (target.name() in _DRAWN and not _are_drawn_alike(node)):
         return False
     return not target._schema.is_mutable and (not _is_seeded(node) or _is_attention_without_dropout(node))
+
+
+def _are_drawn_alike(node: fx.Node) -> bool:
+    """Whether every kernel that draws the numbers of `node` from their seed draws the same, whatever its shape."""
+    device = tensors_of(node)[0].device.type
+    return device == "cpu" or (device == "cuda" and _can_draw_one_by_one())
+
+
+@functools.cache
+def _can_draw_one_by_one() -> bool:
+    """Whether kernels for CUDA draw every number by itself, or can be told to (`lowering/random_numbers.py`)."""
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torch._inductor.runtime import triton_helpers
+
+    return hasattr(TritonOverrides, "_can_use_4x_random") or not hasattr(triton_helpers, "rand4x")
+
+
+def _name(node: fx.Node) -> str:
+    return node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _is_seeded(node: fx.Node) -> bool:

@@ -80,9 +80,9 @@ def _inferred(node: fx.Node, source: fx.Node) -> Value | None:
     None where more than the storage would change, or where the result is no view of `source`.
     """
     before = tensors_of(node)
-    if not _may_run_again([*before, *(t for n in node.all_input_nodes for t in tensors_of(n))]):
+    if not _mayrun_again([*before, *(t for n in node.all_input_nodes for t in tensors_of(n))]):
         return None
-    found = source.meta["val"][node.args[1]] if node.target is operator.getitem else _run_again(node)
+    found = source.meta["val"][node.args[1]] if node.target is operator.getitem else run_again(node)
     if found is None:
         return None
     after = [found] if isinstance(found, torch.Tensor) else list(found)
@@ -90,14 +90,14 @@ def _inferred(node: fx.Node, source: fx.Node) -> Value | None:
     return found if alike and {storage_key(t) for t in after} <= _storages(source) else None
 
 
-def _may_run_again(involved: Sequence[torch.Tensor]) -> bool:
+def _mayrun_again(involved: Sequence[torch.Tensor]) -> bool:
     """Whether an operator can run on these tensors without a guard: fake ones of one mode, with plain sizes."""
     if any(not isinstance(t, FakeTensor) or Layout.of(t).is_symbolic for t in involved):
         return False
     return len({id(t.fake_mode) for t in involved}) <= 1  # type: ignore[attr-defined]
 
 
-def _run_again(node: fx.Node) -> Value | None:
+def run_again(node: fx.Node) -> Value | None:
     """What the operator yields now; None where the strides allow no view, and Inductor makes a copy."""
     args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
     try:

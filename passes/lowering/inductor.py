@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_map_only
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
-from ssd_fx.passes.lowering import audit
+from ssd_fx.passes.lowering import audit, random_numbers
 from ssd_fx.passes.lowering.order import PinOrder
 from ssd_fx.passes.partition import RECOMPUTED, STORED, calls_ours
 
@@ -185,6 +185,7 @@ _SAVED_AND_READ = getattr(lowering, "_has_saved_lowp_output_use", None)  # from 
 
 def register() -> None:
     """Make the lowerings known to Inductor; calling it again changes nothing."""
+    random_numbers.register()
     if _SAVED_AND_READ is not None:
         lowering._has_saved_lowp_output_use = _is_saved_and_read
     for operator, lower in LOWERINGS.items():

@@ -70,6 +70,8 @@ class Search:
         """Find how much to recompute, in every order of recomputing; there, try the other orders of offloading."""
         first, *others = itertools.product(self._orders(), (False, True))
         tried: list[tuple[float, list[int]]] = []
+        for between in self._layers():
+            self._shortest(set(between), *first)
         for cheap in self._again():
             if self._is_spent(1 / 4):
                 break
@@ -89,20 +91,32 @@ class Search:
         """Orders of what may be recomputed, cheapest per byte first.
 
         Among equal ones the last layers come first, whose transfers would have least time; or the first layers, which
-        are away longest. Then what lies between layers stays: to recompute it too would chain the layers.
+        are away longest. Then what lies between layers stays: to recompute it too would chain the layers. Then whole
+        layers, the first ones first. There may be no memory for the chains of what is dear beside those of what is
+        cheap, so there what is dear is let in first.
         """
         items = self.step.items
         able = [i for i, item in enumerate(items) if Choice.RECOMPUTE in item.choices]
-
-        first = self._that_fit(sorted(able, key=lambda i: (self._again_per_byte(i), items[i].produced)))
+        cheap = sorted(able, key=lambda i: (self._again_per_byte(i), items[i].produced))
+        first = self._that_fit(cheap)
         yield first
         if not able:
             return
         yield self._that_fit(sorted(able, key=lambda i: (self._again_per_byte(i), -items[i].produced)))
-        between = boundaries(self.step)
+        layers = list(self._layers())
+        within = [i for i in cheap if not layers or i in layers[0]]
+        if layers:
+            yield self._that_fit(within)
+        yield sorted(self._that_fit(within[::-1]), key=lambda i: items[i].produced)
+        for each in layers[1:]:
+            yield [i for i in first if i in each]
+
+    def _layers(self) -> Iterator[frozenset[int]]:
+        """What checkpoints recompute: all but what lies between layers, between every second one, and so on."""
+        able = frozenset(i for i, item in enumerate(self.step.items) if Choice.RECOMPUTE in item.choices)
+        between = boundaries(self.step) if able else []
         for stride in STRIDES[: len(between)]:
-            stay = frozenset().union(*between[::stride])
-            yield [i for i in first if i not in stay]
+            yield able.difference(*between[::stride])
 
     def _that_fit(self, order: list[int]) -> list[int]:
         """The items of an order that can be recomputed together with those before, within the limit.

@@ -7,13 +7,15 @@ from time import perf_counter as now
 import torch
 
 from ssd_fx.runtime.device import streams
-from ssd_fx.runtime.device.clock import anchor
+from ssd_fx.runtime.device.clock import timing
+
+LEAST_S = 2e-5  # a shorter one is the price of the calls between two events
 
 
 class Arrival:
     """The moment at which a device has done all work that its stream has now. To be made before the host waits."""
 
-    __slots__ = ("_anchor", "_device", "_event", "_queued", "_started")
+    __slots__ = ("_device", "_event", "_queued", "_started")
 
     def __init__(self, device: torch.device) -> None:
         self._started = now()
@@ -21,19 +23,52 @@ class Arrival:
         self._queued = streams.of(device)
         if self._queued:
             with self._queued.on(device):
-                self._anchor = anchor(self._queued, device)
-                self._event = self._queued.record(self._queued.current(device))
+                self._event = self._queued.record(self._queued.current(device), timed=True)
 
     def waited_s(self) -> float:
         """The seconds since then in which the device had nothing to do, the host's wait at most.
 
         A device without streams works in the host's calls, so it waits when the host does.
         """
-        ended = now()
+        waited = now() - self._started
         if not self._queued:
-            return ended - self._started
+            return waited
         with self._queued.on(self._device):
             if not self._event.query():
                 return 0.0
-            arrived = self._anchor.when(self._event)
-        return max(0.0, ended - max(arrived, self._started))
+            here = self._queued.record(self._queued.current(self._device), timed=True)
+            here.synchronize()  # at once, because the device had nothing to do
+            return min(waited, self._event.elapsed_time(here) / 1e3)
+
+
+class Stall:
+    """What a stream waits for between two events of its own. It is known once the device has come there."""
+
+    __slots__ = ("_began", "_device", "_ended", "_queued", "stands_for")
+
+    def __init__(self, queued: streams.Streams, device: torch.device) -> None:
+        self._queued = queued
+        self._device = device
+        self._ended: streams.Event | None = None
+        self.stands_for = timing.stands_for  # of so many waits it is the sample
+        with queued.on(device):
+            self._began = queued.record(queued.current(device), timed=True)
+
+    @staticmethod
+    def sampled(device: torch.device) -> Stall | None:
+        """It begins here; None where this run is not timed."""
+        queued = streams.of(device) if timing.anchor_of(device) else None
+        return Stall(queued, device) if queued else None
+
+    def end(self) -> None:
+        """The stream has been given what it waits for."""
+        with self._queued.on(self._device):
+            self._ended = self._queued.record(self._queued.current(self._device), timed=True)
+
+    def seconds(self) -> float | None:
+        """None before the device has come to the end."""
+        with self._queued.on(self._device):
+            if self._ended is None or not self._ended.query():
+                return None
+            seconds: float = self._began.elapsed_time(self._ended) / 1e3
+        return seconds if seconds > LEAST_S else 0.0

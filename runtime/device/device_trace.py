@@ -1,7 +1,8 @@
 """When a device came to our nodes. A device runs behind the host, so `trace` has only the times of the launches.
 
 An event of the compute stream is recorded before and after a node: in the node's first `RUNS` runs, and then in one of
-every `RUNS`. Events are read once they have fired; only `events` waits for them. The device of a graph is known from
+every `RUNS`. The transfers that such a run starts are timed too.
+Events are read once they have fired; only `events` waits for them. The device of a graph is known from
 its first store on, so the graph's first run lacks `begin`.
 """
 
@@ -17,7 +18,7 @@ import torch
 
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.device import streams
-from ssd_fx.runtime.device.clock import anchor
+from ssd_fx.runtime.device.clock import anchor, timing
 
 RUNS = 16
 UNREAD = 256  # nodes: if more wait to be read, each new one reads the oldest if that has fired
@@ -32,25 +33,28 @@ _runs: dict[tuple[str, str, int], int] = {}  # by graph, kind and seq, because m
 class Node:
     """A context that times one of our nodes on a device with streams."""
 
-    __slots__ = ("_anchor", "_began", "_device", "_ended", "_named", "_streams")
+    __slots__ = ("_anchor", "_began", "_device", "_ended", "_named", "_streams", "_within")
 
     def __init__(
-        self, found: streams.Streams, device: torch.device, kind: str, graph: str, slot: int, seq: int
+        self, found: streams.Streams, device: torch.device, stands_for: int, kind: str, graph: str, slot: int, seq: int
     ) -> None:
         self._streams = found
         self._device = device
         self._named = (kind, graph, slot, seq)
         self._anchor = anchor(found, device)
+        self._within = timing.within(self._anchor, stands_for)
 
     def __enter__(self) -> None:
-        self._began = self._streams.record(self._streams.current(self._device))
+        self._began = self._streams.record(self._streams.current(self._device), timed=True)
+        self._within.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self._within.__exit__(kind, error, where)
         if error:
             return
-        self._ended = self._streams.record(self._streams.current(self._device))
+        self._ended = self._streams.record(self._streams.current(self._device), timed=True)
         with _lock:
             _unread.append(self)
             if len(_unread) > UNREAD:
@@ -88,7 +92,9 @@ def node(kind: str, graph: str, slot: int, seq: int, device: torch.device | None
         _runs.setdefault((graph, "begin", -1), 1)  # the first `begin` ran before the device was known
     run = _runs.get((graph, kind, seq), 0)
     _runs[graph, kind, seq] = run + 1
-    return Node(found, device, kind, graph, slot, seq) if run < RUNS or run % RUNS == 0 else _UNTIMED
+    if run >= RUNS and run % RUNS:
+        return _UNTIMED
+    return Node(found, device, 1 if run < RUNS else RUNS, kind, graph, slot, seq)
 
 
 def events() -> list[trace.Event]:

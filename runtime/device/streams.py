@@ -17,7 +17,10 @@ every question to an event, and every call of a library, is made within `Streams
 
 import contextlib
 import errno
+import functools
+import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -25,8 +28,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ssd_fx.runtime.device.clock import Anchor, anchor
+from ssd_fx.runtime.device import driver
+from ssd_fx.runtime.device.clock import Anchor, anchor, timing
 from ssd_fx.runtime.layout import Ints
+
+_log = logging.getLogger("ssd_fx")
 
 Check = Callable[[], None]
 """Called once a transfer is over; raises OSError if it went wrong."""
@@ -46,6 +52,8 @@ class Streams:
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
         """A context within which `device` is this thread's current device."""
+        if torch.accelerator.current_device_index() == device.index:
+            return _HERE
         within: AbstractContextManager[None] = torch.accelerator.device_index(device.index)
         return within
 
@@ -54,17 +62,20 @@ class Streams:
         return torch.accelerator.current_stream(device)
 
     def side(self, device: torch.device) -> Stream:
-        """A new stream."""
+        """A stream for transfers, which stays the caller's until `give_back`."""
         return torch.Stream(device)
 
-    def record(self, stream: Stream) -> Event:
-        """An event after all work that has been queued on `stream`."""
-        event: Event = stream.record_event(torch.Event(stream.device, enable_timing=True))
+    def give_back(self, device: torch.device, stream: Stream) -> None:
+        """Takes back a stream of `side`, which has nothing left to do."""
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """An event after all work that has been queued on `stream`. `timed`: it can be asked when it fired."""
+        event: Event = stream.record_event(torch.Event(stream.device, enable_timing=timed))
         return event
 
     def idle(self, device: torch.device) -> Event:
-        """An event that no kernel comes before."""
-        return self.record(torch.Stream(device, priority=-1))  # from another pool of streams than `side`
+        """A timed event that no kernel comes before."""
+        return self.record(torch.Stream(device, priority=-1), timed=True)  # from another pool of streams than `side`
 
     def capturing(self) -> bool:
         """Whether this thread's stream is captured into a graph, and so executes nothing."""
@@ -76,7 +87,10 @@ class Streams:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Pinned host memory, uint8."""
+        """Pinned host memory for the current device, uint8. PyTorch's own takes the next power of two for it.
+
+        Raises: RuntimeError if there is none.
+        """
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
@@ -98,25 +112,63 @@ class Streams:
 class CudaStreams(Streams):
     """The streams of torch.cuda, which is ROCm's name too. They have handles for cuFile, and may be captured.
 
-    Its events wait without spinning (`blocking`); torch.Event has no such flag.
+    Its events wait without spinning (`blocking`); torch.Event has no such flag. PyTorch makes 32 streams and hands them
+    out in turns, so one of them may be a user's or NCCL's. Those of `side` and `idle` are nobody else's. They are never
+    destroyed, because what was queued on one may outlive its owner.
     """
 
+    def __init__(self) -> None:
+        self._spare: dict[torch.device, list[Stream]] = defaultdict(list)
+        self._idle: dict[torch.device, Stream] = {}
+        self._known: dict[tuple[int, int], Stream] = {}  # by device and handle
+
     def current(self, device: torch.device) -> Stream:
-        return torch.cuda.current_stream(device)
+        handle = torch._C._cuda_getCurrentRawStream(device.index)  # torch makes an object each time, which takes 2 us
+        found = self._known.get((device.index, handle))
+        return found or self._known.setdefault((device.index, handle), torch.cuda.current_stream(device))
 
     def side(self, device: torch.device) -> Stream:
-        return torch.cuda.Stream(device)
+        spare = self._spare[device]
+        return spare.pop() if spare else _own_stream(device)
 
-    def record(self, stream: Stream) -> Event:
-        event: Event = stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))
+    def give_back(self, device: torch.device, stream: Stream) -> None:
+        self._spare[device].append(stream)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        found = _driver()
+        return found.pinned(torch.cuda.current_device(), nbytes) if found else super().pinned(nbytes)
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        event: Event = stream.record_event(torch.cuda.Event(enable_timing=timed, blocking=True))
         return event
 
     def idle(self, device: torch.device) -> Event:
-        return self.record(torch.cuda.Stream(device, priority=-1))
+        if device not in self._idle:
+            self._idle[device] = _own_stream(device)
+        return self.record(self._idle[device], timed=True)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+
+@functools.cache
+def _driver() -> driver.CudaDriver | None:
+    """NVIDIA's, if this build of torch is for it."""
+    try:
+        return driver.cuda() if torch.version.cuda else None
+    except RuntimeError as error:
+        _log.warning("streams and pinned memory are PyTorch's: %s", error)
+        return None
+
+
+def _own_stream(device: torch.device) -> Stream:
+    found = _driver()
+    if found:
+        return torch.cuda.ExternalStream(found.stream(device.index), device)
+    return torch.cuda.Stream(device, priority=-1)
+
+
+_HERE = contextlib.nullcontext()
 
 BACKENDS: dict[str, Streams] = {"cuda": CudaStreams()}
 """By the type of device."""
@@ -133,10 +185,17 @@ def accelerator() -> str | None:
 
 def of(device: torch.device) -> Streams | None:
     """The streams of a device, or None if it has none: the CPU has finished its work when a call returns."""
-    found = BACKENDS.get(device.type)
-    if found is None and device.type != "cpu" and device.type == accelerator():
-        return _ACCELERATOR
-    return found
+    kind = device.type
+    found = BACKENDS.get(kind)
+    if found is not None or kind == "cpu":
+        return found
+    return _ACCELERATOR if kind == accelerator() else None
+
+
+def timed(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which transfers of `device` are made that know when they ran."""
+    found = of(device)
+    return timing.within(anchor(found, device)) if found else _HERE
 
 
 def current(device: torch.device) -> Stream | None:
@@ -163,22 +222,22 @@ def finish_copies_into(x: Tensor) -> None:
         found.record(found.current(device)).synchronize()
 
 
-@contextlib.contextmanager
-def in_turn_with(stream: Stream | None, device: torch.device) -> Iterator[None]:
+def in_turn_with(stream: Stream | None, device: torch.device) -> AbstractContextManager[None]:
     """What the body queues runs behind what `stream` has by then, and before what it gets afterwards.
 
     For a tensor of `stream` that another thread's operator writes. Each user stream has memory of its own, which is
     reused in the order of that stream alone.
     """
     found = of(device)
-    if found is None or stream is None:
-        yield
-        return
+    if found is None or stream is None or found.current(device) == stream:
+        return _HERE
+    return _in_turn(found, stream, device)
+
+
+@contextlib.contextmanager
+def _in_turn(found: Streams, stream: Stream, device: torch.device) -> Iterator[None]:
     with found.on(device):
         here = found.current(device)
-        if here == stream:
-            yield
-            return
         here.wait_event(found.record(stream))
         try:
             yield
@@ -208,21 +267,26 @@ def check_not_captured(device: torch.device) -> None:
 
 
 class SideStreams:
-    """Two streams for every device, so that no load waits for stores."""
+    """Two streams of one engine for every device, so that no load waits for stores."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[torch.device, bool], Stream] = {}
+        self._made: dict[tuple[torch.device, bool], tuple[Streams, Stream]] = {}
 
     def get(self, device: torch.device, write: bool) -> Stream:
         """The stream for the stores of `device` if `write`, else the stream for its loads."""
-        stream = self._made.get((device, write))
-        if stream is None:
+        found = self._made.get((device, write))
+        if found is None:
             queued = of(device)
             assert queued, "only asked for devices with streams"
             with queued.on(device):
-                stream = queued.side(device)
-            self._made[device, write] = stream
-        return stream
+                found = self._made[device, write] = queued, queued.side(device)
+        return found[1]
+
+    def close(self) -> None:
+        """Gives the streams back. All that was queued on them must have ended."""
+        while self._made:
+            (device, _), (queued, stream) = self._made.popitem()
+            queued.give_back(device, stream)
 
 
 class Queued:
@@ -230,12 +294,12 @@ class Queued:
 
     It starts after the event `after`, or else after all work that the current stream has when `start` is called. It
     cannot be taken back: `cancel` waits for its end. `wait` raises an error of the start too. `may_fail`: whether its
-    outcome is known at its end only.
+    outcome is known at its end only. It is timed if it is made within `timed`.
     """
 
     __slots__ = (
-        "_after", "_anchor", "_begun", "_check", "_device", "_ended", "_enqueue", "_error", "_lock", "_may_fail",
-        "_over", "_side", "_streams",
+        "_after", "_anchor", "_begun", "_check", "_compute", "_device", "_ended", "_enqueue", "_error", "_fired",
+        "_lock", "_may_fail", "_over", "_side", "_streams",
     )  # fmt: skip
 
     def __init__(
@@ -249,11 +313,13 @@ class Queued:
         self._device = device
         self._side = side
         self._enqueue: Enqueue | None = enqueue
+        self._compute: Stream | None = None  # from which it was started
         self._begun: Event | None = None
         self._ended: Event | None = None
+        self._fired = False  # the host has seen the end
         self._check: Check | None = None
         self._error: OSError | None = OSError(errno.ECANCELED, "the transfer was never queued")
-        self._anchor: Anchor | None = None
+        self._anchor: Anchor | None = timing.anchor_of(device)
         self._over: tuple[float, float] | None = None  # its span, once its end was seen
         # Two threads may wait for one transfer, and both need its outcome. A signal handler may close the store then.
         self._lock = threading.RLock()
@@ -263,9 +329,10 @@ class Queued:
             self._start(self._streams)
 
     def _start(self, streams: Streams) -> None:
-        self._anchor = anchor(streams, self._device)
-        self._side.wait_event(self._after or streams.record(streams.current(self._device)))
-        self._begun = streams.record(self._side)
+        self._compute = None if self._after else streams.current(self._device)
+        self._side.wait_event(self._after or streams.record(self._compute))
+        if self._anchor:
+            self._begun = streams.record(self._side, timed=True)
         enqueue, self._enqueue = self._enqueue, None  # it may refer to this object
         assert enqueue, "started once"
         try:
@@ -274,17 +341,20 @@ class Queued:
         except OSError as error:
             self._error = error
         finally:
+            timed = self._anchor is not None
             try:
-                self._ended = streams.record(self._side)
+                self._ended = streams.record(self._side, timed=timed)
             except BaseException:  # Ctrl-C: without an end, what is queued would count as never started
-                self._ended = streams.record(self._side)
+                self._ended = streams.record(self._side, timed=timed)
                 raise
 
     def done(self) -> bool:
         if self._ended is None:
             return False
-        with self._streams.on(self._device):
-            return self._ended.query()
+        if not self._fired:
+            with self._streams.on(self._device):
+                self._fired = self._ended.query()
+        return self._fired
 
     def wait(self) -> None:
         self._see_end()
@@ -308,27 +378,30 @@ class Queued:
             (stream or self._streams.current(self._device)).wait_event(self._ended)
         return True
 
+    def abandon(self) -> bool:
+        """As `follow`, for a transfer whose outcome nobody asks for: the stream it was started from waits for it."""
+        return self._compute is not None and self.follow(self._compute)
+
     def cancel(self) -> bool:
         self._see_end()
         return self._error is not None
 
     def span(self) -> tuple[float, float]:
-        """Start and end by the device's clock; (0, 0) before the end was seen."""
+        """Start and end by the device's clock; (0, 0) before the end was seen, and of a transfer that is not timed."""
         return self._over or (0.0, 0.0)
 
     def _see_end(self) -> None:
         """Returns when the device has come to the end, or at once if the transfer was never started."""
-        if self._ended is None:
+        if self._ended is None or (self._fired and not self._check and not self._anchor):
             return
         with self._streams.on(self._device):
             self._ended.synchronize()
+            self._fired = True
             self._read_end(self._ended)
 
     def _read_end(self, ended: Event) -> None:
         with self._lock:
-            if self._over is None:
-                assert self._begun, "recorded before the end"
-                assert self._anchor, "taken before the events"
+            if self._over is None and self._anchor and self._begun:
                 self._over = (self._anchor.when(self._begun), self._anchor.when(ended))
             check, self._check = self._check, None  # a signal handler that comes here meanwhile must not ask again
             if check is None:

@@ -81,4 +81,5 @@ class Chain:
         return cut_short
 
     def span(self) -> tuple[float, float]:
-        return self._first.span()[0], self._second.span()[1]
+        timed = [span for span in (self._first.span(), self._second.span()) if span[1]]  # a copy may be untimed
+        return (timed[0][0], timed[-1][1]) if timed else (0.0, 0.0)

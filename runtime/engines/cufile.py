@@ -128,8 +128,14 @@ def open_file(path: str, forced: bool) -> DriverFile:
 
 
 def register(stream: int) -> None:
-    """Registers a stream on which offsets and sizes are final when a transfer is queued."""
-    _module("kvikio").stream_register(stream, FIXED_OFFSETS_AND_SIZE)
+    """Registers a stream, once, on which offsets and sizes are final when a transfer is queued."""
+    if stream not in _registered:
+        _module("kvikio").stream_register(stream, FIXED_OFFSETS_AND_SIZE)
+        _registered.add(stream)
+
+
+_registered: set[int] = set()
+"""Streams by their handles. They outlive the engines that use them in turn."""
 
 
 def configure(forced: bool = False) -> None:

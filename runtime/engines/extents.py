@@ -8,10 +8,8 @@ coalesce, and serve any graph. The space goes back when the store is closed or t
 import contextlib
 import errno
 import logging
-import math
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from collections.abc import Callable
 from ssd_fx.runtime.memory.buffers import PAGE
 from ssd_fx.runtime.memory.free_extents import FreeExtents
 from ssd_fx.runtime.native.loader import dio_alignment
+from ssd_fx.runtime.pause import Pause
 
 _log = logging.getLogger("ssd_fx")
 
@@ -27,33 +26,6 @@ LARGEST_STEP = 1 << 30
 SHARE = 8  # in between by 1/SHARE of its size, so that little more is reserved than a step needs
 RESERVE = 1 << 30
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # others may make room on a full drive
-
-
-class Pause:
-    """How long nothing is tried after a failure: 30 s, twice as long after each further one, at most an hour.
-
-    After an hour without a failure it is 30 s again. Failures during a pause come of what began before it.
-    """
-
-    FIRST_S, LONGEST_S = 30.0, 3600.0
-
-    def __init__(self) -> None:
-        self._next_s = self.FIRST_S
-        self._until = -math.inf
-
-    def __bool__(self) -> bool:
-        return time.monotonic() < self._until
-
-    def begin(self, *, for_good: bool = False) -> None:
-        now = time.monotonic()
-        if for_good:
-            self._until = math.inf
-        if now < self._until:
-            return
-        if now > self._until + self.LONGEST_S:
-            self._next_s = self.FIRST_S
-        self._until = now + self._next_s
-        self._next_s = min(2 * self._next_s, self.LONGEST_S)
 
 
 class BackingFile:

@@ -34,7 +34,7 @@ from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.striped import one_for_each
 
 _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
-_LANES = 16  # streams for each device and all directories; PyTorch makes 32 and hands them out in turns
+_LANES = 16  # streams for each device and all directories
 
 
 class GdsExtent(Extent):
@@ -140,6 +140,7 @@ class GdsEngine:
         with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
             if self._host:
                 closing.callback(self._host.close)
+            closing.callback(self._give_lanes_back)
             closing.callback(self._file.close)
             closing.callback(self._under_way.clear)
             for transfer in self._under_way:
@@ -183,6 +184,12 @@ class GdsEngine:
             lanes.remove(idle)
         lanes.append(idle)
         return idle
+
+    def _give_lanes_back(self) -> None:
+        for device, lanes in self._lanes.items():
+            queued = streams.of(device)
+            while queued and lanes:
+                queued.give_back(device, lanes.pop())
 
     def _end(self, transfer: streams.Queued, what: str, extent: GdsExtent, moved: Callable[[], int]) -> None:
         """Returns if all bytes were moved. Raises: OSError if not."""

@@ -1,5 +1,6 @@
 """The engine in host memory, which is also the tier before the drive."""
 
+from collections import deque
 from contextlib import ExitStack
 
 import torch
@@ -38,15 +39,15 @@ class MemoryEngine:
     name = "memory"
     disk_bytes = 0
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
         self.devices = frozenset({"cpu", "cuda", streams.accelerator() or "cuda"})
+        self._ranks = ranks
         self._sides = streams.SideStreams()
         self._pinned: dict[tuple[torch.device, bool], Pinned] = {}  # and whether the host fills it
         # Copies under way, by whether they write, with the host memory that they use. Each lane is first in, first out.
-        self._moving: dict[bool, dict[streams.Queued, Piece]] = {True: {}, False: {}}
+        self._moving: dict[bool, deque[tuple[streams.Queued, Piece]]] = {True: deque(), False: deque()}
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        self._reap()
         return _HostExtent(nbytes)  # `write` allocates the memory, because it knows the device
 
     def free(self, extent: Extent) -> None:
@@ -68,7 +69,6 @@ class MemoryEngine:
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, _HostExtent)
-        self._reap()
         queued = streams.of(memory.device)
         if queued and extent.pinned is not None:
             return self._copy(queued, memory, extent.pinned, write=False, behind=extent.written)
@@ -86,9 +86,12 @@ class MemoryEngine:
 
     def _take(self, queued: streams.Streams, memory: Memory) -> Piece:
         device = memory.reader
+        by_host = memory.home is not None
+        found = self._pinned.get((device, by_host))
+        if found is None:
+            found = self._pinned[device, by_host] = Pinned(queued, device, self._ranks, self._reap)
         with queued.on(device):
-            by_host = memory.home is not None
-            return self._pinned.setdefault((device, by_host), Pinned(queued, device)).take(memory.nbytes)
+            return found.take(memory.nbytes)
 
     def _copy(
         self,
@@ -105,10 +108,12 @@ class MemoryEngine:
             if behind is not None:
                 behind.follow(side)
             ours = queued.view(memory.ptr, memory.nbytes, memory.device)
-            theirs = pinned.tensor[: memory.nbytes]
+            theirs = pinned.tensor
+            if theirs.numel() != memory.nbytes:
+                theirs = theirs[: memory.nbytes]
             target, source = (theirs, ours) if write else (ours, theirs)
             queued.copy(side, target, source)
-            self._moving[write][copy] = pinned
+            self._moving[write].append((copy, pinned))
 
         copy = streams.Queued(memory.device, self._sides.get(memory.device, write), enqueue, may_fail=False)
         return copy
@@ -116,10 +121,8 @@ class MemoryEngine:
     def _reap(self) -> None:
         """Lets go of what was moved. A device may move long after the host has freed the extent (`Queued.follow`)."""
         for moving in self._moving.values():
-            for copy in list(moving):
-                if not copy.done():
-                    break
-                del moving[copy]
+            while moving and moving[0][0].done():
+                moving.popleft()
 
     def failed(self, extent: Extent, error: OSError) -> None:
         raise AssertionError(f"a copy in memory cannot fail: {error}")
@@ -127,7 +130,8 @@ class MemoryEngine:
     def close(self) -> None:
         with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
             closing.callback(self._pinned.clear)
+            closing.callback(self._sides.close)
             for moving in self._moving.values():
                 closing.callback(moving.clear)
-                for copy in moving:
+                for copy, _ in moving:
                     closing.callback(copy.cancel)

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 
+from ssd_fx.runtime.device import driver
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
 from ssd_fx.runtime.engines.extents import STEP, BackingFile
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.memory.buffers import Buffer
-from ssd_fx.runtime.native import driver, loader, pool
+from ssd_fx.runtime.native import loader, pool
 
 POLL_MS = 100  # a thread that waits for I/O runs signal handlers this often
 _CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY

@@ -14,10 +14,10 @@ from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.inflight import LEAST_BYTES
 
 
-def _memory(_: RuntimeConfig) -> Engine:
+def _memory(config: RuntimeConfig) -> Engine:
     from ssd_fx.runtime.engines.memory import MemoryEngine
 
-    return MemoryEngine()
+    return MemoryEngine(config.ranks)
 
 
 def _posix(config: RuntimeConfig) -> Engine:
@@ -106,7 +106,8 @@ def make_tiers(config: RuntimeConfig, moved: Callable[[int], None]) -> tuple[Eng
     from ssd_fx.runtime.engines.memory import MemoryEngine
     from ssd_fx.runtime.engines.tiered import TieredEngine
 
-    tiers = TieredEngine(MemoryEngine(), engine, config.host_budget, config.inflight or LEAST_BYTES, moved)
+    host = MemoryEngine(config.ranks)
+    tiers = TieredEngine(host, engine, config.host_budget, config.inflight or LEAST_BYTES, moved)
     return tiers, config.resident
 
 

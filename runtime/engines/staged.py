@@ -103,6 +103,7 @@ class StagedEngine:
 
     def close(self) -> None:
         with ExitStack() as closing:  # if one fails, or a Ctrl-C comes, the others are closed too
+            closing.callback(self._sides.close)
             closing.callback(self._files.close)
             closing.callback(self._reads.shutdown)
             closing.callback(self._writes.shutdown)

@@ -6,6 +6,7 @@
 On the CPU a tensor is in host memory already; there `runtime/writer.py` leaves it where it is.
 """
 
+import errno
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -41,7 +42,8 @@ class TieredEngine:
 
     The plan says which tensors stay in `host`; where it names no tier, the latest stay.
     A tensor that moves on takes host memory until it is written, so host memory holds up to `room + in_flight` bytes.
-    One tensor may always move. If more than `in_flight` bytes would be moving, new tensors go to the drive at once.
+    One tensor may always move. If more than `in_flight` bytes would be moving, new tensors go to the drive at once. So
+    do those for which no host memory can be pinned.
     `moved` is called with the bytes of each tensor that has moved on.
     """
 
@@ -109,11 +111,17 @@ class TieredEngine:
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, TieredExtent)
-        if not extent.host:
-            assert extent.drive, "an extent is in a tier"
-            return self._drive.write(extent.drive, memory)
-        extent.written = self._host.write(extent.host, memory)
-        return extent.written
+        if extent.host:
+            try:
+                extent.written = self._host.write(extent.host, memory)
+                return extent.written
+            except OSError as error:  # no host memory can be pinned
+                if error.errno != errno.ENOMEM:
+                    raise
+                self._free_host(extent)
+                self._on_drive(extent, self._drive.alloc(extent.nbytes))
+        assert extent.drive, "an extent is in a tier"
+        return self._drive.write(extent.drive, memory)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, TieredExtent)
@@ -176,11 +184,14 @@ class TieredEngine:
             finally:  # its warning may be an error
                 self._drive.free(drive)
             return
-        extent.drive = drive  # no call since `_forget_move`: a Ctrl-C between would lose the room on the drive
-        extent.directory = drive.directory
-        extent.offset = drive.offset
+        self._on_drive(extent, drive)
         self._free_host(extent)
         self._moved(extent.nbytes)
+
+    def _on_drive(self, extent: TieredExtent, drive: Extent) -> None:
+        extent.drive = drive  # first, so that a Ctrl-C does not lose the room on the drive
+        extent.directory = drive.directory
+        extent.offset = drive.offset
 
     def _forget_move(self, extent: TieredExtent) -> Extent:
         del self._moving[extent]

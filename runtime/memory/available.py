@@ -44,6 +44,30 @@ def available_bytes(root: Path = Path("/")) -> int:
         return 0
 
 
+def total_bytes(root: Path = Path("/")) -> int:
+    """The host memory that this process could have, were it alone: of the machine, within the limits of its cgroups.
+
+    Raises:
+        OSError, ValueError: the kernel does not tell.
+    """
+    machine = _field(root / "proc/meminfo", "MemTotal:") * 1024
+    limits = []
+    for group in own_groups("memory", root):
+        try:
+            limits.append(memory_limit(group))
+        except (OSError, ValueError):  # a group that a container does not see
+            continue
+    return min([machine, *(limit for limit in limits if limit is not None)])
+
+
+def data_bytes(root: Path = Path("/")) -> int:
+    """What `RLIMIT_DATA` counts of this process; 0 if the kernel does not tell."""
+    try:
+        return _field(root / "proc/self/status", "VmData:") * 1024
+    except (OSError, ValueError):
+        return 0
+
+
 def own_groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
     """The cgroups with `controller` ("memory", "cpu", ...) of this process, and those above them; some may not exist.
 

@@ -46,6 +46,8 @@ class _Library:
         self.observe.argtypes, self.observe.restype = [ctypes.c_void_p], None
         self.live_bytes, self.touched_bytes = held.allocator_live_bytes, held.allocator_touched_bytes
         self.live_bytes.restype = self.touched_bytes.restype = ctypes.c_int64
+        self.take_peak, self.owns = held.allocator_take_peak, held.allocator_owns
+        self.take_peak.restype, self.owns.argtypes = ctypes.c_int64, [ctypes.c_void_p]
 
 
 class CpuAllocator:
@@ -67,6 +69,18 @@ class CpuAllocator:
     def touched_bytes(self) -> int:
         """The bytes of memory that the kernel has given for them, in huge pages."""
         return int(self._library.touched_bytes()) if self._library else 0
+
+    @property
+    def is_installed(self) -> bool:
+        return self._library is not None
+
+    def take_peak(self) -> int:
+        """The most that `live_bytes` was since the last call."""
+        return int(self._library.take_peak()) if self._library else 0
+
+    def owns(self, address: int) -> bool:
+        """Whether a tensor there has its memory from here."""
+        return bool(self._library and self._library.owns(address))
 
     def install(self) -> None:
         """Installs the allocator, at the first call. RuntimeWarning if it cannot be built."""

@@ -1,25 +1,34 @@
-"""Pinned host memory in large chunks: the first chunk with room serves, by best fit within it.
+"""Pinned host memory: chunks that are cut into pieces, by best fit. A piece that comes back waits for its like.
 
-PyTorch's own allocator rounds every request up to a power of two: a third more on average, twice at worst. So a chunk
-is as large as that, and the rest of it serves others. PyTorch also pins memory anew whenever a size is new, which stops
-the device.
+Pinning stops the device, so chunks stay, and each new one is as large as all before, within bounds. A chunk is a power
+of two, as PyTorch's allocator makes of every request, and the rest of it serves others. A large tensor has a chunk of
+its own, of the size asked for.
+
+The kernel cannot take pinned memory back, and kills a process where no other is left. So this process pins no more than
+`SHARE` of what its machine or container would have free without that, divided among the ranks.
 """
 
 from __future__ import annotations
 
 import errno
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssd_fx.runtime.device.streams import Streams
+from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.buffers import PAGE
 from ssd_fx.runtime.memory.free_extents import FreeExtents
 from ssd_fx.runtime.memory.numa import near
+from ssd_fx.runtime.pause import Pause
 
 LEAST, MOST = 4 << 20, 256 << 20  # bytes that are pinned at a time; a larger tensor has a chunk of its own
+SHARE = 0.75  # of the memory that would be free without ours
 
 
 def _power_of_two(nbytes: int) -> int:
@@ -28,18 +37,28 @@ def _power_of_two(nbytes: int) -> int:
 
 
 class _Chunk:
-    """Memory that was pinned at once. `back`: (offset, size) of what has come back and is not free yet."""
+    """Memory that was pinned at once."""
+
+    __slots__ = ("__weakref__", "free", "memory")
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.free = FreeExtents(memory.numel())
-        self.back: deque[tuple[int, int]] = deque()
 
-    def take(self, size: int) -> Piece | None:
-        while self.back:
-            self.free.free(*self.back.popleft())
-        offset = self.free.allocate(size)
-        return None if offset is None else Piece(self, offset, size)
+
+_chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
+"""All of this process."""
+
+
+def pinned_bytes() -> int:
+    """The bytes that this process has pinned for tensors of devices."""
+    return sum(chunk.memory.numel() for chunk in _chunks)
+
+
+class _Place(NamedTuple):
+    chunk: _Chunk
+    offset: int
+    memory: Tensor
 
 
 class Piece:
@@ -47,23 +66,32 @@ class Piece:
 
     __slots__ = ("_back", "_place", "tensor")
 
-    def __init__(self, chunk: _Chunk, offset: int, size: int) -> None:
-        self._back = chunk.back
-        self._place = (offset, size)
-        self.tensor = chunk.memory[offset : offset + size]
+    def __init__(self, back: deque[_Place], place: _Place) -> None:
+        self._back = back
+        self._place = place
+        self.tensor = place.memory
 
     def __del__(self) -> None:
         self._back.append(self._place)  # no lock: a garbage collection may come while this thread has it
 
 
 class Pinned:
-    """Chunks of pinned memory near a device. They stay, and each new one is as large as all before, within bounds."""
+    """The chunks near a device of one of `ranks` processes.
 
-    def __init__(self, queued: Streams, device: torch.device) -> None:
+    `let_go`: called where no piece is free, and may drop some.
+    """
+
+    def __init__(
+        self, queued: Streams, device: torch.device, ranks: int = 1, let_go: Callable[[], None] = lambda: None
+    ) -> None:
         self._queued = queued
         self._device = device
+        self._ranks = ranks
+        self._let_go = let_go
         self._chunks: list[_Chunk] = []
+        self._back: dict[int, deque[_Place]] = {}  # by size, what has come back
         self._lock = threading.Lock()
+        self._no_growth = Pause()
 
     @property
     def nbytes(self) -> int:
@@ -74,20 +102,61 @@ class Pinned:
         """Memory for `nbytes` > 0, at a page of its chunk.
 
         Raises:
-            OSError: there is no memory.
+            OSError: it would be more than our share, or there is none. Then nothing is pinned for a while.
         """
         size = -(-nbytes // PAGE) * PAGE
+        back = self._back.get(size)
+        if back is None:
+            back = self._back.setdefault(size, deque())
+        try:
+            return Piece(back, back.pop())
+        except IndexError:
+            return Piece(back, self._find(size, back))
+
+    def _find(self, size: int, back: deque[_Place]) -> _Place:
+        """A place that has come back meanwhile, or is cut from a chunk."""
         with self._lock:
-            for chunk in self._chunks:
-                found = chunk.take(size)
-                if found:
-                    return found
-            try:
-                with near(self._device):
-                    made = _Chunk(self._queued.pinned(_power_of_two(max(size, min(self.nbytes, MOST), LEAST))))
-            except RuntimeError as error:
-                raise OSError(errno.ENOMEM, f"no pinned memory for a tensor of {nbytes} B") from error
-            self._chunks.append(made)
-            piece = made.take(size)
-            assert piece, "the chunk is as large as that"
-            return piece
+            self._let_go()
+            if back:
+                return back.pop()
+            if found := self._cut(size):
+                return found
+            self._join()
+            return self._cut(size) or self._grow(size)
+
+    def _cut(self, size: int) -> _Place | None:
+        for chunk in self._chunks:
+            offset = chunk.free.allocate(size)
+            if offset is not None:
+                return _Place(chunk, offset, chunk.memory[offset : offset + size])
+        return None
+
+    def _join(self) -> None:
+        """Makes one of what came back and lies side by side, so that other sizes fit."""
+        for size, places in self._back.items():
+            while places:
+                chunk, offset, _ = places.popleft()
+                chunk.free.free(offset, size)
+
+    def _grow(self, size: int) -> _Place:
+        """A place in a new chunk. Raises: as `take`."""
+        if self._no_growth:
+            raise OSError(errno.ENOMEM, f"no pinned memory for {size} B: there was none a moment ago")
+        ours = pinned_bytes()
+        most = int(SHARE * (ours + available_bytes() // self._ranks))
+        nbytes = size if size > MOST else _power_of_two(max(size, min(self.nbytes, MOST), LEAST))
+        if ours + nbytes > most:
+            nbytes = size
+        if ours + nbytes > most:
+            raise OSError(errno.ENOMEM, f"{size} B beside {ours} B would be more pinned memory than {most} B")
+        try:
+            with near(self._device):
+                made = _Chunk(self._queued.pinned(nbytes))
+        except RuntimeError as error:
+            self._no_growth.begin()
+            raise OSError(errno.ENOMEM, f"no pinned memory for {size} B: {error}") from error
+        _chunks.add(made)
+        self._chunks.append(made)
+        found = self._cut(size)
+        assert found, "the chunk is as large as that"
+        return found

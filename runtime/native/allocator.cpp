@@ -153,6 +153,7 @@ class Range {
     }
 
     int64_t live() { std::lock_guard<std::mutex> held(lock); return live_; }
+    int64_t take_peak() { std::lock_guard<std::mutex> held(lock); return std::exchange(peak_, live_); }
     int64_t touched() { std::lock_guard<std::mutex> held(lock); return static_cast<int64_t>(touched_); }
     void observe(void (*observer)(int64_t)) { std::lock_guard<std::mutex> held(lock); observer_ = observer; }
 
@@ -233,12 +234,13 @@ class Range {
 
     void count(int64_t delta) {
         live_ += delta;
+        peak_ = std::max(peak_, live_);
         if (observer_) observer_(delta);
     }
 
     char *start_ = nullptr;
     size_t end_ = 0, usable_ = 0, touched_ = 0;
-    int64_t live_ = 0;
+    int64_t live_ = 0, peak_ = 0;
     uint32_t period_ = 1;
     int64_t period_began_ = 0, step_began_ = 0, step_s_ = 0;
     void (*observer_)(int64_t) = nullptr;
@@ -332,6 +334,9 @@ void allocator_tick(void) {
 }
 
 int64_t allocator_live_bytes(void) { return range.live(); }
+/* The most live bytes since the last call. */
+int64_t allocator_take_peak(void) { return range.take_peak(); }
+int allocator_owns(const void *address) { return range.owns(address); }
 int64_t allocator_touched_bytes(void) { return range.touched(); }
 
 /* `observer` is called with the bytes of each block that is taken, and with their negative when it is given back. */

@@ -6,7 +6,7 @@ import ctypes
 from array import array
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ssd_fx.runtime.native.driver import FUNCTIONS
+from ssd_fx.runtime.device.driver import FUNCTIONS
 
 if TYPE_CHECKING:
     import torch

@@ -23,16 +23,18 @@ def host_copies(device: torch.device, nbytes: int = _NBYTES) -> dict[str, float]
     if queued is None:
         return {}
     with queued.on(device):
-        large, small = _Copies(queued, device, nbytes), _Copies(queued, device, _SMALL_BYTES)
+        side = queued.side(device)
+        large, small = _Copies(queued, device, side, nbytes), _Copies(queued, device, side, _SMALL_BYTES)
         there_s, back_s = large.seconds(write=True), large.seconds(write=False)
         small_s = (small.seconds(write=True) + small.seconds(write=False)) / 2
+        queued.give_back(device, side)
     latency_s = max(small_s - _SMALL_BYTES * (there_s + back_s) / 2 / nbytes, 0.0)
     return {"to_host_bw": nbytes / there_s, "from_host_bw": nbytes / back_s, "host_latency_s": latency_s}
 
 
 class _Copies:
-    def __init__(self, queued: streams.Streams, device: torch.device, nbytes: int) -> None:
-        self.queued, self.side = queued, queued.side(device)
+    def __init__(self, queued: streams.Streams, device: torch.device, side: streams.Stream, nbytes: int) -> None:
+        self.queued, self.side = queued, side
         self.ours = queued.empty((nbytes,), (1,), torch.uint8, device)
         self.pinned = queued.pinned(nbytes)
         queued.record(queued.current(device)).synchronize()  # allocations are ordered by the current stream

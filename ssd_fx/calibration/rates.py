@@ -278,7 +278,8 @@ class Transfers:
         count = 0
         completions: list[Completion] = []
         if streams.of(self.device):
-            completions = self._start(pairs, write)
+            with streams.timed(self.device):
+                completions = self._start(pairs, write)
         else:  # an engine that copies at once blocks its caller, who computes nothing meanwhile
             held_s = self.clock.once(lambda: completions.extend(self._start(pairs, write)))
         while not all(c.done() for c in completions):

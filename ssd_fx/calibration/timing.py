@@ -60,9 +60,9 @@ class Clock:
             work()
             return time.perf_counter() - started
         with queued.on(self.device):
-            begin = queued.record(queued.current(self.device))
+            begin = queued.record(queued.current(self.device), timed=True)
             work()
-            end = queued.record(queued.current(self.device))
+            end = queued.record(queued.current(self.device), timed=True)
             end.synchronize()
             return begin.elapsed_time(end) / 1e3
 

@@ -12,8 +12,11 @@ import torch
 from ssd_fx.calibration import calibrate
 from ssd_fx.command.findings import Finding
 from ssd_fx.command.mounts import SYS, Drive, text_of
-from ssd_fx.runtime.memory.available import Group, memory_limit, own_groups
+from ssd_fx.runtime.account import AUTO
+from ssd_fx.runtime.memory.available import Group, available_bytes, memory_limit, own_groups
+from ssd_fx.runtime.memory.gauge import gauge, host_spare_bytes
 from ssd_fx.runtime.memory.numa import cores_in
+from ssd_fx.runtime.memory.pinned import SHARE
 from ssd_fx.sizes import format_bytes
 
 ROOT = Path("/")
@@ -22,6 +25,10 @@ ROOT = Path("/")
 def findings() -> Iterator[Finding]:
     """Of the process, without its directories."""
     yield from memory()
+    yield auto()
+    if torch.cuda.is_available():
+        integrated = bool(getattr(torch.cuda.get_device_properties(), "is_integrated", False))
+        yield from pinned(integrated=integrated)
     yield from cpu_quota()
     yield from shell()
     yield from cache()
@@ -33,6 +40,35 @@ def memory(root: Path = ROOT) -> Iterator[Finding]:
     if limits:
         says = f"the container allows {format_bytes(min(limits))} of memory, page cache included"
         yield Finding("memory", says, figures={"limit_bytes": min(limits)})
+
+
+def auto() -> Finding:
+    """What the option memory="auto" would take now, on the device that models are trained on here."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    found = gauge(device) if device.type != "cpu" else None
+    nbytes = int(AUTO * (found.spare_bytes() if found else host_spare_bytes()))
+    says = f"memory='auto' would limit all tensors on {device.type} to {format_bytes(nbytes)} now"
+    return Finding("auto", says, figures={"auto_bytes": nbytes})
+
+
+def pinned(root: Path = ROOT, *, integrated: bool) -> Iterator[Finding]:
+    """How much host memory tensors of a GPU may be copied to. `integrated`: the GPU has none of its own.
+
+    Source of what is said of WSL: NVIDIA's "CUDA on WSL User Guide", "WSL 2 Support Constraints".
+    """
+    most = int(SHARE * available_bytes(root))
+    says = f"{format_bytes(most)} may be pinned now, {SHARE:.0%} of what is free; ranks share it"
+    yield Finding("pinned", says, figures={"pinned_bytes": most})
+    if integrated:
+        says = "this GPU has no memory but the host's, so a copy to host memory frees nothing"
+        yield Finding("unified", says, "warn", "engine='posix', with a drive in dirs")
+    if "microsoft" in text_of(root / "proc/sys/kernel/osrelease").lower():
+        says = "Windows lets a GPU have only a part of the memory pinned"
+        yield Finding("WSL", says, "warn", "a small host_budget, with a drive in dirs behind it")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked != resource.RLIM_INFINITY:
+        says = f"{format_bytes(locked)} may be locked, and a driver may count pinned memory there"
+        yield Finding("ulimit -l", says, do="ulimit -l unlimited, should pinning fail")
 
 
 def cpu_quota(root: Path = ROOT) -> Iterator[Finding]:

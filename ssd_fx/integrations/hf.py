@@ -1,16 +1,42 @@
-"""A callback for the Trainer of Hugging Face.
+"""For the Trainer of Hugging Face: logits that it does not read, and a callback.
 
+loss_only(model)
+model.compile(backend="ssd_fx", options=...)
 trainer = Trainer(model, arguments, ...)
 trainer.add_callback(SsdFxCallback(trainer))
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ssd_fx.integrations.meter import Meter
+
+
+def loss_only(model: nn.Module) -> None:
+    """In training, let a model that has computed its loss return that alone. Call it before the model is compiled.
+
+    Else the logits are an output of the compiled graph, which stays in memory until the backward. What has no loss, and
+    what the model returns in evaluation, stays as it is. `del model.forward` undoes it.
+
+    A forward hook would do the same, but Dynamo leaves those of the outermost module outside of the graph.
+    """
+    bound: Any = model.forward
+    inner = bound.__func__  # bound again below, so that a copy of the model calls its own
+
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        output = inner(self, *arguments, **named)
+        if not self.training or getattr(output, "loss", None) is None:
+            return output
+        return type(output)(loss=output.loss)
+
+    model.forward = types.MethodType(forward, model)
 
 
 class SsdFxCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not looked at when this is checked

@@ -24,7 +24,7 @@ def advice(report: Report, found: Figures) -> str:
         worst, nbytes = _worst(report.unfreed)
         share = f"{format_bytes(nbytes)} of the {format_bytes(missed)}"
         return f"{_free(worst)}: that is {share} that do not leave memory in a step, listed below"
-    over = _above_all(report, found)
+    over = _within_memory(report, found) or _above_all(report, found)
     if over:
         return over
     if not found.offloaded_bytes:
@@ -48,6 +48,23 @@ def advice(report: Report, found: Figures) -> str:
     if found.peak_bytes > (1 - SMALL) * found.stock_peak_bytes:
         return "the peak hardly falls, for it is not made of saved tensors: offloading cannot help this step"
     return "nothing: what can be offloaded is, and the step hardly waits"
+
+
+def _within_memory(report: Report, found: Figures) -> str:
+    """Under the option `memory`, which leaves nothing to choose but itself; empty without it."""
+    stats = report.stats
+    if stats is None or not stats.memory_limit_bytes:
+        return ""
+    over = stats.memory_peak_bytes - stats.memory_limit_bytes
+    if over > 0:
+        return (
+            f"the last step took {format_bytes(over)} more than the limit: a smaller micro-batch, a loss in chunks, "
+            "sharding or an optimizer with less state would help"
+        )
+    stall, step = _stall(found)
+    if stall > SMALL * step:
+        return f"the step waits {format_seconds(stall)} for the drives: more memory or a faster drive would end that"
+    return "nothing: as much stays as fits, and the step hardly waits"
 
 
 def _worst(found: Sequence[Unfreed]) -> tuple[Unfreed, int]:

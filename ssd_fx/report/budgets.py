@@ -14,6 +14,7 @@ from ssd_fx.sizes import format_bytes, format_seconds
 _COARSE = 0.01  # by a smaller share predicted times cannot be told apart
 _WORTH = 0.05  # of peak or time, that a row which writes must save beside one that does not
 _AUTO = "auto"  # the budget that the options have by default
+MEMORY = "memory"  # the row of the option of that name
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class Prediction:
     """What is predicted of a step under one budget, or of a rival.
 
     Attributes:
-        budget: as in the options: a share (float), bytes (int) or "auto". Of a rival, its name.
+        budget: as in the options: a share (float), bytes (int) or "auto"; `MEMORY` for the option of that name. Of a
+            rival, its name.
         peak_bytes: live tensors above the level before the step: activations, transients and gradients.
         memory_bytes: all tensors at that peak: those, the inputs of the graph with its parameters, the optimizer's
             state.
@@ -69,6 +71,7 @@ class Estimate:
         state_bytes: of the optimizer.
         predictions: one for each budget.
         memory: the bytes that all tensors together may have, if asked for.
+        largest: the largest tensor at the lowest peak, with its module and line.
         drive_tbw: this rank's share of what the drives are rated for, in 10^12 bytes; 0 if that is not known.
         rates: where the rates behind the times come from: "measured", "typical", "typical compute", "given".
         rivals: what needs no drive, if asked for: a checkpoint per layer, shares of PyTorch's
@@ -87,6 +90,7 @@ class Estimate:
     rates: str = "typical"
     rivals: tuple[Prediction, ...] = ()
     note: str = ""
+    largest: str = ""
 
     @property
     def rows(self) -> tuple[Prediction, ...]:
@@ -184,12 +188,27 @@ class Estimate:
         """What to take, in a line."""
         best = self.best
         if best is None:
-            least = min(row.memory_bytes for row in self.rows)
-            return f"none fits {format_bytes(self.memory or 0)}: the least is {format_bytes(least)}"
+            return self._missing()
         other = self._compared(best)
         change = f"{_change(best, other)} than with {self._called(other)}; " if other is not None else ""
         written = f"it writes {format_bytes(best.written_bytes)} a step" if best.written_bytes else "it writes nothing"
         return f"take {self._called(best)}: {change}{written}"
+
+    def _missing(self) -> str:
+        """By how much nothing fits, what of that is not ours, and what would help."""
+        least, limit = min(row.memory_bytes for row in self.rows), self.memory or 0
+        said = (
+            f"none fits {format_bytes(limit)}: the least is {format_bytes(least)}, {format_bytes(least - limit)} more; "
+        )
+        said += f"parameters, buffers, inputs and the optimizer's state are {format_bytes(self._before)} of it"
+        largest = f"; the largest tensor at its peak is {self.largest}" if self.largest else ""
+        return (
+            f"{said}{largest}\na smaller batch, a loss in chunks, sharding or an optimizer with less state would help"
+        )
+
+    @property
+    def _before(self) -> int:
+        return self.input_bytes + self.state_bytes
 
     def _compared(self, best: Prediction) -> Prediction | None:
         """What a reader would have expected instead: of a budget the first rival, of a rival the budget."""
@@ -200,7 +219,7 @@ class Estimate:
     def _called(self, row: Prediction) -> str:
         if row in self.rivals:
             return row.name if row.name.startswith("PyTorch") else f"a {row.name}"
-        return f"budget {row.name}"
+        return f"memory={format_bytes(self.memory or 0)}" if row.budget == MEMORY else f"budget {row.name}"
 
 
 def _fastest(rows: Iterable[Prediction]) -> Prediction | None:

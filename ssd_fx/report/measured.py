@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ssd_fx.runtime.trace import Event
 
@@ -50,7 +51,9 @@ class MeasuredStep:
 def last_step(events: Iterable[Event]) -> MeasuredStep | None:
     """The last step of `events` that another one follows, or else the only one; None if no forward began.
 
-    A step is what `runtime.pace` takes for one, so also one of graphs that keep everything and load nothing.
+    A step is what `runtime.pace` takes for one, so also one of graphs that keep everything and load nothing. Of a
+    device only some steps have their transfers (`runtime.device.device_trace`): the last of these is taken, if there
+    is one.
     """
     ordered = sorted(events, key=lambda event: event.started)
     begins: list[int] = []
@@ -63,7 +66,14 @@ def last_step(events: Iterable[Event]) -> MeasuredStep | None:
         return None
     if len(begins) == 1:
         return _step(ordered[begins[0] :], None)
-    return _step(ordered[begins[-2] : begins[-1]], ordered[begins[-1]].started)
+    bounds = list(pairwise(begins))
+    first, end = next((each for each in reversed(bounds) if _is_timed(ordered[slice(*each)])), bounds[-1])
+    return _step(ordered[first:end], ordered[end].started)
+
+
+def _is_timed(events: Sequence[Event]) -> bool:
+    """Whether the transfers of a step are among its events, if it had any."""
+    return any(e.kind in ("write", "read") for e in events) or not any(e.where == "disk" for e in events)
 
 
 def _step(events: Sequence[Event], end: float | None) -> MeasuredStep:

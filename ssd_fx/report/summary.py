@@ -73,13 +73,24 @@ def lines(report: Report) -> list[tuple[str, str]]:
 
 
 def _memory(report: Report, found: Figures, budget: object = None) -> str:
+    limited = _limited(report)
     peak = f"peak {_change(found.stock_peak_bytes, found.peak_bytes)}, "
     peak += allowed(found.floor_bytes, found.limit_bytes, budget)
     stays = f"between forward and backward {_change(found.stock_stay_bytes, found.stay_bytes)}"
     if found.measured_peak_bytes is None:
-        return f"{peak}; {stays}"
+        return f"{limited}{peak}; {stays}"
     measured = f"measured peak at our nodes {format_bytes(found.measured_peak_bytes)}{_gap(report, found)}"
-    return f"{measured}; planned {peak}; {stays}"
+    return f"{limited}{measured}; planned {peak}; {stays}"
+
+
+def _limited(report: Report) -> str:
+    """What the last step took of the option `memory`; empty without it, and before a step has ended."""
+    stats = report.stats
+    if stats is None or not stats.memory_limit_bytes:
+        return ""
+    limit, peak, stay = stats.memory_limit_bytes, stats.memory_peak_bytes, stats.memory_stay_bytes
+    fits = "fits" if peak <= limit else "does not fit"
+    return f"{fits} {format_bytes(limit)}: {format_bytes(peak)} measured, {format_bytes(stay)} of activations stay; "
 
 
 def _gap(report: Report, found: Figures) -> str:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ DYNAMIC = {"static": False, "dynamic": True, "own": False, "automatic": None}
 
 @dataclass(frozen=True)
 class Compiler:
-    """`kind`: "eager", "stock", "ours", or "kept", which is ours with everything in memory; `inner`: as the option."""
+    """`kind`: "eager", "stock", "ours", "kept", which is ours with everything in memory, or "limited", which is ours
+    under a limit of memory; `inner`: as the option."""
 
     kind: str
     inner: str = "aot_eager"
@@ -46,6 +47,8 @@ class Compiler:
         if self.kind == "stock":
             return torch.compile(module, backend=self.inner, **given)
         options = OPTIONS | {"inner": self.inner} | ({"budget": 1.0} if self.kind == "kept" else {})
+        if self.kind == "limited":
+            options = {name: value for name, value in options.items() if name != "budget"} | {"memory": "1TiB"}
         return torch.compile(module, backend=ssd_fx.backend, options=options, **given)
 
     def blocks(self, mode: str) -> Blocks:
@@ -61,7 +64,7 @@ class Compiler:
 
 SHARED = ("static", "dynamic")
 _shared: dict[tuple[Compiler, str], dict[str, type[nn.Module]]] = {}
-EAGER, STOCK, OURS = Compiler("eager"), Compiler("stock"), Compiler("ours")
+EAGER, STOCK, OURS, LIMITED = Compiler("eager"), Compiler("stock"), Compiler("ours"), Compiler("limited")
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,12 @@ def judge(
     precision: str,
     sources: Sequence[str] = tuple(SOURCES),
     inner: str = "aot_eager",
+    ours: Compiler = OURS,
 ) -> Verdict:
     """Under stock, then under ours from all sources; the reference of Inductor is our partition with all kept, for
     other graphs fuse, and round, otherwise."""
-    reference, ours = (STOCK, OURS) if inner == "aot_eager" else (Compiler("kept", inner), Compiler("ours", inner))
+    reference = STOCK if inner == "aot_eager" else Compiler("kept", inner)
+    ours = replace(ours, inner=inner)
     stock = run_once(program, mode, precision, reference)
     verdict = Verdict(stock.outcomes)
     eager = functools.cache(lambda: run_once(program, mode, precision, EAGER).outcomes)

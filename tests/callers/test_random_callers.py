@@ -28,8 +28,9 @@ from ssd_fx.runtime.writer import Writer
 from tests.callers.caller import Caller
 from tests.callers.compare import ANOTHER_GRAPH, EXCUSES
 from tests.callers.programs import MODES, Program, programs
-from tests.callers.runs import OURS, SHARED, judge, main, many_compiled, run, run_ours
+from tests.callers.runs import LIMITED, OURS, SHARED, judge, main, many_compiled, run, run_ours
 from tests.sources import SOURCES
+from tests.test_memory import any_allowance
 
 SETTINGS = settings(
     deadline=None,
@@ -109,6 +110,22 @@ def test_callers_find_what_stock_has() -> None:
     errors = {"modified by an inplace operation", "backward through the graph a second time"}
     assert errors <= {kind.partition(": ")[2] for kind in tally.found}
     assert sum(tally.found[reason] for reason in EXCUSES) < 0.05 * tally.found["lines"]
+
+
+def test_callers_under_a_limit_of_memory() -> None:
+    """Each forward is allowed other bytes, from none to all, so tensors leave, stay, and leave later in any order."""
+    seen: set[str] = set()
+
+    @settings(SETTINGS, max_examples=30, derandomize=True)
+    @given(programs(modes=SHARED))
+    def attempt(program: Program) -> None:
+        with any_allowance(0, 100, 400, 1 << 40):
+            verdict = judge(program.function(), program.mode, program.precision, ["read"], ours=LIMITED)
+        assert not verdict.differences, "\n".join([*map(str, verdict.differences), repr(program)])
+        seen.add(repr(program))
+
+    attempt()
+    assert len(seen) >= 15
 
 
 @pytest.mark.slow

@@ -309,3 +309,10 @@ def test_the_worst_counts() -> None:
     assert worst([Finding("a", ""), Finding("b", "", "warn")]) == "warn"
     assert worst([Finding("a", "", "bad"), Finding("b", "", "warn")]) == "bad"
     assert worst([]) == "ok"
+
+
+def test_what_the_option_memory_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "host_spare_bytes", lambda: 100 << 30)
+    found = limits.auto()
+    assert str(found) == "auto        memory='auto' would limit all tensors on cpu to 95 GiB now"
+    assert found.figures == {"auto_bytes": 95 << 30}

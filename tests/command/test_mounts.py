@@ -166,6 +166,27 @@ def test_a_kernel_that_tells_of_no_groups(tmp_path: Path) -> None:
     assert list(limits.memory(tmp_path)) == []
 
 
+@pytest.mark.parametrize(
+    ("integrated", "release", "locked", "subjects"),
+    [
+        (False, "6.8.0-generic", -1, []),
+        (True, "6.8.0-tegra", -1, ["unified"]),
+        (False, "5.15.167.4-microsoft-standard-WSL2", 8 << 20, ["WSL", "ulimit -l"]),
+    ],
+)
+def test_what_may_be_pinned(
+    integrated: bool, release: str, locked: int, subjects: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    put(tmp_path, {"proc/meminfo": f"MemAvailable: {4 << 20} kB\n", "proc/sys/kernel/osrelease": f"{release}\n"})
+    put(tmp_path, {"proc/self/cgroup": "0::/\n"})
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (locked, -1))
+    share, *others = limits.pinned(tmp_path, integrated=integrated)
+    assert share.figures == {"pinned_bytes": 3 << 30}
+    assert [each.subject for each in others] == subjects
+
+
 @pytest.mark.parametrize(("what", "subject"), [("RLIMIT_AS", "ulimit -v"), ("RLIMIT_FSIZE", "ulimit -f")])
 def test_limits_of_the_shell(what: str, subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from examples.train_gpt import GPT, Shape
 
@@ -66,6 +67,23 @@ def conv_net() -> Case:
     return nn.Sequential(*stage(3, 32), *stage(32, 64), *stage(64, 64), *head), (torch.randn(16, 3, 64, 64),)
 
 
+class Flex(nn.Module):
+    """Two products around attention whose scores fall with the distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 3 * 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def nearer(score: Tensor, _batch: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return score - 0.1 * (row - column).abs()
+
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        y: Any = flex_attention(q, k, v, score_mod=nearer)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+
 class LSTM(nn.Module):
     """Unrolled over the steps of its input; the gates are views of one product."""
 
@@ -108,6 +126,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "GPT, 1 layer, sizes in symbols": partial(gpt, 1),
     "conv net": conv_net,
     "LSTM": lambda: (LSTM(), (torch.randn(4, 32, 64),)),
+    "flex_attention": lambda: (Flex(), (torch.randn(2, 128, 64),)),
     "Mamba": lambda: (Mamba(), (torch.randint(0, 256, (4, 4)),)),
 }
 DYNAMIC = ("GPT, 1 layer, sizes in symbols",)

@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.train_gpt import GPT, Shape
 from tests.passes import toys
+from tests.passes.recomputing import SLOW
 
 Case = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -40,13 +42,25 @@ class SavedMask(nn.Module):
         return torch.where(self.asked(x) > 0, self.answer(x), x).tanh()
 
 
+class Dropping(nn.Module):
+    """linear -> dropout -> sum with the input -> norm -> dropout: the norm's kernel draws, and one of one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + F.dropout(self.linear(x), 0.5))
+        return F.dropout(x.sin(), 0.5)
+
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wide, self.norm, self.narrow = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.narrow(self.norm(torch.nn.functional.gelu(self.wide(x)))).square()
+        out: Tensor = self.narrow(self.norm(F.gelu(self.wide(x)))).square()
         return out
 
 
@@ -76,7 +90,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "conv net": conv_net,
     "GPT": partial(gpt, 0.0),
     "GPT with dropout": partial(gpt, 0.1),
+    "drawn again": lambda: (Dropping(), (torch.randn(64, 64),)),
 }
-# Of ssd_fx, beside those that offload all: a plan that keeps, recomputes and blocks.
-OPTIONS: dict[str, dict[str, Any]] = {"GPT with dropout": {"budget": 0.3, "recompute": True}}
-RANDOM = ("dropout", "GPT with dropout")  # a GPU's random numbers are others than the CPU's
+# Of ssd_fx, beside those that offload all: plans that keep, recompute and block; and that draw masks again.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "GPT with dropout": {"budget": 0.3, "recompute": True},
+    "drawn again": {"recompute": True, "machine": SLOW | {"to_host_bw": 2e7, "from_host_bw": 2e7}},
+}
+RANDOM = ("dropout", "GPT with dropout", "drawn again")  # a GPU's random numbers are others than the CPU's
+AGAIN = ("drawn again",)  # kernels draw one by one here; transfers are too slow for anything to be read

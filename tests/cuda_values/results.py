@@ -12,9 +12,9 @@ class Trained:
     """One case, trained through one engine in one order of the device.
 
     `apart`: the largest difference from the reference, as a share of the largest value of its tensor; the reference is
-    eager PyTorch, or plain Inductor's CUDA code where numbers are random. `same_bits`: as the same code with everything
-    kept. `stores`, `read`, `forwarded`: how many, and bytes. `kernels`, `calls`: given to the device, of Triton and of
-    libraries. `error`: what ended it.
+    eager PyTorch, or plain Inductor's CUDA code where numbers are random (drawn one by one if ours are). `same_bits`:
+    as the same code with everything kept. `stores`, `read`, `forwarded`: how many, and bytes. `kernels`, `calls`: given
+    to the device, of Triton and of libraries. `error`: what ended it.
     """
 
     case: str

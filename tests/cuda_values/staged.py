@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ssd_fx.runtime.device.driver import FUNCTIONS
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory
 from ssd_fx.runtime.engines.posix import PosixEngine
-from ssd_fx.runtime.native.driver import FUNCTIONS
 from tests.cuda_codegen import pretend
 from tests.cuda_values.late_gpu import LateGpu
 from tests.runtime.fake_gpu import FakeEvent, FakeStream

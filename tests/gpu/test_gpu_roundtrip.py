@@ -246,10 +246,10 @@ def test_streams_of_torch() -> None:
     assert side.cuda_stream != cuda.current(device).cuda_stream
     slow()
     x += 1
-    begun = cuda.record(cuda.current(device))
+    begun = cuda.record(cuda.current(device), timed=True)
     side.wait_event(begun)
     cuda.copy(side, pinned, view)
-    ended = cuda.record(side)
+    ended = cuda.record(side, timed=True)
     assert not ended.query()  # 50 ms of sleep come first
     ended.synchronize()
     assert ended.query()

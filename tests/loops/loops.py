@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ssd_fx
 from ssd_fx.runtime.entries import living
 from tests import sources
-from tests.compatibility import Result, record
+from tests.compatibility import Result, Section, record
 from tests.faults.toys import settle
 from tests.models import assert_same_bits, close, deterministic
 
@@ -85,20 +85,32 @@ def _run(loop: Loop, compile: Compile, *, reset: bool = True) -> list[Tensor]:
 
 
 def assert_no_bit_changes(
-    loop: Loop, directory: Path, inner: str = "aot_eager", *, apart: float = 1e-3, **more: Any
+    loop: Loop,
+    directory: Path,
+    inner: str = "aot_eager",
+    *,
+    apart: float = 1e-3,
+    section: Section = "training loops",
+    plain: str = "",
+    share: float = 0.9,
+    parts: bool = False,
+    **more: Any,
 ) -> ssd_fx.Stats:
-    """What `loop` returns is the same with everything kept; the counters are those of the run with all on disk. Under
-    Inductor it is also that of plain Inductor, but for `apart`."""
-    if inner == "inductor":
-        plain, ours = _run(loop, partial(torch.compile, backend="inductor")), run(loop, directory, inner, **more)
-        assert [i for i, pair in enumerate(zip(ours, plain, strict=True)) if not close(*pair, apart)] == []
+    """What `loop` returns is the same with everything kept; the counters are those of the run with all on disk. It is
+    also that of the backend `plain`, but for `apart`: under Inductor of plain Inductor. At least `share` of what is
+    saved leaves. `parts`: of some storages a part is written, as the rest is not read."""
+    plain = plain or ("inductor" if inner == "inductor" else "")
+    ours = run(loop, directory, inner, **more) if plain else []
+    expected = _run(loop, partial(torch.compile, backend=plain)) if plain else []
+    assert [i for i, pair in enumerate(zip(ours, expected, strict=True)) if not close(*pair, apart)] == []
     kept = run(loop, directory, inner, **more, **_KEPT[inner])
     assert_same_bits(run(loop, directory, inner, **more), kept)
     assert living() == []
     stats = ssd_fx.stats()
-    record(Result("training loops", current_test(), inner, stats.saved_bytes, stats.written_bytes))
-    assert stats.offloaded_bytes >= 0.9 * stats.saved_bytes > 0
-    assert stats.written_bytes + stats.held_bytes + stats.cancelled_bytes == stats.offloaded_bytes
+    record(Result(section, current_test(), inner, stats.saved_bytes, stats.written_bytes))
+    assert stats.offloaded_bytes >= share * stats.saved_bytes > 0
+    moved = stats.written_bytes + stats.held_bytes + stats.cancelled_bytes
+    assert moved == stats.offloaded_bytes or (parts and share * stats.offloaded_bytes <= moved < stats.offloaded_bytes)
     if os.environ.get("EVERY_SOURCE"):  # make loops EVERY_SOURCE=1
         _assert_every_source_gives(kept, loop, inner, **more)
     return stats

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import ssd_fx
+from tests.compatibility import Result, record
 from tests.loops.loops import Compile, Loop, assert_all_read_back, assert_no_bit_changes, backward, run
 
 SIZE = 16
@@ -134,3 +135,4 @@ def test_a_second_derivative_is_refused_as_stock_does(tmp_path: Path, donated: b
     assert ours[0] == "RuntimeError"
     refusals = ("does not currently support double backward", "does not require grad")  # the latter of torch 2.11
     assert any(refusal in ours[1] for refusal in refusals)
+    record(Result("ways of working", "gradient penalty", "aot_eager", reason="PyTorch: no double backward"))

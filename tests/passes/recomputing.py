@@ -13,9 +13,10 @@ from torch._inductor import config as inductor_config
 
 from ssd_fx.passes import pipeline, proposals
 from ssd_fx.passes.joint import recompute
+from ssd_fx.passes.joint.layers import between_layers
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Limits, Plan, Recompute
-from ssd_fx.passes.proposals import Candidate
+from ssd_fx.passes.proposals import Candidate, Proposals
 
 # A machine (the option of that name) whose drive is so slow that recomputing pays.
 SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
@@ -29,19 +30,26 @@ def all_priced(partition: Partition, analysed: Plan, least: int = 0) -> Plan:
 
 
 @contextmanager
-def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
+def everything_recomputed(least: int = 0, *, by_layers: bool = False) -> Iterator[list[int]]:
     """Yields how many groups were, of every graph that was compiled since. `least`: as in `all_priced`.
+
+    `by_layers`: what lies between layers is saved, where there are any, and all between is computed again.
 
     None were where a second partition was not made, or must not be used. No graph comes out of a cache, where no pass
     would run, and none goes into one, where others would find this plan.
     """
-    decide, cut_so, groups = pipeline.decide, proposals._cut_so, list[int]()
+    decide, cut_so, improve_from = pipeline.decide, proposals._cut_so, Proposals._improve
+    groups = list[int]()
 
     def all_that_can(partition: Partition, options: Any, *, priced: bool = False, **more: Any) -> Plan:
         more.pop("budget", None)  # the limit of PyTorch's own partition, which small graphs exceed
         if not priced:
             return decide(partition, options, **more)
         plan = all_priced(partition, more["analysed"], least)
+        if by_layers:
+            stay = between_layers(partition).saved
+            between = {g.slot for g in plan.groups if not stay.isdisjoint({g.base, *(m.name for m in g.members)})}
+            plan = plan.with_(decisions={slot: d for slot, d in plan.decisions.items() if slot not in between})
         groups.append(len(plan.decisions))
         own = decide(partition, options, analysed=more["analysed"])
         return plan.with_(forecast=own.forecast, stock=own.stock)
@@ -51,6 +59,10 @@ def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
         if partition is None:
             groups[-1] = 0
         return partition
+
+    def improve(self: Proposals, base: Candidate, *args: Any) -> None:
+        if (base is not self.own) == by_layers or self.layered() is None:
+            improve_from(self, base, *args)
 
     def last(found: Sequence[Candidate], limits: Limits) -> Candidate:
         return found[-1]
@@ -62,6 +74,7 @@ def everything_recomputed(least: int = 0) -> Iterator[list[int]]:
         mock.patch.object(proposals, "best_within", last),
         mock.patch.object(pipeline, "best_within", last),
         mock.patch.object(proposals, "_cut_so", counted),
+        mock.patch.object(Proposals, "_improve", improve),
         inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
     ):

@@ -171,7 +171,7 @@ def test_a_partition_that_reads_more_of_the_callers_is_not_planned(inputs: str, 
     first = Candidate(saving("x"), Plan("g"))
     proposal = SimpleNamespace(graph="g", recomputed_nodes=frozenset(), saved_nodes=frozenset())
     again = saving(*inputs)
-    found = proposals._cut_so(joint_of(first.partition, again), first, proposal)  # type: ignore[arg-type]
+    found = proposals._cut_so(joint_of(first.partition, again), first, frozenset(), proposal)  # type: ignore[arg-type]
     assert found is (again if planned else None)
 
 

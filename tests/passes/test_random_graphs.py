@@ -138,8 +138,8 @@ def compiles(program: Program) -> bool:
     return True
 
 
-def search_recomputed(examples: int) -> int:
-    """Programs of which all that can be is computed again; returns how many groups were."""
+def search_recomputed(examples: int, *, by_layers: bool) -> int:
+    """Programs of which all that can be is computed again, `by_layers` or not; returns how many groups were."""
     total = 0
 
     @settings(SETTINGS, max_examples=examples, derandomize=True)
@@ -151,7 +151,7 @@ def search_recomputed(examples: int) -> int:
         except RuntimeError:
             assume(compiles(program))  # what torch itself cannot trace is nobody's
             raise
-        with everything_recomputed() as groups:
+        with everything_recomputed(by_layers=by_layers) as groups:
             again = through_compile([program], Variant(0.0), inner="aot_eager", recompute=True)
         total += sum(groups)
         assert_bitwise(kept, again, "computed again")
@@ -160,13 +160,15 @@ def search_recomputed(examples: int) -> int:
     return total
 
 
-def test_what_is_computed_again() -> None:
-    assert search_recomputed(12) > 12
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_what_is_computed_again(by_layers: bool) -> None:
+    assert search_recomputed(12, by_layers=by_layers) > 12
 
 
 @pytest.mark.slow
-def test_five_hundred_programs_computed_again() -> None:
-    assert search_recomputed(500) > 500
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_five_hundred_programs_computed_again(by_layers: bool) -> None:
+    assert search_recomputed(500, by_layers=by_layers) > 500
 
 
 def search_dynamic(examples: int) -> None:

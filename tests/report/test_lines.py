@@ -110,3 +110,18 @@ def test_floor_and_limit_stand_beside_each_other() -> None:
     assert (
         "floor 8 MiB, limit 20 MiB;" in dict(lines(made([graph("a", groups, limit_bytes=20 * MIB)], ["a"])))["memory"]
     )
+
+
+def test_what_a_limit_of_memory_has_come_to() -> None:
+    """Before all else; nothing is said without one, and before a step has ended."""
+    plan = graph("a", [group(0, 100 * MIB, life=TIMES)], 0)
+    for peak, said in (
+        (23 << 30, "fits 24 GiB: 23 GiB measured, 3 GiB of activations stay; "),
+        (25 << 30, "does not "),
+    ):
+        seen = Stats(steps=3, memory_limit_bytes=24 << 30, memory_peak_bytes=peak, memory_stay_bytes=3 << 30)
+        found = dict(lines(made([plan], ["a"], stats=seen)))
+        assert found["memory"].startswith(said)
+        over = peak > 24 << 30
+        assert found["next"].startswith("the last step took 1 GiB more than the limit" if over else "nothing: as much")
+    assert dict(lines(made([plan], ["a"], stats=Stats(steps=3))))["memory"].startswith("peak ")

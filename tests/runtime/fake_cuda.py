@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ssd_fx.runtime.device.driver import FUNCTIONS
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.native.driver import FUNCTIONS
 
 SOURCE = Path(__file__).with_suffix(".c")
 ADDRESSES = (  # in the order of FUNCTIONS

@@ -30,10 +30,13 @@ ORDERS = ("sides first", "compute first", "lazy", 1, 2, 3)
 
 
 class FakeEvent:
-    """`copies`: of its stream, those that were queued before it."""
+    """`copies`: of its stream, those that were queued before it. `timed`: it can be asked when it fired."""
 
-    def __init__(self, stream: "FakeStream") -> None:
-        self.stream, self.fired, self.ms = stream, False, 0.0
+    alive = 0
+
+    def __init__(self, stream: "FakeStream", timed: bool = False) -> None:
+        FakeEvent.alive += 1
+        self.stream, self.fired, self.ms, self.timed = stream, False, 0.0, timed
         self.copies = list(stream.copies)
 
     def fire(self) -> None:
@@ -53,7 +56,12 @@ class FakeEvent:
         while not self.fired:
             self.stream.run_first()
 
+    def __del__(self) -> None:
+        FakeEvent.alive -= 1
+
     def elapsed_time(self, end: "FakeEvent") -> float:
+        assert self.timed, "elapsed_time of an event without a time"
+        assert end.timed, "elapsed_time to an event without a time"
         assert self.fired, "elapsed_time before the first event fired"
         assert end.fired, "elapsed_time before the second event fired"
         assert end.ms >= self.ms, "elapsed_time of events in the other order"
@@ -61,13 +69,17 @@ class FakeEvent:
 
 
 class Copy:
-    """A queued copy. `followed`: the compute stream waits for it, so nothing behind uses its target too early, or its
-    source for something else."""
+    """A queued copy. `followed`: a stream that computes waits for it, so nothing behind uses its target too early, or
+    its source for something else."""
 
     followed = False
 
 
 class FakeStream:
+    """`computes`: a user computes on it."""
+
+    computes = False
+
     def __init__(self, gpu: "FakeGpu", cuda_stream: int) -> None:
         self.gpu, self.cuda_stream = gpu, cuda_stream
         self.copies: list[Copy] = []  # that have not run
@@ -76,7 +88,7 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         with self.gpu.lock:
-            if self is self.gpu.compute:
+            if self.computes:
                 for copy in event.copies:
                     copy.followed = True
             self.tasks.append(event)
@@ -120,7 +132,9 @@ class FakeGpu:
         self.order = order
         self.random = random.Random(order)
         self.compute = FakeStream(self, 1)
+        self.compute.computes = True
         self.sides: list[FakeStream] = []
+        self.spare: list[FakeStream] = []
         self.blocks: dict[int, Block] = {}
         self.violations: list[str] = []
         self.captures = False
@@ -144,11 +158,17 @@ class FakeGpu:
         return self.compute
 
     def side(self, device: torch.device) -> FakeStream:
+        if self.spare:
+            return self.spare.pop()
         self.sides.append(FakeStream(self, len(self.sides) + 2))
         return self.sides[-1]
 
-    def record(self, stream: FakeStream) -> FakeEvent:
-        event = FakeEvent(stream)
+    def give_back(self, device: torch.device, stream: FakeStream) -> None:
+        assert not stream.copies, "a stream went back with copies on it"
+        self.spare.append(stream)
+
+    def record(self, stream: FakeStream, *, timed: bool = False) -> FakeEvent:
+        event = FakeEvent(stream, timed)
         with self.lock:
             stream.tasks.append(event.fire)
             self.progress()
@@ -159,7 +179,7 @@ class FakeGpu:
         return self.captures
 
     def idle(self, device: torch.device) -> FakeEvent:
-        event = FakeEvent(self.compute)
+        event = FakeEvent(self.compute, timed=True)
         event.fire()
         return event
 
@@ -231,6 +251,7 @@ class FakeGpu:
         """Within this the test computes on a stream of its own."""
         before = self.compute
         self.compute = self.side(torch.device("cpu"))
+        self.compute.computes = True
         try:
             yield
         finally:

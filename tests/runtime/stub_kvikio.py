@@ -191,6 +191,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Kvikio:
     stub = Kvikio(gpu)
     monkeypatch.setattr(cufile, "importlib", types.SimpleNamespace(import_module=stub.import_module))
     monkeypatch.setattr(cufile, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(cufile, "_registered", set())
     monkeypatch.setattr(gds, "STEP", 1 << 20)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/somewhere/cufile.json")
     return stub

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_fx.runtime.memory.available import available_bytes, own_groups
+from ssd_fx.runtime.memory.available import available_bytes, data_bytes, own_groups, total_bytes
 
 GIB = 1 << 30
 AVAILABLE = f"MemTotal: {64 * 1024 * 1024} kB\nMemAvailable: {32 * 1024 * 1024} kB\n"
@@ -106,3 +106,17 @@ def test_this_machine() -> None:
     """No more than there is, and not a thousandth of it."""
     there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert there_is / 1000 < available_bytes() < there_is
+
+
+def test_what_the_process_could_have(machine: Path) -> None:
+    assert total_bytes(machine) == 64 * GIB
+    put(machine, "proc/self/cgroup", "0::/user/job\n")
+    group_v2(machine, "/user", str(4 * GIB), 2 * GIB)
+    group_v2(machine, "/user/job", "max", 2 * GIB)
+    assert total_bytes(machine) == 4 * GIB
+
+
+def test_what_the_limit_of_data_counts(machine: Path) -> None:
+    assert data_bytes(machine) == 0, "the kernel does not tell"
+    put(machine, "proc/self/status", "Name: python\nVmData:\t  2048 kB\n")
+    assert data_bytes(machine) == 2 << 20

@@ -171,7 +171,7 @@ def test_a_device_whose_clock_is_fast_is_followed(gpu, monkeypatch):
     for seconds in range(0, 3600, 5):
         gpu.ms = 1e3 * seconds * 1.001
         taken = clock.anchor(gpu, CPU)
-        made = FakeEvent(gpu.compute)
+        made = FakeEvent(gpu.compute, timed=True)
         made.fire()
         assert taken.when(made) == pytest.approx(seconds, abs=0.015)
 

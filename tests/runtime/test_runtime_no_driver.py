@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 
+from ssd_fx.runtime.device import driver, streams
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.native import driver
 from ssd_fx.runtime.store import get_store
 from tests.runtime.harness import config_json, load, store
 
@@ -79,3 +79,69 @@ def test_the_directory_is_not_to_blame(monkeypatch, tmp_path, operation):
         assert isinstance(engine, posix.PosixEngine)
         extent = engine.alloc(100)  # raises where a directory takes no more
         engine.free(extent)
+
+
+class Noting(Library):
+    """A libcuda that notes what is called, and returns `code` from `broken`. `memory`: what it pins."""
+
+    def __init__(self, broken="", code=0):
+        super().__init__(broken, code)
+        self.calls = []
+        self.memory = ctypes.create_string_buffer(8)
+
+    def __getattr__(self, name):
+        made = {
+            "cuDevicePrimaryCtxRetain": 0x77,
+            "cuStreamCreateWithPriority": 0x99,
+            "cuMemHostAlloc": ctypes.addressof(self.memory),
+        }
+
+        def call(*arguments):
+            self.calls.append((name, *(getattr(each, "value", None) for each in arguments)))
+            if name in made:
+                arguments[0]._obj.value = made[name]
+            return self.code if name == self.broken else 0
+
+        return ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0) if name in driver.FUNCTIONS and not self.calls else call
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_stream_of_our_own(monkeypatch, code):
+    """It comes before PyTorch's, and the thread is afterwards in the context in which it was."""
+    library = Noting("cuStreamCreateWithPriority", code)
+    monkeypatch.setattr(driver, "load_library", lambda name: library)
+    if code:
+        with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority returned 2"):
+            driver.cuda().stream(0)
+    else:
+        assert driver.cuda().stream(0) == 0x99
+    assert library.calls[-3:] == [
+        ("cuCtxPushCurrent_v2", 0x77),
+        ("cuStreamCreateWithPriority", None, 1, -1),
+        ("cuCtxPopCurrent_v2", None),
+    ]
+
+
+def test_pinned_memory_is_freed_with_its_tensor(monkeypatch):
+    """PyTorch's allocator would keep it, and have taken the next power of two."""
+    library = Noting()
+    monkeypatch.setattr(driver, "load_library", lambda name: library)
+    pinned = driver.cuda().pinned(0, 8)
+    assert ("cuMemHostAlloc", None, 8, 1) in library.calls
+    pinned.fill_(7)
+    assert library.memory.raw == bytes([7] * 8)
+    held = pinned[2:]
+    del pinned
+    assert library.calls[-1][0] == "cuCtxPopCurrent_v2"
+    assert "cuMemFreeHost" not in [call[0] for call in library.calls]
+    del held
+    assert ("cuMemFreeHost", ctypes.addressof(library.memory)) in library.calls
+
+
+def test_without_the_driver_memory_and_streams_are_pytorch_s(monkeypatch, caplog):
+    monkeypatch.setattr(driver, "load_library", no_library)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    streams._driver.cache_clear()
+    assert streams._driver() is None
+    assert "streams and pinned memory are PyTorch's: NVIDIA's driver cannot be used here" in caplog.text
+    streams._driver.cache_clear()

@@ -13,9 +13,10 @@ import subprocess
 import pytest
 import torch
 
+from ssd_fx.runtime.device import driver
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE
-from ssd_fx.runtime.native import driver, loader, pool
+from ssd_fx.runtime.native import loader, pool
 from tests.runtime import native_parts
 from tests.runtime.fake_cuda import ADDRESSES, DeviceMemory, FakeDriver, FakeEvent, library
 from tests.runtime.test_runtime_checksums import Aligned, Behind, expect_mismatch, finish

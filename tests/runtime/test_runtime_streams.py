@@ -9,6 +9,7 @@ import ctypes
 import json
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import entries, inflight, stats, trace, writer
 from ssd_fx.runtime.deaths import when_idle
-from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.device import device_trace, streams
 from ssd_fx.runtime.engines import cufile, staged
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
@@ -151,8 +152,8 @@ def test_the_host_does_not_wait_for_a_copy():
         assert (fake.ms, len(engine._moving[False])) == (before, 1)
         assert fake.bytes_of(y) == raw(values)
         assert stats.stats().stall_s == 0
-        store(fake.tensor(numbers(1)), MEMORY, slot=99)
-        assert len(engine._moving[False]) == 0
+        store(fake.tensor(numbers()), MEMORY, slot=99)
+        assert len(engine._moving[False]) == 0, "the next tensor of that size takes its place"
         close_stores()
 
 
@@ -197,9 +198,10 @@ def test_what_is_given_away_does_not_wait_for_its_copy(gpu):
     again = on_disk(gpu, MEMORY, values, slot=2)  # in the host memory of the copy, perhaps
     assert gpu.bytes_of(load(again, values)) == raw(values)
     assert gpu.bytes_of(load(before, others)) == raw(others)
-    settle(before)
-    store(gpu.tensor(numbers(1)), MEMORY, slot=99)
+    gpu.finish()
+    last = store(gpu.tensor(numbers(1)), MEMORY, slot=99)
     assert not get_store(MEMORY).writer.in_vain
+    del last
 
 
 def later(gpu, config, values, slot=0):
@@ -346,9 +348,12 @@ def test_what_dies_unseen_is_ended_on_its_device():
         close_stores()
 
 
-def test_the_device_of_a_thread_is_torch_s():
+def test_the_device_of_a_thread_is_torch_s(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     within = streams.CudaStreams().on(torch.device("cuda", 3))
     assert (type(within), within.idx) == (torch.accelerator.device_index, 3)
+    with streams.CudaStreams().on(torch.device("cuda", 1)) as nothing:  # a guard would take a microsecond
+        assert nothing is None
 
 
 # ---- the transfer itself
@@ -475,8 +480,115 @@ def test_the_host_does_not_wait_for_memory_to_go_back(order, case):
         for slot, handle in reversed(list(enumerate(handles))):
             assert fake.bytes_of(load(handle, numbers(slot))) == raw(numbers(slot))
         assert fake.violations == []
-        assert stats.stats().stall_s == 0
         close_stores()
+
+
+NO_BACKWARD, KEPT, GIVEN = "a forward without a backward", "a load of what others may hold", "a load"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("case", [NO_BACKWARD, KEPT, GIVEN])
+def test_the_host_does_not_wait_for_the_copy_of_what_dies(order, case):
+    """Every thread would: the death is dealt with under the lock."""
+    with installed(order) as fake:
+        x = fake.tensor(numbers())
+        handle = store(x, MEMORY)
+        release(handle, x)
+        del x
+        if case != NO_BACKWARD:
+            start_load(handle, numbers(), donate=case == GIVEN)
+        before = fake.ms
+        del handle
+        assert entries.living() == []
+        if order == "lazy":
+            assert fake.ms == before, "the host had the device run"
+        again = on_disk(fake, MEMORY, numbers(start=1), slot=1)  # in the pinned memory of that copy, perhaps
+        assert fake.bytes_of(load(again, numbers())) == raw(numbers(start=1))
+        close_stores()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_host_does_not_wait_for_a_read_whose_graph_dies(order, ahead):
+    """What it fills goes back in the order of the stream that asked for it."""
+    with installed(order) as fake:
+        handle = on_disk(fake, MEMORY, numbers())
+        before = fake.ms
+        if ahead:
+            lookup(handle).store.reader.ahead(lookup(handle))
+        else:
+            start_load(handle, numbers())
+        del handle
+        assert entries.living() == []
+        if order == "lazy":
+            assert fake.ms == before, "the host had the device run"
+        after = fake.tensor(numbers(start=1))  # in what the read fills
+        assert fake.bytes_of(after) == raw(numbers(start=1))
+        close_stores()
+
+
+def test_a_copy_for_nothing_is_learnt_though_it_never_ends():
+    """A host far ahead of its device sees no copy end, and others hold the tensor in every step."""
+    config = json.dumps({"engine": "memory"})
+    with installed("lazy") as fake:
+        held = fake.tensor(numbers())
+        for _ in range(3):
+            handle = store(held, config)
+            release(handle, held, hand_over=True)
+            start_load(handle, held, donate=False)
+            del handle
+            entries.living()
+        found = stats.stats()
+        assert (found.wasted_bytes, found.held_bytes) == (2 * 4 * N, 4 * N)
+        close_stores()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_the_device_waits_for_is_seen(late):
+    """The host waits for nothing, and cannot know. A copy takes 1.5 ms; a late one runs when the device needs it."""
+    config = json.dumps({"engine": "memory", "prefetch": 0})
+    steps = 3 * device_trace.RUNS
+    with installed("lazy") as fake:
+        for _ in range(steps):
+            handle = on_disk(fake, config, numbers(), graph="waits")
+            y = start_load(handle, numbers())
+            if not late:
+                fake.finish()
+            wait(y, handle)
+            fake.finish()
+            del y, handle
+        begin(config, "waits", offloaded=1)
+        assert stats.stats().graphs["waits"].stall_s == pytest.approx(steps * late * 1.5e-3)
+        assert (("waits", 0) in get_store(config).habits.late) is late
+        close_stores()
+
+
+def test_an_engine_that_ends_leaves_its_streams_to_the_next():
+    with installed("lazy") as fake:
+        for _ in range(3):
+            handle = on_disk(fake, MEMORY, numbers())
+            load(handle, numbers())
+            del handle
+            close_stores()
+        assert len(fake.sides) == 2
+
+
+def test_the_streams_of_a_gpu_are_not_from_pytorch_s_pool(monkeypatch):
+    """Which hands them out in turns: to users, and to NCCL."""
+    made = []
+
+    class Driver:
+        def stream(self, index):
+            made.append(index)
+            return 100 + len(made)
+
+    monkeypatch.setattr(streams, "_driver", Driver)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
+    cuda, device = streams.CudaStreams(), torch.device("cuda", 1)
+    first, second = cuda.side(device), cuda.side(device)
+    assert (first, second, made) == ((101, device), (102, device), [1, 1])
+    cuda.give_back(device, first)
+    assert cuda.side(device) is first
 
 
 def test_memory_goes_back_in_the_order_of_the_stream_that_made_it():
@@ -518,16 +630,16 @@ def test_an_interrupted_read_of_host_memory_does_not_end_the_engine_badly(monkey
         write.wait()
         read = engine.read(extent, Memory.of(x))
 
-        class Interrupting(dict):
-            def __setitem__(self, *item):
-                super().__setitem__(*item)
+        class Interrupting(deque):
+            def append(self, item):
+                super().append(item)
                 raise KeyboardInterrupt
 
         engine._moving[False] = Interrupting()
         with pytest.raises(KeyboardInterrupt):
             read.start()
         engine.close()
-        assert (engine._moving, engine._pinned) == ({True: {}, False: {}}, {})
+        assert ([*engine._moving[True], *engine._moving[False]], engine._pinned) == ([], {})
         del x
 
 
@@ -537,9 +649,9 @@ def test_an_interrupt_while_the_end_is_noted_does_not_lose_a_transfer(monkeypatc
         x, transfer = queued(fake, lambda: None)
         recorded = []
 
-        def record(stream):
-            recorded.append(FakeGpu.record(fake, stream))
-            if len(recorded) == 3:  # behind the compute stream, before the copy, behind the copy
+        def record(stream, *, timed=False):
+            recorded.append(FakeGpu.record(fake, stream, timed=timed))
+            if len(recorded) == 2:  # behind the compute stream, behind the copy
                 raise KeyboardInterrupt
             return recorded[-1]
 
@@ -554,7 +666,8 @@ def test_an_interrupt_while_the_end_is_noted_does_not_lose_a_transfer(monkeypatc
 
 def test_span_is_as_long_as_the_device_says():
     with installed("lazy") as fake:
-        x, transfer = queued(fake, lambda: None)
+        with streams.timed(torch.device("cpu")):
+            x, transfer = queued(fake, lambda: None)
         transfer.start()
         transfer.wait()
         started, ended = transfer.span()
@@ -593,21 +706,22 @@ def test_a_forward_that_stores_nothing_may_be_captured(gpu, config):
     assert gpu.bytes_of(load(handle, numbers())) == raw(numbers())
 
 
-@pytest.mark.parametrize(("aside", "whole"), [(False, False), (True, True)])
-def test_why_there_are_no_cuda_graphs(aside, whole):
+@pytest.mark.parametrize(("way", "whole"), [("as it is", False), ("aside", True), ("block", True)])
+def test_why_there_are_no_cuda_graphs(way, whole):
     """A replay writes to the addresses of its capture, whoever has a tensor there: here while its store is queued.
 
-    The capture's own memory would have to be left behind by a copy, in the order of the compute stream, at every store.
+    The capture's own memory would have to be left behind at every store, in the order of the compute stream: by a copy
+    aside, or by a release that blocks.
     """
     with installed("compute first") as fake:
         values = numbers()
         x = fake.tensor(values)
         address = x.data_ptr()
-        stored = fake.empty((N,), (1,), torch.float32, None) if aside else x
-        if aside:
+        stored = fake.empty((N,), (1,), torch.float32, None) if way == "aside" else x
+        if way == "aside":
             fake.copy(fake.compute, stored, x)
         handle = store(stored, MEMORY)
-        release(handle, stored)
+        op.wait_store_(handle, stored, 1, True, way == "block")
         replayed = (ctypes.c_ubyte * (4 * N)).from_address(address)
         fake.queue(fake.compute, lambda: ctypes.memset(replayed, 0, 4 * N) and None)
         del stored

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from ssd_fx.runtime import stats
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Memory, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
@@ -325,3 +326,30 @@ def test_no_tensor_moves_on_to_memory_that_a_copy_in_vain_still_fills(order):
         right = [gpu.bytes_of(load(handle, values[i])) == raw(values[i]) for handle, i in ((first, 0), (last, 2))]
         assert right == [True, True]
         close_stores()
+
+
+class NoMemory(MemoryEngine):
+    def write(self, extent, memory):
+        raise OSError(errno.ENOMEM, "no pinned memory")
+
+
+def test_what_finds_no_host_memory_goes_to_the_drive(drive):
+    engine = TieredEngine(NoMemory(), drive, 10 * B, 10 * B)
+    x = torch.randn(N)
+    extent = put(engine, x)
+    assert (extent.on_drive, extent.directory, engine.host_bytes) == (True, drive.alloc(1).directory, 0)
+    assert torch.equal(get(engine, extent), x)
+    engine.free(extent)
+
+
+def test_such_a_tensor_counts_as_written_to_the_drive(tmp_path):
+    with registered(lambda drive: TieredEngine(NoMemory(), drive, 10 * B, 10 * B)) as engine:
+        stats.reset_stats()
+        config = config_json(tmp_path, engine)
+        x = torch.randn(N)
+        handle = op.store(x, config, "full", 0, 0)
+        release(handle, x)
+        settle(handle)
+        op.store(torch.ones(1), config, "full", 1, 2)
+        assert stats.stats().graphs["full"].drive_bytes == B
+        assert raw(load(handle, x)) == raw(x)

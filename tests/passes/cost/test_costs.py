@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
+from torch._prims import rng_prims
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -134,6 +137,27 @@ def test_attention_has_flops_of_its_own_and_skips_blocks(causal: bool, share: fl
     machine = MACHINE.with_rates({"memory_bw": 1e30, "attention_flops": {"float32": 4e9}})
     ns = times_ns(attention(causal), machine)["_scaled_dot_product_flash_attention_for_cpu"]
     assert ns == share * 4 * 2 * 2048 * 2048 * 64 / 4
+
+
+@pytest.mark.parametrize("wrapper", ["run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"])
+def test_attention_costs_as_much_where_a_checkpoint_wraps_it(wrapper: str) -> None:
+    """PyTorch saves or sets the generator's state around what may draw. Such a node has no value of its own."""
+    graph = attention(causal=True)
+    (node,) = graph.find_nodes(op="call_function", target=aten._scaled_dot_product_flash_attention_for_cpu.default)
+    expected = times_ns(graph)[node.name]
+    given: tuple[Any, ...] = (node.target, *node.args)
+    kwargs: dict[str, Any] = {}
+    if wrapper == "run_with_rng_state":
+        given = (torch.get_rng_state(), *given)
+    if wrapper == "graphsafe_run_with_rng_state":
+        kwargs = {"rng_state": None}
+    with graph.inserting_before(node):
+        wrapped = graph.call_function(getattr(rng_prims, wrapper), given, kwargs)
+        saved = wrapper == "run_and_save_rng_state"
+        results = graph.call_function(operator.getitem, (wrapped, 1)) if saved else wrapped
+    node.replace_all_uses_with(results)
+    graph.erase_node(node)
+    assert times_ns(graph)[wrapped.name] == pytest.approx(expected, rel=1e-3), "all but the sums of its rows"
 
 
 @pytest.mark.parametrize(("size", "tflops"), [(32, 4.0), (64, 4.0), (96, 5.0), (128, 6.0), (256, 6.0)])

@@ -10,13 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor import compile_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.passes.cost.kernels import Kernels
 from ssd_fx.passes.cost.traffic import traffic
 from tests.passes import real_graphs
-from tests.passes.lowered import Lowered, lower
+from tests.passes.lowered import Lowered, lower, lower_alone
 
 Pairs = set[tuple[str, str]]
 
@@ -71,3 +72,23 @@ def test_what_is_fused_and_moved_is_what_inductor_fuses_and_moves(name: str) -> 
         assert len(together & really) >= 0.8 * max(len(together), len(really))
         moved = sum(t.read + t.written for t in traffic(kernels).values())
         assert moved == pytest.approx(found.moved_bytes, rel=0.125)
+
+
+def scaled(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """As a group norm is decomposed: `as_strided` makes one factor and one term of a channel of its statistics."""
+    factor = rstd * weight
+    term = bias - mean * factor
+    factor, term = (t.as_strided((8, 32, 1), (32, 1, 1)) for t in (factor, term))
+    y = x * factor + term
+    return torch.bmm(y.sin(), x.permute(0, 2, 1)), torch.bmm(y.cos(), x.permute(0, 2, 1))
+
+
+def test_what_as_strided_views_is_written() -> None:
+    """So its reader reads two tensors, not four, and is computed again by each of its own readers."""
+    args = torch.randn(8, 32, 16), *(torch.randn(8, 32) for _ in range(4))
+    graph = make_fx(scaled, tracing_mode="fake")(*args).graph
+    kernels = Kernels(graph)
+    loops = {kernels.nodes[i].name for i in kernels.maker.values() if kernels.computes[i]} - {"bmm", "bmm_1"}
+    assert loops == {"mul", "sub", "sin", "cos"}
+    written = [n for kernel in lower_alone(scaled, *args).kernels if not kernel.is_extern() for n in kernel.get_nodes()]
+    assert len(written) == len(loops)

@@ -16,6 +16,7 @@ from ssd_fx.passes.planner.place import everything, floor
 from ssd_fx.passes.planner.segments import boundaries
 from ssd_fx.passes.planner.simulate import Outcome, simulate
 from ssd_fx.passes.planner.solve import solve
+from tests.passes.planner.layered import layered_instance
 
 ALL = frozenset(Choice)
 LAYERS, PER_LAYER = 6, 4
@@ -61,6 +62,20 @@ def test_a_checkpoint_of_every_layer_is_never_better(bandwidth: float) -> None:
     found = solve(step, machine(bandwidth), limit=rival.peak, share_bytes=math.inf).outcome
     assert found.peak <= rival.peak
     assert found.seconds <= 1.005 * rival.seconds
+
+
+@pytest.mark.parametrize(("seed", "share", "optimum_s"), [(2, 0.2, 0.025401), (0, 0.0, 0.050998)])
+def test_a_whole_layer_is_recomputed_where_its_norm_leaves_no_memory_for_that(
+    seed: int, share: float, optimum_s: float
+) -> None:
+    """Attention's inputs and its result go together, and the norm before them, which is cheaper, is offloaded.
+
+    The mixed-integer program proves the optimum in seconds (`benchmarks/optimality.py --layered`).
+    """
+    instance = layered_instance(seed)
+    at = limits(instance.step, share, whole=True)
+    found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept, quick=True)
+    assert found.outcome.seconds <= 1.06 * optimum_s
 
 
 @pytest.mark.parametrize("bandwidth", [1.0, 5.0, 20.0])

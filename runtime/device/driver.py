@@ -1,4 +1,4 @@
-"""The functions of the CUDA driver that the native pool's threads call, without the GIL, to copy a device's memory.
+"""NVIDIA's driver: streams of our own, and the functions that the native pool's threads call, without the GIL.
 
 We use the driver API and not the runtime API: a process has one libcuda, and may have several copies of the runtime.
 Streams, events and primary contexts that torch made with its runtime are objects of the driver.
@@ -6,10 +6,12 @@ Streams, events and primary contexts that torch made with its runtime are object
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,6 +28,9 @@ FUNCTIONS = (  # in the order of struct Cuda in native/pool.h
 )
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_PORTABLE = ctypes.c_uint(1)  # CU_MEMHOSTALLOC_PORTABLE
+_NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING
+_PRIORITY = ctypes.c_int(-1)  # one above that of PyTorch's streams, which is 0
 DEVICES = 32  # as in native/pool.h
 
 
@@ -81,6 +86,39 @@ class CudaDriver:
         event.record(torch.cuda.current_stream(index))
         return event
 
+    def stream(self, index: int) -> int:
+        """The handle of a new stream of device `index`. It waits for no default stream, and comes before others."""
+        made = ctypes.c_void_p()
+        with self._within(index):
+            self._call("cuStreamCreateWithPriority", ctypes.byref(made), _NON_BLOCKING, _PRIORITY)
+        return made.value or 0
+
+    def pinned(self, index: int, nbytes: int) -> torch.Tensor:
+        """Pinned host memory for device `index`, uint8, of just that size. It is freed with the tensor.
+
+        Raises: RuntimeError if there is none.
+        """
+        made = ctypes.c_void_p()
+        with self._within(index):
+            self._call("cuMemHostAlloc", ctypes.byref(made), ctypes.c_size_t(nbytes), _PORTABLE)
+        memory = (ctypes.c_ubyte * nbytes).from_address(made.value or 0)
+        weakref.finalize(memory, self._unpin, index, made).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _unpin(self, index: int, memory: ctypes.c_void_p) -> None:
+        with contextlib.suppress(RuntimeError), self._within(index):  # in a fork's child the driver refuses
+            self._call("cuMemFreeHost", memory)
+
+    @contextlib.contextmanager
+    def _within(self, index: int) -> Iterator[None]:
+        """A context within which that of device `index` is this thread's."""
+        left = ctypes.c_void_p()
+        self._call("cuCtxPushCurrent_v2", ctypes.c_void_p(self.context(index)))
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(left))
+
     def capture_apart(self) -> None:
         """From here on no call of this thread ends the capture of a CUDA graph in another one, nor is refused there.
 
@@ -107,8 +145,8 @@ def _address(function: object) -> int:
 
 def _unusable(reason: str) -> RuntimeError:
     return RuntimeError(
-        f"the I/O threads of engine 'posix' copy what is on a GPU with NVIDIA's driver, which cannot be used here: "
-        f"{reason}. engine='memory' does without, and keeps in host memory what leaves the GPU"
+        f"NVIDIA's driver cannot be used here: {reason}. The I/O threads of engine 'posix' copy with it what is on a "
+        "GPU; engine='memory' does without, and keeps in host memory what leaves the GPU"
     )
 
 

@@ -1,0 +1,98 @@
+"""Where layers meet: places that few bytes are needed across.
+
+    x0 -> [norm, qkv, attention, proj] -> x1 -> [norm, up, gelu, down] -> x2
+        |                                |                              |       few bytes: x0, x1, x2
+
+A checkpoint per layer saves what is needed across such places, and recomputes all else. They are found by bytes alone,
+without names of modules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ssd_fx.passes.cost.kernels import hint
+from ssd_fx.passes.cost.operators import is_extern
+from ssd_fx.passes.joint.compared import compared, jumps
+from ssd_fx.passes.joint.recompute import may_run_twice
+from ssd_fx.passes.partition import Partition, changed_inputs, nodes_by_storage, storage_of, tensor_of
+
+LARGE = 0.25  # the share of the bytes across a place from which on a tensor is one that lies there
+NARROW = 2  # between two places the bytes rise to this factor of theirs at least
+
+
+@dataclass(frozen=True)
+class Between:
+    """Names of nodes. `saved`: what the forward needs across such places; `again`: what is made of that alone."""
+
+    saved: frozenset[str]
+    again: frozenset[str]
+
+
+def between_layers(partition: Partition) -> Between:
+    """What to save, and what to compute again from it, so that a layer can be computed again by itself.
+
+    PyTorch's min-cut saves what the first operators of a layer make of its input, such as its norm, and not the input.
+    To compute the layer again from there takes all layers before.
+    """
+    graph = partition.forward.graph
+    at = {node: i for i, node in enumerate(graph.nodes)}
+    change = [0.0] * (len(at) + 1)
+    spans: list[tuple[int, int, float, fx.Node]] = []
+    for key, nodes in nodes_by_storage(graph.nodes).items():
+        made, tensor = nodes[0], tensor_of(nodes[0])
+        readers = (user for node in nodes for user in node.users if user.op != "output")
+        users = [at[user] for user in readers if storage_of(user) != key]  # a view may be for the backward alone
+        if made.op != "call_function" or tensor is None or not users:
+            continue
+        nbytes = hint(tensor.numel()) * tensor.itemsize
+        change[at[made]] += nbytes
+        change[max(users)] -= nbytes
+        if tensor.is_floating_point():
+            spans.append((at[made], max(users), nbytes, made))
+    widths = list(itertools.accumulate(change[:-1]))
+    places = [place for place in valleys(widths) if widths[place]]
+    saved = [
+        made
+        for first, last, nbytes, made in spans
+        if any(first <= place < last and nbytes >= LARGE * widths[place] for place in places)
+    ]
+    return Between(frozenset(n.name for n in saved), frozenset(_made_of(saved, partition)))
+
+
+def _made_of(saved: Collection[fx.Node], partition: Partition) -> Iterator[str]:
+    """Names of what Inductor computes within its readers, or in a loop, from `saved` and trained parameters alone."""
+    graph, storages = partition.forward.graph, {storage_of(n) for n in saved}
+    unstable = {storage_of(n) for n in partition.caller_inputs} | changed_inputs(graph)
+    given = {n for n in graph.nodes if n.op == "placeholder" and storage_of(n) not in unstable}
+    known = {node for node in graph.nodes if storage_of(node) in storages}
+    exact = partition.once(compared)
+    for node in graph.nodes:
+        if node.op != "call_function" or node in known or node.name in exact or is_extern(node):
+            continue
+        sources = set(node.all_input_nodes)
+        if not sources.isdisjoint(known) and sources <= known | given and may_run_twice(node) and not jumps(node):
+            known.add(node)
+            yield node.name
+
+
+def valleys(widths: Sequence[float]) -> list[int]:
+    """The lowest places that have higher ones, by the factor `NARROW`, on either side."""
+    found: list[int] = []
+    lowest: int | None = None  # the lowest place since it was high
+    top = 0.0
+    for at, width in enumerate(widths):
+        if lowest is not None and width < widths[lowest]:
+            lowest = at
+        elif lowest is not None and width >= NARROW * widths[lowest]:
+            found.append(lowest)
+            lowest, top = None, width
+        elif lowest is None and NARROW * width <= top:
+            lowest = at
+        else:
+            top = max(top, width)
+    return found

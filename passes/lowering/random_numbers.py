@@ -1,0 +1,50 @@
+"""Random numbers that the backward draws again are those of the forward.
+
+    forward     seeds = inductor_seeds(n);  mask = inductor_random(shape, seed) > p;  return (..., seeds)
+    backward    mask = inductor_random(shape, seed) > p
+
+From torch 2.13 on, Inductor's kernels for CUDA draw four numbers at once if they have one dimension, and else one by
+one. From one seed these are different numbers (https://github.com/pytorch/pytorch/issues/198333), and the backward's
+kernel may have another shape than the forward's. So where a seed goes from the one to the other, all kernels of both
+draw one by one. The graph alone says so, because a compile cache may have either of the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._inductor.inductor_prims  # defines prims.inductor_random
+from torch import fx
+from torch._inductor import config
+from torch._inductor.codegen.triton import TritonOverrides
+from torch._inductor.virtualized import V
+
+from ssd_fx.passes.lowering.order import PinOrder
+
+prims = torch.ops.prims
+_MADE = (prims.inductor_seed.default, prims.inductor_seeds.default)
+_USED = {  # where the seed is among the arguments
+    prims.inductor_lookup_seed.default: 0,
+    prims.inductor_random.default: 1,
+    prims.inductor_randint.default: 3,
+}
+_can_use_4x: Any = getattr(TritonOverrides, "_can_use_4x_random", None)
+
+
+def register() -> None:
+    """Have kernels for CUDA draw alike where a graph of ours needs it; calling it again changes nothing."""
+    if _can_use_4x is not None:
+        TritonOverrides._can_use_4x_random = staticmethod(_may_draw_four_at_once)  # type: ignore[method-assign]
+
+
+def _may_draw_four_at_once() -> bool:
+    ours = isinstance(config._post_fusion_custom_pass, PinOrder)
+    return bool(_can_use_4x()) and not (ours and shares_seeds(V.graph.graph))
+
+
+def shares_seeds(graph: fx.Graph) -> bool:
+    """Whether a seed of random numbers leaves the graph, or comes from outside of it."""
+    seeds = {n for n in graph.nodes if n.target in (*_MADE, prims.inductor_lookup_seed.default)}
+    leave = any(user.target not in _USED for seed in seeds for user in seed.users)
+    return leave or any(n.args[_USED[n.target]] not in seeds for n in graph.nodes if n.target in _USED)

@@ -1,0 +1,119 @@
+"""Measures what a step takes at every node, and sets what may be held for the backward: the option `memory`.
+
+`allowance.py` has the rule. The account itself is the writer's: `Writer.held_bytes`, within `Residency.nbytes`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ssd_fx.runtime.allowance import Allowance, Seen
+from ssd_fx.runtime.memory.gauge import Gauge, gauge
+
+AUTO = 0.95  # of what this process could have: it takes memory for other things than tensors too
+
+_optimizer_steps = 0
+_hooked = False
+
+
+def _note_step(*_: object) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+def limit_of(memory: str, ranks: int, found: Gauge, device: torch.device) -> int:
+    """The bytes that `memory` stands for (`RuntimeConfig`). Ranks that compute on the CPU share what is free there."""
+    if memory.isdecimal():
+        return int(memory)
+    sharing = ranks if device.type == "cpu" else 1
+    if memory == "auto":
+        own = found.live_bytes()
+        return int(AUTO * (own + (found.spare_bytes() - own) // sharing))
+    return int(float(memory) * found.total_bytes() / sharing)
+
+
+class Account:
+    """Of one store. `held`, `outstanding`: what the writer and the reader say, in bytes. `allow`: tells them.
+
+    All methods run under the lock of `entries`.
+    """
+
+    def __init__(
+        self,
+        memory: str,
+        ranks: int,
+        held: Callable[[], int],
+        outstanding: Callable[[], int],
+        allow: Callable[[int], None],
+    ) -> None:
+        global _hooked
+        if not _hooked:
+            _hooked = True
+            register_optimizer_step_post_hook(_note_step)
+        self._memory = memory
+        self._ranks = ranks
+        self._held = held
+        self._outstanding = outstanding
+        self._allow = allow
+        self._gauge: Gauge | None = None
+        self._allowance: Allowance | None = None
+        self._steps = -1  # of optimizers, when the last forward began
+
+    @property
+    def seen(self) -> Seen | None:
+        """What the last step took; None before it has ended."""
+        return self._allowance.seen if self._allowance else None
+
+    def begins(self, graph: str, saved: int, device: torch.device) -> None:
+        """A forward begins on `device`, and will save so many bytes."""
+        if self._allowance is None:
+            self._meet(device)
+        if self._gauge is None or self._allowance is None:
+            return
+        self.look()
+        optimized, self._steps = self._steps != _optimizer_steps, _optimizer_steps
+        if not self._allowance.is_known(graph, saved, optimized):
+            self._gauge.look_around()
+        if self._memory == "auto":
+            self._allowance.limit = limit_of(self._memory, self._ranks, self._gauge, device)
+        self._allowance.waste = self._gauge.waste_bytes()
+        base = self._gauge.live_bytes() - self._held()
+        self._allowance.begins(graph, saved, base, optimized, waits=self._waiting() > 0)
+        self._allow(self._allowance.nbytes)
+
+    def turns(self) -> None:
+        """The backward loads a tensor."""
+        if self._allowance:
+            self._allowance.turns()
+
+    def look(self) -> None:
+        """A node of ours begins, or a step ends: what was held has not changed since the last node."""
+        if self._gauge and self._allowance:
+            self._allowance.note(self._gauge.peak_bytes(), self._held(), self._waiting())
+
+    def settled(self) -> None:
+        """A node of ours ends. What is held has changed within it, so of that time only the end counts."""
+        if self._gauge and self._allowance:
+            self._allowance.note(self._gauge.begin(), self._held(), self._waiting())
+
+    def _waiting(self) -> int:
+        """What may be held. A backward that keeps its graph leaves what it has asked for."""
+        return max(self._held(), self._outstanding())
+
+    def _meet(self, device: torch.device) -> None:
+        """The first forward."""
+        self._gauge = gauge(device)
+        if self._gauge is not None:
+            self._allowance = Allowance(limit_of(self._memory, self._ranks, self._gauge, device))
+            return
+        self._allowance = Allowance(0)
+        warnings.warn(
+            f"nothing counts the tensors of {device.type}, so with memory={self._memory!r} none that can leave stays: "
+            "on the CPU that is ssd_fx's allocator (cpu_allocator); right would be that, or a budget",
+            RuntimeWarning,
+            stacklevel=2,
+        )

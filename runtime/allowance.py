@@ -1,0 +1,186 @@
+"""How many bytes of stored tensors may be in memory, so that all tensors of a device stay within a limit.
+
+`docs/design.md` ("A limit of memory") has the rule and why it holds. In the words used there, at each node
+
+    held         what the runtime alone holds: released by the graph, and not asked for again
+    base         all other bytes that live: `live - held`
+    outstanding  what was released and not asked for yet: `held` is at most this
+
+A step that was measured is kept as pairs of `base - level` and `outstanding`, where `level` is the base at its begin.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch._C import _current_graph_task_id
+
+from ssd_fx.runtime.wear import format_bytes
+
+_log = logging.getLogger("ssd_fx")
+
+REMEMBERED = 4  # steps of a kind and a size
+SIZES = 32  # of a kind
+MARGIN = 0.01  # of the limit, for what nobody counts: small tensors, and what others take meanwhile
+STEADY = 0.01  # of the limit: by less an allowance changes without a word
+
+Kind = tuple[bool, str]
+"""A step: whether the optimizer stepped before it, and the graph of its first forward."""
+Point = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Runs:
+    """The forwards of a step: how many of each graph, and the most bytes that one of them saves."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    saved: dict[str, int] = field(default_factory=dict)
+
+    def add(self, graph: str, saved: int) -> None:
+        self.counts[graph] += 1
+        self.saved[graph] = max(self.saved.get(graph, 0), saved)
+
+    def within(self, other: _Runs) -> bool:
+        """Whether another step had these forwards, each with as many bytes or more: a smaller batch takes no more."""
+        return self.counts <= other.counts and all(nbytes <= other.saved[g] for g, nbytes in self.saved.items())
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is measured. `size`: the bytes that its first forward saves."""
+
+    kind: Kind
+    size: int
+    level: int
+    runs: _Runs = field(default_factory=_Runs)
+    points: list[Point] = field(default_factory=list)
+    peak: int = 0  # of all tensors
+    base: int = 0  # the most
+    held: int = 0  # the most
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    level: int
+    runs: _Runs
+    points: tuple[Point, ...]  # (base - level, outstanding): no other has more of both
+
+    def allowed(self, limit: int, level: int) -> int:
+        """The most bytes that may be held in such a step, so that no point of it is above the limit.
+
+        A level that fell counts only once a step was measured at it: gradients that are gone may come again.
+        """
+        left = limit - max(level, self.level)
+        return min((left - rise for rise, out in self.points if rise + out > left), default=sys.maxsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the last step took, in bytes: the most of all tensors, and of what stayed for the backward."""
+
+    limit: int
+    peak: int
+    stayed: int
+
+
+class Allowance:
+    """The allowance under a limit, from forward to forward. All methods run under the lock of `entries`.
+
+    A forward within a backward is a checkpoint's, and begins no step.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self.waste = 0  # bytes that the device's allocator has and cannot use
+        self.seen: Seen | None = None
+        self._known: dict[Kind, dict[int, deque[_Measured]]] = {}  # by size
+        self._step: _Step | None = None
+        self._turned = False  # the step's backward has begun
+        self._warned = False
+
+    def is_known(self, graph: str, saved: int, optimized: bool) -> bool:
+        """Whether a step that begins with this forward was measured, or one with a larger batch."""
+        return any(size >= saved for size in self._known.get((optimized, graph), ()))
+
+    def begins(self, graph: str, saved: int, base: int, optimized: bool, waits: bool) -> None:
+        """A forward begins, and will save so many bytes.
+
+        `optimized`: the optimizer stepped since the last one began. `waits`: something that was stored waits for its
+        backward. If nothing does, and no backward came, those before are of no step.
+        """
+        if self._step is None or (_current_graph_task_id() < 0 and (self._turned or not waits)):
+            self.finish()
+            self._step = _Step((optimized, graph), saved, base)
+            self._turned = False
+        step = self._step
+        step.runs.add(graph, saved)
+        known = self._measured(step)
+        before, limit = self.nbytes, int((1 - MARGIN) * self.limit) - self.waste
+        self.nbytes = max(0, min((each.allowed(limit, step.level) for each in known), default=0))
+        if abs(min(self.nbytes, self.limit) - min(before, self.limit)) > STEADY * self.limit:
+            said = "all saved tensors" if self.nbytes > self.limit else format_bytes(self.nbytes)
+            _log.info("within memory=%s %s may now stay in memory", format_bytes(self.limit), said)
+
+    def note(self, peak: int, held: int, outstanding: int) -> None:
+        """At most `peak` bytes lived since the last node, while `held` of them were held."""
+        step = self._step
+        if step is None:
+            return
+        step.peak = max(step.peak, peak)
+        step.base = max(step.base, peak - held)
+        step.held = max(step.held, held)
+        if outstanding:
+            step.points.append((peak - held - step.level, outstanding))
+
+    def turns(self) -> None:
+        """The backward of the step loads a tensor."""
+        self._turned = True
+
+    def finish(self) -> None:
+        """The step is over, with all that the loop did behind its backward."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        self.seen = Seen(self.limit, step.peak, step.held)
+        if self._turned:
+            measured = _Measured(step.level, step.runs, _highest(step.points))
+            sizes = self._known.setdefault(step.kind, {})
+            sizes.setdefault(step.size, deque(maxlen=REMEMBERED)).append(measured)
+            if len(sizes) > SIZES:
+                del sizes[min(sizes)]  # those of a larger batch count for it from here on
+        over = step.base - self.limit
+        if over > 0 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"memory={format_bytes(self.limit)} cannot be kept: a step needs {format_bytes(over)} more, even if "
+                f"nothing stays for its backward. {format_bytes(step.level)} were there before it: parameters, "
+                "gradients, the optimizer's state and what else the process holds, which ssd_fx does not move. "
+                "Training goes on with the lowest peak. A smaller micro-batch, a loss in chunks, sharding or an "
+                "optimizer with less state would help",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _measured(self, step: _Step) -> list[_Measured]:
+        """Steps of its kind, of the least size that is not smaller, which had its forwards."""
+        sizes = self._known.get(step.kind, {})
+        for size in sorted(size for size in sizes if size >= step.size):
+            found = [each for each in sizes[size] if step.runs.within(each.runs)]
+            if found:
+                return found
+        return []
+
+
+def _highest(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Those than which no other has more of both."""
+    found: list[Point] = []
+    for rise, out in sorted(points, reverse=True):
+        if not found or out > found[-1][1]:
+            found.append((rise, out))
+    return tuple(found)

@@ -1,0 +1,154 @@
+"""How many bytes of tensors live on a device: now, and at the most since the last look."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from typing import Any, Protocol
+
+import torch
+
+from ssd_fx.runtime.memory.available import available_bytes, data_bytes, total_bytes
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+
+
+class Gauge(Protocol):
+    """What a device has, and what lives there. All in bytes."""
+
+    def total_bytes(self) -> int:
+        """What this process could have at the most, were it alone."""
+
+    def spare_bytes(self) -> int:
+        """What this process has and may still take, beside what others have taken."""
+
+    def live_bytes(self) -> int:
+        """Of all tensors now."""
+
+    def peak_bytes(self) -> int:
+        """The most that lived since the last look, which this is one."""
+
+    def begin(self) -> int:
+        """What lives now. The next look is at the time from here on."""
+
+    def waste_bytes(self) -> int:
+        """What was taken beside the tensors, and cannot be used, when most of them lived. It then begins anew."""
+
+    def look_around(self) -> None:
+        """Looks for tensors that nothing counts."""
+
+
+def gauge(device: torch.device) -> Gauge | None:
+    """The gauge of a device; None where nothing counts its tensors."""
+    if device.type == "cpu":
+        return CpuGauge() if CPU_ALLOCATOR.is_installed else None
+    return DeviceGauge(device) if hasattr(torch.get_device_module(device), "memory_stats") else None
+
+
+def host_spare_bytes() -> int:
+    """What this process may still take of the host's memory."""
+    spare, limit = available_bytes(), resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return spare if limit == resource.RLIM_INFINITY else min(spare, max(0, limit - data_bytes()))
+
+
+class CpuGauge:
+    """Tensors of our allocator, and those that have other memory, such as parameters from before it was installed."""
+
+    def __init__(self) -> None:
+        self._elsewhere = 0
+        self.look_around()
+
+    def total_bytes(self) -> int:
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        return total_bytes() if limit == resource.RLIM_INFINITY else min(limit, total_bytes())
+
+    def spare_bytes(self) -> int:
+        return self.live_bytes() + host_spare_bytes()
+
+    def live_bytes(self) -> int:
+        return CPU_ALLOCATOR.live_bytes + self._elsewhere
+
+    def peak_bytes(self) -> int:
+        return CPU_ALLOCATOR.take_peak() + self._elsewhere
+
+    def begin(self) -> int:
+        CPU_ALLOCATOR.take_peak()
+        return self.live_bytes()
+
+    def waste_bytes(self) -> int:
+        return 0
+
+    def look_around(self) -> None:
+        found: dict[int, int] = {}
+        for thing in gc.get_objects():
+            if type(thing) in (torch.Tensor, torch.nn.Parameter):
+                _note_elsewhere(thing, found)
+                if thing.is_leaf and thing.grad is not None:
+                    _note_elsewhere(thing.grad, found)
+        self._elsewhere = sum(found.values())
+
+
+def _note_elsewhere(x: torch.Tensor, found: dict[int, int]) -> None:
+    """Notes the bytes of a storage on the CPU that our allocator does not count."""
+    if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout is torch.strided:
+        storage = x.untyped_storage()
+        if not CPU_ALLOCATOR.owns(storage.data_ptr()):
+            found[storage._cdata] = storage.nbytes()
+
+
+class DeviceGauge:
+    """What PyTorch's allocator of a device counts.
+
+    Its peak is since the user's last reset, and not ours to reset. If it rose since the last look, it is the most of
+    that time. If not, the most is what lived at its ends and, beside it, the most by which it was ever seen to rise
+    above them, but not more than the peak.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._waste = self._at = 0  # what could not be used, and what lived then
+        self._highest, self._before = self._read()
+        self._beside: int | None = None  # None: it was not seen to rise yet
+
+    def _read(self) -> tuple[int, int]:
+        """The peak, and what lives now."""
+        ask = getattr(self._module, "memory_stats_as_nested_dict", None)
+        if ask is None:
+            flat = self._module.memory_stats(self._device)
+            return flat["allocated_bytes.all.peak"], flat["allocated_bytes.all.current"]
+        found = ask(self._device)
+        allocated = found["allocated_bytes"]["all"]
+        if allocated["current"] >= self._at:
+            self._at, self._waste = allocated["current"], found["inactive_split_bytes"]["all"]["current"]
+        return allocated["peak"], allocated["current"]
+
+    def total_bytes(self) -> int:
+        return int(self._module.mem_get_info(self._device)[1])
+
+    def spare_bytes(self) -> int:
+        return int(self._module.mem_get_info(self._device)[0] + self._module.memory_reserved(self._device))
+
+    def live_bytes(self) -> int:
+        return self._read()[1]
+
+    def begin(self) -> int:
+        self._highest, self._before = self._read()
+        return self._before
+
+    def peak_bytes(self) -> int:
+        highest, now = self._read()
+        ends = max(self._before, now)
+        if highest > self._highest:
+            found = highest
+            self._beside = max(self._beside or 0, highest - ends)
+        else:
+            found = highest if self._beside is None else min(highest, ends + self._beside)
+        self._highest, self._before = highest, now
+        return max(found, ends)
+
+    def waste_bytes(self) -> int:
+        self._at = 0
+        return self._waste
+
+    def look_around(self) -> None:
+        return

@@ -1,0 +1,133 @@
+"""Layers that are computed again by themselves: what lies between them is saved, whatever PyTorch's cut would save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ssd_fx
+from ssd_fx.passes.cost.operators import is_extern
+from ssd_fx.passes.joint.layers import between_layers, valleys
+from ssd_fx.passes.joint.spread import spread
+from ssd_fx.passes.partition import RECOMPUTED, Partition
+from tests.models import assert_same_bits
+from tests.passes import toys
+from tests.passes.recomputing import SLOW, everything_recomputed
+
+LAYERS = 4
+
+
+def residual(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Of each layer: norm -> up -> gelu -> down -> plus its input. `w`: up and down of all layers, in turns."""
+    for up, down in zip(w.chunk(2 * LAYERS)[::2], w.chunk(2 * LAYERS)[1::2], strict=True):
+        norm = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        x = x + F.gelu(norm @ up) @ down.t()
+    return x.sum()
+
+
+def arguments() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 16, generator=generator)
+    return x.requires_grad_(), (torch.randn(2 * LAYERS * 16, 64, generator=generator) / 8).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("widths", "places"),
+    [([1, 4, 1, 4, 1], [2]), ([4, 1, 2, 1, 4], [1, 3]), ([1, 2, 3, 4], []), ([4, 3, 4], []), ([], [])],
+)
+def test_valleys_have_places_twice_as_high_on_either_side(widths: list[float], places: list[int]) -> None:
+    assert valleys(widths) == places
+
+
+def test_what_lies_between_layers_is_their_inputs_and_the_norms_are_made_of_these() -> None:
+    partition = toys.partitioned(residual, *arguments())
+    found = between_layers(partition)
+    nodes = {node.name: node for node in partition.forward.graph.nodes}
+    wide = {name for name in found.saved if nodes[name].meta["val"].shape == (512, 16)}
+    assert len(wide) == LAYERS - 1, "the first layer reads the input, and the sum reads the last"
+    assert sum(nodes[name].target is torch.ops.aten.add.Tensor for name in wide) == LAYERS - 2, "one is a product"
+    products = [node for node in partition.forward.graph.nodes if node.target is torch.ops.aten.mm.default]
+    norms = {node.args[0].name for node in products[2::2]}  # of the second layer on
+    assert norms <= found.again
+    assert not any(is_extern(nodes[name]) for name in found.again)
+    assert not found.saved & found.again
+
+
+def test_what_the_caller_may_change_is_no_source() -> None:
+    """The scale is an input: a chain that reads it would see what the caller has made of it meanwhile."""
+
+    def scaled(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(w.chunk(2 * LAYERS)[::2], w.chunk(2 * LAYERS)[1::2], strict=True):
+            x = x + F.gelu((x * scale) @ up) @ down.t()
+        return x.sum()
+
+    def found(gm: Any, inputs: Any, **kwargs: Any) -> set[str]:
+        from ssd_fx.passes import pipeline
+
+        partition = pipeline.joint_of(gm, inputs, kwargs).partition()
+        again = between_layers(partition).again
+        sources = [s for n in partition.forward.graph.nodes if n.name in again for s in n.all_input_nodes]
+        return {s.name for s in sources if s.op == "placeholder"}
+
+    scale = torch.rand(16)
+    assert toys.with_joint(scaled, (*arguments(), scale), found) == set()
+
+
+def sweeping(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`gelu` is read at once, and far off again, twice: by itself and by a view."""
+    up = x @ w
+    gelu = F.gelu(up)
+    y = gelu
+    for _ in range(12):
+        y = y @ w
+    return (y * gelu * gelu.t() + up).sum()
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "PyTorch's"])
+def test_what_is_read_again_far_off_is_computed_twice_if_we_compute_it_again(is_ours: bool) -> None:
+    """Here PyTorch's cut does compute `gelu` again, and a tag says whether that is by our choice."""
+    partition = _forward_as_backward(sweeping)
+    graph = partition.backward.graph
+    for node in graph.nodes:
+        if is_ours and node.op == "call_function" and not is_extern(node):
+            node.meta[RECOMPUTED] = True
+    before = {node.name for node in graph.nodes}
+    spread(partition)
+    graph.lint()
+    twins = {node.name for node in graph.nodes} - before
+    assert bool(twins) == is_ours
+    assert all(name.endswith("_twin") for name in twins)
+    (gelu,) = (node for node in graph.nodes if node.name == "gelu")
+    far = [user for user in gelu.users if user.name not in before or user.target is torch.ops.aten.mul.Tensor]
+    assert bool(far) != is_ours, "what lies far off reads the twin"
+
+
+def _forward_as_backward(toy: toys.Toy) -> Partition:
+    """A graph that reads what it computes far off: the forward, in the place of the backward."""
+    partition = toys.partitioned(toy, *toys.inputs())
+    partition.backward = partition.forward
+    return partition
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_layers_that_are_computed_again_have_the_same_gradients(inner: str) -> None:
+    def gradients(**more: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        options = {"inner": inner, "engine": "memory", "min_bytes": 0, "machine": SLOW}
+        x, w = arguments()
+        torch.compile(residual, backend=ssd_fx.backend, options=options | more)(x, w).backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        return [x.grad, w.grad]
+
+    kept = gradients(recompute=False, budget=1.0)
+    with everything_recomputed(by_layers=True) as groups:
+        again = gradients(recompute=True, budget=0)
+    assert sum(groups) >= LAYERS
+    if inner == "aot_eager":
+        assert_same_bits(kept, again)
+    else:  # other kernels
+        torch.testing.assert_close(kept, again)

@@ -1,0 +1,225 @@
+"""What is held for the backward stays within the allowance, whatever the drive does; and what lives is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ssd_fx.runtime import account
+from ssd_fx.runtime.account import AUTO, limit_of
+from ssd_fx.runtime.allowance import Allowance
+from ssd_fx.runtime.config import parse
+from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.memory import gauge as gauges
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from ssd_fx.runtime.memory.gauge import CpuGauge, DeviceGauge, gauge
+from ssd_fx.runtime.store import Store, get_store
+from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.harness import begin, config_json, load, raw, release, store
+
+MIB = 1 << 20
+N = MIB // 4  # numbers of a tensor of 1 MiB
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What every forward is allowed: the last of the list."""
+    bytes_: list[int] = [0]
+    begins = Allowance.begins
+
+    def choose(self: Allowance, *args: Any, **more: Any) -> None:
+        begins(self, *args, **more)
+        self.nbytes = bytes_[-1]
+
+    monkeypatch.setattr(Allowance, "begins", choose)
+    CPU_ALLOCATOR.install()
+    return bytes_
+
+
+def forward(config: str, count: int = 6) -> tuple[list[torch.Tensor], list[int]]:
+    """Handles of tensors that hold their number, and what is held behind each release."""
+    begin(config, offloaded=count * MIB)
+    handles, held = [], []
+    for i in range(count):
+        x = torch.full((N,), float(i))
+        handles.append(store(x, config, slot=i, seq=2 * i))
+        release(handles[-1], x, seq=2 * i + 1)
+        held.append(get_store(config).writer.held_bytes)
+    return handles, held
+
+
+def backward(handles: list[torch.Tensor], found: Store, most: int) -> None:
+    while handles:
+        i = len(handles) - 1
+        y = load(handles[i], torch.empty(N))
+        assert raw(y) == raw(torch.full((N,), float(i)))
+        del y, handles[i]
+        assert found.writer.held_bytes + found.reader.ahead_bytes <= most
+
+
+@pytest.mark.parametrize("most", [0, MIB // 2, MIB, 3 * MIB, 1 << 40])
+def test_no_more_is_held_than_is_allowed(tmp_path: Path, allowed: list[int], most: int) -> None:
+    """On a drive whose writes end late and in any order. The second step knows which tensors have to leave."""
+    allowed.append(most)
+    with registered(DelayedEngine, "memory") as slow:
+        config = config_json(tmp_path, slow, memory=str(1 << 40))
+        for _ in range(3):
+            handles, held = forward(config)
+            assert max(held) <= most
+            assert held[-1] == min(most, 6 * MIB) // MIB * MIB, "all is held that may be"
+            backward(handles, get_store(config), most)
+
+
+def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path: Path, allowed: list[int]) -> None:
+    config = config_json(tmp_path, memory=str(1 << 40))
+    allowed.append(1 << 40)
+    handles, _ = forward(config)
+    assert [lookup(h).state for h in handles] == [State.IN_MEMORY] * 6
+    allowed.append(2 * MIB)
+    begin(config, offloaded=MIB)
+    assert get_store(config).writer.held_bytes <= 2 * MIB
+    assert [lookup(h).state for h in handles[:4]] == [State.ON_DISK] * 4, "the oldest leave first"
+    backward(handles, get_store(config), 2 * MIB)
+
+
+def test_what_the_graph_still_uses_is_not_held_for_the_backward(tmp_path: Path, allowed: list[int]) -> None:
+    config = config_json(tmp_path, memory=str(1 << 40))
+    begin(config, offloaded=MIB)
+    x = torch.full((N,), 1.0)
+    handle = store(x, config)
+    found = get_store(config)
+    assert (found.writer.held_bytes, found.writer.outstanding_bytes) == (0, 0)
+    allowed.append(1 << 40)
+    begin(config, offloaded=MIB)
+    y = torch.full((N,), 2.0)
+    other = store(y, config, slot=1)
+    assert (found.writer.held_bytes, found.writer.outstanding_bytes) == (0, 0)
+    release(other, y)
+    assert (found.writer.held_bytes, found.writer.outstanding_bytes) == (MIB, MIB)
+    release(handle, x)
+    assert found.writer.outstanding_bytes == 2 * MIB
+    load(other, y)
+    assert found.writer.outstanding_bytes == MIB
+    del handle, other
+    begin(config)
+    assert (found.writer.held_bytes, found.writer.outstanding_bytes) == (0, 0)
+
+
+def test_what_lives_on_the_cpu() -> None:
+    """Tensors of our allocator, however short they live, and others that are there at a look."""
+    CPU_ALLOCATOR.install()
+    found = CpuGauge()
+    before = found.live_bytes()
+    x = torch.empty(N)
+    assert found.live_bytes() - before == MIB
+    del x
+    assert found.peak_bytes() - before >= MIB
+    assert found.peak_bytes() == found.live_bytes()
+    small = [torch.ones(1000) for _ in range(10)]
+    leaf = torch.ones(1000, requires_grad=True)
+    leaf.sum().backward()
+    found.look_around()
+    assert found.live_bytes() - before >= (len(small) + 2) * 4000
+    assert gauge(CPU) is not None
+
+
+def test_without_the_allocator_nothing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CPU_ALLOCATOR, "_library", None)
+    assert gauge(CPU) is None
+
+
+class Statistics:
+    """Those of a device, as PyTorch has them."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.inactive = 0
+
+    def lives(self, *nbytes: int) -> None:
+        for each in nbytes:
+            self.now = each
+            self.peak = max(self.peak, each)
+
+    def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, Any]:
+        inactive = {"all": {"current": self.inactive}}
+        return {"allocated_bytes": {"all": {"current": self.now, "peak": self.peak}}, "inactive_split_bytes": inactive}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> tuple[Statistics, DeviceGauge]:
+    made = Statistics()
+    made.lives(500, 100)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: made)
+    return made, DeviceGauge(torch.device("cuda"))
+
+
+def test_the_most_that_lived_on_a_device(device: tuple[Statistics, DeviceGauge]) -> None:
+    """Its peak is never reset. As long as it has not risen, it is the most that may have lived."""
+    made, found = device
+    made.lives(200, 100)
+    assert found.peak_bytes() == 500, "nothing is known of the time before"
+    made.lives(600, 300)
+    assert found.peak_bytes() == 600, "it rose"
+    made.lives(350, 150)
+    assert found.peak_bytes() == 600, "300, and 300 above that were seen"
+    made.lives(180, 120)
+    assert found.peak_bytes() == 450
+    made.lives(1000, 900)
+    assert found.peak_bytes() == 1000
+    made.peak = made.now  # a user resets it
+    made.lives(950)
+    assert found.peak_bytes() == 950
+    assert found.live_bytes() == 950
+    made.lives(2000, 100)  # within a node of ours
+    assert found.begin() == 100
+    made.lives(150, 120)
+    assert found.peak_bytes() == 420, "120 at its end, and 300 above that may have lived"
+
+
+def test_what_a_device_s_allocator_cannot_use(device: tuple[Statistics, DeviceGauge]) -> None:
+    """As it was when most lived."""
+    made, found = device
+    for lives, inactive in ((100, 70), (400, 30), (200, 90)):
+        made.lives(lives)
+        made.inactive = inactive
+        found.peak_bytes()
+    assert found.waste_bytes() == 30
+    made.inactive = 50
+    found.peak_bytes()
+    assert found.waste_bytes() == 50
+
+
+def test_what_the_option_stands_for() -> None:
+    found: Any = SimpleNamespace(total_bytes=lambda: 1000, spare_bytes=lambda: 700, live_bytes=lambda: 100)
+    gpu = torch.device("cuda")
+    assert [limit_of(said, 2, found, gpu) for said in ("24", "0.5", "auto")] == [24, 500, int(AUTO * 700)]
+    assert [limit_of(said, 2, found, CPU) for said in ("24", "0.5", "auto")] == [24, 250, int(AUTO * 400)]
+
+
+def test_the_shell_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    CPU_ALLOCATOR.install()
+    monkeypatch.setattr(gauges, "available_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(gauges, "total_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(gauges, "data_bytes", lambda: 50 * MIB)
+    found = CpuGauge()
+    assert (found.total_bytes(), gauges.host_spare_bytes()) == (1000 * MIB, 100 * MIB)
+    monkeypatch.setattr(gauges.resource, "getrlimit", lambda _: (80 * MIB, -1))
+    assert (found.total_bytes(), gauges.host_spare_bytes()) == (80 * MIB, 30 * MIB)
+    assert found.spare_bytes() == found.live_bytes() + 30 * MIB
+
+
+def test_an_optimizer_s_step_is_noticed() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    account.Account("1", 1, int, int, print)
+    before = account._optimizer_steps
+    torch.optim.SGD([weight]).step()
+    assert account._optimizer_steps == before + 1
+
+
+def test_the_config_takes_it() -> None:
+    assert parse('{"memory":"auto"}').memory == "auto"

@@ -1,0 +1,225 @@
+"""The allowance under a limit of memory: no step is above the limit, and no more could stay."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_fx.runtime.allowance import MARGIN, REMEMBERED, SIZES, Allowance
+
+MIB = 1 << 20
+LIMIT = 1000 * MIB
+ROOM = int((1 - MARGIN) * LIMIT)  # of the limit
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step as it is: base above its level and bytes outstanding at each node, and the graphs that it runs."""
+
+    points: tuple[tuple[int, int], ...] = ((100 * MIB, 0), (150 * MIB, 300 * MIB), (120 * MIB, 600 * MIB))
+    runs: tuple[tuple[str, int], ...] = (("a", 600),)
+
+
+GPT = Batch()
+
+
+class Training:
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.allowance = Allowance(limit)
+        self.level = 200 * MIB
+
+    def step(self, batch: Batch = GPT, optimized: bool = True) -> int:
+        """The peak of a step, in which everything stays that may."""
+        highest = 0
+        for i, (graph, saved) in enumerate(batch.runs):
+            self.allowance.begins(graph, saved, self.level, optimized, waits=i > 0)
+        for rise, outstanding in batch.points:
+            held = min(self.allowance.nbytes, outstanding)
+            highest = max(highest, self.level + rise + held)
+            self.allowance.note(self.level + rise + held, held, outstanding)
+        self.allowance.turns()
+        return highest
+
+
+def test_the_first_step_keeps_nothing_and_the_second_all_that_fits() -> None:
+    training = Training()
+    assert training.step() == 350 * MIB
+    assert training.step() == training.step() == 920 * MIB  # everything fits
+    assert training.allowance.nbytes == sys.maxsize
+    training.level += 200 * MIB
+    assert training.step() == ROOM
+    assert training.allowance.nbytes == ROOM - 520 * MIB
+
+
+def test_a_peak_where_little_is_outstanding_does_not_count() -> None:
+    """The gradients at the end of the backward are there when nothing stays any more."""
+    training = Training()
+    training.level = 50 * MIB
+    batch = replace(GPT, points=((100 * MIB, 900 * MIB), (800 * MIB, 100 * MIB)))
+    training.step(batch)
+    assert training.step(batch) == ROOM
+    assert training.allowance.nbytes == ROOM - 150 * MIB
+
+
+def test_another_batch_keeps_nothing_until_it_was_measured() -> None:
+    training = Training()
+    training.level = 400 * MIB
+    larger = Batch(tuple((2 * rise, 2 * out) for rise, out in GPT.points), (("a", 1200),))
+    peaks = [training.step(batch) for batch in (GPT, GPT, larger, larger, GPT)]
+    assert peaks == [550 * MIB, ROOM, 700 * MIB, ROOM, ROOM]
+
+
+def test_sequences_of_any_length() -> None:
+    """A shorter one takes no more than a longer one, so only a length beyond all others is not known."""
+    training = Training()
+    lengths = [5, 3, 4, 8, 2, 7, 1, 8]
+    batches = [Batch(tuple((rise // 8 * n, out // 8 * n) for rise, out in GPT.points), (("a", n),)) for n in lengths]
+    for batch in batches:
+        training.step(batch)
+        known = training.allowance.nbytes > 0
+        assert known == (batch.runs[0][1] not in (5, 8) or batch is batches[-1])
+
+
+def test_no_more_than_some_sizes_are_remembered() -> None:
+    training = Training()
+    for size in range(1, SIZES + 10):
+        training.step(replace(GPT, runs=(("a", size),)))
+    assert {len(each) for each in training.allowance._known.values()} == {SIZES}
+    training.step(replace(GPT, runs=(("a", 1),)))
+    assert training.allowance.nbytes > 0
+
+
+def test_forwards_without_a_backward_are_no_step() -> None:
+    """Of a thousand nothing is noted down."""
+    training = Training()
+    training.step()
+    for _ in range(1000):
+        training.allowance.begins("a", 600, training.level, False, waits=False)
+        training.allowance.note(training.level, 0, 10)
+    step = training.allowance._step
+    assert step is not None
+    assert len(step.points) == 1
+    assert training.step() == 920 * MIB
+
+
+def test_another_graph_within_a_step() -> None:
+    """Known steps run one graph. What comes with the second is not known, so nothing stays from there on."""
+    training = Training()
+    training.step()
+    training.step()
+    two = replace(GPT, runs=(*GPT.runs, ("b", 1)))
+    assert training.step(two) == 350 * MIB
+    assert training.step(two) == 920 * MIB
+    assert training.step() == 920 * MIB, "a step of one graph is known too"
+
+
+def test_more_before_the_step_counts_at_once_and_less_once_it_was_measured() -> None:
+    training = Training()
+    training.level = 300 * MIB
+    training.step()
+    training.step()
+    training.level = 400 * MIB
+    assert training.step() == ROOM
+    training.level = 300 * MIB
+    for _ in range(REMEMBERED):
+        assert training.step() <= ROOM - 100 * MIB
+    training.step()
+    assert training.step() == ROOM
+
+
+def test_gradients_that_are_there_make_another_step() -> None:
+    """The second micro-batch has the gradients before it, and not on top; the first makes them."""
+    training = Training()
+    first = replace(GPT, points=((100 * MIB, 600 * MIB), (400 * MIB, 10 * MIB)))
+    for _ in range(3):
+        training.level = 200 * MIB
+        training.step(first)
+        first_of_all = training.allowance.nbytes
+        training.level = 500 * MIB
+        training.step(optimized=False)
+    assert first_of_all == sys.maxsize
+    assert training.allowance.nbytes == ROOM - 620 * MIB
+
+
+def test_what_never_fits_is_said_once() -> None:
+    training = Training(limit=300 * MIB)
+    with pytest.warns(RuntimeWarning, match="memory=300 MiB cannot be kept: a step needs 50 MiB more") as said:
+        assert [training.step() for _ in range(5)] == [350 * MIB] * 5
+    assert len(said) == 1
+    assert training.allowance.nbytes == 0
+
+
+def test_what_the_last_step_took() -> None:
+    training = Training()
+    training.step()
+    assert training.allowance.seen is None
+    training.step()
+    seen = training.allowance.seen
+    assert seen is not None
+    assert (seen.limit, seen.peak, seen.stayed) == (LIMIT, 350 * MIB, 0)
+    training.step()
+    assert training.allowance.seen is not None
+    assert training.allowance.seen.stayed == 600 * MIB
+
+
+def test_it_says_what_may_stay(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training()
+    training.level = 400 * MIB
+    with caplog.at_level(logging.INFO, "ssd_fx"):
+        for _ in range(4):
+            training.step()
+        training.level = 200 * MIB
+        for _ in range(REMEMBERED + 1):
+            training.step()
+    assert caplog.messages == [
+        "within memory=1000 MiB 470 MiB may now stay in memory",
+        "within memory=1000 MiB all saved tensors may now stay in memory",
+    ]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What does not fit may be said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+points = st.lists(st.tuples(st.integers(0, 600), st.integers(0, 900)), min_size=1, max_size=6).map(tuple)
+batches = st.lists(points, min_size=1, max_size=3)
+steps = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 300), st.booleans()), max_size=12)
+
+
+@given(batches, steps)
+def test_no_step_is_above_the_limit(
+    batches: list[tuple[tuple[int, int], ...]], steps: list[tuple[int, int, bool]]
+) -> None:
+    """Whatever comes before or between: unless the step does not fit with nothing that stays."""
+    training = Training(limit=1000)
+    for number, level, optimized in steps:
+        chosen = batches[number % len(batches)]
+        training.level = level
+        with _quiet():
+            peak = training.step(Batch(chosen, ((str(number % len(batches)), 1),)), optimized)
+        least = level + max(rise for rise, _ in chosen)
+        assert peak <= max(990, least)
+
+
+@given(points, st.integers(0, 300))
+def test_no_more_could_stay(points: tuple[tuple[int, int], ...], level: int) -> None:
+    training = Training(limit=1000)
+    training.level = level
+    batch = Batch(points)
+    with _quiet():
+        training.step(batch)
+        peak = training.step(batch)
+    everything = max(level + rise + out for rise, out in points)
+    assert peak == everything or peak >= 990

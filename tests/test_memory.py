@@ -1,0 +1,219 @@
+"""The option `memory`: training stays within it, uses it, and is bitwise what it is without."""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import ssd_fx
+from ssd_fx.runtime import account
+from ssd_fx.runtime.allowance import MARGIN, REMEMBERED, Allowance
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from ssd_fx.runtime.memory.gauge import CpuGauge
+from tests import sources
+from tests.models import assert_same_bits
+from tests.models import train as train_gpt
+from tests.passes import toys
+from tests.test_every_source import TOYS, train
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSD_FX_BUDGET")
+
+
+class Layers(nn.Module):
+    """Each saves 8 MiB, and has 1/4 MiB of parameters."""
+
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.sum()
+
+
+class Trained:
+    """Steps of layers, with what lived at the most in each, as the runtime's gauge says.
+
+    All bytes are above those of other tests.
+    """
+
+    def __init__(self, memory: int | str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch._dynamo.reset()
+        ssd_fx.close()
+        gc.collect()
+        torch.manual_seed(0)
+        CPU_ALLOCATOR.install()
+        self.gauge, self.highest = CpuGauge(), 0
+        self.others = self.gauge.live_bytes()
+        monkeypatch.setattr(account, "gauge", lambda device: self)
+        memory = memory if isinstance(memory, str) else self.others + memory
+        self.options = {"inner": "aot_eager", "dirs": [str(directory)], "allow_tmpfs": True, "memory": memory}
+        self.models = [self.made()]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.gauge, name)
+
+    def begin(self) -> int:
+        self.peak_bytes()
+        return self.gauge.begin()
+
+    def peak_bytes(self) -> int:
+        found = self.gauge.peak_bytes()
+        self.highest = max(self.highest, found)
+        return found
+
+    def made(self) -> tuple[Callable[..., torch.Tensor], torch.optim.Optimizer]:
+        model = Layers()
+        compiled = torch.compile(model, backend=ssd_fx.backend, options=self.options, dynamic=False)
+        return compiled, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def losses(self, rows: int = 8192, micro: int = 1) -> list[float]:
+        found = []
+        for compiled, optimizer in self.models:
+            for i in range(micro):
+                x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(i))
+                loss = compiled(x)
+                loss.backward()
+                found.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    def step(self, rows: int = 8192, micro: int = 1) -> int:
+        """The peak of a step."""
+        self.gauge.peak_bytes()
+        self.highest = 0
+        self.losses(rows, micro)
+        return max(self.highest, self.gauge.peak_bytes()) - self.others
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trained]:
+    def make(memory: int | str) -> Trained:
+        return Trained(memory, tmp_path, monkeypatch)
+
+    return make
+
+
+@pytest.fixture
+def range_of(training: Callable[..., Trained]) -> tuple[int, int]:
+    """The peaks of a step in which nothing stays, and of one in which everything does, with Adam's state."""
+    tight = training(MIB)
+    with pytest.warns(RuntimeWarning, match=r"memory=.* cannot be kept: a step needs "):
+        least = max(tight.step() for _ in range(3))
+    del tight
+    loose = training("1TiB")
+    return least, max(loose.step() for _ in range(3))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_within_the_limit_and_near_it(
+    training: Callable[..., Trained], range_of: tuple[int, int], share: float
+) -> None:
+    least, most = range_of
+    assert most - least > 20 * MIB
+    limit = int(1.03 * least + share * (most - 1.03 * least))
+    trained = training(limit)
+    peaks = [trained.step() for _ in range(REMEMBERED + 3)]
+    assert max(peaks) <= limit
+    assert max(peaks[2:]) >= limit - MARGIN * (limit + trained.others) - 8 * MIB  # all or nothing of a tensor
+
+
+def test_a_step_changes(training: Callable[..., Trained], range_of: tuple[int, int]) -> None:
+    """A larger batch, evaluation, several micro-batches, another model: each step is within the limit."""
+    least, most = range_of
+    limit = (least + most) // 2 + 16 * MIB
+    trained = training(limit)
+    peaks = [trained.step() for _ in range(3)]
+    peaks += [trained.step(rows=10240) for _ in range(3)]
+    peaks += [trained.step() for _ in range(2)]
+    with torch.no_grad():
+        trained.models[0][0](torch.randn(8192, 256))
+    peaks += [trained.step(micro=3) for _ in range(3)]
+    trained.models.append(trained.made())
+    peaks += [trained.step() for _ in range(4)]
+    assert max(peaks) <= limit
+
+
+def test_bitwise(training: Callable[..., Trained], range_of: tuple[int, int]) -> None:
+    least, most = range_of
+    found = []
+    for memory in (MIB, (least + most) // 2, "auto"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            trained = training(memory)
+            found.append([trained.losses() for _ in range(4)])
+    assert found[1:] == found[:1] * 2
+
+
+def test_the_report_s_first_line(training: Callable[..., Trained]) -> None:
+    trained = training("1TiB")
+    for _ in range(3):
+        trained.step()
+    assert re.match(
+        r"memory +fits 1 TiB: [\d.]+ MiB measured, 5\d(\.\d+)? MiB of activations stay; ", str(ssd_fx.report())
+    )
+    assert ssd_fx.stats().memory_limit_bytes == 1 << 40
+
+
+def test_nothing_counts_the_tensors(training: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = training("1TiB")
+    monkeypatch.setattr(account, "gauge", lambda device: None)
+    with pytest.warns(RuntimeWarning, match="nothing counts the tensors of cpu, so with memory='1099511627776' none"):
+        trained.losses()
+    ssd_fx.reset_stats()
+    trained.losses()
+    assert ssd_fx.stats().written_bytes + ssd_fx.stats().forwarded_bytes >= 20 * MIB
+
+
+@contextmanager
+def any_allowance(*nbytes: int) -> Iterator[None]:
+    """One of so many bytes for every step, at random."""
+    chosen = random.Random(0)
+    begins = Allowance.begins
+
+    def choose(self: Allowance, *args: Any, **more: Any) -> None:
+        begins(self, *args, **more)
+        self.nbytes = chosen.choice(nbytes)
+
+    with mock.patch.object(Allowance, "begins", choose):
+        yield
+
+
+OPTIONS = {name: value for name, value in sources.OPTIONS.items() if name != "budget"}
+
+
+@pytest.mark.filterwarnings("ignore:memory=1 MiB cannot be kept")
+@pytest.mark.parametrize("toy", TOYS, ids=toys.name)
+def test_toys_under_any_allowance(toy: toys.Toy) -> None:
+    kept = train(torch.compile(toy, backend=ssd_fx.backend, options=sources.OPTIONS | {"budget": 1.0}))
+    torch._dynamo.reset()
+    options = OPTIONS | {"engine": "memory", "memory": MIB}
+    compiled = torch.compile(toy, backend=ssd_fx.backend, options=options)
+    with any_allowance(0, 100, 300, 600, 1 << 40):
+        for _ in range(6):
+            assert_same_bits(train(compiled), kept)
+
+
+def test_a_gpt_under_any_allowance(tmp_path: Path) -> None:
+    given = {"inner": "aot_eager", "dirs": [str(tmp_path)], "allow_tmpfs": True, "min_bytes": 0}
+    kept = train_gpt(given | {"budget": 1.0})
+    with any_allowance(0, 1 << 16, 1 << 18, 1 << 20, 1 << 40):
+        assert_same_bits(train_gpt(given | {"memory": "1TiB"}), kept)
