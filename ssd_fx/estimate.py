@@ -101,7 +101,7 @@ def estimate(
     if batch is not None:
         call = fake.with_batch(call, parsed_batch(batch))
     survey = partial(_survey_of, model, call, options, dynamic, mode)
-    found = survey(partial(plans_for, asked, limit is not None, SHARES if rivals else ()))
+    found = survey(partial(plans_for, asked, SHARES if rivals else ()))
     made = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     layers = layers_of(model) if rivals else []
     beside = partial(under_checkpoints, layers, lambda: [survey(kept)]) if rivals else None
@@ -187,7 +187,7 @@ class Found:
     """Of one graph: `own`: what the analyses found in PyTorch's partition; `plans`: one for every budget; `alone`: with
     everything kept, one for every share of PyTorch's budget.
 
-    `lowest`: the plan for budget 0, if it was asked for. `largest`: of the last plan. `rates`: as in `Estimate`.
+    `lowest`: the plan for budget 0. `largest`: the largest tensor at its peak. `rates`: as in `Estimate`.
     """
 
     own: Plan
@@ -199,18 +199,17 @@ class Found:
     largest: str
 
 
-def plans_for(
-    budgets: Sequence[Budget], limited: bool, shares: Sequence[float], joint: Joint, options: PlanOptions
-) -> Found:
-    """Plan the joint graph for every budget, and for every share of PyTorch's budget. `limited`: for budget 0 too."""
+def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, options: PlanOptions) -> Found:
+    """Plan the joint graph for every budget and for budget 0, and for every share of PyTorch's budget."""
     alone = tuple(kept_under(share, joint, options) for share in shares)
     own = pipeline.cut(joint, options)
-    found = pipeline.decide_for_all(joint, own, options, [*budgets, 0] if limited else budgets)
-    plans = tuple(plan for _, plan in found)
-    partition, lowest = found[-1]
+    asked = list(dict.fromkeys([*budgets, 0]))
+    found = pipeline.decide_for_all(joint, own, options, asked)
+    plans = tuple(found[asked.index(budget)][1] for budget in budgets)
+    partition, lowest = found[asked.index(0)]
     largest = largest_at(partition, forecast_of(lowest).peak_node, options.roots)
     input_bytes = _input_bytes(own.partition)
-    return Found(own.plan, input_bytes, plans[: len(budgets)], lowest, alone, options.rates, largest)
+    return Found(own.plan, input_bytes, plans, lowest, alone, options.rates, largest)
 
 
 def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, ...]:

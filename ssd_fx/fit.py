@@ -118,7 +118,7 @@ def run(flags: argparse.Namespace) -> int:
         options = {"machine": rates(there.device, there.drives)}
         memory = memory or round(there.device.memory_gib * 2**30)
         rated = rated or there.drives.rated_tb
-    look = partial(plans_for, budgets, memory is not None, SHARES if flags.rivals else ())
+    look = partial(plans_for, budgets, SHARES if flags.rivals else ())
     with refusing(1):
         step = until_trained(flags.script, flags.behind, lambda gm: look, options)
         asked = {"budgets": budgets, "memory": memory, "drive_tbw": rated, "rivals": flags.rivals}
@@ -200,6 +200,8 @@ class TrainingStep:
         """The table of the step: as `ssd_fx.estimate` of a call."""
         first = self.calls[0]
         config = check_options(first.settings.get("options"))
+        if memory is None and isinstance(config.memory, int):
+            memory = config.memory
         layers = layers_of(*self.models) if rivals else []
         beside = partial(under_checkpoints, layers, self._kept) if rivals else None
         inputs = sum(storage.nbytes() for storage in self.inputs.values())
