@@ -54,7 +54,7 @@ class _Sweep:
         self.last: dict[int, int] = {}
         for i, node in enumerate(nodes):
             self.last |= {key: i for n in node.all_input_nodes if (key := storage_of(n)) is not None}
-        self.changed = {storage_of(n) for node in nodes for n in written(node)}
+        self.changed = {key for node in nodes for n in written(node) if (key := storage_of(n)) is not None}
         self.now: dict[fx.Node, fx.Node] = {}
         self.twinned: set[int | None] = set()
         self.used: dict[int, int] = {}  # by storage: where it, or what stands for it, was read last
@@ -86,12 +86,10 @@ class _Sweep:
         """Add what must be copied for `user` to read a copy of `source`; False if that cannot be."""
         if source in twins.nodes:
             return True
-        if not _may_be_copied(source):
+        if not _may_be_copied(source) or not self.changed.isdisjoint(map(storage_of, source.all_input_nodes)):
             return False
         for each in source.all_input_nodes:
             key = storage_of(each)
-            if key in self.changed:
-                return False
             is_there = each in self.now or key is None or self.last.get(key, -1) >= self.at[user]
             if is_there and not (_may_be_copied(each) and self._is_far(each, user)):
                 continue

@@ -71,4 +71,4 @@ def allowed(floor_bytes: float, limit_bytes: float, budget: object) -> str:
     said = f"floor {format_bytes(floor_bytes)}, limit {format_bytes(limit_bytes)}"
     if budget != 0 or limit_bytes <= floor_bytes:
         return said
-    return f"{said} (the lowest that can be met, or up to 5% more where the step is a tenth shorter)"
+    return f"{said} (the lowest that can be met, or 5% more for a step a tenth shorter)"

@@ -105,7 +105,7 @@ def test_floor_and_limit_stand_beside_each_other() -> None:
     groups = [group(0, 8 * MIB, "keep", reason=WITHIN), group(1, 50 * MIB)]
     parts = [graph(name, groups, 0, limit_bytes=20 * MIB) for name in ("a", "b")]
     assert summary(made(parts, ["a", "b"])).limit_bytes == 28 * MIB
-    said = "floor 8 MiB, limit 28 MiB (the lowest that can be met, or up to 5% more where the step is a tenth shorter);"
+    said = "floor 8 MiB, limit 28 MiB (the lowest that can be met, or 5% more for a step a tenth shorter);"
     assert said in dict(lines(made(parts, ["a", "b"])))["memory"]
     assert (
         "floor 8 MiB, limit 20 MiB;" in dict(lines(made([graph("a", groups, limit_bytes=20 * MIB)], ["a"])))["memory"]

@@ -110,6 +110,15 @@ def test_what_the_graph_still_uses_is_not_held_for_the_backward(tmp_path: Path, 
     assert (found.writer.held_bytes, found.writer.outstanding_bytes) == (0, 0)
 
 
+def test_a_tensor_that_was_traced_has_no_memory() -> None:
+    """Its storage has no address, and PyTorch raises for whoever asks. Such tensors live on in caches."""
+    traced = torch._to_functional_tensor(torch.ones(4))
+    assert type(traced) is torch.Tensor
+    before = CpuGauge().live_bytes()
+    del traced
+    assert CpuGauge().live_bytes() <= before
+
+
 def test_what_lives_on_the_cpu() -> None:
     """Tensors of our allocator, however short they live, and others that are there at a look."""
     CPU_ALLOCATOR.install()
