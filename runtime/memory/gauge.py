@@ -90,10 +90,10 @@ class CpuGauge:
 def _note_elsewhere(x: torch.Tensor, found: dict[int, int]) -> None:
     """Notes the bytes of a storage on the CPU that our allocator does not count."""
     if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout is torch.strided:
-        storage = x.untyped_storage()
         try:
+            storage = x.untyped_storage()
             address = storage.data_ptr()
-        except RuntimeError:  # of a tensor that was traced, which has no memory
+        except RuntimeError:  # a wrapper of functionalization or vmap, which has no memory of its own
             return
         if not CPU_ALLOCATOR.owns(address):
             found[storage._cdata] = storage.nbytes()

@@ -110,13 +110,18 @@ def test_what_the_graph_still_uses_is_not_held_for_the_backward(tmp_path: Path, 
     assert (found.writer.held_bytes, found.writer.outstanding_bytes) == (0, 0)
 
 
-def test_a_tensor_that_was_traced_has_no_memory() -> None:
-    """Its storage has no address, and PyTorch raises for whoever asks. Such tensors live on in caches."""
-    traced = torch._to_functional_tensor(torch.ones(4))
-    assert type(traced) is torch.Tensor
-    before = CpuGauge().live_bytes()
-    del traced
-    assert CpuGauge().live_bytes() <= before
+def test_wrappers_have_no_memory_of_their_own() -> None:
+    """PyTorch raises for whoever asks a functional tensor, or one within vmap, for its memory. Some live on in caches."""
+    functional = torch._to_functional_tensor(torch.ones(4))
+    found = []
+
+    def look(batched: torch.Tensor) -> torch.Tensor:
+        assert type(batched) is type(functional) is torch.Tensor
+        found.append(CpuGauge().live_bytes())
+        return batched
+
+    torch.vmap(look)(torch.ones(4, 4))
+    assert len(found) == 1
 
 
 def test_what_lives_on_the_cpu() -> None:
