@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -81,21 +82,18 @@ class CpuGauge:
         found: dict[int, int] = {}
         for thing in gc.get_objects():
             if type(thing) in (torch.Tensor, torch.nn.Parameter):
-                _note_elsewhere(thing, found)
-                if thing.is_leaf and thing.grad is not None:
-                    _note_elsewhere(thing.grad, found)
+                with suppress(RuntimeError):  # a wrapper of functionalization or vmap, which has no memory of its own
+                    _note_elsewhere(thing, found)
+                    if thing.is_leaf and thing.grad is not None:
+                        _note_elsewhere(thing.grad, found)
         self._elsewhere = sum(found.values())
 
 
 def _note_elsewhere(x: torch.Tensor, found: dict[int, int]) -> None:
     """Notes the bytes of a storage on the CPU that our allocator does not count."""
     if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout is torch.strided:
-        try:
-            storage = x.untyped_storage()
-            address = storage.data_ptr()
-        except RuntimeError:  # a wrapper of functionalization or vmap, which has no memory of its own
-            return
-        if not CPU_ALLOCATOR.owns(address):
+        storage = x.untyped_storage()
+        if not CPU_ALLOCATOR.owns(storage.data_ptr()):
             found[storage._cdata] = storage.nbytes()
 
 

@@ -111,7 +111,7 @@ def test_what_the_graph_still_uses_is_not_held_for_the_backward(tmp_path: Path, 
 
 
 def test_wrappers_have_no_memory_of_their_own() -> None:
-    """PyTorch raises for whoever asks a functional tensor, or one within vmap, for its memory. Some live on in caches."""
+    """PyTorch raises for whoever asks a functional tensor, or one in vmap, for its memory. Some live on in caches."""
     functional = torch._to_functional_tensor(torch.ones(4))
     found = []
 
