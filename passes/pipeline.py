@@ -14,6 +14,7 @@ analyses and decisions, and after the rewrite. `lowering/audit.py` checks the ge
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -219,7 +220,9 @@ def _layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | 
         return None
     try:
         partition = joint.partition_again(between.again, between.saved)
-    except CutError:  # so PyTorch's own is the only one to begin from
+    except CutError as error:
+        text = f"ssd_fx begins no plan of graph {own.plan.graph} from its layers, for PyTorch cannot partition it so: "
+        warnings.warn(text + str(error), RuntimeWarning, stacklevel=2)
         return None
     return Candidate(partition, analyse(partition, options), between.again)
 

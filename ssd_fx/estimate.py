@@ -18,7 +18,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -139,8 +139,9 @@ def tabulated(
     counts = Counter(run.own.graph for run in runs)
     name = ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in counts.items())
     rates = " and ".join(dict.fromkeys(run.rates for run in runs))
-    more: dict[str, Any] = {"rates": rates, "rivals": others, "note": note}
-    return Estimate(name, None, saved, input_bytes, state, rows, memory=memory, largest=runs[-1].largest, **more)
+    highest = max(runs, key=lambda run: forecast_of(run.lowest).peak)
+    more: dict[str, Any] = {"rates": rates, "rivals": others, "note": note, "largest": highest.largest}
+    return Estimate(name, None, saved, input_bytes, state, rows, memory=memory, **more)
 
 
 def under_checkpoints(layers: Sequence[nn.Module], survey: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], str]:
@@ -260,12 +261,11 @@ def survey(
         ValueError: nothing of the graph may be offloaded; and what is raised by what looks.
     """
     try:
-        compile_graph(gm, inputs, options=options, survey=partial(_survey, look), mode=mode)
+        with suppress(NoBackward):
+            compile_graph(gm, inputs, options=options, survey=partial(_survey, look), mode=mode)
     except _Surveyed as ended:
         found: T = ended.found
         return found
-    except NoBackward:
-        pass
     return None
 
 

@@ -21,7 +21,7 @@ from ssd_fx.passes.joint.compared import compared, jumps
 from ssd_fx.passes.joint.recompute import may_run_twice
 from ssd_fx.passes.partition import Partition, changed_inputs, nodes_by_storage, storage_of, tensor_of
 
-LARGE = 0.25  # the share of the bytes across a place from which on a tensor is one that lies there
+LARGE = 0.25  # of the bytes across a place: a smaller tensor is not saved for it
 NARROW = 2  # between two places the bytes rise to this factor of theirs at least
 
 

@@ -2,8 +2,8 @@
 
     gelu = f(up)        of layer 1, for the input of layer 3     gelu = f(up)
     ...                 layer 3 and layer 2                      ...
-                        `gelu` would be in memory                gelu_1 = f(up)
-    mm(gelu)            of layer 1                               mm(gelu_1)
+                        `gelu` would be in memory                gelu_twin = f(up)
+    mm(gelu)            of layer 1                               mm(gelu_twin)
 
 PyTorch's min-cut computes every node once in the backward. A price counts what it needs as gone when the chain ends
 (`recompute.price`), since the first partition computes it near its use.

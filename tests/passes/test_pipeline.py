@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tests.communicating  # noqa: F401  (defines the operator)
 from ssd_fx.passes import pipeline, proposals
+from ssd_fx.passes.joint.layers import Between
 from ssd_fx.passes.joint.recompute import CutError
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan, Recompute
@@ -148,6 +149,15 @@ def test_a_partition_that_pytorch_cannot_make_is_done_without_aloud() -> None:
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
     assert joint.partition_again.call_count == 1
     assert partition is joint.partition.return_value
+
+
+def test_layers_that_pytorch_cannot_cut_at_are_done_without_aloud() -> None:
+    joint = joint_of(exchanging("a", "b"), exchanging("a", "b"))
+    joint.partition_again.side_effect = CutError("no")
+    own = Candidate(joint.partition.return_value, Plan("g"))
+    between = mock.patch.object(pipeline, "between_layers", return_value=Between(frozenset({"x"}), frozenset()))
+    with between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its layers, .*: no"):
+        assert pipeline._layered(joint, own, toys.options()) is None
 
 
 @pytest.mark.parametrize(
