@@ -303,7 +303,7 @@ def known_symbols(backward: fx.Graph) -> frozenset[object]:
 def fingerprint(partition: Partition, options: str = "") -> str:
     """The graph's name in reports: eight hex digits.
 
-    They are the same in every process that compiles the same graph under the same `options` (`PlanOptions.digest`).
+    They are the same in every process that compiles the same graph under the same `options` (`PlanOptions.chosen`).
     """
     digest = hashlib.sha256(options.encode())
     for module in (partition.forward, partition.backward):

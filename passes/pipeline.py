@@ -164,7 +164,7 @@ def decide(
 
 def analyse(partition: Partition, options: PlanOptions) -> Plan:
     """What the analyses find in `partition`, with nothing decided; no budget changes it."""
-    plan = Plan(graph=fingerprint(partition, options.digest))
+    plan = Plan(graph=fingerprint(partition, options.chosen))
     return _run(analyses(options, _machine(partition, options)), partition, plan)
 
 
@@ -311,7 +311,7 @@ def ranks_agree() -> bool:
 
 
 def _machine(partition: Partition, options: PlanOptions) -> Machine:
-    return options.machine or Machine.default(_device(partition), torch.get_num_threads())
+    return options.rates or Machine.default(_device(partition), torch.get_num_threads())
 
 
 def _device(partition: Partition) -> torch.device:

@@ -8,7 +8,7 @@
     load              starts to read the tensor back; its bytes are undefined until `wait_load_` returned
     wait_load_        waits until the bytes are there
 
-`config`: the JSON of a `RuntimeConfig`. `graph`: a name for reports. `about`: its plan, packed (`plans.py`).
+`config`: the JSON of a `Options`. `graph`: a name for reports. `about`: its plan, packed (`plans.py`).
 `slot`: the number of the alias group.
 `seq`: the planned position of the node among our nodes in its graph.
 `tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.

@@ -10,9 +10,10 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from ssd_fx.options import Options
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.account import Account
-from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
+from ssd_fx.runtime.config import TIERS, parse
 from ssd_fx.runtime.deaths import before_work, janitor, when_idle
 from ssd_fx.runtime.device import clock, device_trace, driver, streams
 from ssd_fx.runtime.device.arrival import Arrival
@@ -36,11 +37,11 @@ now = time.perf_counter
 class Store:
     """Stores and loads the tensors of all graphs with one configuration, through one engine."""
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: Options) -> None:
         self.engine, resident_bytes = registry.make_tiers(config, stats.moved)
         most = config.resident_at_most if config.adapt else 0
         self.residency = Residency(resident_bytes, most, self._available_bytes, waits=config.slowdown)
-        self._ranks = config.ranks
+        self._ranks = config.ranks.count
         self.device = torch.device("cpu")  # of the tensor that was stored last
         self.habits = Habits(config.adapt)
         self.writer = Writer(self.engine, config, self.habits, self.residency)
@@ -276,9 +277,10 @@ class Store:
         finally:
             self.writer.in_vain.end()
 
-    def _account(self, config: RuntimeConfig) -> Account:
+    def _account(self, config: Options) -> Account:
         self.writer.limited = True
-        return Account(config.memory, config.ranks, self._held_bytes, self._outstanding_bytes, self.residency.allow)
+        ranks = config.ranks.count
+        return Account(config.memory, ranks, self._held_bytes, self._outstanding_bytes, self.residency.allow)
 
     def _held_bytes(self) -> int:
         """What the runtime alone holds: for the backward, or read ahead of it."""
@@ -367,7 +369,7 @@ def _put_aside(entry: Entry) -> None:
     entry.counter = None
 
 
-_stores: dict[RuntimeConfig, Store] = {}
+_stores: dict[Options, Store] = {}
 
 
 def get_store(config: str) -> Store:
@@ -384,7 +386,7 @@ def get_store(config: str) -> Store:
     return found
 
 
-def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
+def end_unused(config: Options, when_left: Callable[[], None]) -> None:
     """Ends the store of a configuration that no graph uses any more.
 
     A store that has entries does not end, because a backward may come. It then calls `when_left` under the lock after
@@ -418,7 +420,7 @@ def close_stores() -> None:
     CPU_ALLOCATOR.trim()
 
 
-def _end(config: RuntimeConfig) -> None:
+def _end(config: Options) -> None:
     store = _stores.pop(config)  # first: whatever interrupts the end, no later step finds a store that writes nothing
     try:
         store.end()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ssd_fx.options import Options
 from ssd_fx.runtime import codec, trace
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, cut_short, outcome
@@ -38,11 +38,11 @@ OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` s
 class Writer:
     """Decides when a tensor is written, and holds it until its write is done."""
 
-    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits, residency: Residency) -> None:
+    def __init__(self, engine: Engine, config: Options, habits: Habits, residency: Residency) -> None:
         self._engine = engine
         self._habits = habits
         self._residency = residency
-        self._inflight = config.inflight
+        self._inflight = config.inflight_bytes
         self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
         codecs = dict(config.compression)
         self._codec = codecs.get("ssd", "")

@@ -23,6 +23,7 @@ from torch._inductor import list_mode_options
 from ssd_fx import patterns, progress
 from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
+from ssd_fx.options import PLAN
 from ssd_fx.passes.cost.machine import Machine, Rates, dtype_name
 from ssd_fx.passes.lowering import compiled_autograd
 from ssd_fx.passes.options import PlanOptions
@@ -118,7 +119,7 @@ def compile_graph(
         arguments, whole = patterns.arguments(gm), _keeps_all(gm)
         tells = partial(about, arguments, patterns.function())
         if config.memory:
-            tells = partial(limit.told, str(config.memory), config.ranks.count, _device(inputs), tells)
+            tells = partial(limit.told, config.memory, config.ranks.count, _device(inputs), tells)
         partitioner = Partitioner(
             plan,
             keeps_all=bool(whole),
@@ -235,25 +236,16 @@ def _reported(report: Report, arguments: Sequence[str], made: Rewritten) -> None
 
 
 def plan_options(config: Config, device: torch.device) -> PlanOptions:
-    """The part of the options that the passes need, for graphs that compute on `device`."""
+    """What plans of graphs on `device` depend on, but for the graph itself (`_with_modules`)."""
     return PlanOptions(
+        **config.view(PLAN),
         version=source_digest(),
-        budget=config.budget,  # bytes are one budget over all graphs, which the runtime keeps; plans leave room
-        slowdown=config.slowdown,
-        spare=config.spare,
-        recompute=config.recompute,
-        min_bytes=config.min_bytes,
-        prefetch=config.prefetch,
-        machine=machine_of(config, device),
-        rates=_source_of_rates(config, device),
+        rates=machine_of(config, device),
+        source=_source_of_rates(config, device),
         runtime_config=config.runtime_json(),
-        digest=config.digest(),
-        copied=config.engine == "memory",
-        host_budget=config.own_host_budget,
+        chosen=config.digest(),
         shrinks=_shrinks(config),
         lossy=any(is_lossy(codec, torch.float32) for _, codec in config.compression),
-        keep=config.keep,
-        offload=config.offload,
     )
 
 

@@ -210,7 +210,7 @@ def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, 
     partition, lowest = found[asked.index(0)]
     largest = largest_at(partition, forecast_of(lowest).peak_node, options.roots)
     input_bytes = _input_bytes(own.partition)
-    return Found(own.plan, input_bytes, plans, lowest, alone, options.rates, largest)
+    return Found(own.plan, input_bytes, plans, lowest, alone, options.source, largest)
 
 
 def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, ...]:

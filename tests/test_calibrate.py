@@ -30,9 +30,9 @@ from ssd_fx.backend import machine_of
 from ssd_fx.calibration import calibrate, rates, timing
 from ssd_fx.calibration.host_copies import host_copies
 from ssd_fx.command import limits
+from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.runtime import trace
-from ssd_fx.runtime.config import RuntimeConfig
 from tests import fresh
 from tests.runtime.fake_gpu import FakeGpu, installed
 
@@ -80,8 +80,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
     forget()
 
 
-def config_for(path: Path, **more: object) -> RuntimeConfig:
-    return RuntimeConfig(dirs=(str(path),), engine="posix", **more)  # type: ignore[arg-type]
+def config_for(path: Path, **more: object) -> Options:
+    return Options(dirs=(str(path),), engine="posix", **more)  # type: ignore[arg-type]
 
 
 def test_it_measures_once_for_all_directories_of_a_drive(calls: Calls, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_it_measures_once_for_all_directories_of_a_drive(calls: Calls, tmp_path:
 def test_another_engine_or_other_checksums_are_another_drive(calls: Calls, tmp_path: Path) -> None:
     calibrate.calibrated(config_for(tmp_path), CPU)
     calibrate.calibrated(config_for(tmp_path, checksums=False), CPU)
-    calibrate.calibrated(RuntimeConfig(engine="memory"), CPU)
+    calibrate.calibrated(Options(engine="memory"), CPU)
     assert (calls.compute, calls.disk) == (1, 3)
 
 
@@ -229,7 +229,7 @@ def test_rates_do_not_change_within_a_process(calls: Calls, tmp_path: Path, slow
 FORKED = """
 import os, sys, threading, torch
 from ssd_fx.calibration import calibrate
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 
 def compute(device):
     measures.set()
@@ -238,7 +238,7 @@ def compute(device):
 
 measures, forked = threading.Event(), threading.Event()
 calibrate._compute, calibrate._disk = compute, lambda config, device: {"write_bw": 1.5e9}
-asked = RuntimeConfig(dirs=(sys.argv[1],), engine="posix"), torch.device("cpu")
+asked = Options(dirs=(sys.argv[1],), engine="posix"), torch.device("cpu")
 thread = threading.Thread(target=calibrate.calibrated, args=asked)
 thread.start()
 measures.wait()
@@ -449,7 +449,7 @@ def test_transfers_are_measured_and_leave_no_trace(
 ) -> None:
     monkeypatch.setattr(rates, "_TRANSFER_BYTES", 2**20)
     monkeypatch.setattr(rates, "_TRANSFERS", 4)
-    config = RuntimeConfig(dirs=(str(tmp_path),), engine=engine)
+    config = Options(dirs=(str(tmp_path),), engine=engine)
     found = rates.Transfers(config, CPU).measure()
     assert 1e6 < found.write_bw < 1e12
     assert 1e6 < found.read_bw < 1e12
@@ -531,7 +531,7 @@ def test_transfers_of_a_device_take_the_time_of_its_events(monkeypatch: pytest.M
     """Nobody on the host knows when one ended before it looks."""
     with installed(1) as gpu:
         monkeypatch.setattr(torch, "full", lambda size, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
-        found = rates.Transfers(RuntimeConfig(engine="memory"), CPU).measure()
+        found = rates.Transfers(Options(engine="memory"), CPU).measure()
     assert found.write_bw == pytest.approx(rates._TRANSFER_BYTES / 1.5e-3, rel=0.01)
     assert found.read_bw == pytest.approx(rates._TRANSFER_BYTES / 1.5e-3, rel=0.01)
 
@@ -541,7 +541,7 @@ def test_what_the_host_does_costs_a_device_nothing(monkeypatch: pytest.MonkeyPat
     with installed(1) as gpu:
         monkeypatch.setattr(torch, "full", lambda size, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
         monkeypatch.setattr(rates.Transfers, "_start", slowly(rates.Transfers._start))
-        found = rates.Transfers(RuntimeConfig(engine="memory"), CPU).measure()
+        found = rates.Transfers(Options(engine="memory"), CPU).measure()
     assert found.drag_s_per_byte == 0.0
 
 

@@ -74,7 +74,7 @@ def select(
     copied = _copied(solution, options) if host_tier else set()
     later = _later(plan, modelled, solution, options, copied)
     chosen = dict(zip(modelled.slots, solution.choices, strict=True))
-    in_order = _in_order(modelled.step.forward, solution) if options.copied and host_tier else solution.transfers
+    in_order = _in_order(modelled.step.forward, solution) if options.copies_only and host_tier else solution.transfers
     transfers = {modelled.slots[i]: t for i, t in in_order.items()}
     tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
     host_speedup = machine.lanes("host").write_bw / machine.write_bw if host_tier and not options.host_budget else 0.0
@@ -100,7 +100,7 @@ def over(partition: Partition, plan: Plan, limit: float, options: PlanOptions) -
 
 def _copied(found: Solution, options: PlanOptions) -> set[int]:
     """The items of a device that are copied to host memory, in a stream."""
-    return {i for i, transfer in found.transfers.items() if options.copied or transfer.tier == "host"}
+    return {i for i, transfer in found.transfers.items() if options.copies_only or transfer.tier == "host"}
 
 
 def _later(plan: Plan, modelled: Modelled, found: Solution, options: PlanOptions, copied: Set[int]) -> set[int]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, not_readable
@@ -82,7 +82,7 @@ class GdsEngine:
     name = cufile.NAME
     devices = frozenset({"cpu", "cuda"})
 
-    def __init__(self, directory: str, config: RuntimeConfig, *, forced: bool, lanes: int) -> None:
+    def __init__(self, directory: str, config: Options, *, forced: bool, lanes: int) -> None:
         check_directory(directory, config.allow_tmpfs)
         self._config = config
         self._most_lanes = lanes
@@ -230,7 +230,7 @@ def check_machine(*, forced: bool) -> None:
         )
 
 
-def make(config: RuntimeConfig, *, forced: bool) -> Engine:
+def make(config: Options, *, forced: bool) -> Engine:
     """An engine that has passed a round trip in every directory.
 
     Raises: ValueError without directories; what `check_machine` and `GdsEngine` raise; OSError if a round trip fails.
@@ -251,7 +251,7 @@ def make(config: RuntimeConfig, *, forced: bool) -> Engine:
     return one_for_each(config.dirs, tried)
 
 
-def usable(config: RuntimeConfig) -> Engine | None:
+def usable(config: Options) -> Engine | None:
     """The engine, or None unless this process computes on a GPU and GPUDirect Storage works in all directories."""
     if not torch.cuda.is_initialized() or not cufile.status().real:
         return None

@@ -34,9 +34,9 @@ from ssd_fx import progress
 from ssd_fx.calibration import rates
 from ssd_fx.calibration.host_copies import host_copies
 from ssd_fx.calibration.timing import Clock, NoClock
+from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.runtime.build import cache_home
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.errors import first_line
 
@@ -72,7 +72,7 @@ _lock = threading.Lock()
 _known: Cached = {section: {} for section in (*SECTIONS, _TRIED)}  # read or measured by this process
 
 
-def calibrated(config: RuntimeConfig, device: torch.device, *, again: bool = False) -> Machine:
+def calibrated(config: Options, device: torch.device, *, again: bool = False) -> Machine:
     """The machine that computes on `device` with the drives of `config`: from the cache, else measured in seconds.
 
     `again` measures in any case. Cores that other processes use are measured by CPU time (`timing.Clock`). A full drive
@@ -92,7 +92,7 @@ def calibrated(config: RuntimeConfig, device: torch.device, *, again: bool = Fal
         return machine
 
 
-def _keys(config: RuntimeConfig, device: torch.device) -> dict[str, str]:
+def _keys(config: Options, device: torch.device) -> dict[str, str]:
     """The key of this machine in every section."""
     return {"compute": compute_key(device), "disk": disk_key(config, device)}
 
@@ -102,7 +102,7 @@ def _missing(keys: Mapping[str, str], found: Cached) -> dict[str, str]:
     return {section: key for section, key in keys.items() if key not in found[section]}
 
 
-def _learn(config: RuntimeConfig, device: torch.device, keys: Mapping[str, str], again: bool) -> None:
+def _learn(config: Options, device: torch.device, keys: Mapping[str, str], again: bool) -> None:
     """Fill `_known` with the rates of `keys`: from the cache, else measured; with `again` measure all of them."""
     if not again:
         with suppress(OSError, ValueError):  # it is of no use, and whoever measures says so
@@ -178,7 +178,7 @@ def nothing() -> Cached:
     return {section: {} for section in (*SECTIONS, _TRIED)}
 
 
-def unmeasured(config: RuntimeConfig, device: torch.device) -> list[str]:
+def unmeasured(config: Options, device: torch.device) -> list[str]:
     """The sections that this process could not measure, and plans with typical rates for."""
     return [section for section, key in _keys(config, device).items() if _known[section].get(key) == {}]
 
@@ -203,7 +203,7 @@ def compute_key(device: torch.device) -> str:
     return json.dumps(what, sort_keys=True)
 
 
-def disk_key(config: RuntimeConfig, device: torch.device) -> str:
+def disk_key(config: Options, device: torch.device) -> str:
     """What moves bytes, as JSON: the block devices under the directories (not their paths), engine and checksums."""
     numbers = [] if config.engine == "memory" else sorted({os.stat(path).st_dev for path in config.dirs})
     drives = [f"{os.major(n)}:{os.minor(n)}" for n in numbers]
@@ -270,7 +270,7 @@ def _others_s() -> float:
     return used / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def _disk(config: RuntimeConfig, device: torch.device) -> Rates:
+def _disk(config: Options, device: torch.device) -> Rates:
     try:
         return dict(asdict(rates.Transfers(config, device, Clock(device, _idle_cores(device))).measure()))
     except OSError as error:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssd_fx.calibration.timing import Clock
+from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import HEAD_SIZES, dtype_name
 from ssd_fx.passes.cost.roofline import causal_share
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.registry import ENGINES
@@ -205,7 +205,7 @@ class Compute:
 class Transfers:
     """Measures how the engine of a configuration moves the device's tensors, alone and beside compute."""
 
-    def __init__(self, config: RuntimeConfig, device: torch.device, clock: Clock | None = None) -> None:
+    def __init__(self, config: Options, device: torch.device, clock: Clock | None = None) -> None:
         self.device, self.clock = device, clock or Clock(device)
         self.engine: Engine = ENGINES[config.engine](
             config

@@ -14,9 +14,10 @@ import torch
 
 from ssd_fx.backend import check_options
 from ssd_fx.calibration import calibrate
+from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import Machine, described
 from ssd_fx.refusal import refusing
-from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.runtime.config import parse
 
 _EXAMPLES = """examples:
   ssd-fx calibrate /mnt/nvme            best when nothing else uses the cores
@@ -66,7 +67,7 @@ def run(flags: argparse.Namespace) -> int:
     return 1
 
 
-def _measured(config: RuntimeConfig, device: torch.device) -> Machine:
+def _measured(config: Options, device: torch.device) -> Machine:
     """The rates; on the standard error why some are typical ones. The warning's own advice is to run this command."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)

@@ -21,7 +21,7 @@ from ssd_fx import cli
 from ssd_fx.calibration import calibrate
 from ssd_fx.command import directories, limits, mounts, round_trip, smart, software
 from ssd_fx.command.findings import Finding, summary, worst
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.native import loader
@@ -92,7 +92,7 @@ def test_how_many_are_bad() -> None:
 def test_rates_that_were_never_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is not well where only the drives were measured; and nobody reads JSON."""
     monkeypatch.setenv("SSD_FX_MACHINE", "auto")
-    config = RuntimeConfig(dirs=(str(tmp_path),), engine="posix")
+    config = Options(dirs=(str(tmp_path),), engine="posix")
     disk = {calibrate.disk_key(config, torch.device("cpu")): {"write_bw": 1.5e9, "drag_s_per_byte": 2.69e-10}}
     monkeypatch.setattr(calibrate, "cached", lambda: {"compute": {}, "disk": disk})
     measured, missing = software._rates()

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ssd_fx
 from ssd_fx.calibration import calibrate, rates
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from tests.distributed.model import Net, batch, loss_of
 
 MEASURES_S = 0.5
@@ -57,7 +57,7 @@ def measured(out: Path, directory: str, cache: str) -> list[tuple[float, float]]
     os.environ["XDG_CACHE_HOME"] = str(out / cache)
     calibrate._known.update(calibrate.nothing())  # this process has read or measured nothing
     dist.barrier()
-    calibrate.calibrated(RuntimeConfig(dirs=(directory,), engine="posix"), torch.device("cpu"))
+    calibrate.calibrated(Options(dirs=(directory,), engine="posix"), torch.device("cpu"))
     return spans
 
 

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
 
+from ssd_fx.options import Options
 from ssd_fx.runtime import ops
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
@@ -37,7 +37,7 @@ class Switched:
 
     name, devices = NAME, frozenset({"cpu", "cuda"})
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: Options) -> None:
         self._config = config
         self._made: dict[str, Engine] = {}
         self._of: dict[Extent, Engine] = {}

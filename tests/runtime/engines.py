@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.engines.base import Completion, Copy, Engine, Extent, Memory
 from ssd_fx.runtime.engines.registry import ENGINES, make_engine
 
@@ -267,6 +267,6 @@ class FailingEngine(Wrapped):
         return Failure(self._code) if self._planted("read") else super().read(extent, memory)
 
 
-def delayed_factory(config: RuntimeConfig) -> Engine:
+def delayed_factory(config: Options) -> Engine:
     """For ENGINES: the engine "posix", slowed down."""
-    return DelayedEngine(make_engine(RuntimeConfig(dirs=config.dirs, allow_tmpfs=config.allow_tmpfs)))
+    return DelayedEngine(make_engine(Options(dirs=config.dirs, allow_tmpfs=config.allow_tmpfs)))
