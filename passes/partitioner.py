@@ -108,9 +108,11 @@ class Partitioner(CustomPartitionerFn):
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
         lasting = None if self.lasting is None else sorted(self.lasting)
         parts = [repr(self.options), str(self.keeps_all), str(lasting), torch.__version__]
-        if self.report is not None or pipeline.ranks_agree():
-            # Another process has no report of ours. And where ranks exchange what they save, all must partition: with a
-            # cached result one rank would go on to a collective of the forward, while others wait in the exchange.
+        policy = self.options.policy
+        if self.report is not None or pipeline.ranks_agree() or (policy is not None and not policy.uuid):
+            # Another process has no report of ours, and may have another function of that name. And where ranks
+            # exchange what they save, all must partition: with a cached result one rank would go on to a collective of
+            # the forward, while others wait in the exchange.
             parts.append(_PROCESS)
         if self.survey is not None:
             parts.append(uuid.uuid4().hex)  # with any cached result there would be none

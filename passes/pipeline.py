@@ -35,17 +35,17 @@ from ssd_fx.passes.joint.compared import keep_compared
 from ssd_fx.passes.joint.layers import between_layers
 from ssd_fx.passes.joint.marks import LiftMarks, lift, mark
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
-from ssd_fx.passes.joint.recompute import CutError, Joint, price
+from ssd_fx.passes.joint.recompute import CutError, Joint, price, recomputed
 from ssd_fx.passes.joint.stale_views import merge_equal, rejoin_views
 from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, fingerprint
-from ssd_fx.passes.plan import Limits, Plan, PlanPass
+from ssd_fx.passes.plan import Limits, Plan, PlanPass, Recompute
 from ssd_fx.passes.planner.budget import AUTO, SHARES, Budget
 from ssd_fx.passes.planner.select import over, select
 from ssd_fx.passes.planner.solution import TOLERANCE
 from ssd_fx.passes.planner.solve import BudgetError
-from ssd_fx.passes.proposals import Candidate, Decide, Proposals, best_within, forecast_of
+from ssd_fx.passes.proposals import Candidate, Decide, Proposals, best_within, cut_so, forecast_of
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.lite_mode import annotate_ours
 from ssd_fx.passes.rewrite.refuse import kept_activations, refuse_stand_ins
@@ -72,7 +72,15 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
         *([keep_compared] if options.lossy else []),  # before merge_copies, which passes over what has an obstacle
-        partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # marks groups, binds select
+        partial(  # marks groups, binds select
+            mark,
+            keep=options.keep,
+            offload=options.offload,
+            roots=options.roots,
+            policy=options.policy,
+            min_bytes=options.min_bytes,
+            recompute=options.recompute,
+        ),
         merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
         partial(time, machine=machine),
         lifetime,
@@ -183,10 +191,25 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 def cut(joint: Joint, options: PlanOptions) -> Candidate:
     """PyTorch's own partition, with what the analyses find in it: where the plan for any budget begins.
 
-    Nothing is decided in its plan, so it has no forecast.
+    What the user's policy wants to be computed again is not saved, where that is possible. Nothing is decided in the
+    plan, so it has no forecast.
     """
-    own = joint.partition(again=_may_cut_again(joint, options))
-    return Candidate(own, analyse(own, options))
+    partition = joint.partition(again=_may_cut_again(joint, options))
+    own = Candidate(partition, analyse(partition, options))
+    asked = [slot for slot, mark in own.plan.marks.items() if mark.decision == "recompute"]
+    return _computing_again(asked, joint, own, options) if asked and _may_cut_again(joint, options) else own
+
+
+def _computing_again(asked: Collection[int], joint: Joint, own: Candidate, options: PlanOptions) -> Candidate:
+    """The partition that computes the groups of the slots `asked` again, as far as they have a price; else `own`."""
+    kept = decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
+    chosen = {slot: Recompute(kept.prices[slot].nodes) for slot in asked if slot in kept.prices}
+    plan = kept.with_(decisions=kept.decisions | chosen)
+    partition = cut_so(joint, own, plan.recomputed_nodes, plan) if chosen else None
+    if partition is None:
+        return own
+    found = analyse(partition, options).with_(recomputed=recomputed(plan), stock=kept.stock)
+    return Candidate(partition, found, plan.recomputed_nodes)
 
 
 def decide_for_all(
@@ -219,12 +242,12 @@ def _layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | 
     if not between.saved:
         return None
     try:
-        partition = joint.partition_again(between.again, between.saved)
+        partition = joint.partition_again(between.again | own.again, between.saved)
     except CutError as error:
         text = f"ssd_fx begins no plan of graph {own.plan.graph} from its layers, for PyTorch cannot partition it so: "
         warnings.warn(text + str(error), RuntimeWarning, stacklevel=2)
         return None
-    return Candidate(partition, analyse(partition, options), between.again)
+    return Candidate(partition, analyse(partition, options), between.again | own.again)
 
 
 def _best(proposals: Proposals, options: PlanOptions, budget: Budget, proposal: Plan) -> Candidate:

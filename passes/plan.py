@@ -61,7 +61,7 @@ class Mark:
     tensor was marked, not its module.
     """
 
-    decision: Literal["keep", "offload", "prefer_offload"]
+    decision: Literal["keep", "offload", "prefer_offload", "recompute"]
     reason: str
     tier: Literal["host", "ssd", ""] = ""
     itself: bool = True

@@ -152,14 +152,14 @@ class Proposals:
         except BudgetError:
             return None
         if proposal is not None:
-            plan = plan.with_(recomputed=recomputed(proposal), stock=proposal.stock)
+            plan = plan.with_(recomputed=(*proposal.recomputed, *recomputed(proposal)), stock=proposal.stock)
         self.found.append(Candidate(partition, plan))
         return self.found[-1]
 
     def _partition_for(self, proposal: Plan, base: Candidate) -> Partition | None:
         again = proposal.recomputed_nodes | base.again
         if again not in self._cut:
-            self._cut[again] = _cut_so(self.joint, self.own, again, proposal)
+            self._cut[again] = cut_so(self.joint, self.own, again, proposal)
         return self._cut[again]
 
 
@@ -197,7 +197,7 @@ def _made_by(proposal: Plan, names: Collection[str]) -> frozenset[int]:
     return frozenset(slot for slot, decision in chosen.items() if not decision.nodes.isdisjoint(names))
 
 
-def _cut_so(joint: Joint, first: Candidate, again: frozenset[str], proposal: Plan) -> Partition | None:
+def cut_so(joint: Joint, first: Candidate, again: frozenset[str], proposal: Plan) -> Partition | None:
     """The partition that computes the nodes `again`, as a plan proposes; None where PyTorch cannot make it, or it must
     not be used.
 

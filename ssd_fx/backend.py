@@ -264,7 +264,7 @@ def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:
     roots = patterns.roots(gm)
     named = (*options.keep, *options.offload)
     patterns.check(named, gm, roots)
-    digest = patterns.annotation_digest(gm, names=bool(named))
+    digest = patterns.annotation_digest(gm, names=bool(named) or options.policy is not None)
     return replace(options, roots=tuple(roots), annotations=digest)
 
 

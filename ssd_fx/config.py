@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import pkgutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch._inductor import list_options
 from ssd_fx import versions
 from ssd_fx.options import Options, noted
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.policy import Policy
 from ssd_fx.ranks import Ranks, parse_ranks
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.config import TIERS
@@ -210,6 +212,22 @@ def _parse_disk_limit(name: str, value: object) -> int:
     return nbytes
 
 
+def _parse_policy(name: str, value: object) -> Policy | None:
+    """A policy of a function, or of the text that says where one is; None for nothing."""
+    if value is None or value == "":
+        return None
+    try:
+        function = pkgutil.resolve_name(value) if isinstance(value, str) else value
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(f"option {name}={value!r} names nothing that can be imported: {error}") from None
+    if not callable(function):
+        raise ValueError(
+            f"option {name}={value!r} is no function; right would be one that takes an ssd_fx.SavedTensor, or its "
+            "place such as 'package.module:function'"
+        )
+    return Policy.of(function)
+
+
 def _parse_ranks(name: str, value: object) -> Ranks:
     return parse_ranks(name, value, os.environ)
 
@@ -233,6 +251,7 @@ _BY_KIND: dict[str, Callable[[str, object], Any]] = {
     "path": _parse_path,
     "codecs": _parse_compression,
     "patterns": _parse_patterns,
+    "function": _parse_policy,
     "machine": _parse_machine,
     "ranks": _parse_ranks,
 }

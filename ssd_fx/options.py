@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, get_type_hints
 
+from ssd_fx.policy import Policy
 from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive
 
 PLAN, RUNTIME = "plan", "runtime"
@@ -96,6 +97,12 @@ class Options:
     offload (patterns of module names, as for `keep`): What these modules save is offloaded, whatever the budget, from
         `min_bytes` on. Where both options match, the innermost module decides. `ssd_fx.keep(x)` and
         `ssd_fx.offload(x)` in the model override both.
+    policy (a function, or its place such as `"package.module:function"`): It is asked about each saved tensor that may
+        leave memory, from `min_bytes` on, and gets an `ssd_fx.SavedTensor`: name, module, op, shape, dtype, nbytes. It
+        returns `"keep"`, `"offload"`, `"recompute"`, or None where the planner shall decide. What `keep`, `offload` and
+        calls in the model say overrides it. It is asked when a graph is compiled, several times about a tensor, and
+        must answer alike. If it has a method `uuid()`, the result is its identity in compile caches, as of Inductor's
+        custom passes. Without one no process finds graphs in the cache that another one has compiled with a policy.
     machine (`"auto"`, `"default"` or a dictionary): The rates that plans are made for. `"auto"` measures them once,
         which takes some seconds, and keeps them in the user's cache directory. `"default"` takes typical rates and
         measures nothing. A dictionary, in the environment JSON, overrides typical rates: fields of
@@ -127,6 +134,7 @@ class Options:
     cpu_allocator: Annotated[bool, "flag"] = True
     keep: Annotated[tuple[str, ...], "patterns", PLAN] = ()
     offload: Annotated[tuple[str, ...], "patterns", PLAN] = ()
+    policy: Annotated[Policy | None, "function", PLAN] = None
     machine: Annotated[str, "machine"] = "auto"
     ranks: Annotated[Ranks, "ranks", RUNTIME] = field(default_factory=Ranks)
 
@@ -211,8 +219,9 @@ class Options:
         """Of the options under which equal graphs have different plans or counts; the same for all ranks of a node."""
         apart = ("dirs", "allow_tmpfs", "disk_limit", "drive_tbw", "dump", "ranks")  # of the node, or of where
         chosen = {f.name: getattr(self, f.name) for f in fields(Options) if f.name not in apart}
-        if not self.memory:  # without it graphs have the names that they had before there was one
-            del chosen["memory"]
+        for name in ("memory", "policy"):  # without one graphs have the names that they had before there was one
+            if not chosen[name]:
+                del chosen[name]
         return hashlib.sha256(repr(chosen).encode()).hexdigest()
 
     def view(self, reader: str) -> dict[str, Any]:
