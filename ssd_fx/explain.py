@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from ssd_fx.backend import NAME, check_options, compile_graph
-from ssd_fx.estimate import name_of
 from ssd_fx.report import measured
 from ssd_fx.report.dump import Explanation
 from ssd_fx.report.model import Report, made, step_of
 from ssd_fx.runtime import entries, plans, trace
 from ssd_fx.runtime import stats as counts
 from ssd_fx.runtime.stats import stats
+from ssd_fx.survey import name_of
 
 
 def explain(
