@@ -16,11 +16,10 @@ import torch
 from torch import fx
 from torch._dynamo.backends import registry
 from torch._dynamo.eval_frame import innermost_fn
-from torch._dynamo.symbolic_convert import tls
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
-from ssd_fx import patterns, progress
+from ssd_fx import patterns, progress, traced
 from ssd_fx.calibration import calibrate
 from ssd_fx.config import Config
 from ssd_fx.options import PLAN
@@ -116,8 +115,8 @@ def compile_graph(
         if config.cpu_allocator and _trains_on_cpu(inputs):
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
-        arguments, whole = patterns.arguments(gm), _keeps_all(gm)
-        tells = partial(about, arguments, patterns.function())
+        arguments, whole = traced.arguments(gm), _keeps_all(gm)
+        tells = partial(about, arguments, traced.function())
         if config.memory:
             tells = partial(limit.told, config.memory, config.ranks.count, _device(inputs), tells)
         partitioner = Partitioner(
@@ -127,7 +126,7 @@ def compile_graph(
             during=progress.planning,
             survey=survey,
             about=tells,
-            lasting=patterns.lasting(gm),
+            lasting=traced.lasting(gm),
         )
         dumps_to = "" if report else config.own_dump
         if dumps_to:
@@ -181,7 +180,7 @@ def _keep_out_of_packages() -> None:
     Its key has neither the backend nor its options. Another process would train with this one's options, without a
     word.
     """
-    translator = getattr(tls, "current_tx", None)
+    translator = traced.translator()
     if translator is not None and getattr(torch._dynamo.config, "caching_precompile", False):
         translator.output.bypass_package("the options of ssd_fx are not in the key of a package")
 
@@ -201,7 +200,7 @@ def _keeps_all(gm: fx.GraphModule) -> str:
         reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
     elif hooks_are_compiled_in():
         reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"
-    elif any(_names_a_stream(node) for each in _graphs(gm) for node in each.graph.nodes):
+    elif any(map(_names_a_stream, traced.nodes(gm))):
         reason = "it computes on several streams or waits for one, and transfers would follow only one"
     else:
         return ""
@@ -212,11 +211,6 @@ def _keeps_all(gm: fx.GraphModule) -> str:
 def _names_a_stream(node: fx.Node) -> bool:
     """Whether a node of a Dynamo graph is within `torch.cuda.stream(...)`, or an operation of streams and events."""
     return "stream" in (node.meta.get("custom") or ()) or str(node.target).startswith("streams.")
-
-
-def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """`gm` and the graphs of regions within it."""
-    return [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
 
 
 def _make_dump(directory: str) -> None:
@@ -261,10 +255,10 @@ def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:
     Raises:
         ValueError: a pattern of `keep` or `offload` that names no module.
     """
-    roots = patterns.roots(gm)
+    roots = traced.roots(gm)
     named = (*options.keep, *options.offload)
     patterns.check(named, gm, roots)
-    digest = patterns.annotation_digest(gm, names=bool(named) or options.policy is not None)
+    digest = traced.annotation_digest(gm, names=bool(named) or options.policy is not None)
     return replace(options, roots=tuple(roots), annotations=digest)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from ssd_fx import patterns
+from ssd_fx import traced
 from ssd_fx.estimate import Budget
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
@@ -56,7 +56,7 @@ def _report(step: TrainingStep) -> Report:
 
 def _look(budget: Budget | None, gm: fx.GraphModule) -> Look[dict[str, Any]]:
     """What looks at the joint graph of a Dynamo graph, with the user's names of its inputs."""
-    return partial(_described, budget, patterns.arguments(gm), patterns.function())
+    return partial(_described, budget, traced.arguments(gm), traced.function())
 
 
 def _described(
