@@ -3,6 +3,7 @@
 import functools
 import json
 from dataclasses import fields
+from typing import Any
 from urllib.parse import quote, unquote
 
 from ssd_fx.options import RUNTIME, Options, noted
@@ -37,30 +38,29 @@ def parse(text: str) -> Options:
     unknown = sorted(set(values) - set(_KNOWN))
     if unknown:
         raise ValueError(f"unknown keys {unknown} in the config of an ssd_fx op; known are {_KNOWN}")
-    for key, value in values.items():
-        _check(key, value)
-    values = {"budget": 0} | values
-    if "dirs" in values:
-        values["dirs"] = tuple(values["dirs"])
-    if "compression" in values:
-        values["compression"] = tuple(sorted(values["compression"].items()))
-    if "ranks" in values:
-        values["ranks"] = Ranks(count=values["ranks"])
-    return Options(**values)
+    given: dict[str, Any] = {"budget": 0} | {key: _checked(key, value) for key, value in values.items()}
+    return Options(**given)
 
 
-def _check(key: str, value: object) -> None:
-    """Raises: ValueError if `value` is none of the option `key`."""
+def _checked(key: str, value: Any) -> Any:
+    """The option `key`, of a value in JSON.
+
+    Raises: ValueError if it is none.
+    """
     if key in _OR_NUMBERS:
         if value != "auto" and type(value) not in (int, float):
             raise ValueError(f"{key} must be a number or 'auto', not {value!r}")
-        return
+        return value
     if type(value) is not _TYPES[key]:
         raise ValueError(f"{key} must be a {_TYPES[key].__name__}, not {value!r}")
-    if key == "dirs" and not all(isinstance(path, str) for path in value):
-        raise ValueError(f"dirs must be a list of strings, not {value!r}")
+    if key == "dirs":
+        if not all(isinstance(path, str) for path in value):
+            raise ValueError(f"dirs must be a list of strings, not {value!r}")
+        return tuple(value)
     if key == "compression":
         for tier, codec in value.items():
             if tier not in TIERS or codec not in CODECS:
                 right = f"tiers are {list(TIERS)}, codecs {list(CODECS)}"
                 raise ValueError(f"compression {codec!r} of tier {tier!r} is not known; {right}")
+        return tuple(sorted(value.items()))
+    return Ranks(count=value) if key == "ranks" else value

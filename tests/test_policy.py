@@ -131,9 +131,6 @@ def test_nothing_may_be_computed_again() -> None:
 
     name = "policy test_nothing_may_be_computed_again.again"
     assert decided(again, recompute=False)["gelu"] == ("keep", f"{name} says recompute, and recompute=False")
-    with torch._functorch.config.patch(activation_memory_budget=0.99):
-        reason = decided(again)["gelu"][1]
-    assert reason == f"{name} says recompute, and it cannot be computed again"
 
 
 @pytest.mark.parametrize("answer", ["disk", True, 1])
