@@ -12,7 +12,8 @@ from ssd_fx.runtime.codec import CODECS
 
 TIERS = ("host", "ssd")
 _KNOWN = [name for name, notes in noted().items() if RUNTIME in notes]
-_TYPES = {f.name: type(f.default) for f in fields(Options)} | {"dirs": list, "compression": dict, "ranks": int}
+_TYPES: dict[str, Any] = {f.name: type(f.default) for f in fields(Options)}
+_TYPES |= {"dirs": list, "compression": dict, "ranks": int}  # in JSON
 _OR_NUMBERS = ("budget", "inflight", "memory")  # "auto" or a number
 
 
