@@ -83,14 +83,28 @@ def estimate(
     """
     asked = Asked.of([budgets] if isinstance(budgets, (int, float, str)) else budgets, memory, drive_tbw, rivals=rivals)
     check_options(options)
-    model, call = fake.off_meta(uncompiled(model), called_with(inputs))
+    made = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    size = None if batch is None else parsed_batch(batch)
+    settings = {"options": options, "dynamic": dynamic, "mode": mode}
+    return of_call(model, called_with(inputs), asked, size, made, settings)
+
+
+def of_call(
+    model: Callable[..., Any],
+    call: tuple[Any, Any],
+    asked: Asked,
+    batch: int | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: Mapping[str, Any],
+) -> Estimate:
+    """The table of a step that is one call of a model. `settings`: options, dynamic and mode, as in `surveyed`."""
+    model, call = fake.off_meta(uncompiled(model), call)
     if batch is not None:
-        call = fake.with_batch(call, parsed_batch(batch))
-    look_at: Callable[[Look[Any]], Any] = partial(surveyed, model, call, options=options, dynamic=dynamic, mode=mode)
+        call = fake.with_batch(call, batch)
+    look_at: Callable[[Look[Any]], Any] = partial(surveyed, model, call, **settings)
     found: Found = look_at(asked.look)
-    made = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-    layers = layers_of(model) if rivals else []
-    step = Step([found], found.input_bytes, made, fake.batch_of(call), layers, lambda: [look_at(kept)], options)
+    layers = layers_of(model) if asked.rivals else []
+    step = Step([found], found.input_bytes, optimizers, fake.batch_of(call), layers, lambda: [look_at(kept)], settings)
     return asked.table(step)
 
 
@@ -100,7 +114,7 @@ class Step:
 
     runs: what was found of each graph. input_bytes: of parameters, buffers and inputs. optimizers: whose state counts.
     batch: its size, if it is known. layers: which one would put checkpoints around. kept: traces the step once more,
-    and returns the plan of each graph with everything kept. options: those of ssd_fx.
+    and returns the plan of each graph with everything kept. settings: of `torch.compile`.
     """
 
     runs: Sequence[Found]
@@ -109,7 +123,7 @@ class Step:
     batch: int | None
     layers: Sequence[nn.Module]
     kept: Callable[[], Sequence[Plan]]
-    options: Mapping[str, Any] | None
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -136,7 +150,7 @@ class Asked:
 
     def table(self, step: Step) -> Estimate:
         """What the step would need."""
-        config = check_options(step.options)
+        config = check_options(step.settings.get("options"))
         memory = config.memory if self.memory is None and isinstance(config.memory, int) else self.memory
         runs, state = step.runs, sum(map(_state_bytes, step.optimizers))
         there = step.input_bytes + state
@@ -278,23 +292,13 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         return 0
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a call, where a sequence of inputs or a mapping would hold one kind only."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
 def called_with(inputs: object) -> tuple[Any, Any]:
     """Positional and keyword arguments.
 
     Raises:
-        ValueError: neither a tensor, a sequence, a mapping nor a `Call`.
+        ValueError: neither a tensor, a sequence nor a mapping.
     """
     match inputs:
-        case Call(args, kwargs):
-            return args, dict(kwargs)
         case torch.Tensor():
             return (inputs,), {}
         case Mapping():

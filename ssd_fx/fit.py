@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ssd_fx import fake
-from ssd_fx.estimate import BUDGETS, Asked, Call, Step, estimate, parsed_batch
+from ssd_fx.estimate import BUDGETS, Asked, Step, of_call, parsed_batch
 from ssd_fx.passes.plan import Plan
 from ssd_fx.projection.presets import DRIVES, MACHINES, Machine, rates
 from ssd_fx.refusal import refusing
@@ -99,7 +99,7 @@ def _of_script(step: TrainingStep, asked: Asked) -> Estimate:
             fake.batch_of((first.args, first.kwargs)),
             layers_of(*step.models) if asked.rivals else [],
             partial(_kept, step.calls),
-            first.settings.get("options"),
+            first.settings,
         )
     )
     return replace(table, note="\n".join(filter(None, (table.note, step.note))))
@@ -108,14 +108,14 @@ def _of_script(step: TrainingStep, asked: Asked) -> Estimate:
 def _kept(calls: Sequence[ModelCall]) -> list[Plan]:
     """The plans with everything kept of each call's one graph, which is traced again, those of equal calls once."""
     found = {
-        at: surveyed(uncompiled(call.model), (call.args, call.kwargs), kept, **call.options)
+        at: surveyed(uncompiled(call.model), (call.args, call.kwargs), kept, **call.looked_at)
         for at, call in {id(call): call for call in calls}.items()
     }
     return [found[id(call)] for call in calls]
 
 
 def _of_batch(step: TrainingStep, batch: int, asked: Asked) -> Estimate:
-    """`ssd_fx.estimate` of the step with another batch size.
+    """The table of the step of a script with another batch size.
 
     Raises:
         ValueError: the step has several calls.
@@ -126,17 +126,7 @@ def _of_batch(step: TrainingStep, batch: int, asked: Asked) -> Estimate:
             "would be another batch size in the script"
         )
     (call,) = step.calls
-    return estimate(
-        call.model,
-        Call(call.args, call.kwargs),
-        batch=batch,
-        optimizers=step.optimizers,
-        budgets=asked.budgets,
-        memory=asked.memory,
-        drive_tbw=asked.drive_tbw,
-        rivals=asked.rivals,
-        **call.options,
-    )
+    return of_call(call.model, (call.args, call.kwargs), asked, batch, step.optimizers, call.looked_at)
 
 
 def _elsewhere(flags: argparse.Namespace) -> Machine | None:

@@ -60,8 +60,8 @@ class ModelCall:
     runs: tuple[Any, ...] = ()
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The settings that what looks at the call again takes."""
+    def looked_at(self) -> dict[str, Any]:
+        """The settings under which the call is looked at again."""
         return {name: self.settings.get(name) for name in ("options", "dynamic", "mode")}
 
 
