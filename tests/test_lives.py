@@ -30,6 +30,7 @@ from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.entries import living
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from tests import fresh
+from tests.bitwise import assert_same_bits
 from tests.faults.toys import (
     Counting,
     Toy,
@@ -37,7 +38,6 @@ from tests.faults.toys import (
     complaint,
     descriptors,
     gradients,
-    same_bits,
     settle,
 )
 from tests.runtime.engines import Failure, registered
@@ -60,7 +60,7 @@ class Trainee:
         return self.compiled(self.inputs[i].clone())  # nobody else has it, so that it may leave too
 
     def backward(self, loss: Tensor, i: int = 0) -> None:
-        assert same_bits(gradients(loss, self.model), self.expected[i])
+        assert_same_bits(gradients(loss, self.model), self.expected[i])
 
     def step(self, i: int = 0) -> None:
         loss = self.forward(i)
@@ -79,6 +79,7 @@ import torch, ssd_fx
 from pathlib import Path
 from ssd_fx.runtime.entries import living
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from tests.bitwise import assert_same_bits
 from tests.faults.toys import *
 from tests.runtime.engines import add
 from tests.test_lives import Trainee
@@ -466,7 +467,7 @@ def test_gradients_of_some(trainee: Trainee) -> None:
     chosen = [1, 4]
     parameters = list(trainee.model.parameters())
     found = list(torch.autograd.grad(loss, [parameters[i] for i in chosen]))
-    assert same_bits(found, [trainee.expected[0][i] for i in chosen])
+    assert_same_bits(found, [trainee.expected[0][i] for i in chosen])
     del loss
     assert living() == []
 
@@ -675,12 +676,12 @@ def test_a_fork_between_forward_and_backward_of_checkpoints(tmp_path: Path) -> N
             except RuntimeError as error:
                 assert "parent process before a fork" in str(error), error
                 del loss
-                assert same_bits(list(backward(forward(1))), list(expected[1]))
+                assert_same_bits(backward(forward(1)), expected[1])
                 print("child fine", flush=True)
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert same_bits(list(backward(loss)), list(expected[0]))
-        assert same_bits(list(backward(forward(2))), list(expected[2]))
+        assert_same_bits(backward(loss), expected[0])
+        assert_same_bits(backward(forward(2)), expected[2])
         del loss
         gc.collect()
         assert living() == []
