@@ -63,6 +63,10 @@ def test_no_two_sources_are_the_same() -> None:
 @pytest.mark.parametrize("toy", TOYS, ids=toys.name)
 def test_toys(toy: toys.Toy) -> None:
     prove_bitwise(toys.trained(toy), [kept(sources.OPTIONS), ours(sources.OPTIONS)], sources.ALL)
+    if toy in toys.ALL:
+        stats = ssd_fx.stats()
+        inputs = stats.held_bytes  # here they are leaves, which their owner holds
+        assert stats.offloaded_bytes == toys.planned(toy).plan.offloaded_bytes + inputs
 
 
 INDUCTOR = (toys.views_only, toys.narrow, condition)  # shared, with an offset, behind library calls

@@ -186,22 +186,18 @@ def late() -> Iterator[Late]:
 
 
 ON_DISK = (toys.relu_chain, toys.views_only, toys.complex_numbers, toys.narrow, toys.slice_of_big_base, toys.equal_copy)
+ON_DISK += (toys.saved_output, toys.view_of_output)  # of which nothing but leaves is stored
 
 
-@pytest.mark.parametrize(
-    ("toy", "engine"), [*((t, "late") for t in toys.ALL), *((t, "posix") for t in ON_DISK)], ids=toys.name
-)
-def test_gradients_are_bitwise_those_of_everything_kept(
-    toy: toys.Toy, engine: str, late: Late, tmp_path: object
-) -> None:
-    options = OPTIONS | {"engine": late.engine if engine == "late" else engine, "dirs": [str(tmp_path)]}
-    prove_bitwise(toys.trained(toy, between=late.write_all), [kept(options), ours(options)])
+@pytest.mark.parametrize("toy", ON_DISK, ids=toys.name)
+def test_gradients_are_bitwise_those_of_everything_kept(toy: toys.Toy, tmp_path: object) -> None:
+    """From files. All toys, from memory: tests/test_every_source.py."""
+    options = OPTIONS | {"engine": "posix", "dirs": [str(tmp_path)]}
+    prove_bitwise(toys.trained(toy), [kept(options), ours(options)])
     stats, plan = ssd_fx.stats(), toys.planned(toy).plan
     stored = sum(group.stored_nbytes for group in plan.offloaded)
     inputs = stats.held_bytes  # here they are leaves, which their owner holds
     assert stats.read_bytes + stats.forwarded_bytes == stored + inputs
-    if engine == "late":
-        assert stats.read_bytes == stats.written_bytes == stored
     assert stats.offloaded_bytes == plan.offloaded_bytes + inputs
 
 
