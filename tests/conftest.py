@@ -17,7 +17,7 @@ from ssd_fx.runtime.store import close_stores
 from tests import sources
 from tests.alone import turn
 from tests.inductor import kernels_on_demand, start_at_once
-from tests.runtime.engines import forget_late
+from tests.runtime.engines import forget
 
 for name in [name for name in os.environ if name.startswith("SSD_FX_")]:
     del os.environ[name]  # what a developer trains with is nothing to the tests
@@ -61,7 +61,7 @@ def fresh() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     close_stores()
-    forget_late()
+    forget()
     entries.forget()  # of handles that a failed test has left in a traceback
 
 

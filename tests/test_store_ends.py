@@ -23,7 +23,7 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.store import _stores, get_store
 from tests.bitwise import assert_same_bits
 from tests.faults.toys import Counting, Toy, compile_toy, descriptors, gradients, settle
-from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.engines import DelayedEngine, around
 
 SETS = 12
 # They count what a whole process holds, and one of several runs failed once for a cause not known yet.
@@ -267,13 +267,13 @@ def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Te
 def test_close_loses_nothing_that_is_in_memory(
     model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    with registered(lambda inner: DelayedEngine(inner, 5.0, 5.0)) as late:
-        engine = late if options.pop("engine", "posix") == "late" else "posix"
-        compiled = compile_toy(model, tmp_path, engine, **options)
-        loss = compiled(x.clone())
-        ssd_fx.close()
-        assert _stores == {}
-        assert_same_bits(gradients(loss, model), expected)
+    late = around(lambda inner: DelayedEngine(inner, 5.0, 5.0))
+    engine = late if options.pop("engine", "posix") == "late" else "posix"
+    compiled = compile_toy(model, tmp_path, engine, **options)
+    loss = compiled(x.clone())
+    ssd_fx.close()
+    assert _stores == {}
+    assert_same_bits(gradients(loss, model), expected)
 
 
 def test_a_backward_in_another_thread_ends_well_or_says_what_was_lost(
@@ -327,14 +327,14 @@ def test_no_extent_is_forgotten(model: Toy, x: Tensor, tmp_path: Path) -> None:
         made.append(Counting(inner))
         return made[-1]
 
-    with registered(counting) as name:
-        loss = compile_toy(model, tmp_path, name)(x.clone())
-        settle()
-        ssd_fx.close()
-        del loss
-        gc.collect()
-        assert entries.living() == []
-        assert [engine.out for engine in made] == [set()]
+    name = around(counting)
+    loss = compile_toy(model, tmp_path, name)(x.clone())
+    settle()
+    ssd_fx.close()
+    del loss
+    gc.collect()
+    assert entries.living() == []
+    assert [engine.out for engine in made] == [set()]
 
 
 def test_graphs_are_told_apart_by_their_options(tmp_path: Path) -> None:

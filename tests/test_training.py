@@ -21,7 +21,7 @@ from ssd_fx.sizes import format_bytes
 from tests import sources
 from tests.bitwise import Compile, kept, ours, prove_bitwise, run, stock
 from tests.models import SMALL, gpt
-from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.engines import DelayedEngine, around
 
 TINY = Shape(layers=1, width=32, heads=2, seq=32, dropout=0.1)
 
@@ -66,9 +66,9 @@ def test_inductor_is_bitwise_the_memory_engine_and_plain_inductor(options: dict[
 def test_slow_writes_that_finish_in_any_order_change_no_bit(options: dict[str, object], inner: str) -> None:
     """Every write touches its memory 50 to 100 ms late: a buffer that is reused too early shows."""
     options |= {"inner": inner}
-    with registered(DelayedEngine) as slow:
-        # Few bytes may be in flight: the producer waits, so that most tensors are written and not forwarded.
-        prove_bitwise(gpt(3, TINY), [kept(options), ours(options, engine=slow, inflight=1 << 16)])
+    slow = around(DelayedEngine)
+    # Few bytes may be in flight: the producer waits, so that most tensors are written and not forwarded.
+    prove_bitwise(gpt(3, TINY), [kept(options), ours(options, engine=slow, inflight=1 << 16)])
     stats = ssd_fx.stats()
     assert stats.stall_s > 0.05
     assert stats.read_bytes > 0
@@ -220,9 +220,9 @@ def test_overlap_scheduling_is_off(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_retain_graph_without_donated_buffers(options: dict[str, object], inner: str) -> None:
     """Stock: `donated_buffer=False` allows a second backward. What was forwarded to the first one is still there."""
-    with torch._functorch.config.patch(donated_buffer=False), registered(DelayedEngine) as slow:
+    with torch._functorch.config.patch(donated_buffer=False):
         x = torch.randn(16, 16, requires_grad=True)
-        compiled = torch.compile(curve, backend=ssd_fx.backend, options=options | {"inner": inner, "engine": slow})
+        compiled = ours(options, inner=inner, engine=around(DelayedEngine))(curve)
         compiled(x).backward()  # compiles, so that the next backward follows its forward at once
         ssd_fx.reset_stats()
         loss = compiled(x)
@@ -234,15 +234,15 @@ def test_retain_graph_without_donated_buffers(options: dict[str, object], inner:
 
 def test_retain_graph_with_donated_buffers_is_refused(options: dict[str, object]) -> None:
     """As stock does, with the way out in the message."""
-    with registered(DelayedEngine) as slow:
-        x = torch.randn(16, 16, requires_grad=True)
-        options |= {"inner": "aot_eager", "engine": slow}
-        compiled = torch.compile(curve, backend=ssd_fx.backend, options=options)
-        compiled(x).backward()
-        loss = compiled(x)
-        assert ssd_fx.stats().offloaded_bytes > ssd_fx.stats().held_bytes
-        with pytest.raises(RuntimeError, match="donated_buffer"):
-            loss.backward(retain_graph=True)
+    slow = around(DelayedEngine)
+    x = torch.randn(16, 16, requires_grad=True)
+    options |= {"inner": "aot_eager", "engine": slow}
+    compiled = torch.compile(curve, backend=ssd_fx.backend, options=options)
+    compiled(x).backward()
+    loss = compiled(x)
+    assert ssd_fx.stats().offloaded_bytes > ssd_fx.stats().held_bytes
+    with pytest.raises(RuntimeError, match="donated_buffer"):
+        loss.backward(retain_graph=True)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

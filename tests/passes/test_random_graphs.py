@@ -21,7 +21,6 @@ from ssd_fx.passes import pipeline
 from ssd_fx.passes.lowering import order
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
-from ssd_fx.runtime.store import close_stores
 from tests.bitwise import assert_same_bits, kept, ours, prove_bitwise, run
 from tests.passes.lazy_engines import engines
 from tests.passes.lowered import lower
@@ -57,11 +56,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def names() -> Iterator[Names]:
-    with engines() as found:
-        yield found
-        close_stores()
+@pytest.fixture
+def names() -> Names:
+    return engines()
 
 
 @st.composite

@@ -324,14 +324,13 @@ def inputs(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(size, size, generator=generator).requires_grad_() for _ in range(2))  # type: ignore[return-value]
 
 
-def trained(toy: Toy, size: int = 8, between: Callable[[], object] = list) -> Callable[[Compile], list[torch.Tensor]]:
-    """A program (`tests/bitwise.py`): outputs and gradients. `between` is called between forward and backward."""
+def trained(toy: Toy, size: int = 8) -> Callable[[Compile], list[torch.Tensor]]:
+    """A program (`tests/bitwise.py`): outputs and gradients."""
 
     def program(compile: Compile) -> list[torch.Tensor]:
         args = inputs(size)
         outputs = compile(toy)(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        between()
         loss = sum((o.float() * (k + 1)).sum() for k, o in enumerate(outputs))
         gradients = torch.autograd.grad(loss, args, allow_unused=True)  # type: ignore[arg-type]
         return [t.detach() for t in (*outputs, *gradients) if t is not None]
