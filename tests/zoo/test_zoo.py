@@ -9,6 +9,7 @@ engine "memory", which moves no bytes; and near plain Inductor, whose kernels ar
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,27 @@ def check_offload(found: Trial) -> None:
     assert found.read_bytes > 0.5 * found.offloaded_bytes
 
 
+@functools.cache
+def everything_kept(name: str, dropout: float) -> tuple[Training, Trial]:
+    """With eager kernels."""
+    training = Training(MODELS[name], dropout)
+    return training, trial(training, kept({"inner": "aot_eager", "min_bytes": 0}))
+
+
 @pytest.mark.parametrize(("name", "dropout"), [case(name, dropout) for name in MODELS for dropout in (0.1, 0.0)])
 def test_eager_kernels(name: str, dropout: float, tmp_path: Path) -> None:
-    training, given = Training(MODELS[name], dropout), options(tmp_path, inner="aot_eager")
-    expected, found = (trial(training, compile) for compile in (kept(given), ours(given)))
+    training, expected = everything_kept(name, dropout)
+    found = trial(training, ours(options(tmp_path, inner="aot_eager")))
     compared(f"{name}, dropout {dropout:g}", "aot_eager", found, expected)
     check_offload(found)
 
 
+@pytest.mark.parametrize("budget", [0.0, pytest.param("auto", marks=pytest.mark.zoo)])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "GPT-2" else pytest.mark.zoo) for n in MODELS])
-@pytest.mark.parametrize("budget", [0.0, "auto"])
 def test_computed_again(name: str, budget: float | str, tmp_path: Path) -> None:
     """On a drive so slow that whatever can be is computed again, or what is cheap with "auto"."""
-    given = options(tmp_path, inner="aot_eager", budget=budget, recompute=True, machine=SLOW)
-    training = Training(MODELS[name], 0.1)
-    expected, found = (trial(training, compile) for compile in (kept(given), ours(given)))
+    training, expected = everything_kept(name, 0.1)
+    found = trial(training, ours(options(tmp_path, inner="aot_eager", budget=budget, recompute=True, machine=SLOW)))
     compared(f"{name}, {'recomputed' if budget == 0.0 else 'recomputed under auto'}", "aot_eager", found, expected)
     assert found.saved_bytes < expected.saved_bytes or name not in FAST
 
