@@ -114,7 +114,8 @@ def prove_bitwise(program: Callable[[Compile], T], compilers: Sequence[Compile],
 def assert_same_bits(found: Values, expected: Values, where: str = "") -> None:
     assert len(expected) > 0, "there is nothing to compare"
     apart = differences(found, expected)
-    assert apart == {}, f"{where}: values that differ, and how far they are apart"
+    first = dict(list(apart.items())[:5])
+    assert not apart, f"{where}: {len(apart)} of {len(expected)} values differ, and are so far apart: {first}"
 
 
 def differences(found: Values, expected: Values) -> dict[str, float]:
