@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import ssd_fx
 from ssd_fx import Config, SavedTensor
 from ssd_fx.policy import Policy
+from tests.bitwise import assert_same_bits
 from tests.inductor import graphs_cached_in
-from tests.models import assert_same_bits
 
 TOY: dict[str, object] = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0, "budget": 0}
 TOY |= {"recompute": True}  # the tests turn it off in the environment
