@@ -1,7 +1,7 @@
 """GPUDirect Storage: transfers between GPU memory and files that do not pass through the host.
 
-* Transfers are queued on side streams; `streams` has the rules. Each transfer under way has a stream of its own,
-  because kvikio waits for the whole stream when it is asked for a result.
+* Transfers are queued on side streams; `streams` has the rules. Each piece under way has a stream of its own, because
+  kvikio waits for the whole stream when it is asked for a result.
 * kvikio's calls without a stream (`pread`, `pwrite`) are no way out: each waits for the default stream first, on which
   PyTorch computes. Source: kvikio's file_handle.cpp, `sync_default_stream`.
 * **Blocks are not verified**: the data never passes the host, where the checksums of engine "posix" are computed.
@@ -12,103 +12,79 @@
 """
 
 import errno
-import functools
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile
-from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, not_readable
-from ssd_fx.runtime.engines.cufile import DriverFile
+from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
+from ssd_fx.runtime.engines.drives import Drives, FileExtent, Piece, open_files
 from ssd_fx.runtime.engines.extents import STEP, BackingFile
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.preflight import check_directory
-from ssd_fx.runtime.engines.striped import one_for_each
 
 _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
 _LANES = 16  # streams for each device and all directories
 
+_Moved = Callable[[], int] | str
+"""Asks how many bytes of a piece were moved; or why it was not queued."""
 
-class GdsExtent(Extent):
-    """Room in a file of `GdsEngine`. Bytes that come `from_cpu` have room in `host` instead, and none in the file."""
 
-    __slots__ = ("from_cpu", "host", "size")
+class GdsExtent(FileExtent):
+    """Room in the files of `GdsEngine`. Bytes that come `from_cpu` have room in `host` instead, and no pieces."""
 
-    def __init__(self, nbytes: int, backing: BackingFile, offset: int, size: int) -> None:
-        super().__init__(nbytes, backing.directory, offset)
-        self.size = size
+    __slots__ = ("from_cpu", "host")
+
+    def __init__(self, nbytes: int, pieces: list[Piece]) -> None:
+        super().__init__(nbytes, pieces)
         self.from_cpu = False
         self.host: Extent | None = None
 
 
-class _GdsFile:
-    """A backing file, and the same file opened by kvikio."""
-
-    def __init__(self, directory: str, limit: int, forced: bool, beside: Callable[[], int]) -> None:
-        opened: list[DriverFile] = []
-        self.backing = BackingFile(directory, STEP, limit, lambda path: opened.append(_opened(path, forced)), beside)
-        self.driver = opened[0]
-
-    def close(self) -> None:
-        try:
-            self.driver.close()
-        finally:
-            self.backing.close()
-
-
-def _opened(path: str, forced: bool) -> DriverFile:
-    try:
-        return cufile.open_file(path, forced)
-    except RuntimeError as error:
-        raise OSError(_NO_ERRNO, f"{cufile.NAME} cannot open a file here: {error}", os.path.dirname(path)) from error
-
-
 class GdsEngine:
-    """One backing file in `directory`, with the other options of `config`. `cufile.status` must have been asked.
+    """A backing file in each directory of `config`, opened by kvikio too. `cufile.status` must have been asked.
 
-    `lanes`: the most streams for each device.
-
-    Raises: what `check_directory` raises; OSError if the file cannot be opened.
+    Raises: what `check_directory` raises; OSError if a file cannot be opened.
     """
 
     name = cufile.NAME
     devices = frozenset({"cpu", "cuda"})
 
-    def __init__(self, directory: str, config: RuntimeConfig, *, forced: bool, lanes: int) -> None:
-        check_directory(directory, config.allow_tmpfs)
+    def __init__(self, config: RuntimeConfig, *, forced: bool) -> None:
         self._config = config
-        self._most_lanes = lanes
-        self._host: Engine | None = None
-        # By transfer, its stream. A future that is dropped before its end blocks the host, so they are kept here.
-        self._under_way: dict[streams.Queued, streams.Stream] = {}
-        self._lanes: dict[torch.device, deque[streams.Stream]] = {}
-        self._file = _GdsFile(
-            str(Path(directory)), config.disk_limit, forced, lambda: self._host.disk_bytes if self._host else 0
-        )
+        self._most_lanes = max(_LANES, 2 * len(config.dirs))
+        self._lanes: dict[torch.device, list[streams.Stream]] = {}  # in which one was used longest ago goes first
+        # By transfer its pieces, its streams, and what to ask. A future that is dropped before its end blocks the host.
+        self._under_way: dict[streams.Queued, tuple[list[Piece], list[streams.Stream], list[_Moved]]] = {}
+        self._host: PosixEngine | None = None
+
+        def opened(index: int, directory: str) -> BackingFile:
+            check_directory(directory, config.allow_tmpfs)
+            beside, by_kvikio = partial(self._host_bytes, index), partial(_opened, forced=forced)
+            return BackingFile(str(Path(directory)), STEP, config.disk_limit, by_kvikio, beside)
+
+        self.drives = Drives(open_files(config.dirs, opened), self._bytes_under_way)
 
     @property
     def disk_bytes(self) -> int:
-        return self._file.backing.nbytes + (self._host.disk_bytes if self._host else 0)
+        return self.drives.disk_bytes + (self._host.disk_bytes if self._host else 0)
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        backing = self._file.backing
-        return GdsExtent(nbytes, backing, *backing.room(nbytes))
+        return GdsExtent(nbytes, self.drives.alloc(nbytes))
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, GdsExtent)
         if extent.host:
             assert self._host, "it was written there"
             self._host.free(extent.host)
-        else:
-            self._file.backing.free(extent.offset, extent.size)
+        self.drives.free(extent.pieces)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, GdsExtent)
@@ -117,7 +93,8 @@ class GdsEngine:
         extent.from_cpu = True
         self._host = self._host or self._make_host()
         extent.host = self._host.alloc(extent.nbytes)
-        self._file.backing.free(extent.offset, extent.size)
+        pieces, extent.pieces = extent.pieces, []
+        self.drives.free(pieces)
         return self._host.write(extent.host, memory)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
@@ -134,56 +111,75 @@ class GdsEngine:
         if extent.host and self._host:
             self._host.failed(extent.host, error)
         elif not extent.from_cpu:
-            self._file.backing.failed(extent.nbytes, error)
+            self.drives.failed(extent, error)
 
     def close(self) -> None:
         with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
             if self._host:
                 closing.callback(self._host.close)
             closing.callback(self._give_lanes_back)
-            closing.callback(self._file.close)
+            closing.callback(self.drives.close)
             closing.callback(self._under_way.clear)
             for transfer in self._under_way:
                 closing.callback(transfer.cancel)
 
-    def _make_host(self) -> Engine:
-        backing, config = self._file.backing, self._config
+    def _make_host(self) -> PosixEngine:
+        config = self._config
         return PosixEngine(
-            backing.directory,
+            *config.dirs,
             allow_tmpfs=config.allow_tmpfs,
             limit=config.disk_limit,
             checksums=config.checksums,
-            beside=lambda: backing.nbytes,
+            beside=lambda index: self.drives.files[index].nbytes,
         )
 
+    def _host_bytes(self, index: int) -> int:
+        return self._host.drives.files[index].nbytes if self._host else 0
+
+    def _bytes_under_way(self) -> list[int]:
+        found = [0] * len(self.drives.files)
+        for transfer, (pieces, _, _) in list(self._under_way.items()):
+            for piece in pieces if not transfer.done() else ():
+                found[piece.drive] += piece.nbytes
+        return found
+
     def _queued(self, what: str, extent: GdsExtent, memory: Memory) -> Completion:
-        file = self._file.driver
-        queue = file.write if what == "write" else file.read
+        """A transfer whose pieces are queued on a stream each. The first stream waits for the others."""
+        pieces, device = extent.pieces, memory.device
+        queued = streams.of(device)
+        assert queued, "only asked for devices with streams"
+        lanes = self._take_lanes(queued, device, len(pieces))
 
         def enqueue(side: streams.Stream) -> streams.Check:
-            moved = _checked(what, extent, lambda: queue(memory, extent.offset, side.cuda_stream))
-            self._under_way[transfer] = side
-            return functools.partial(self._end, transfer, what, extent, moved)
+            others, moved = lanes[1:], list[_Moved]()
+            self._under_way[transfer] = pieces, lanes, moved
+            if others:
+                ready = queued.record(side)
+                for lane in others:
+                    lane.wait_event(ready)
+            for piece, lane in zip(pieces, lanes, strict=True):
+                moved.append(_queue(what, piece, memory, lane))
+            for lane in others:
+                side.wait_event(queued.record(lane))
+            return partial(self._end, transfer, what, extent)
 
-        transfer = streams.Queued(memory.device, self._lane(memory.device), enqueue)
+        transfer = streams.Queued(device, lanes[0], enqueue)
         return transfer
 
-    def _lane(self, device: torch.device) -> streams.Stream:
-        """A stream with nothing under way; of streams that are all in use, the one used longest ago."""
-        lanes, busy = self._lanes.setdefault(device, deque()), list(self._under_way.values())
-        idle = next((lane for lane in lanes if lane not in busy), None)
-        if idle is None and len(lanes) == self._most_lanes:
-            idle = lanes[0]
-        if idle is None:
-            queued = streams.of(device)
-            assert queued, "only asked for devices with streams"
-            with queued.on(device):
-                idle = queued.side(device)
-                cufile.register(idle.cuda_stream)
-        else:
-            lanes.remove(idle)
-        lanes.append(idle)
-        return idle
+    def _take_lanes(self, queued: streams.Streams, device: torch.device, count: int) -> list[streams.Stream]:
+        """Streams with nothing under way; where all are in use, those used longest ago."""
+        lanes = self._lanes.setdefault(device, [])
+        busy = [lane for _, used, _ in list(self._under_way.values()) for lane in used]
+        taken = [lane for lane in lanes if lane not in busy][:count]
+        with queued.on(device):
+            while len(taken) < count and len(lanes) < self._most_lanes:
+                taken.append(queued.side(device))
+                lanes.append(taken[-1])
+                cufile.register(taken[-1].cuda_stream)
+        rest = [lane for lane in lanes if lane not in taken]
+        taken += rest[: count - len(taken)]
+        lanes[:] = [lane for lane in lanes if lane not in taken] + taken
+        return taken
 
     def _give_lanes_back(self) -> None:
         for device, lanes in self._lanes.items():
@@ -191,28 +187,53 @@ class GdsEngine:
             while queued and lanes:
                 queued.give_back(device, lanes.pop())
 
-    def _end(self, transfer: streams.Queued, what: str, extent: GdsExtent, moved: Callable[[], int]) -> None:
-        """Returns if all bytes were moved. Raises: OSError if not."""
+    def _end(self, transfer: streams.Queued, what: str, extent: GdsExtent) -> None:
+        """Returns if all bytes were moved. Raises: OSError if not; of a write all errors are noted in the extent."""
         try:
-            nbytes = _checked(what, extent, moved)
-            if nbytes != extent.nbytes:
-                raise _failure(what, extent, f"moved {nbytes} B only")
+            pieces, _, moved = self._under_way[transfer]
+            found = enumerate(map(_shortfall, pieces, moved))
+            how = {index: reason for index, reason in found if reason}
+            if what == "write":
+                extent.errors = {index: _failure(what, pieces[index], how[index]) for index in how}
+            if how:
+                raise _failure(what, pieces[min(how)], how[min(how)])
         finally:
             self._under_way.pop(transfer, None)
 
 
-def _checked(what: str, extent: GdsExtent, call: Callable[[], Any]) -> Any:
-    """What `call` returns. Raises: OSError instead of the RuntimeError of kvikio."""
+def _opened(path: str, forced: bool) -> cufile.DriverFile:
     try:
-        return call()
+        return cufile.open_file(path, forced)
     except RuntimeError as error:
-        error.__traceback__ = None  # its frames keep the future alive, which must die with the transfer
-        raise _failure(what, extent, f"failed: {error}") from None
+        raise OSError(_NO_ERRNO, f"{cufile.NAME} cannot open a file here: {error}", os.path.dirname(path)) from error
 
 
-def _failure(what: str, extent: GdsExtent, how: str) -> OSError:
-    place = f"{what} of {extent.nbytes} B at offset {extent.offset} of the unlinked file in {extent.directory}"
-    return OSError(_NO_ERRNO, f"{place} {how}", extent.directory)
+def _queue(what: str, piece: Piece, memory: Memory, lane: streams.Stream) -> _Moved:
+    part = memory._replace(ptr=memory.ptr + piece.start, nbytes=piece.nbytes)
+    file = piece.file.opened_by
+    assert isinstance(file, cufile.DriverFile)
+    queue = file.write if what == "write" else file.read
+    try:
+        return queue(part, piece.offset, lane.cuda_stream)
+    except RuntimeError as error:
+        return f"failed: {error}"
+
+
+def _shortfall(piece: Piece, moved: _Moved) -> str:
+    """What is wrong with a transfer that is over."""
+    if isinstance(moved, str):
+        return moved
+    try:
+        nbytes = moved()
+    except RuntimeError as error:
+        return f"failed: {error}"
+    return "" if nbytes == piece.nbytes else f"moved {nbytes} B only"
+
+
+def _failure(what: str, piece: Piece, how: str) -> OSError:
+    directory = piece.file.directory
+    place = f"{what} of {piece.nbytes} B at offset {piece.offset} of the unlinked file in {directory}"
+    return OSError(_NO_ERRNO, f"{place} {how}", directory)
 
 
 def check_machine(*, forced: bool) -> None:
@@ -230,7 +251,7 @@ def check_machine(*, forced: bool) -> None:
         )
 
 
-def make(config: RuntimeConfig, *, forced: bool) -> Engine:
+def make(config: RuntimeConfig, *, forced: bool) -> GdsEngine:
     """An engine that has passed a round trip in every directory.
 
     Raises: ValueError without directories; what `check_machine` and `GdsEngine` raise; OSError if a round trip fails.
@@ -239,19 +260,17 @@ def make(config: RuntimeConfig, *, forced: bool) -> Engine:
     if not config.dirs:
         raise ValueError(f"engine {cufile.NAME!r} needs at least one directory on a drive in dirs")
 
-    def tried(directory: str) -> Engine:
-        engine = GdsEngine(directory, config, forced=forced, lanes=max(2, _LANES // len(config.dirs)))
-        try:
-            _round_trip(engine)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
-
-    return one_for_each(config.dirs, tried)
+    engine = GdsEngine(config, forced=forced)
+    try:
+        for drive in range(len(config.dirs)):
+            _round_trip(engine, drive)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
-def usable(config: RuntimeConfig) -> Engine | None:
+def usable(config: RuntimeConfig) -> GdsEngine | None:
     """The engine, or None unless this process computes on a GPU and GPUDirect Storage works in all directories."""
     if not torch.cuda.is_initialized() or not cufile.status().real:
         return None
@@ -263,15 +282,15 @@ def usable(config: RuntimeConfig) -> Engine | None:
     return None
 
 
-def _round_trip(engine: GdsEngine, nbytes: int = 64 << 10) -> None:
-    """Writes and reads some bytes. Raises: OSError if the two differ."""
+def _round_trip(engine: GdsEngine, drive: int, nbytes: int = 64 << 10) -> None:
+    """Writes and reads some bytes in a directory. Raises: OSError if the two differ."""
     device = cufile.current_device()
     queued = streams.of(device) if device else None
     assert device and queued, "checked by status"  # noqa: PT018
     source, target = (queued.empty((nbytes,), (1,), torch.uint8, device) for _ in range(2))
     pattern = (torch.arange(nbytes) % 251).to(torch.uint8)
     queued.copy(queued.current(device), source, pattern)
-    extent = engine.alloc(nbytes)
+    extent = GdsExtent(nbytes, [engine.drives.take(drive, 0, nbytes)])
     for transfer in (engine.write(extent, Memory.of(source)), engine.read(extent, Memory.of(target))):
         transfer.start()
         transfer.wait()

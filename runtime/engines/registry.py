@@ -22,17 +22,13 @@ def _memory(config: RuntimeConfig) -> Engine:
 
 def _posix(config: RuntimeConfig) -> Engine:
     from ssd_fx.runtime.engines.posix import PosixEngine
-    from ssd_fx.runtime.engines.striped import one_for_each
 
     if not config.dirs:
         raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
-
-    def made(directory: str) -> Engine:
-        return PosixEngine(
-            directory, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums
-        )
-
-    return _reaching(one_for_each(config.dirs, made))
+    files = PosixEngine(
+        *config.dirs, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums
+    )
+    return _reaching(files)
 
 
 def _reaching(files: Engine) -> Engine:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import warnings
 import weakref
 from pathlib import Path
@@ -22,7 +23,7 @@ from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile, gds, registry
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.engines.striped import STRIPE
+from ssd_fx.runtime.engines.drives import STRIPE
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.store import close_stores, get_store
 from tests.runtime import stub_kvikio
@@ -360,12 +361,13 @@ def test_an_error_of_the_gpu_leaves_nothing_open(stub, gpu, tmp_path, monkeypatc
     def fail(event):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    kvikio_file = engine.drives.files[0].opened_by._file
     with monkeypatch.context() as broken:
         broken.setattr(FakeEvent, "synchronize", fail)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             engine.close()
     assert registry.disk_bytes() == 0
-    assert (engine._file.driver._file.closed, engine._host._pool._closed) == (True, True)
+    assert (kvikio_file.closed, engine._host._pool._closed) == (True, True)
     gpu.finish()
     gpu.violations.clear()  # the file was closed under a transfer, as after such an error it may be
 
@@ -382,7 +384,7 @@ def test_two_directories(stub, gpu, tmp_path):
     x = gpu.tensor(values)
     large = store(x, config, slot=4)
     release(large, x)
-    assert [part.extent.directory for part in lookup(large).extent.parts] == [str(path) for path in dirs]
+    assert [piece.file.directory for piece in lookup(large).extent.pieces] == [str(path) for path in dirs]
     for handle, expected in [*kept, (large, values)]:
         settle(handle)
         assert gpu.bytes_of(load(handle, expected)) == raw(expected)
@@ -435,9 +437,8 @@ def test_the_streams_are_dealt_to_the_directories(gpu, stub, tmp_path):
         path.mkdir()
     engine = registry.make_engine(RuntimeConfig(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
     x = gpu.tensor(torch.ones(N))
-    for drive in engine._drives:
-        for _ in range(gds._LANES):
-            drive.engine.write(drive.engine.alloc(4 * N), Memory.of(x)).start()
+    for _ in range(4 * gds._LANES):
+        engine.write(engine.alloc(4 * N), Memory.of(x)).start()
     assert len(gpu.sides) == gds._LANES
     gpu.finish()
     engine.close()
@@ -460,6 +461,7 @@ def test_no_room_for_a_cpu_tensor_is_not_held_against_the_gpus_file(gpu, stub, t
 
 class _Full:
     disk_bytes = 0
+    drives = types.SimpleNamespace(files=[types.SimpleNamespace(nbytes=0)])
 
     def alloc(self, nbytes, tier=""):
         raise OSError(28, "full", "/full")
@@ -490,7 +492,7 @@ def test_a_forked_child_runs_no_destructor_of_the_engine(stub, gpu, config):
     settle(handle)
     gpu.finish()  # what is queued has the file
     engine = get_store(config).engine
-    file = weakref.ref(engine._file.driver._file)
+    file = weakref.ref(engine.drives.files[0].opened_by._file)
     del engine
     child = os.fork()
     if child == 0:

@@ -17,7 +17,6 @@ from ssd_fx.runtime.engines.base import Engine, Memory, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
-from ssd_fx.runtime.engines.striped import StripedEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.memory import numa
 from tests.runtime import stub_kvikio
@@ -60,14 +59,14 @@ def as_cuda(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 def make(gpu: FakeGpu, tmp_path, monkeypatch) -> Callable[[str], Engine]:
     """An engine by the name that a user gives it, but for "striped": posix over two directories."""
 
-    def posix(directory: str) -> PosixEngine:
-        return PosixEngine(directory, allow_tmpfs=True, step=MIB, cuda=lambda: driver)
+    def posix(*directories: str) -> PosixEngine:
+        return PosixEngine(*directories, allow_tmpfs=True, step=MIB, cuda=lambda: driver)
 
     def made(name: str) -> Engine:
         if name == "striped":
             for part in "ab":
                 (tmp_path / part).mkdir()
-            return StripedEngine([posix(str(tmp_path / part)) for part in "ab"])
+            return posix(*(str(tmp_path / part) for part in "ab"))
         if name == "posix":
             return posix(str(tmp_path))
         config = RuntimeConfig(dirs=(str(tmp_path),), engine=name, allow_tmpfs=True)
@@ -76,7 +75,7 @@ def make(gpu: FakeGpu, tmp_path, monkeypatch) -> Callable[[str], Engine]:
     driver = Driver(gpu)
     stub = stub_kvikio.install(monkeypatch, gpu)
     stub.driver = True
-    monkeypatch.setattr(gds, "PosixEngine", lambda directory, **others: posix(directory))
+    monkeypatch.setattr(gds, "PosixEngine", lambda *directories, **others: posix(*directories))
     return made
 
 

@@ -17,8 +17,8 @@ from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import registry, staged
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.chain import Chain
+from ssd_fx.runtime.engines.drives import STRIPE
 from ssd_fx.runtime.engines.posix import PosixEngine
-from ssd_fx.runtime.engines.striped import STRIPE
 from tests.runtime.fake_gpu import installed
 from tests.runtime.harness import raw
 
