@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Extent
 from ssd_fx.runtime.engines.extents import BackingFile
 from ssd_fx.runtime.memory.buffers import ALIGN
+from ssd_fx.runtime.native.pool import Words
 
 STRIPE = 1 << 20  # the shortest stripe; a drive has its full bandwidth from 256 KiB on
 
@@ -28,16 +29,34 @@ class Piece(NamedTuple):
     start: int
     nbytes: int
 
+    def place(self, write: bool) -> str:
+        """A transfer of it, for messages."""
+        what, directory = "write" if write else "read", self.file.directory
+        return f"{what} of {self.nbytes} B at offset {self.offset} of the unlinked file in {directory}"
+
 
 class FileExtent(Extent):
-    """Room for one tensor in files. `errors`: of the pieces whose last write failed, by their index."""
+    """Room for one tensor in files.
 
-    __slots__ = ("errors", "pieces")
+    `tail`: the last bytes of the tensor if they are not on disk. `sums`: the checksums of the others, piece by piece;
+    None without checksums. `errors`: of the pieces whose write failed, by their index.
+    `past_host`: the bytes came from a device, and not through the host's memory. They go back so.
+    """
+
+    __slots__ = ("errors", "past_host", "pieces", "sums", "tail")
 
     def __init__(self, nbytes: int, pieces: list[Piece]) -> None:
         super().__init__(nbytes, ", ".join([piece.file.directory for piece in pieces]), pieces[0].offset)
         self.pieces = pieces
+        self.sums: Words | None = None
+        self.tail = b""
         self.errors: dict[int, OSError] = {}
+        self.past_host = False
+
+    @property
+    def body_bytes(self) -> int:
+        """The bytes of the tensor that are on disk."""
+        return self.nbytes - len(self.tail)
 
 
 class Drives:
@@ -106,15 +125,15 @@ class Drives:
                 closing.callback(file.close)
 
 
-def open_files(directories: Sequence[str], make: Callable[[int, str], BackingFile]) -> list[BackingFile]:
-    """The file that `make` makes for each directory and its index.
+def open_files(directories: Sequence[str], make: Callable[[str], BackingFile]) -> list[BackingFile]:
+    """The file that `make` makes for each directory.
 
     Raises: what `make` raises, after the files made before are closed.
     """
     made: list[BackingFile] = []
     with ExitStack() as closing:
-        for index, directory in enumerate(directories):
-            made.append(make(index, directory))
+        for directory in directories:
+            made.append(make(directory))
             closing.callback(made[-1].close)
         closing.pop_all()
     return made

@@ -41,7 +41,6 @@ Opened = Callable[[str], Closable] | None
 class BackingFile:
     """The unlinked file of one directory, of at most `limit` bytes (0: what the file system has).
 
-    `beside`: returns the bytes of another file that count for the same limit.
     `align`: the alignment of transfers in bytes, 1 without direct I/O.
     `opened`: called with the path before it is unlinked, for libraries that open files by name only. It returns what
     the library has opened, `opened_by`, which is closed with the file.
@@ -55,7 +54,6 @@ class BackingFile:
         step: int = STEP,
         limit: int = 0,
         opened: Opened = None,
-        beside: Callable[[], int] = lambda: 0,
     ) -> None:
         self.directory = directory
         self.no_writes = Pause()  # while it lasts `room` raises
@@ -72,7 +70,6 @@ class BackingFile:
         self._granularity = max(PAGE, self.align)
         self._step = step
         self._limit = limit
-        self._beside = beside
         self._free = FreeExtents()
         self._lock = threading.Lock()
         self._warned = False
@@ -172,7 +169,7 @@ class BackingFile:
 
         Raises: OSError if these are fewer than `missing`.
         """
-        held = self.nbytes + self._beside()
+        held = self.nbytes
         if self._limit and held + missing > self._limit:
             message = f"the file would have {held + missing} B, and disk_limit is {self._limit} B"
             raise OSError(errno.ENOSPC, message, self.directory)

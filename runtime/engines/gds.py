@@ -7,8 +7,8 @@
 * **Blocks are not verified**: the data never passes the host, where the checksums of engine "posix" are computed.
 * Tensor memory is not registered with cuFile. A registration is by address, and in a caching allocator the address
   outlives the tensor. cuFile moves unregistered memory through a buffer on the GPU.
-* Host memory goes through a second engine, "posix", with separate files, which is made when the first such write comes.
-  This is memory of CPU tensors, and of GPU tensors that a host tier moves on. It is read through the same engine.
+* Host memory goes through the I/O threads, as with engine "posix", to the same files. This is memory of CPU tensors,
+  and of GPU tensors that a host tier moves on. It is read through them too.
 """
 
 import errno
@@ -17,18 +17,16 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.device import driver, streams
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
-from ssd_fx.runtime.engines.drives import Drives, FileExtent, Piece, open_files
-from ssd_fx.runtime.engines.extents import STEP, BackingFile
+from ssd_fx.runtime.engines.drives import FileExtent, Piece
+from ssd_fx.runtime.engines.extents import STEP
 from ssd_fx.runtime.engines.posix import PosixEngine
-from ssd_fx.runtime.engines.preflight import check_directory
 
 _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
 _LANES = 16  # streams for each device and all directories
@@ -37,114 +35,59 @@ _Moved = Callable[[], int] | str
 """Asks how many bytes of a piece were moved; or why it was not queued."""
 
 
-class GdsExtent(FileExtent):
-    """Room in the files of `GdsEngine`. Bytes that come `from_cpu` have room in `host` instead, and no pieces."""
+class GdsEngine(PosixEngine):
+    """`PosixEngine` in each directory of `config`, whose files are opened by kvikio too. `cufile.status` must have been
+    asked.
 
-    __slots__ = ("from_cpu", "host")
-
-    def __init__(self, nbytes: int, pieces: list[Piece]) -> None:
-        super().__init__(nbytes, pieces)
-        self.from_cpu = False
-        self.host: Extent | None = None
-
-
-class GdsEngine:
-    """A backing file in each directory of `config`, opened by kvikio too. `cufile.status` must have been asked.
-
-    Raises: what `check_directory` raises; OSError if a file cannot be opened.
+    Raises: what `PosixEngine` raises; OSError if kvikio cannot open a file.
     """
 
     name = cufile.NAME
-    devices = frozenset({"cpu", "cuda"})
 
     def __init__(self, config: RuntimeConfig, *, forced: bool) -> None:
-        self._config = config
         self._most_lanes = max(_LANES, 2 * len(config.dirs))
-        self._lanes: dict[torch.device, list[streams.Stream]] = {}  # in which one was used longest ago goes first
+        self._lanes: dict[torch.device, list[streams.Stream]] = {}  # the one used longest ago goes first
         # By transfer its pieces, its streams, and what to ask. A future that is dropped before its end blocks the host.
-        self._under_way: dict[streams.Queued, tuple[list[Piece], list[streams.Stream], list[_Moved]]] = {}
-        self._host: PosixEngine | None = None
-
-        def opened(index: int, directory: str) -> BackingFile:
-            check_directory(directory, config.allow_tmpfs)
-            beside, by_kvikio = partial(self._host_bytes, index), partial(_opened, forced=forced)
-            return BackingFile(str(Path(directory)), STEP, config.disk_limit, by_kvikio, beside)
-
-        self.drives = Drives(open_files(config.dirs, opened), self._bytes_under_way)
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.drives.disk_bytes + (self._host.disk_bytes if self._host else 0)
-
-    def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        return GdsExtent(nbytes, self.drives.alloc(nbytes))
-
-    def free(self, extent: Extent) -> None:
-        assert isinstance(extent, GdsExtent)
-        if extent.host:
-            assert self._host, "it was written there"
-            self._host.free(extent.host)
-        self.drives.free(extent.pieces)
-
-    def write(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, GdsExtent)
-        if streams.of(memory.device):
-            return self._queued("write", extent, memory)
-        extent.from_cpu = True
-        self._host = self._host or self._make_host()
-        extent.host = self._host.alloc(extent.nbytes)
-        pieces, extent.pieces = extent.pieces, []
-        self.drives.free(pieces)
-        return self._host.write(extent.host, memory)
-
-    def read(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, GdsExtent)
-        if extent.host:
-            assert self._host, "it was written there"
-            return self._host.read(extent.host, memory)
-        if extent.from_cpu or not streams.of(memory.device):
-            raise not_readable(torch.device("cpu" if extent.from_cpu else "cuda"), memory.device)
-        return self._queued("read", extent, memory)
-
-    def failed(self, extent: Extent, error: OSError) -> None:
-        assert isinstance(extent, GdsExtent)
-        if extent.host and self._host:
-            self._host.failed(extent.host, error)
-        elif not extent.from_cpu:
-            self.drives.failed(extent, error)
-
-    def close(self) -> None:
-        with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
-            if self._host:
-                closing.callback(self._host.close)
-            closing.callback(self._give_lanes_back)
-            closing.callback(self.drives.close)
-            closing.callback(self._under_way.clear)
-            for transfer in self._under_way:
-                closing.callback(transfer.cancel)
-
-    def _make_host(self) -> PosixEngine:
-        config = self._config
-        return PosixEngine(
+        self._queued: dict[streams.Queued, tuple[list[Piece], list[streams.Stream], list[_Moved]]] = {}
+        super().__init__(
             *config.dirs,
             allow_tmpfs=config.allow_tmpfs,
+            step=STEP,
             limit=config.disk_limit,
             checksums=config.checksums,
-            beside=lambda index: self.drives.files[index].nbytes,
+            opened=partial(_opened, forced=forced),
+            cuda=driver.cuda,
         )
 
-    def _host_bytes(self, index: int) -> int:
-        return self._host.drives.files[index].nbytes if self._host else 0
+    def on_device(self, device: torch.device) -> bool:
+        return streams.of(device) is not None
 
-    def _bytes_under_way(self) -> list[int]:
-        found = [0] * len(self.drives.files)
-        for transfer, (pieces, _, _) in list(self._under_way.items()):
+    def under_way(self) -> list[int]:
+        found = super().under_way()
+        for transfer, (pieces, _, _) in list(self._queued.items()):
             for piece in pieces if not transfer.done() else ():
                 found[piece.drive] += piece.nbytes
         return found
 
-    def _queued(self, what: str, extent: GdsExtent, memory: Memory) -> Completion:
+    def read(self, extent: Extent, memory: Memory) -> Completion:
+        assert isinstance(extent, FileExtent)
+        if extent.past_host and not self.on_device(memory.device):
+            raise not_readable(torch.device("cuda"), memory.device)
+        return super().read(extent, memory)
+
+    def close(self) -> None:
+        with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
+            closing.callback(super().close)
+            closing.callback(self._give_lanes_back)
+            closing.callback(self._queued.clear)
+            for transfer in self._queued:
+                closing.callback(transfer.cancel)
+
+    def device_transfer(self, write: bool, extent: FileExtent, memory: Memory) -> Completion:
         """A transfer whose pieces are queued on a stream each. The first stream waits for the others."""
+        extent.past_host |= write
+        if not extent.past_host:  # the pool wrote it, with checksums
+            return super().device_transfer(write, extent, memory)
         pieces, device = extent.pieces, memory.device
         queued = streams.of(device)
         assert queued, "only asked for devices with streams"
@@ -152,16 +95,16 @@ class GdsEngine:
 
         def enqueue(side: streams.Stream) -> streams.Check:
             others, moved = lanes[1:], list[_Moved]()
-            self._under_way[transfer] = pieces, lanes, moved
+            self._queued[transfer] = pieces, lanes, moved
             if others:
                 ready = queued.record(side)
                 for lane in others:
                     lane.wait_event(ready)
             for piece, lane in zip(pieces, lanes, strict=True):
-                moved.append(_queue(what, piece, memory, lane))
+                moved.append(_queue(write, piece, memory, lane))
             for lane in others:
                 side.wait_event(queued.record(lane))
-            return partial(self._end, transfer, what, extent)
+            return partial(self._end, transfer, write, extent)
 
         transfer = streams.Queued(device, lanes[0], enqueue)
         return transfer
@@ -169,7 +112,7 @@ class GdsEngine:
     def _take_lanes(self, queued: streams.Streams, device: torch.device, count: int) -> list[streams.Stream]:
         """Streams with nothing under way; where all are in use, those used longest ago."""
         lanes = self._lanes.setdefault(device, [])
-        busy = [lane for _, used, _ in list(self._under_way.values()) for lane in used]
+        busy = [lane for _, used, _ in list(self._queued.values()) for lane in used]
         taken = [lane for lane in lanes if lane not in busy][:count]
         with queued.on(device):
             while len(taken) < count and len(lanes) < self._most_lanes:
@@ -187,18 +130,18 @@ class GdsEngine:
             while queued and lanes:
                 queued.give_back(device, lanes.pop())
 
-    def _end(self, transfer: streams.Queued, what: str, extent: GdsExtent) -> None:
+    def _end(self, transfer: streams.Queued, write: bool, extent: FileExtent) -> None:
         """Returns if all bytes were moved. Raises: OSError if not; of a write all errors are noted in the extent."""
         try:
-            pieces, _, moved = self._under_way[transfer]
+            pieces, _, moved = self._queued[transfer]
             found = enumerate(map(_shortfall, pieces, moved))
             how = {index: reason for index, reason in found if reason}
-            if what == "write":
-                extent.errors = {index: _failure(what, pieces[index], how[index]) for index in how}
+            if write:
+                extent.errors = {index: _failure(write, pieces[index], how[index]) for index in how}
             if how:
-                raise _failure(what, pieces[min(how)], how[min(how)])
+                raise _failure(write, pieces[min(how)], how[min(how)])
         finally:
-            self._under_way.pop(transfer, None)
+            self._queued.pop(transfer, None)
 
 
 def _opened(path: str, forced: bool) -> cufile.DriverFile:
@@ -208,11 +151,11 @@ def _opened(path: str, forced: bool) -> cufile.DriverFile:
         raise OSError(_NO_ERRNO, f"{cufile.NAME} cannot open a file here: {error}", os.path.dirname(path)) from error
 
 
-def _queue(what: str, piece: Piece, memory: Memory, lane: streams.Stream) -> _Moved:
+def _queue(write: bool, piece: Piece, memory: Memory, lane: streams.Stream) -> _Moved:
     part = memory._replace(ptr=memory.ptr + piece.start, nbytes=piece.nbytes)
     file = piece.file.opened_by
     assert isinstance(file, cufile.DriverFile)
-    queue = file.write if what == "write" else file.read
+    queue = file.write if write else file.read
     try:
         return queue(part, piece.offset, lane.cuda_stream)
     except RuntimeError as error:
@@ -230,10 +173,8 @@ def _shortfall(piece: Piece, moved: _Moved) -> str:
     return "" if nbytes == piece.nbytes else f"moved {nbytes} B only"
 
 
-def _failure(what: str, piece: Piece, how: str) -> OSError:
-    directory = piece.file.directory
-    place = f"{what} of {piece.nbytes} B at offset {piece.offset} of the unlinked file in {directory}"
-    return OSError(_NO_ERRNO, f"{place} {how}", directory)
+def _failure(write: bool, piece: Piece, how: str) -> OSError:
+    return OSError(_NO_ERRNO, f"{piece.place(write)} {how}", piece.file.directory)
 
 
 def check_machine(*, forced: bool) -> None:
@@ -290,7 +231,7 @@ def _round_trip(engine: GdsEngine, drive: int, nbytes: int = 64 << 10) -> None:
     source, target = (queued.empty((nbytes,), (1,), torch.uint8, device) for _ in range(2))
     pattern = (torch.arange(nbytes) % 251).to(torch.uint8)
     queued.copy(queued.current(device), source, pattern)
-    extent = GdsExtent(nbytes, [engine.drives.take(drive, 0, nbytes)])
+    extent = FileExtent(nbytes, [engine.drives.take(drive, 0, nbytes)])
     for transfer in (engine.write(extent, Memory.of(source)), engine.read(extent, Memory.of(target))):
         transfer.start()
         transfer.wait()

@@ -23,34 +23,14 @@ import torch
 
 from ssd_fx.runtime.device import driver
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Extent, Memory, not_readable
-from ssd_fx.runtime.engines.drives import Drives, FileExtent, Piece, open_files
-from ssd_fx.runtime.engines.extents import STEP, BackingFile
+from ssd_fx.runtime.engines.drives import Drives, FileExtent, open_files
+from ssd_fx.runtime.engines.extents import STEP, BackingFile, Opened
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.memory.buffers import Buffer
 from ssd_fx.runtime.native import loader, pool
 
 POLL_MS = 100  # a thread that waits for I/O runs signal handlers this often
 _CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-
-
-class PosixExtent(FileExtent):
-    """Room in an engine's files.
-
-    `tail`: the last bytes of the tensor if they are not on disk. `sums`: the checksums of the others, piece by piece;
-    None without checksums.
-    """
-
-    __slots__ = ("sums", "tail")
-
-    def __init__(self, nbytes: int, pieces: list[Piece]) -> None:
-        super().__init__(nbytes, pieces)
-        self.sums: pool.Words | None = None
-        self.tail = b""
-
-    @property
-    def body_bytes(self) -> int:
-        """The bytes of the tensor that are on disk."""
-        return self.nbytes - len(self.tail)
 
 
 class Transfer:
@@ -71,7 +51,7 @@ class Transfer:
         owner: pool.Pool,
         request: ctypes.Array[ctypes.c_char],
         write: bool,
-        extent: PosixExtent,
+        extent: FileExtent,
         bounce: Buffer | None = None,
         target: int = 0,
         record: Callable[[], torch.cuda.Event] | None = None,
@@ -142,17 +122,13 @@ class Transfer:
         first = min(errors, key=lambda index: (errors[index].errno in NOT_OF_THE_DRIVE, failures[index].when))
         return self._error(first, failures[first])  # a new one, because its frames would keep the extent alive
 
-    def _place(self, piece: Piece) -> str:
-        what = "write" if self._write else "read"
-        return f"{what} of {piece.nbytes} B at offset {piece.offset} of the unlinked file in {piece.file.directory}"
-
     def _cancelled(self) -> OSError:
         piece = self._extent.pieces[0]
-        return OSError(errno.ECANCELED, f"{self._place(piece)} was cancelled", piece.file.directory)
+        return OSError(errno.ECANCELED, f"{piece.place(self._write)} was cancelled", piece.file.directory)
 
     def _error(self, index: int, failure: pool.Failure) -> OSError:
         piece = self._extent.pieces[index]
-        place, directory = self._place(piece), piece.file.directory
+        place, directory = piece.place(self._write), piece.file.directory
         code, where = failure.error, failure.where
         if code == pool.END_OF_FILE:
             return OSError(errno.EIO, f"{place} hit the end of the file at offset {where}", directory)
@@ -169,8 +145,8 @@ class Transfer:
 class PosixEngine:
     """A backing file in each of `directories`, of at most `limit` bytes (0: no limit), with `threads` I/O threads each.
 
-    `beside`: of a directory's index, as in `BackingFile`.
-    `checksums`: sum every block. `cuda`: returns the driver, when memory of a device is first transferred.
+    `checksums`: sum every block. `opened`: as in `BackingFile`. `cuda`: returns the driver, when memory of a device is
+    first transferred.
 
     Raises: what `check_directory` raises; OSError if no file can be created.
     """
@@ -186,68 +162,76 @@ class PosixEngine:
         step: int = STEP,
         limit: int = 0,
         checksums: bool = True,
-        beside: Callable[[int], int] = lambda index: 0,
+        opened: Opened = None,
         cuda: Callable[[], driver.CudaDriver] = driver.cuda,
     ) -> None:
         self._checksums = checksums
         self._cuda = cuda
         self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
 
-        def opened(index: int, directory: str) -> BackingFile:
+        def made(directory: str) -> BackingFile:
             check_directory(directory, allow_tmpfs)
-            return BackingFile(str(Path(directory)), step, limit, beside=partial(beside, index))
+            return BackingFile(str(Path(directory)), step, limit, opened)
 
-        self.drives = Drives(open_files(directories, opened), lambda: self._pool.under_way())
+        self.drives = Drives(open_files(directories, made), self.under_way)
         try:
             self._pool = loader.make_pool(len(directories), threads)
         except BaseException:  # no thread could be started
             self.drives.close()
             raise
 
+    def on_device(self, device: torch.device) -> bool:
+        """Whether memory is a device's, which goes through `device_transfer`."""
+        return device.type == "cuda"
+
+    def under_way(self) -> list[int]:
+        """The bytes that each drive was given and has not moved yet."""
+        return self._pool.under_way()
+
     @property
     def disk_bytes(self) -> int:
         return self.drives.disk_bytes
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        return PosixExtent(nbytes, self.drives.alloc(nbytes))
+        return FileExtent(nbytes, self.drives.alloc(nbytes))
 
     def free(self, extent: Extent) -> None:
-        assert isinstance(extent, PosixExtent)
+        assert isinstance(extent, FileExtent)
         self.drives.free(extent.pieces)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, PosixExtent)
+        assert isinstance(extent, FileExtent)
         ptr, nbytes, device, _ = memory
         extent.tail = b""
-        if device.type == "cuda":
-            return self._staged(True, extent, ptr, device)
+        if self.on_device(device):
+            return self.device_transfer(True, extent, memory)
         file = extent.pieces[-1].file
         tail = nbytes % file.align
-        if ptr % self.drives.align or nbytes < file.align or (tail and memory.reader.type == "cuda"):
+        if ptr % self.drives.align or nbytes < file.align or (tail and self.on_device(memory.reader)):
             padded = file.padded(nbytes)
             bounce = Buffer(padded)
             ctypes.memmove(bounce.address, ptr, nbytes)
             ctypes.memset(bounce.address + nbytes, 0, padded - nbytes)  # no bytes of other tensors go to the disk
-            return self._transfer(True, extent, bounce.address, padded, bounce)
+            return self.transfer(True, extent, bounce.address, padded, bounce)
         extent.tail = ctypes.string_at(ptr + nbytes - tail, tail)
-        return self._transfer(True, extent, ptr, nbytes - tail)
+        return self.transfer(True, extent, ptr, nbytes - tail)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, PosixExtent)
+        assert isinstance(extent, FileExtent)
         ptr, _, device, _ = memory
-        if device.type == "cuda":
-            return self._staged(False, extent, ptr, device)
+        if self.on_device(device):
+            return self.device_transfer(False, extent, memory)
         body, tail, file = extent.body_bytes, extent.tail, extent.pieces[-1].file
         if ptr % self.drives.align or body % file.align:
             padded = file.padded(body)
             bounce = Buffer(padded + len(tail))  # the body is read into it, before the tail
             ctypes.memmove(bounce.address + body, tail, len(tail))
-            return self._transfer(False, extent, bounce.address, padded, bounce, ptr)
+            return self.transfer(False, extent, bounce.address, padded, bounce, ptr)
         ctypes.memmove(ptr + body, tail, len(tail))
-        return self._transfer(False, extent, ptr, body)
+        return self.transfer(False, extent, ptr, body)
 
     def failed(self, extent: Extent, error: OSError) -> None:
-        assert isinstance(extent, PosixExtent)
+        assert isinstance(extent, FileExtent)
         self.drives.failed(extent, error)
 
     def close(self) -> None:
@@ -257,20 +241,21 @@ class PosixEngine:
             self._pool.close()  # else threads would go on with the number of a descriptor that others get
             self.drives.close()
 
-    def _staged(self, write: bool, extent: PosixExtent, ptr: int, device: torch.device) -> Completion:
-        """A transfer of the whole tensor between the device and the files, padded to the alignment."""
+    def device_transfer(self, write: bool, extent: FileExtent, memory: Memory) -> Completion:
+        """A transfer of the whole tensor between a device and the files, padded to the alignment."""
+        device = memory.device
         if extent.tail:
             raise not_readable(torch.device("cpu"), device)
         assert device.index is not None, "the device of a tensor has a number"
         cuda, index = self._cuda(), device.index
         found = self._devices.get(index) or self._devices.setdefault(index, driver.describe(cuda, index))
         padded = extent.pieces[-1].file.padded(extent.nbytes)
-        return self._transfer(write, extent, ptr, padded, device=found, record=partial(cuda.record, index))
+        return self.transfer(write, extent, memory.ptr, padded, device=found, record=partial(cuda.record, index))
 
-    def _transfer(
+    def transfer(
         self,
         write: bool,
-        extent: PosixExtent,
+        extent: FileExtent,
         address: int,
         moved: int,
         bounce: Buffer | None = None,
@@ -278,7 +263,7 @@ class PosixEngine:
         device: driver.Device | None = None,
         record: Callable[[], torch.cuda.Event] | None = None,
     ) -> Transfer:
-        """Of `moved` bytes at `address`: the tensor less its tail, or with padding behind it."""
+        """A transfer of the `moved` bytes at `address`: the tensor less its tail, or with padding behind it."""
         pieces = extent.pieces
         sizes = [piece.nbytes for piece in pieces[:-1]]
         sizes.append(moved - pieces[-1].start)

@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.runtime.config import RuntimeConfig, parse
 from ssd_fx.runtime.engines.base import outcome
-from ssd_fx.runtime.engines.drives import Piece
-from ssd_fx.runtime.engines.posix import PosixExtent, Transfer
+from ssd_fx.runtime.engines.drives import FileExtent, Piece
+from ssd_fx.runtime.engines.posix import Transfer
 from ssd_fx.runtime.entries import stand_in
 from ssd_fx.runtime.layout import dense_form, is_alone
 from ssd_fx.runtime.native import loader
@@ -82,7 +82,7 @@ def scratch(tmp_path):
 def request(pool, write, fd, address, nbytes, offset):
     """A transfer that is not started."""
     file = types.SimpleNamespace(fd=fd, directory="/scratch")
-    extent = PosixExtent(nbytes, [Piece(0, file, offset, nbytes, 0, nbytes)])
+    extent = FileExtent(nbytes, [Piece(0, file, offset, nbytes, 0, nbytes)])
     made = pool.request(write, array("q", [0, fd, address, nbytes, offset, 0, 0]))
     return Transfer(pool, made, write, extent)
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines.base import Memory, outcome
-from ssd_fx.runtime.engines.drives import STRIPE, stripes
+from ssd_fx.runtime.engines.drives import STRIPE, FileExtent, stripes
 from ssd_fx.runtime.engines.extents import BackingFile
-from ssd_fx.runtime.engines.posix import PosixEngine, PosixExtent
+from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.memory.buffers import ALIGN
@@ -332,7 +332,7 @@ def behind_others(engine, gates, places):
     for place in places:
         gates.hold(engine.drives.files[place])
         array, memory = memory_of(1000, 1)
-        extent = PosixExtent(1000, [engine.drives.take(place, 0, 1000)])
+        extent = FileExtent(1000, [engine.drives.take(place, 0, 1000)])
         kept.append((engine.write(extent, memory), array))
         kept[-1][0].start()
     return kept
