@@ -104,7 +104,7 @@ class GdsEngine(PosixEngine):
                 moved.append(_queue(write, piece, memory, lane))
             for lane in others:
                 side.wait_event(queued.record(lane))
-            return partial(self._end, transfer, write, extent)
+            return partial(self._end, transfer, write, extent, moved)
 
         transfer = streams.Queued(device, lanes[0], enqueue)
         return transfer
@@ -130,12 +130,11 @@ class GdsEngine(PosixEngine):
             while queued and lanes:
                 queued.give_back(device, lanes.pop())
 
-    def _end(self, transfer: streams.Queued, write: bool, extent: FileExtent) -> None:
+    def _end(self, transfer: streams.Queued, write: bool, extent: FileExtent, moved: list[_Moved]) -> None:
         """Returns if all bytes were moved. Raises: OSError if not; of a write all errors are noted in the extent."""
         try:
-            pieces, _, moved = self._queued[transfer]
-            found = enumerate(map(_shortfall, pieces, moved))
-            how = {index: reason for index, reason in found if reason}
+            pieces = extent.pieces
+            how = {index: reason for index, reason in enumerate(map(_shortfall, pieces, moved)) if reason}
             if write:
                 extent.errors = {index: _failure(write, pieces[index], how[index]) for index in how}
             if how:
@@ -152,12 +151,10 @@ def _opened(path: str, forced: bool) -> cufile.DriverFile:
 
 
 def _queue(write: bool, piece: Piece, memory: Memory, lane: streams.Stream) -> _Moved:
-    part = memory._replace(ptr=memory.ptr + piece.start, nbytes=piece.nbytes)
     file = piece.file.opened_by
     assert isinstance(file, cufile.DriverFile)
-    queue = file.write if write else file.read
     try:
-        return queue(part, piece.offset, lane.cuda_stream)
+        return file.queue(write, memory.ptr + piece.start, piece.nbytes, piece.offset, lane.cuda_stream)
     except RuntimeError as error:
         return f"failed: {error}"
 
