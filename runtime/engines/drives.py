@@ -46,12 +46,22 @@ class FileExtent(Extent):
     __slots__ = ("errors", "past_host", "pieces", "sums", "tail")
 
     def __init__(self, nbytes: int, pieces: list[Piece]) -> None:
-        super().__init__(nbytes, ", ".join([piece.file.directory for piece in pieces]), pieces[0].offset)
+        super().__init__(nbytes)
         self.pieces = pieces
         self.sums: Words | None = None
         self.tail = b""
         self.errors: dict[int, OSError] = {}
         self.past_host = False
+
+    @property
+    def directory(self) -> str:
+        """Those of its files, for people."""
+        return ", ".join(piece.file.directory for piece in self.pieces)
+
+    @property
+    def offset(self) -> int:
+        """Where its first piece begins."""
+        return self.pieces[0].offset
 
     @property
     def body_bytes(self) -> int:
