@@ -160,10 +160,10 @@ def test_a_slow_directory_stops_no_other(engine_on, gates):
     _array, memory = memory_of(40 * MIB, 1)
     large = engine.write(engine.alloc(40 * MIB), memory)
     large.start()
+    until(lambda: not engine._pool.under_way()[1])
     small, data = write(engine, 1000)
     assert pieces(small)[0][0] == "b"
     assert read(engine, small) == data
-    until(lambda: not engine._pool.under_way()[1])
     assert engine._pool.under_way()[0] == 20 * MIB
     assert not large.done()
     gates.let_go(engine.drives.files[0])
