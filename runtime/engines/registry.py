@@ -27,7 +27,7 @@ def _posix(config: RuntimeConfig) -> Engine:
     if not config.dirs:
         raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
     device = staged.needed()
-    make = functools.partial(staged.StagedEngine, device) if device else PosixEngine
+    make: Callable[..., Engine] = functools.partial(staged.StagedEngine, device) if device else PosixEngine
     return make(*config.dirs, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums)
 
 
