@@ -29,11 +29,6 @@ class Piece(NamedTuple):
     start: int
     nbytes: int
 
-    def place(self, write: bool) -> str:
-        """A transfer of it, for messages."""
-        what, directory = "write" if write else "read", self.file.directory
-        return f"{what} of {self.nbytes} B at offset {self.offset} of the unlinked file in {directory}"
-
 
 class FileExtent(Extent):
     """Room for one tensor in files.

@@ -171,7 +171,9 @@ def _shortfall(piece: Piece, moved: _Moved) -> str:
 
 
 def _failure(write: bool, piece: Piece, how: str) -> OSError:
-    return OSError(_NO_ERRNO, f"{piece.place(write)} {how}", piece.file.directory)
+    what, directory = "write" if write else "read", piece.file.directory
+    place = f"{what} of {piece.nbytes} B at offset {piece.offset} of the unlinked file in {directory}"
+    return OSError(_NO_ERRNO, f"{place} {how}", directory)
 
 
 def check_machine(*, forced: bool) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from ssd_fx.runtime.device import driver
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Extent, Memory, not_readable
-from ssd_fx.runtime.engines.drives import Drives, FileExtent, open_files
+from ssd_fx.runtime.engines.drives import Drives, FileExtent, Piece, open_files
 from ssd_fx.runtime.engines.extents import STEP, BackingFile, Opened
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.memory.buffers import Buffer
@@ -124,11 +124,11 @@ class Transfer:
 
     def _cancelled(self) -> OSError:
         piece = self._extent.pieces[0]
-        return OSError(errno.ECANCELED, f"{piece.place(self._write)} was cancelled", piece.file.directory)
+        return OSError(errno.ECANCELED, f"{_place(self._write, piece)} was cancelled", piece.file.directory)
 
     def _error(self, index: int, failure: pool.Failure) -> OSError:
         piece = self._extent.pieces[index]
-        place, directory = piece.place(self._write), piece.file.directory
+        place, directory = _place(self._write, piece), piece.file.directory
         code, where = failure.error, failure.where
         if code == pool.END_OF_FILE:
             return OSError(errno.EIO, f"{place} hit the end of the file at offset {where}", directory)
@@ -140,6 +140,11 @@ class Transfer:
             message = f"{place} failed at offset {where}: {function} returned CUDA error {result}"
             return OSError(errno.ENOMEM if result == _CUDA_OUT_OF_MEMORY else errno.EFAULT, message, directory)
         return OSError(code, f"{place} failed at offset {where}: {os.strerror(code)}", directory)
+
+
+def _place(write: bool, piece: Piece) -> str:
+    what, directory = "write" if write else "read", piece.file.directory
+    return f"{what} of {piece.nbytes} B at offset {piece.offset} of the unlinked file in {directory}"
 
 
 class PosixEngine:

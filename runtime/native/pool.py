@@ -61,7 +61,7 @@ class Pool:
         """
         at, numbers = places.buffer_info()
         parts = numbers // WORDS
-        made = (ctypes.c_char * self.library.request_size(parts))()
+        made: ctypes.Array[ctypes.c_char] = (ctypes.c_char * self.library.request_size(parts))()
         self.library.init(made, self._pool, write, parts, at, device or None)
         return made
 
