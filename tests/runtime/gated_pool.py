@@ -3,26 +3,24 @@
 import contextlib
 import ctypes
 import functools
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 from ssd_fx.runtime.engines.extents import BackingFile
 from ssd_fx.runtime.native import loader, pool
+from tests import built
 
 
 class Gates:
     """Of the files of all engines that are made within `installed`."""
 
     def __init__(self) -> None:
-        with tempfile.TemporaryDirectory() as scratch:
-            built = Path(scratch) / "gated_pool.so"
-            command = ["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread", f"-I{loader.SOURCE.parent}"]
-            subprocess.run([*command, Path(__file__).with_suffix(".c"), "-o", built], check=True)
-            self.library = loader.Library(str(built))
-            self._dll = ctypes.CDLL(str(built))
+        sources = loader.SOURCE.parent
+        command = (*built.C, "-O1", f"-I{sources}")
+        made = str(built.library(Path(__file__).with_suffix(".c"), command, among=sources.glob("*.[ch]")))
+        self.library = loader.Library(made)
+        self._dll = ctypes.CDLL(made)
         self._files: set[int] = set()
 
     def hold(self, file: BackingFile) -> None:
