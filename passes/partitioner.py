@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._logging._internal import trace_log
 
+from ssd_fx.compat import CustomPartitionerFn, saved_tensors_hooks, trace_log
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
@@ -126,7 +125,7 @@ def is_traced() -> bool:
 
 def hooks_are_compiled_in() -> bool:
     """Whether AOTAutograd will compile saved-tensor hooks into the partitioned graphs. They read what is saved."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks()
     return hooks is not None and isinstance(hooks[0], fx.GraphModule)
 
 

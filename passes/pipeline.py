@@ -22,10 +22,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from ssd_fx.compat import CustomPartitionerFn, functorch_config, inductor_config, syncs_decisions
 from ssd_fx.passes.alias.copies import merge_copies
 from ssd_fx.passes.alias.storages import alias
 from ssd_fx.passes.cost.lifetime import lifetime
@@ -330,7 +328,7 @@ def _is_partitioned_once() -> bool:
 
 def ranks_agree() -> bool:
     """Whether the ranks exchange what they save, each time that they partition a graph with a collective."""
-    return bool(getattr(functorch_config, "_sync_decision_cross_ranks", False))
+    return syncs_decisions()
 
 
 def _machine(partition: Partition, options: PlanOptions) -> Machine:

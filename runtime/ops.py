@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from ssd_fx.compat import _get_current_graph_task_keep_graph as keeps_graph
 from ssd_fx.runtime import errors, plans, trace
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.device.streams import check_not_captured
@@ -34,7 +35,6 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stats import counters, step, turn
 from ssd_fx.runtime.store import begin_later, get_store
 
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
 
 _SCHEMAS = (

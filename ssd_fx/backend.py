@@ -14,13 +14,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._dynamo.backends import registry
-from torch._dynamo.eval_frame import innermost_fn
-from torch._inductor import config as inductor_config
-from torch._inductor import list_mode_options
 
 from ssd_fx import patterns, progress, traced
 from ssd_fx.calibration import calibrate
+from ssd_fx.compat import (
+    inductor_config,
+    innermost_fn,
+    is_within_checkpoint,
+    list_mode_options,
+    registry,
+    saves_packages,
+)
 from ssd_fx.config import Config
 from ssd_fx.options import PLAN
 from ssd_fx.passes.cost.machine import Machine, Rates, dtype_name
@@ -181,7 +185,7 @@ def _keep_out_of_packages() -> None:
     word.
     """
     translator = traced.translator()
-    if translator is not None and getattr(torch._dynamo.config, "caching_precompile", False):
+    if translator is not None and saves_packages():
         translator.output.bypass_package("the options of ssd_fx are not in the key of a package")
 
 
@@ -195,8 +199,7 @@ def _keeps_all(gm: fx.GraphModule) -> str:
       they are needed. Its second forward may be another graph (for dynamic sizes). That one's saved tensors then go to
       the backward of the first graph, which can take plain tensors only.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+    if is_within_checkpoint():
         reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
     elif hooks_are_compiled_in():
         reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"
@@ -298,8 +301,7 @@ def _trains_on_cpu(inputs: Sequence[object]) -> bool:
 def _inductor(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None, dumps_to: str
 ) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
+    from ssd_fx.compat.inductor import compile_fx, compile_fx_inner
     from ssd_fx.passes.lowering import inductor
     from ssd_fx.passes.lowering.settings import settings
 
@@ -335,8 +337,7 @@ def _for_cpp(partitioner: Partitioner) -> Partitioner:
 
 
 def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner) -> Compiled:
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
+    from ssd_fx.compat import aot_autograd, boxed_nop
 
     def inference(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
         if partitioner.survey is not None:

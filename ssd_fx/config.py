@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor import list_options
 
 from ssd_fx import versions
+from ssd_fx.compat import list_options
 from ssd_fx.options import Options, noted
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.policy import Policy

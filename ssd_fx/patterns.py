@@ -20,9 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
-from torch._dynamo import OptimizedModule
 
 from ssd_fx import traced
+from ssd_fx.compat import OptimizedModule
 from ssd_fx.passes.joint.modules import enclosing, matches
 
 # Patterns that named a module while a model was in reach. A later graph of the same code may reach that model, and not

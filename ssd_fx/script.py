@@ -21,12 +21,10 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from ssd_fx import fake
 from ssd_fx.backend import NO_BACKWARD, backend
+from ssd_fx.compat import DataDependentOutputException, _disable_current_modes, tree_leaves
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.survey import Look, survey, uncompiled
 

@@ -16,9 +16,9 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import Unsupported
 
 from ssd_fx.backend import NoBackward, compile_graph
+from ssd_fx.compat import Unsupported, uncalled
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.runtime.errors import first_line
@@ -26,7 +26,6 @@ from ssd_fx.runtime.errors import first_line
 T = TypeVar("T")
 Look = Callable[[Joint, PlanOptions], T]
 """Looks at a joint graph. It is pickled: see `compile_graph`."""
-_SILENT = "ignore_logger_methods"  # of Dynamo: what is not called, and breaks no graph; an alias from torch 2.13 on
 
 
 def surveyed(
@@ -49,11 +48,10 @@ def surveyed(
         return compile_graph(gm, inputs, survey=partial(_survey, look), mode=mode, **given)
 
     args, kwargs = call
-    silent = getattr(torch._dynamo.config, _SILENT)
     torch._dynamo.reset()  # Dynamo compiles a function eight times at most
     compiled = torch.compile(model, backend=backend, options=dict(options or {}), dynamic=dynamic, fullgraph=True)
     try:
-        with _not_in_place(model), torch._dynamo.config.patch({_SILENT: silent | _logging()}):
+        with _not_in_place(model), uncalled(_logging()):
             compiled(*args, **kwargs)
     except _Surveyed as ended:
         found: T = ended.found

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.symbolic_convert import tls
 
+from ssd_fx.compat import tls
 from ssd_fx.passes.joint.marks import ANNOTATION
 from ssd_fx.passes.joint.modules import dotted, paths
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ssd_fx.compat import CustomGraphPass
 from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint import modules

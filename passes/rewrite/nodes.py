@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
+from ssd_fx.compat import FakeTensorMode
 from ssd_fx.passes.groups import AliasGroup
 
 

@@ -49,7 +49,7 @@ def _versions() -> Finding:
 
 def _compiler() -> Finding:
     """Inductor compiles C++ for the CPU, and our allocator is C++ too."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    from ssd_fx.compat.inductor import get_cpp_compiler
 
     right = "install g++, as by `apt install g++`, or name a compiler in CXX; Inductor cannot compile for a CPU without"
     try:

@@ -47,7 +47,9 @@ class Switched:
         if name not in self._made:
             made = make_engine(replace(config, engine="posix" if name == "tiered" else name))
             if name == "tiered":  # as `make_tiers` makes it where a GPU is
-                made = TieredEngine(MemoryEngine(), made, _now.room, config.inflight_bytes or LEAST_BYTES, lambda _: None)
+                made = TieredEngine(
+                    MemoryEngine(), made, _now.room, config.inflight_bytes or LEAST_BYTES, lambda _: None
+                )
             self._made[name] = made
         return self._made[name]
 
