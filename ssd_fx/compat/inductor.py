@@ -1,7 +1,7 @@
 # isort: skip_file
 """The private parts of Inductor that a compilation needs: lowerings, the scheduler, the code that it writes.
 
-To import them takes a second, so nothing imports this module before a graph is compiled.
+They are many modules, which `import ssd_fx` does without. So nothing imports this one before a graph is compiled.
 """
 
 from __future__ import annotations
