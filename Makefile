@@ -129,7 +129,7 @@ compatibility: $(STAMP)
 matrix:
 	$(PYTHON) -m tests.matrix $(VERSIONS) --results $(RESULTS)/matrix.jsonl --pip "$(PIP_FLAGS)" --pytest "$(PYTEST_FLAGS)"
 
-# PAPER_FLAGS="--json-dir docs/results/paper --more" goes on with the results of docs/benchmarks.md instead.
+# PAPER_FLAGS="--json-dir docs/results/paper --more" goes on with the results there instead.
 paper: $(STAMP)
 	@mkdir -p demo-out/paper
 	$(PY) benchmarks/paper --dir demo-out --json-dir demo-out/paper $(if $(QUICK),--quick,--minutes $(MINUTES)) \

@@ -39,9 +39,7 @@ NAVIGATION = {
         "CONTRIBUTING",
     ],
     "Results": [
-        "docs/measurements",
         "docs/pareto",
-        "docs/benchmarks",
         "docs/compatibility",
         "docs/roadmap",
         "CHANGELOG",
