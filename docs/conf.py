@@ -20,28 +20,28 @@ NAVIGATION = {
         "docs/trainers",
     ],
     "Guides": [
+        "docs/report",
         "docs/troubleshooting",
         "docs/performance",
         "docs/faq",
-        "docs/wear",
         "docs/machines",
+        "docs/wear",
         "docs/projection",
-        "docs/report",
         "docs/gpu",
     ],
-    "How it works": [
+    "Change the code": [
         "docs/how-it-works",
         "docs/glossary",
         "docs/design",
         "docs/planner",
         "docs/runtime",
         "docs/decisions",
+        "docs/roadmap",
         "CONTRIBUTING",
     ],
     "Results": [
         "docs/pareto",
         "docs/compatibility",
-        "docs/roadmap",
         "CHANGELOG",
     ],
 }
