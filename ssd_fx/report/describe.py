@@ -3,7 +3,8 @@
     graph, budget, min_bytes, saved_bytes, offloaded_bytes
     rates       where those of the machine come from: "measured", "typical", "typical compute", "given"
     predicted   the figures of the dump
-    host_speedup  as in `Forecast`
+    host_speedup  how many times as fast as the drives host memory would be, beside a device with memory of its own; 0
+                  without one, and where there is a host budget
     stock       the step of PyTorch's own partition with everything kept: saved_bytes, floor_bytes, peak_bytes, step_us,
                 and its memory
     memory      of the plan: [[us, bytes], ...] for the forward and for the backward, and `turn_us` between them
@@ -11,21 +12,24 @@
     groups      slot, name, module, source, nbytes, stored_nbytes, decision, tier, reason, marked, shared, life
     recomputed  name, module, source, nbytes, seconds
 
-Times are whole microseconds from the start of the forward. `life` has those of `Life`, in its order, flat.
+Times are whole microseconds from the start of the forward. `life` is flat: produced; read last in
+the forward, first and last in the backward; begin and end of write, of read, and of the time in which its memory is
+free; what the step waits for the write, and for the read.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from ssd_fx.passes.cost.kernels import hint
+from ssd_fx.passes.decide import device_of, machine_of
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import enclosing
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of
-from ssd_fx.passes.plan import Keep, Life, Offload, Plan
+from ssd_fx.passes.plan import Keep, Offload, Plan, replay_of
+from ssd_fx.passes.schedule import Replay
 from ssd_fx.report.course import thinned
 from ssd_fx.report.dump import Sources, predicted, recomputed, source_lines
 from ssd_fx.runtime.config import parse
@@ -50,10 +54,8 @@ def describe(
     found = source_lines(partition, arguments)
     of = f" of {function}" if function else ""
     sources = {name: f"{line}{of}" if line.startswith("argument ") else line for name, line in found.items()}
-    assert plan.stock is not None, "select fills it"
-    assert plan.course is not None, "select fills it"
-    assert plan.forecast is not None, "select fills it"
-    stock, course = plan.stock, plan.course
+    baseline = plan.origin.baseline
+    assert baseline is not None, "select fills it"
     return {
         "graph": plan.graph,
         "budget": options.budget,
@@ -64,29 +66,27 @@ def describe(
         "saved_bytes": int(plan.saved_bytes),
         "offloaded_bytes": int(plan.offloaded_bytes),
         "predicted": predicted(plan),
-        "host_speedup": round(plan.forecast.host_speedup, 1),
+        "host_speedup": round(_host_speedup(partition, options), 1),
         "whole": partition.is_whole_step,
         "stock": {
-            "saved_bytes": int(stock.saved_bytes),
-            "floor_bytes": stock.floor,
-            "peak_bytes": stock.peak,
-            **_memory(stock.starts, stock.memory, stock.forward),
+            "saved_bytes": int(plan.origin.saved_bytes),
+            "floor_bytes": baseline.step.floor,
+            "peak_bytes": baseline.peak,
+            **_memory(baseline),
         },
-        **_memory(course.starts, course.memory, course.forward),
+        **_memory(replay_of(plan)),
         "groups": [*_groups(partition, plan, sources), *_outputs(partition, options, sources)],
         "recomputed": recomputed(plan, sources),
     }
 
 
 def _groups(partition: Partition, plan: Plan, sources: Sources) -> list[dict[str, Any]]:
-    assert plan.course is not None
     inputs = {storage_of(n) for n in partition.activation_inputs} - {None}
     by_name = {n.name: n for n in partition.forward.graph.nodes}
     found = []
     for group in plan.groups:
         at = storage_of(by_name[group.base])
         shared = "input" if at in inputs else ""
-        life = plan.course.lives.get(group.slot)
         found.append(
             {
                 "slot": group.slot,
@@ -97,7 +97,7 @@ def _groups(partition: Partition, plan: Plan, sources: Sources) -> list[dict[str
                 "stored_nbytes": int(group.stored_nbytes),
                 **_decided(plan, group),
                 "shared": shared,
-                "life": [] if life is None else _flat(life),
+                "life": _life(plan, group.slot) if group.slot in plan.items else [],
             }
         )
     return found
@@ -140,8 +140,19 @@ def _decided(plan: Plan, group: AliasGroup) -> dict[str, Any]:
     return {"decision": "offload", "tier": decision.tier, "reason": reason, "marked": mark is not None}
 
 
-def _flat(life: Life) -> list[Any]:
-    return [_us(getattr(life, field.name)) for field in dataclasses.fields(life)]
+def _host_speedup(partition: Partition, options: PlanOptions) -> float:
+    if device_of(partition).type == "cpu" or options.host_budget:
+        return 0.0
+    machine = machine_of(partition, options)
+    return machine.lanes("host").write_bw / machine.write_bw
+
+
+def _life(plan: Plan, slot: int) -> list[Any]:
+    times = plan.times(slot)
+    (released, until), (waited, used) = times["release"], times["wait"]
+    spans = (times.get(kind) for kind in ("write", "read", "gone"))
+    found = (times["store"][0], released, used, times["last"][0], *spans, until - released, used - waited)
+    return [_us(each) for each in found]
 
 
 def _us(at: Any) -> Any:
@@ -150,8 +161,9 @@ def _us(at: Any) -> Any:
     return [_us(each) for each in at] if isinstance(at, tuple) else round(1e6 * at)
 
 
-def _memory(starts: Sequence[float], memory: Sequence[int], forward: int) -> dict[str, Any]:
+def _memory(replay: Replay) -> dict[str, Any]:
     """The curve, with the highest value of each of at most `POINTS` parts of either direction."""
+    starts, memory, forward = replay.starts, replay.memory, replay.step.forward
     return {
         "turn_us": _us(starts[forward]),
         "step_us": _us(starts[-1]),

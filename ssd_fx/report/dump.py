@@ -20,7 +20,7 @@ from typing import Any
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.partition import Names, Partition
-from ssd_fx.passes.plan import Forecast, Keep, Offload, Plan
+from ssd_fx.passes.plan import Keep, Offload, Plan, replay_of
 from ssd_fx.report.code import configuration, told_once
 from ssd_fx.report.columns import aligned
 from ssd_fx.report.rows import Row, fold
@@ -66,8 +66,7 @@ def head(plan: Plan) -> str:
 
 def predicted(plan: Plan) -> dict[str, float]:
     """The simulator's predictions for the plan: seconds, and bytes above the level before the step."""
-    found = plan.forecast
-    assert found is not None, "select fills it"
+    found, limits = replay_of(plan), plan.limits
     return {
         "step_s": found.seconds,
         "compute_s": found.compute_s,
@@ -75,19 +74,20 @@ def predicted(plan: Plan) -> dict[str, float]:
         "write_stall_s": found.write_stall_s,
         "read_stall_s": found.read_stall_s,
         "peak_bytes": found.peak,
-        "limit_bytes": int(found.limits.memory),
-        "floor_bytes": found.floor,
-        "kept_peak_bytes": found.everything,
+        "limit_bytes": int(limits.memory),
+        "floor_bytes": found.step.floor,
+        "kept_peak_bytes": found.step.everything,
         "written_bytes": found.written,
-        **({"shared_budget_bytes": found.shared} if found.shared else {}),
-        **_host(found),
+        **({"shared_budget_bytes": limits.shared} if limits.shared else {}),
+        **_host(plan),
     }
 
 
-def _host(found: Forecast) -> dict[str, float]:
-    if found.host_budget:
-        return {"host_peak_bytes": found.host_peak, "host_budget_bytes": found.host_budget}
-    return {"resident_bytes": found.resident} if found.resident else {}
+def _host(plan: Plan) -> dict[str, float]:
+    found, resident = replay_of(plan), plan.limits.resident
+    if found.step.host_budget:
+        return {"host_peak_bytes": found.host_peak, "host_budget_bytes": found.step.host_budget}
+    return {"resident_bytes": resident} if resident else {}
 
 
 def _predicted(plan: Plan) -> list[str]:
@@ -109,8 +109,9 @@ def _before_recomputing(plan: Plan) -> list[str]:
     """The figures that the limit follows from, where those of this partition are others."""
     if not plan.recomputed:
         return []
-    assert plan.stock is not None, "select fills it"
-    least, most = format_bytes(plan.stock.floor), format_bytes(plan.stock.peak)
+    baseline = plan.origin.baseline
+    assert baseline is not None, "select fills it"
+    least, most = format_bytes(baseline.step.floor), format_bytes(baseline.peak)
     return [f"allowed is of PyTorch's own partition, which recomputes less: floor {least}, everything kept {most}"]
 
 
@@ -158,20 +159,20 @@ def _size(group: AliasGroup) -> str:
 
 def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
     """The nodes that a group's nodes stand behind (`>`) or before (`<`); empty of a group that is kept."""
-    points, (forward, backward) = plan.points.get(group.slot), names
-    if points is None:
+    trip, (forward, backward) = plan.schedule.get(group.slot), names
+    if trip is None:
         return {}
+    at = [*forward, *backward]
     return {
-        "store>": forward[points.store_after],
-        "release>": forward[points.release_after],
-        "load<": backward[points.load_before],
-        "wait<": backward[points.wait_before],
+        "store>": at[trip.store.at],
+        "release>": at[trip.release.at],
+        "load<": at[trip.load.at],
+        "wait<": at[trip.wait.at],
     }
 
 
 def _begins_later(plan: Plan, group: AliasGroup) -> bool:
-    points = plan.points.get(group.slot)
-    return points is not None and points.later
+    return group.slot in plan.schedule and plan.schedule[group.slot].is_later
 
 
 def _recomputed(plan: Plan, sources: Sources) -> Iterable[Row]:

@@ -14,7 +14,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from ssd_fx.passes.planner.items import Choice, Item, Step
+from ssd_fx.passes.schedule import Choice, Item, Step
 from tests.passes.planner.instances import Instance, random_machine, shared_nodes
 
 BLOCKS = {"attention": ["attention"], "plain": ["plain"], "gated": ["gated"], "both": ["attention", "plain"]}
