@@ -430,7 +430,7 @@ def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Predictio
     last = plans[-1].limits
     stays, saved = ([getattr(p, name) for p in plans] for name in ("kept_bytes", "saved_bytes"))
     peak = _highest(stays, [each.peak for each in found])
-    limit = _highest(stays, [int(each.limits.memory) for each in found])
+    limit = _highest(stays, [int(plan.limits.memory) for plan in plans])
     everything = _highest(saved, [each.step.everything for each in found])
     filled = limit if last.shared else peak  # the runtime fills a budget in bytes
     whole = max(peak, min(filled + last.resident, everything))

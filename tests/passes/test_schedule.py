@@ -36,7 +36,7 @@ def test_what_waits_before_a_place_comes_before_what_is_stored_behind_it() -> No
     [
         ({"release": 0}, "release, store, load, wait"),
         ({"load": 7}, "store, release, wait, load"),
-        ({"load": 1, "release": 2}, "store, load, release, wait"),
+        ({"load": 2, "release": 3}, "store, load, release, wait"),
     ],
 )
 def test_events_of_a_group_that_are_out_of_order_are_refused(places: dict[str, int], found: str) -> None:

@@ -19,7 +19,7 @@ def ratio(seed: int, share: float) -> float:
     """The planner's predicted seconds over those of the best of all plans."""
     step, machine = (tiny := random_instance(seed, *TINY)).step, tiny.machine
     at = limits(step, share)
-    found = solve(step, machine, limit=at.memory, share_bytes=at.kept).outcome
+    found = solve(step, machine, limit=at.memory, share_bytes=at.kept)
     assert found.peak <= at.memory
     return found.seconds / best_of_all(step, machine, at.memory, at.kept)
 

@@ -40,7 +40,8 @@ def moved(plan: Plan, later: bool = False, **changes: int) -> Plan:
     first = plan.offloaded[0].slot
 
     def edit(slot: int, trip: Trip) -> Trip:
-        return trip.moved(**changes)._replace(store=trip.store._replace(flag=later)) if slot == first else trip
+        found = trip.moved(**changes)
+        return found._replace(store=found.store._replace(flag=later)) if slot == first else trip
 
     return plan.with_(schedule=plan.schedule.edited(edit, plan.items))
 
@@ -256,7 +257,7 @@ def wait_on_the_handle_of_another(planned: toys.Planned) -> None:
 
 def wait_for_the_tensor_of_another(planned: toys.Planned) -> None:
     graph = planned.partition.backward.graph
-    find(graph, ops.wait_load_.default).update_arg(0, find(graph, ops.load.default, 2))
+    find(graph, ops.wait_load_.default, 2).update_arg(0, find(graph, ops.load.default, 0))
 
 
 def load_the_handle_of_another(planned: toys.Planned) -> None:
