@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class Kind(enum.IntEnum):
     WAIT = 3
 
 
-STORE, RELEASE, LOAD, WAIT = _IN_ORDER = [*Kind]
+STORE, RELEASE, LOAD, WAIT = Kind
 
 
 class Event(NamedTuple):
@@ -246,6 +247,10 @@ class Trip(NamedTuple):
         return found if block is None else found._replace(release=found.release._replace(flag=block))
 
     @property
+    def slot(self) -> int:
+        return self.store.slot
+
+    @property
     def is_later(self) -> bool:
         return self.store.flag
 
@@ -266,46 +271,41 @@ Items = Mapping[int, Item] | Sequence[Item]  # the groups of a schedule, by slot
 
 
 class ScheduleError(RuntimeError):
-    """The events of a group are not one store, release, load and wait, in this order: a bug in the planner."""
+    """The events of a group are out of order, or there are more than four: a bug in the planner."""
 
 
-@dataclass(frozen=True)
 class Schedule(Mapping[int, Trip]):
     """The events of one step in the order in which they run, and the trip of every slot.
 
-    The position of an event is its planned sequence number. Forward and backward count from 0 each.
-
-    Raises:
-        ScheduleError: see there.
+    At one place what is waited for first is stored first, and what is needed first is loaded first; the others are in
+    the order of slots. The position of an event in `forward` or `backward` is its planned sequence number.
     """
 
-    events: tuple[Event, ...] = ()
-    _trips: dict[int, Trip] = field(init=False, repr=False, compare=False)
+    def __init__(self, trips: Iterable[Trip] = (), items: Items = ()) -> None:
+        """Put the trips in order.
 
-    def __post_init__(self) -> None:
-        found: dict[int, list[Event]] = {}
-        for event in self.events:
-            found.setdefault(event.slot, []).append(event)
-        for slot, events in found.items():
-            if [event.kind for event in events] != _IN_ORDER:
-                kinds = ", ".join(event.kind.name.lower() for event in events)
-                raise ScheduleError(f"slot {slot} has {kinds}; right would be store, release, load, wait")
-        object.__setattr__(self, "_trips", {slot: Trip(*found[slot]) for slot in sorted(found)})
-
-    @staticmethod
-    def of(trips: Iterable[Trip], items: Items) -> Schedule:
-        """The schedule of these trips.
-
-        At one place what is waited for first is stored first, and what is needed first is loaded first; the others are
-        in the order of slots.
+        Raises:
+            ScheduleError: see there.
         """
-        stores, releases, loads, waits = [*map(list, zip(*sorted(trips), strict=True))] or ([], [], [], [])
-        blocks = {event.slot: event.flag for event in releases}
-        due = {event.slot: event.at for event in waits}
-        stores.sort(key=lambda event: (not blocks[event.slot], items[event.slot].last_use))
-        loads.sort(key=lambda event: due[event.slot])
-        ranked = [*loads, *waits, *stores, *releases]  # what stands before a place, and what stands behind it
-        return Schedule(tuple(sorted(ranked, key=lambda event: 2 * event.at + (event.kind < LOAD))))
+        ordered = sorted(trips)  # by slot
+        self._trips = {trip.slot: trip for trip in ordered}
+        if len(self._trips) < len(ordered):
+            raise ScheduleError("a slot has several trips")
+        for store, release, load, wait in ordered:
+            if not store.at <= release.at < load.at <= wait.at:
+                raise ScheduleError(
+                    f"slot {store.slot} is stored behind {store.at}, released behind {release.at}, loaded before "
+                    f"{load.at} and waited for before {wait.at}, which is no order"
+                )
+        stored = sorted(ordered, key=lambda trip: (not trip.blocks, items[trip.slot].last_use))
+        loaded = sorted(ordered, key=lambda trip: trip.wait.at)
+        forward = [*(trip.store for trip in stored), *(trip.release for trip in ordered)]
+        backward = [*(trip.load for trip in loaded), *(trip.wait for trip in ordered)]
+        self.forward, self.backward = (tuple(sorted(each, key=attrgetter("at"))) for each in (forward, backward))
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return self.forward + self.backward
 
     def __getitem__(self, slot: int) -> Trip:
         return self._trips[slot]
@@ -320,18 +320,12 @@ class Schedule(Mapping[int, Trip]):
     def items(self) -> ItemsView[int, Trip]:
         return self._trips.items()
 
-    @property
-    def forward(self) -> tuple[Event, ...]:
-        """The events of the forward, which are the first half of all."""
-        return self.events[: 2 * len(self)]
-
-    @property
-    def backward(self) -> tuple[Event, ...]:
-        return self.events[2 * len(self) :]
+    def __hash__(self) -> int:
+        return hash(self.events)
 
     def edited(self, edit: Callable[[int, Trip], Trip], items: Items) -> Schedule:
         """The schedule of what `edit` makes of every trip."""
-        return Schedule.of([edit(slot, trip) for slot, trip in self.items()], items)
+        return Schedule([edit(slot, trip) for slot, trip in self.items()], items)
 
 
 EMPTY = Schedule()

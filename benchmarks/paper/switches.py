@@ -56,7 +56,7 @@ def _at_once(step: Step, budget: object, machine: Machine, *rest: object, **more
         for i, item in enumerate(step.items)
         if choices[i] is Choice.OFFLOAD
     ]
-    found = replay(step, choices, Schedule.of(trips, step.items), machine)
+    found = replay(step, choices, Schedule(trips, step.items), machine)
     return found, Limits(found.peak, 0)
 
 

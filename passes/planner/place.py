@@ -35,55 +35,43 @@ TOGETHER = 3
 FloatArray = npt.NDArray[np.float64]
 
 
-def place(
-    step: Step,
-    choices: Sequence[Choice],
-    machine: Machine,
-    *,
-    limit: float,
-    prefetch: float = float("inf"),
-    played: Replay | None = None,
-    margin: float = LOAD_MARGIN,
-    hosted: AbstractSet[int] = frozenset(),
-) -> Schedule | None:
-    """The schedule of the offloaded items, or None where memory would exceed `limit` bytes whatever is waited for.
-
-    At most `prefetch` bytes are loaded before their use, or `TOGETHER` items. `played`: the replay of an earlier
-    placement, which says when the operators start; without it nothing is taken to stall. `margin`: a load starts that
-    many times its predicted duration before it is due. `hosted`: items that go to host memory if they are offloaded.
-    Items that are deferred are forwarded if the backward begins before they are written, so memory is kept for them.
-    """
-    return _Placing(step, choices, machine, limit, prefetch, played, margin, hosted).run()
-
-
 @dataclass
-class _Placing:
-    """What `place` is given, and what it has found so far."""
+class Placer:
+    """Places the transfers of the items that `choices` offload, with memory never above `limit` bytes.
+
+    At most `prefetch` bytes are loaded before their use, or `TOGETHER` items. `hosted`: the items that go to host
+    memory. Items that are deferred are forwarded if the backward begins before they are written, so memory is kept for
+    them.
+    """
 
     step: Step
     choices: Sequence[Choice]
     machine: Machine
     limit: float
-    prefetch: float
-    played: Replay | None
-    margin: float
-    hosted: AbstractSet[int]
+    prefetch: float = float("inf")
+    hosted: AbstractSet[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.firsts = first_uses(self.step, self.choices)
         self.deferred = {i for i, c in enumerate(self.choices) if c is Choice.DEFER}
         self.offloaded = [i for i, c in enumerate(self.choices) if c is Choice.OFFLOAD or c is Choice.DEFER]
-        self.starts = self._starts() if self.played is None else self.played.starts
-        self.ends = self.starts[1:] if self.played is None else self.played.ends
-        self.free = free_bytes(self.step, self.choices, self.limit, self.firsts)
+        self.room = free_bytes(self.step, self.choices, self.limit, self.firsts)
+
+    def place(self, played: Replay | None = None, margin: float = LOAD_MARGIN) -> Schedule | None:
+        """The schedule, or None where the limit cannot be met whatever is waited for.
+
+        `played`: the replay of an earlier placement, which says when the operators start; without it nothing is taken
+        to stall. `margin`: a load starts that many times its predicted duration before it is due.
+        """
+        self.starts = self._starts() if played is None else played.starts
+        self.ends = self.starts[1:] if played is None else played.ends
+        self.margin, self.free = margin, self.room.copy()
         self.written: dict[int, float] = {}
         self.store_after: dict[int, int] = {}
         self.release_after: dict[int, int] = {}
         self.blocking: set[int] = set()  # their releases wait for their writes
         self.load_before: dict[int, int] = {}
         self.strict: set[int] = set()  # only memory keeps their loads from standing earlier
-
-    def run(self) -> Schedule | None:
         if len(self.free) and self.free.min() < 0:
             return None
         order = self._write_order()
@@ -91,7 +79,7 @@ class _Placing:
             return None
         self._release_when_written(order)
         self._load()
-        return Schedule.of(map(self._trip, self.offloaded), self.step.items)
+        return Schedule(map(self._trip, self.offloaded), self.step.items)
 
     def _trip(self, i: int) -> Trip:
         return Trip.of(

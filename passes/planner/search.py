@@ -21,7 +21,7 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner import host_tier
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
 from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE, better, fits, loses_time, stalls
-from ssd_fx.passes.planner.place import LOAD_MARGIN, free_bytes, least_head, place
+from ssd_fx.passes.planner.place import LOAD_MARGIN, Placer, free_bytes, least_head
 from ssd_fx.passes.planner.replay import first_uses, own_s, replay
 from ssd_fx.passes.planner.segments import boundaries
 from ssd_fx.passes.schedule import Choice, Item, Replay, Schedule, Step
@@ -318,17 +318,9 @@ class Search:
     def _placed(self, choices: Sequence[Choice], hosted: host_tier.Hosted) -> Replay | None:
         """The best of some placements: one as if nothing stalled, then some with the times of the one before."""
         step, best, played = self.step, None, None
+        placer = Placer(step, choices, self.machine, self.limit, self.prefetch, hosted)
         for margin in MARGINS:
-            schedule = place(
-                step,
-                choices,
-                self.machine,
-                limit=self.limit,
-                prefetch=self.prefetch,
-                played=played,
-                margin=margin,
-                hosted=hosted,
-            )
+            schedule = placer.place(played, margin)
             if schedule is None:
                 break
             if self.waits:

@@ -226,4 +226,4 @@ def _of_nodes(plan: Plan, step: Step, schedule: Schedule, later: Collection[int]
             tier=found.tier,
         )
         trips.append(trip)
-    return Schedule.of(trips, plan.items)
+    return Schedule(trips, plan.items)

@@ -37,7 +37,7 @@ def best_of_all(step: Step, machine: Machine, limit: float, share_bytes: float |
         firsts = first_uses(step, choices)
         moved = [i for i, choice in enumerate(choices) if choice is Choice.OFFLOAD]
         for placed in itertools.product(*(trips_of(step, i, step.items[i], firsts[i]) for i in moved)):
-            found = replay(step, choices, Schedule.of(placed, step.items), machine)
+            found = replay(step, choices, Schedule(placed, step.items), machine)
             if fits(found, limit):
                 best = min(best, found.seconds)
     return best
@@ -58,7 +58,7 @@ def least_that_is_cheap(step: Step, machine: Machine) -> float:
     ]
     shares = [1.0]
     for plan in itertools.product(*options):
-        found = replay(step, [c for c, _ in plan], Schedule.of([t for _, t in plan if t], step.items), machine)
+        found = replay(step, [c for c, _ in plan], Schedule([t for _, t in plan if t], step.items), machine)
         if not found.idle_lane and found.seconds <= (1 + SLOWDOWN) * all_kept_s(step, machine):
             kept = sum(item.nbytes for item, (c, _) in zip(step.items, plan, strict=True) if c is Choice.KEEP)
             above = found.peak - least if found.peak > HEADROOM * least else 0

@@ -116,7 +116,7 @@ def cases(count: int) -> Iterator[tuple[Instance, float]]:
 def scheduled(step: Step, choices: Sequence[Choice], placed: Mapping[int, Mapping[str, Any]]) -> Schedule:
     """What is offloaded at these places, as `Trip.of` takes them, and waited for where it is used."""
     firsts = first_uses(step, choices)
-    return Schedule.of([Trip.of(i, wait=firsts[i], **each) for i, each in placed.items()], step.items)
+    return Schedule([Trip.of(i, wait=firsts[i], **each) for i, each in placed.items()], step.items)
 
 
 def undeferred(choices: Sequence[Choice]) -> tuple[Choice, ...]:

@@ -43,7 +43,7 @@ def two_items(*tiers: Tier) -> tuple[Step, Schedule]:
     """Of 8 bytes each, produced by the first two of three operators, stored at once, waited for, read in reverse."""
     items = tuple(Item(8, p, p, 5 - p, 5 - p, choices=OFFLOAD) for p in range(2))
     trips = [Trip.of(p, p, p, 5 - p, 5 - p, block=True, tier=tier) for p, tier in enumerate(tiers)]
-    return Step((1.0,) * 6, (0,) * 6, 3, items, host_budget=16), Schedule.of(trips, items)
+    return Step((1.0,) * 6, (0,) * 6, 3, items, host_budget=16), Schedule(trips, items)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_lanes_do_not_wait_for_each_other() -> None:
     ends = []
     for tiers in (("ssd", "ssd"), ("host", "ssd"), ("host", "host")):
         trips = [Trip.of(i, 0, 1, 5, 5, block=True, tier=tier) for i, tier in enumerate(tiers)]  # type: ignore[arg-type]
-        schedule = Schedule.of(trips, step.items)
+        schedule = Schedule(trips, step.items)
         found = replay(step, [Choice.OFFLOAD] * 2, schedule, replace(MACHINE, drag_s_per_byte=0.0))
         ends.append((found.write_stall_s, found.read_stall_s))
     assert ends == [(15.0, 15.0 + 1.0), (7.0, 8.0), (3.0, 4.0)]
@@ -444,7 +444,7 @@ def test_releases_of_copies_stand_where_the_copies_end() -> None:
     found = Replay(
         step=step,
         choices=(Choice.OFFLOAD,) * 4,
-        schedule=Schedule.of(trips, step.items),
+        schedule=Schedule(trips, step.items),
         seconds=6.0,
         memory=(0,) * 6,
         starts=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.place import TOGETHER, place
+from ssd_fx.passes.planner.place import TOGETHER, Placer
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import BudgetError, solve
 from ssd_fx.passes.schedule import Choice, Item, Step
@@ -99,7 +100,7 @@ def test_a_load_begins_twice_the_time_of_its_read_before_its_use() -> None:
     """100 bytes take a second to write, two to read, and are there half a second later; each operator takes one."""
     step = Step((1.0,) * 10, (0,) * 10, 2, (Item(100, produced=0, last_use=0, first_use=9, last_bwd_use=9),))
     machine = Machine(1.0, 1.0, write_bw=100.0, read_bw=50.0, latency_s=0.5)
-    schedule = place(step, [Choice.OFFLOAD], machine, limit=float("inf"))
+    schedule = Placer(step, [Choice.OFFLOAD], machine, math.inf).place()
     assert schedule is not None
     assert schedule[0].load.at == 4  # the last to begin by 9.0 - 2 * 2.0 - 0.5
 
@@ -110,7 +111,7 @@ def test_a_load_has_the_window_as_soon_as_another_was_waited_for(prefetch: int, 
     items = tuple(Item(100, produced=0, last_use=0, first_use=first, last_bwd_use=first) for first in (5, 6, 7, 8, 9))
     machine = Machine(1.0, 1.0, write_bw=100.0, read_bw=1.0, latency_s=0.0)
     step = Step((1.0,) * 10, (0,) * 10, 2, items)
-    schedule = place(step, [Choice.OFFLOAD] * 5, machine, limit=float("inf"), prefetch=prefetch)
+    schedule = Placer(step, [Choice.OFFLOAD] * 5, machine, math.inf, prefetch).place()
     assert schedule is not None
     assert [schedule[i].load.at for i in range(5)] == loads
 
@@ -121,7 +122,7 @@ def test_no_more_than_the_window_is_read_ahead(instance: Instance, items: int) -
     """Of what is loaded before the operator that reads it, at most `prefetch` bytes wait at a time, or three items."""
     step, prefetch = instance.step, items * 10**6
     offload = tuple(Choice.OFFLOAD if Choice.OFFLOAD in i.choices else min(i.choices, key=str) for i in step.items)
-    schedule = place(step, offload, instance.machine, limit=float("inf"), prefetch=prefetch)
+    schedule = Placer(step, offload, instance.machine, math.inf, prefetch).place()
     assert schedule is not None
     for p in range(step.forward, len(step.seconds)):
         ahead = [step.items[i] for i, trip in schedule.items() if trip.load.at <= p < step.items[i].first_use]

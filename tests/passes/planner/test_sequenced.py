@@ -36,7 +36,7 @@ def random_plan(random: Random, instance: Instance) -> Replay:
                 release = random.choice((forward - 1, random.randrange(max(store, item.last_use), forward)))
                 load = random.randint(forward, firsts[i])
                 trips.append(Trip.of(i, store, release, load, firsts[i], block=random.random() < 0.5))
-        found = replay(step, choices, Schedule.of(trips, step.items), instance.machine)
+        found = replay(step, choices, Schedule(trips, step.items), instance.machine)
         if not found.idle_lane:
             return found
 
