@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ssd_fx
-from ssd_fx.report.model import Report
+from ssd_fx.report.report import Report
 from tests.loops.loops import Compile, Loop, assert_no_bit_changes, backward, gradients
 from tests.models import assert_same_bits, deterministic
 

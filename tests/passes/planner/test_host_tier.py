@@ -295,8 +295,7 @@ def test_host_memory_that_could_be_a_tier_is_told_of() -> None:
     def told(*args: torch.Tensor, **changes: object) -> float:
         options = toys.options(machine=machine, **changes)
         partition = toys.partitioned(chain, *(args or device_inputs()))
-        speedup: float = describe(partition, decide.decide(partition, options), options)["host_speedup"]
-        return speedup
+        return describe(partition, decide.decide(partition, options), options).host_speedup
 
     assert told() == 24.0
     assert told(host_budget=600) == 0.0
