@@ -116,7 +116,8 @@ class Plan:
 
     `graph`: the graph's name. `items`: the groups that can be offloaded, on the axis of nodes. `schedule`: where their
     nodes go, on the same axis. `replay`: the predicted step, and `baseline` with everything kept, on that of operators.
-    `proposal`: the plan that has proposed this partition, if it recomputes what PyTorch's own saves.
+    Of a partition that recomputes more than PyTorch's own, `proposal` is the plan that asked for it, and `own` one of
+    PyTorch's own.
     """
 
     graph: str
@@ -132,11 +133,12 @@ class Plan:
     replay: Replay | None = None
     baseline: Replay | None = None
     proposal: Plan | None = None
+    own: Plan | None = None
 
     @property
     def origin(self) -> Plan:
-        """The plan of the partition that was there before anything was recomputed."""
-        return self.proposal or self
+        """A plan of PyTorch's own partition, whose baseline is the step without ssd_fx."""
+        return self.own or self
 
     @property
     def recomputed(self) -> tuple[Recomputed, ...]:

@@ -98,6 +98,7 @@ class Proposals:
 
     def __init__(self, joint: Joint, own: Candidate, options: PlanOptions) -> None:
         self.joint, self.own, self.options = joint, own, options
+        self.first: Plan | None = None  # of `own`, once it is decided
         self.found: list[Candidate] = []
         self._cut: dict[frozenset[str], Partition | None] = {}
 
@@ -115,7 +116,10 @@ class Proposals:
             BudgetError: no plan meets the budget.
         """
         base = base or self.own
-        return decide(base.partition, options, budget=budget, priced=True, saved=saved, quick=True, analysed=base.plan)
+        plan = decide(base.partition, options, budget=budget, priced=True, saved=saved, quick=True, analysed=base.plan)
+        if base is self.own:
+            self.first = plan
+        return plan
 
     def best(self, options: PlanOptions, budget: Budget, proposal: Plan) -> Candidate:
         """The best partition for a budget, with a plan of the full search, unless a plan of the short one is better.
@@ -215,7 +219,9 @@ class Proposals:
             plan = decide(partition, options, budget=limits, quick=True, analysed=analysed)
         except BudgetError:
             return None
-        self.found.append(Candidate(partition, plan.with_(proposal=proposal)))
+        if proposal is not None:
+            plan = plan.with_(proposal=proposal, own=self.first)
+        self.found.append(Candidate(partition, plan))
         return self.found[-1]
 
     def _partition_for(self, proposal: Plan, base: Candidate) -> Partition | None:

@@ -45,6 +45,9 @@ class Choice(enum.Enum):
     __hash__ = object.__hash__  # Enum's own is a Python function, and the search looks up tuples of thousands of these
 
 
+CHOICES = frozenset({Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD})  # what may be allowed; only the search defers
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """An alias group of `nbytes`, and its places on the axis: where it is produced and read last in the forward, read

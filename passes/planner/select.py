@@ -25,7 +25,7 @@ from ssd_fx.passes.planner.place import free_bytes
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.planner.step import computed_again, model
-from ssd_fx.passes.schedule import EMPTY, Choice, Replay, Schedule, Step, Trip
+from ssd_fx.passes.schedule import CHOICES, EMPTY, Choice, Replay, Schedule, Step, Trip
 
 LISTED = 3  # groups that an error names
 
@@ -156,8 +156,7 @@ def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, keep_all: bool) -
         return frozenset({Choice.OFFLOAD})
     if prefers_offload(plan, group) and not keep_all:
         return frozenset({Choice.OFFLOAD})
-    both = {Choice.KEEP, Choice.OFFLOAD}
-    return frozenset(both | {Choice.RECOMPUTE} if group.slot in plan.prices else both)
+    return CHOICES if group.slot in plan.prices else CHOICES - {Choice.RECOMPUTE}
 
 
 def _moved(step: Step, plan: Plan, options: PlanOptions, host_budget: int) -> Step:

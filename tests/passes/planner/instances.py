@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.budget import limits as limits  # what a share is in bytes
 from ssd_fx.passes.planner.replay import first_uses
-from ssd_fx.passes.schedule import Choice, Item, Schedule, Shared, Step, Trip
+from ssd_fx.passes.schedule import CHOICES, Choice, Item, Schedule, Shared, Step, Trip
 
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 LANES = {"fast": (0.2, 0.6), "balanced": (0.8, 1.3), "slow": (1.6, 4.0)}  # seconds of the lane per second of compute
@@ -86,10 +86,10 @@ def random_item(rng: random.Random, seconds: tuple[float, ...], forward: int, ki
     dear = rng.choice([0.1, 0.5, 1.0, 4.0]) * seconds[produced]
     recompute_s, choices = math.inf, {Choice.KEEP, Choice.OFFLOAD}
     if kind == "recompute" and rng.random() < 0.5:
-        recompute_s, choices = dear, {*Choice}
+        recompute_s, choices = dear, {*CHOICES}
     elif kind == "restricted":
         recompute_s = dear
-        sets = [{Choice.KEEP}, {Choice.OFFLOAD}, {Choice.RECOMPUTE}, {Choice.RECOMPUTE, Choice.OFFLOAD}, {*Choice}]
+        sets = [{Choice.KEEP}, {Choice.OFFLOAD}, {Choice.RECOMPUTE}, {Choice.RECOMPUTE, Choice.OFFLOAD}, {*CHOICES}]
         choices = rng.choice([*sets, {Choice.KEEP, Choice.RECOMPUTE}, {Choice.KEEP, Choice.OFFLOAD}])
         recompute_s = dear if Choice.RECOMPUTE in choices else math.inf
     return Item(nbytes, produced, last, first, until, recompute_s, frozenset(choices))

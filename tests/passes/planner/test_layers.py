@@ -14,10 +14,10 @@ from ssd_fx.passes.planner.budget import is_worth, limits, solve_for
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.segments import boundaries
 from ssd_fx.passes.planner.solve import solve
-from ssd_fx.passes.schedule import Choice, Item, Replay, Schedule, Shared, Step
+from ssd_fx.passes.schedule import CHOICES, Choice, Item, Replay, Schedule, Shared, Step
 from tests.passes.planner.layered import layered_instance
 
-ALL = frozenset(Choice)
+ALL = CHOICES
 LAYERS, PER_LAYER = 6, 4
 
 

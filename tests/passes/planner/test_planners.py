@@ -13,7 +13,7 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.place import TOGETHER, Placer
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import BudgetError, solve
-from ssd_fx.passes.schedule import Choice, Item, Step
+from ssd_fx.passes.schedule import CHOICES, Choice, Item, Step
 from tests.passes.planner.instances import Instance, instances, limits, undeferred
 
 shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
@@ -70,7 +70,7 @@ def test_a_budget_under_the_floor_is_an_error_that_says_the_floor(instance: Inst
 
 def test_what_takes_less_to_compute_than_to_move_is_computed_again() -> None:
     """No transfer is waited for. But each takes 2 ms from the cores, and one of the items 1 ms to compute."""
-    everything = frozenset(Choice)
+    everything = CHOICES
     items = [Item(10**6, at, at, 5 - at, 5 - at, again, everything) for at, again in ((0, 1e-3), (1, 3e-3))]
     step = Step((0.01,) * 6, (0,) * 6, 3, tuple(items))
     machine = Machine(1e12, 1e12, 1e12, 1e12, latency_s=0.0, drag_s_per_byte=1e-9)
@@ -81,7 +81,7 @@ def test_what_takes_less_to_compute_than_to_move_is_computed_again() -> None:
 
 def test_an_empty_item_divides_nothing() -> None:
     """Sizes that only the run knows are those of the first step, in which an expert may have no tokens."""
-    items = tuple(Item(nbytes, at, at, 5 - at, 5 - at, 1e-3, frozenset(Choice)) for at, nbytes in ((0, 0), (1, 10**6)))
+    items = tuple(Item(nbytes, at, at, 5 - at, 5 - at, 1e-3, CHOICES) for at, nbytes in ((0, 0), (1, 10**6)))
     machine = Machine(1e12, 1e12, 1e8, 1e8, latency_s=0.0, node_s=1e-5)
     found = solve(Step((0.01,) * 6, (0,) * 6, 3, items), machine, limit=10**6, share_bytes=0)
     assert found.peak <= 10**6

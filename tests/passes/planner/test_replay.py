@@ -6,7 +6,7 @@ import time
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.replay import first_uses, replay
-from ssd_fx.passes.schedule import Choice, Item, Step
+from ssd_fx.passes.schedule import CHOICES, Choice, Item, Step
 from tests.passes.planner.instances import random_instance, scheduled
 
 ALL = frozenset({Choice.KEEP, Choice.OFFLOAD})
@@ -43,7 +43,7 @@ def test_every_wait_by_hand() -> None:
 
 def test_what_recomputing_needs_is_there_as_early() -> None:
     """The third is computed of the second, that of the first. Only the first is loaded."""
-    any_of_three = frozenset(Choice)
+    any_of_three = CHOICES
     items = tuple(
         Item(100, i, i, first, first, recompute_s=1.0, choices=any_of_three, needs=(i - 1,) if i else ())
         for i, first in enumerate((6, 5, 4))
