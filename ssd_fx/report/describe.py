@@ -192,8 +192,6 @@ def _outputs(partition: Partition, graph: str, options: PlanOptions, sources: So
             nbytes=nbytes,
             stored_nbytes=nbytes,
             decision="keep",
-            tier="",
             reason=OUTPUT,
-            marked=False,
             shared="output",
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
-from ssd_fx.report.step import Span, Step
+from ssd_fx.report.step import Span, Step, joined
 from ssd_fx.runtime import plans
 from ssd_fx.runtime.stats import SlotStats, Stats
 
@@ -74,10 +74,10 @@ class GroupRow:
     nbytes: int
     stored_nbytes: int
     decision: str
-    tier: str
-    reason: str
-    marked: bool
-    shared: str
+    tier: str = ""
+    reason: str = ""
+    marked: bool = False
+    shared: str = ""
     times: Times = field(default_factory=dict)
     measured: SlotStats | None = None
 
@@ -197,12 +197,12 @@ class Facts:
     @cached_property
     def planned(self) -> Step:
         """The predicted step of all graphs together."""
-        return reduce(Step.then, (part.planned for part in self.parts), Step())
+        return joined([part.planned for part in self.parts])
 
     @cached_property
     def stock(self) -> Step:
         """The same step without ssd_fx."""
-        return reduce(Step.then, (part.stock for part in self.parts), Step())
+        return joined([part.stock for part in self.parts])
 
     @property
     def over_time(self) -> Step:

@@ -2,8 +2,8 @@
 
     forward A   forward B   backward B   backward A
 
-The plan of a graph, PyTorch's own partition, all graphs of a step together and what the runtime recorded are all a
-`Step`. So one code draws, prints and compares what was predicted and what was measured.
+The plan of a graph, PyTorch's own partition, all graphs of a step together (`joined`) and what the runtime recorded
+(`measured`) are all a `Step`. So one code draws, prints and compares what was predicted and what was measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ssd_fx.runtime.trace import Event
 
-_BACKWARD = ("load", "wait", "read", "last")
+_FORWARD = ("store", "release", "write")
 LEAST_S = 2e-5  # a shorter wait is the price of the call
 UNKNOWN = -1  # run of a measured span: of several runs nobody knows which one it is of
 
@@ -47,10 +47,6 @@ class Span(NamedTuple):
     waited: float = 0.0
     nbytes: int = 0
 
-    def later(self, begin_s: float, end_s: float, runs: int = 0) -> Span:
-        """The same, so many seconds later, in a run with a number that is higher by `runs`."""
-        return self._replace(begin=self.begin + begin_s, end=self.end + end_s, run=self.run + runs)
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -71,25 +67,6 @@ class Step:
     turn_s: float = 0.0
     end_s: float = 0.0
     stays: int = 0
-
-    def then(self, inner: Step) -> Step:
-        """This step with another one between its forward and its backward, and in memory what its forward leaves."""
-        before = [point for point in self.memory if point[0] < self.turn_s]
-        return Step(
-            order=(*self.order, *inner.order),
-            spans=(
-                *(_parted(span, inner.end_s) for span in self.spans),
-                *(span.later(self.turn_s, self.turn_s, len(self.order)) for span in inner.spans),
-            ),
-            memory=(
-                *before,
-                *((at + self.turn_s, nbytes + self.stays) for at, nbytes in inner.memory),
-                *((at + inner.end_s, nbytes) for at, nbytes in self.memory[len(before) :]),
-            ),
-            turn_s=self.turn_s + inner.turn_s,
-            end_s=self.end_s + inner.end_s,
-            stays=self.stays + inner.stays,
-        )
 
     @property
     def peak(self) -> int:
@@ -121,10 +98,30 @@ class Step:
         return sum(span.nbytes for span in moved) / busy if busy else 0.0
 
 
-def _parted(span: Span, by_s: float) -> Span:
-    """`span` of a step between whose forward and backward so many seconds are put."""
-    within = span.kind in _BACKWARD
-    return span.later(by_s if within else 0.0, by_s if within or span.kind == "gone" else 0.0)
+def joined(parts: Sequence[Step]) -> Step:
+    """One step of several: each runs between forward and backward of the one before, above what its forward leaves."""
+    spans: list[Span] = []
+    forward: list[tuple[float, int]] = []
+    backward: list[tuple[float, int]] = []
+    begun_s, level, within_s = 0.0, 0, math.fsum(part.end_s for part in parts)
+    for run, part in enumerate(parts):
+        within_s -= part.end_s
+        turned_s = begun_s + within_s  # what its backward comes later by
+        for span in part.spans:
+            begin = span.begin + (begun_s if span.kind in (*_FORWARD, "gone") else turned_s)
+            end = span.end + (begun_s if span.kind in _FORWARD else turned_s)
+            spans.append(span._replace(run=run, begin=begin, end=end))
+        forward += [(at + begun_s, nbytes + level) for at, nbytes in part.memory if at < part.turn_s]
+        backward[:0] = [(at + turned_s, nbytes + level) for at, nbytes in part.memory if at >= part.turn_s]
+        begun_s, level = begun_s + part.turn_s, level + part.stays
+    return Step(
+        order=tuple(name for part in parts for name in part.order),
+        spans=tuple(spans),
+        memory=(*forward, *backward),
+        turn_s=begun_s,
+        end_s=math.fsum(part.end_s for part in parts),
+        stays=level,
+    )
 
 
 def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:

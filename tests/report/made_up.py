@@ -24,9 +24,6 @@ def group(slot: int, nbytes: int, decision: str = "offload", **changed: Any) -> 
         "stored_nbytes": nbytes,
         "decision": decision,
         "tier": "ssd" if decision == "offload" else "",
-        "reason": "",
-        "marked": False,
-        "shared": "",
     }
     return GroupRow(**given | changed)
 

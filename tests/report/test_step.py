@@ -6,7 +6,7 @@ import pytest
 
 from ssd_fx.report.model import GraphReport
 from ssd_fx.report.report import made
-from ssd_fx.report.step import UNKNOWN, Span, Step, measured
+from ssd_fx.report.step import UNKNOWN, Span, Step, joined, measured
 from ssd_fx.runtime.plans import unpack
 from ssd_fx.runtime.trace import Event
 from tests.report.made_up import MIB, graph, group
@@ -29,15 +29,17 @@ def step(name: str, seconds: float, stays: int) -> Step:
 
 
 def test_a_graph_runs_between_forward_and_backward_of_the_one_before() -> None:
-    found = step("a", 1, 10).then(step("b", 2, 100))
+    found = joined([step("a", 1, 10), step("b", 2, 100)])
     assert (found.order, found.turn_s, found.end_s, found.stays) == (("a", "b"), 3, 6, 110)
     assert found.memory == ((0, 10), (0.5, 20), (1, 110), (2, 210), (3, 110), (4.5, 10), (5, 10), (5.5, 0))
     assert [(span.graph, span.run, span.begin) for span in found.spans] == [("a", 0, 5), ("b", 1, 3)]
 
 
-def test_three_graphs_are_the_same_in_either_grouping() -> None:
+def test_a_step_of_steps_is_that_of_their_graphs() -> None:
     a, b, c = step("a", 1, 1), step("b", 2, 2), step("c", 4, 4)
-    assert a.then(b).then(c) == a.then(b.then(c))
+    assert joined([joined([a, b]), c]).memory == joined([a, joined([b, c])]).memory == joined([a, b, c]).memory
+    assert joined([a]) == a
+    assert joined([]) == Step()
 
 
 def test_memory_is_free_from_the_forward_to_the_backward() -> None:
