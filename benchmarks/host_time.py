@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 import ssd_fx  # noqa: F401 - registers the operators
-from ssd_fx.runtime import entries, layout, reader, stats, store
+from ssd_fx.runtime import entries, layout, reader, states, stats, store
 from ssd_fx.runtime.device import device_trace, streams
 
 N = 1 << 18  # elements of a tensor: 1 MiB
@@ -206,8 +206,8 @@ def parts() -> None:
         seen = layout.TensorMeta(tuple(x.shape), x.stride(), x.dtype)
         made = store.get_store(config)
 
-        def entry() -> entries.Entry:
-            return entries.Entry(made, "g", 0, 0, x.nbytes, x.data_ptr(), seen, seen, CPU, "", False, False)
+        def entry() -> states.Entry:
+            return states.Entry(made, "g", 0, 0, x.nbytes, x.data_ptr(), seen, seen, CPU, "", False, False)
 
         def registered() -> torch.Tensor:
             handle = entries.stand_in(x.shape, x.dtype, CPU)

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ssd_fx.runtime.device import streams
-from ssd_fx.runtime.entries import Entry, State
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.reader import Reader
+from ssd_fx.runtime.states import Entry, Ledger, State
 
 _log = logging.getLogger("ssd_fx")
 
@@ -53,8 +53,9 @@ class Run:
 class Prefetcher:
     """Follows the runs, and prefetches up to `window` bytes, and `spare()` bytes more."""
 
-    def __init__(self, reader: Reader, habits: Habits, window: int, spare: Callable[[], int]) -> None:
+    def __init__(self, reader: Reader, ledger: Ledger, habits: Habits, window: int, spare: Callable[[], int]) -> None:
         self._reader = reader
+        self._ledger = ledger
         self._habits = habits
         self._window = window
         self._spare = spare
@@ -138,10 +139,10 @@ class Prefetcher:
 
     def _has_room(self, entry: Entry) -> bool:
         """Whether the window has room for an entry. An entry larger than the window is read alone."""
-        outstanding = self._reader.outstanding_bytes
-        if self._window and not outstanding:
+        reading = self._ledger.reading_bytes
+        if self._window and not reading:
             return True
-        return outstanding + entry.moved_bytes <= self._window + self._spare()
+        return reading + entry.moved_bytes <= self._window + self._spare()
 
     def _forget_old(self) -> None:
         """Forgets the oldest run if very many began after it: a step ends only when nothing waits.
@@ -201,5 +202,5 @@ def _worth_reading(entry: Entry) -> bool:
     Autograd runs a backward on its forward's stream. What was read into memory of another stream would be dropped.
     """
     waits = entry.run is not None and entry.run.waits_for(entry)
-    on_disk = entry.state is State.ON_DISK and entry.nbytes > 0 and not entry.ahead
+    on_disk = entry.state is State.ON_DISK and not entry.ahead
     return waits and on_disk and entry.stream == streams.current(entry.device)

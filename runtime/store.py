@@ -18,7 +18,7 @@ from ssd_fx.runtime.device import clock, device_trace, driver, streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
-from ssd_fx.runtime.entries import GUARD, Entry, Load, State
+from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_parameter
 from ssd_fx.runtime.memory import tensors
@@ -27,6 +27,7 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
 from ssd_fx.runtime.residency import Residency
+from ssd_fx.runtime.states import Entry, Ledger, Load, State
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer
 
@@ -43,11 +44,12 @@ class Store:
         self._ranks = config.ranks
         self.device = torch.device("cpu")  # of the tensor that was stored last
         self.habits = Habits(config.adapt)
-        self.writer = Writer(self.engine, config, self.habits, self.residency)
-        self.reader = Reader(self.engine, self.writer)
+        self.ledger = Ledger(self.engine)
+        self.writer = Writer(self.engine, self.ledger, config, self.habits, self.residency)
+        self.reader = Reader(self.engine, self.ledger, self.writer)
         self.account = self._account(config) if config.memory else None
         window = 0 if config.memory else config.prefetch
-        self.prefetcher = Prefetcher(self.reader, self.habits, window, self._spare)
+        self.prefetcher = Prefetcher(self.reader, self.ledger, self.habits, window, self._spare)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
     def begin(self, graph: str, saved_bytes: int, device: torch.device) -> None:
@@ -110,10 +112,10 @@ class Store:
             c = counters(graph)
             c.stores += 1
             c.stall_s += stall
-            self.residency.stored(nbytes, self.writer.resident_bytes)
+            self.residency.stored(nbytes, self.ledger.resident_bytes)
             self.residency.waited(stall)
             c.forward_node(seq)
-            self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.value, stall)
+            self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.where, stall)
 
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
         """The release: the graph reads `keepalive`, the stored tensor, no more.
@@ -140,7 +142,7 @@ class Store:
             if write is not None and self.writer.follow(entry):
                 write = None
             if moves and write is None:  # under this lock: a store in another thread may begin to write the entry
-                _put_aside(entry)
+                self._put_aside(entry)
         arrival = Arrival(entry.device) if write else None
         error = outcome(write) if write else None
         stall = arrival.waited_s() if arrival else 0.0
@@ -148,7 +150,7 @@ class Store:
             if write and entry.write is write:
                 self.writer.finish(entry, error)
             if moves:
-                _put_aside(entry)  # what could not be written
+                self._put_aside(entry)  # what could not be written
             self.writer.release(entry)
         if self.account:
             stall += self.writer.make_room(entry.device)
@@ -157,7 +159,7 @@ class Store:
             c.stall_s += stall
             self.residency.waited(stall)
             c.forward_node(seq)
-            self._record("release", entry, seq, started, entry.state.value, stall)
+            self._record("release", entry, seq, started, entry.state.where, stall)
 
     def load(
         self,
@@ -182,23 +184,23 @@ class Store:
         with GUARD.lock:
             self.writer.reap()
             self._learn()
-            where = entry.state
-            entry.strict = strict
+            where = entry.state.where
             entry.asked = True
             self.habits.asked(entry.graph)
             self._judge(entry)
             load = self.reader.begin(entry, wanted, seq, consume=consume, relies_on=relies_on)
-            self.residency.loads(self.writer.resident_bytes)
+            load.strict = strict
+            self.residency.loads(self.ledger.resident_bytes)
             if self.account:
                 self.account.turns()
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
             c = counters(entry.graph)
             c.loads += 1
-            if where is State.IN_MEMORY:
+            if where == "memory":
                 c.forwarded_bytes += entry.nbytes
             c.backward(seq)
-            self._record("load", entry, seq, started, where.value)
+            self._record("load", entry, seq, started, where)
         return load.out
 
     def wait_load_(self, entry: Entry, x: Tensor, seq: int) -> None:
@@ -228,7 +230,7 @@ class Store:
         with GUARD.lock:
             self.reader.done(entry, load)
             self.residency.waited(stall)
-            if not entry.strict and not followed:
+            if not load.strict and not followed:
                 self.habits.waited(entry.graph, entry.slot, stall)
             self.prefetcher.advance()
             c = counters(entry.graph)
@@ -237,6 +239,17 @@ class Store:
             self._record("wait", entry, seq, started, "disk", stall)
         if error:
             raise errors.not_read(entry, ATTEMPTS, error) from error
+
+    def _put_aside(self, entry: Entry) -> None:
+        """Moves what is still in the caller's memory to memory of ours: the caller may overwrite its own from here on.
+
+        So its version says nothing about the stored tensor any more, and is not compared.
+        """
+        if entry.held is not None and entry.borrowed:
+            aside = tensors.empty(entry.layout, entry.device)
+            tensors.copy_bytes(aside, entry.held)
+            self.ledger.move(entry, entry.state, aside)
+        entry.counter = None
 
     def release(self, entry: Entry) -> None:
         """Ends the I/O of an entry whose handle is dead, and gives extent and memory back.
@@ -253,10 +266,7 @@ class Store:
         self.writer.in_vain.let_go()  # no op of ours comes behind the last load of a backward
         self.writer.count_out(entry)
         self._judge(entry)
-        entry.held = None
-        extent, entry.extent = entry.extent, None
-        if extent:
-            self.engine.free(extent)
+        self.ledger.move(entry, State.NEW)
 
     def end(self) -> None:
         """Ends the use of the engine: what is in memory stays there, and what is not is lost.
@@ -267,7 +277,8 @@ class Store:
         for entry in entries.of(self):
             self.prefetcher.dead(entry)
             self.reader.drop_ahead(entry)
-            entry.lost = entry.held is None and entry.extent is not None
+            if entry.state is State.ON_DISK:
+                self.ledger.move(entry, State.LOST)
 
     def close(self) -> None:
         """Returns when all transfers have ended. Called once, behind `end`; without the lock other graphs go on."""
@@ -282,7 +293,7 @@ class Store:
 
     def _held_bytes(self) -> int:
         """What the runtime alone holds: for the backward, or read ahead of it."""
-        return self.writer.held_bytes + self.reader.ahead_bytes
+        return self.writer.held_bytes + self.ledger.ahead_bytes
 
     def _outstanding_bytes(self) -> int:
         return self.writer.outstanding_bytes
@@ -300,9 +311,9 @@ class Store:
     def _spare(self) -> int:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
         if self.account:  # what the graph has asked for is the graph's, not read ahead
-            asked = self.reader.outstanding_bytes - self.reader.ahead_bytes
+            asked = self.ledger.reading_bytes - self.ledger.ahead_bytes
             return max(0, self.residency.nbytes - self.writer.held_bytes) + asked
-        return self.residency.spare(self.writer.resident_bytes)
+        return self.residency.spare(self.ledger.resident_bytes)
 
     def _learn(self) -> None:
         """Counts what a device has waited for meanwhile."""
@@ -352,19 +363,6 @@ def _find(entry: Entry, x: Tensor) -> Load:
         if load.out.data_ptr() == address:
             return load
     raise errors.not_loaded(entry)
-
-
-def _put_aside(entry: Entry) -> None:
-    """Moves what is still in the caller's memory to memory of ours: the caller may overwrite its own from here on.
-
-    So its version says nothing about the stored tensor any more, and is not compared.
-    """
-    if entry.held is not None and entry.borrowed:
-        aside = tensors.empty(entry.layout, entry.device)
-        tensors.copy_bytes(aside, entry.held)
-        entry.held = aside
-        entry.borrowed = False
-    entry.counter = None
 
 
 _stores: dict[RuntimeConfig, Store] = {}

@@ -1,18 +1,18 @@
-"""Tensors on their way out of memory: when each one is written, and who holds it until then.
+"""Tensors on their way out of memory: when each one is written.
 
     accept -> resident -> writing -> on disk
        |         `-- while the budget has room; the oldest is written first
        |             `later` ones: until the next forward begins, and then while the budget has room
-       `-> held for good: leaves that require grad, and slots whose tensors somebody else holds (`habits`)
+       `-> kept: leaves that require grad, and slots whose tensors somebody else holds (`habits`)
 
-All methods but `accept` run under the lock of `entries`.
+All methods but `accept` and `make_room` run under the lock of `entries`.
 """
 
 from __future__ import annotations
 
 import errno
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Literal
 
 import torch
@@ -23,34 +23,32 @@ from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
-from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, cut_short, outcome
-from ssd_fx.runtime.entries import GUARD, Entry
-from ssd_fx.runtime.habits import PLAIN, Habits
+from ssd_fx.runtime.encoder import Encoder
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Memory, cut_short, outcome
+from ssd_fx.runtime.entries import GUARD
+from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.inflight import CopiesInVain, inflight_bytes
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
-from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.residency import Residency
+from ssd_fx.runtime.states import Entry, Ledger, State
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` stops behind this many unfinished ones
 
 
 class Writer:
-    """Decides when a tensor is written, and holds it until its write is done."""
+    """Decides when a tensor is written."""
 
-    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits, residency: Residency) -> None:
+    def __init__(
+        self, engine: Engine, ledger: Ledger, config: RuntimeConfig, habits: Habits, residency: Residency
+    ) -> None:
         self._engine = engine
+        self._ledger = ledger
         self._habits = habits
         self._residency = residency
+        self._encoder = Encoder(config, habits)
         self._inflight = config.inflight
         self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
-        codecs = dict(config.compression)
-        self._codec = codecs.get("ssd", "")
-        self._host_codec = codecs.get("host", "")
-        self._resident: OrderedDict[Entry, None] = OrderedDict()  # oldest first, but binding ones go before all
-        self._writing: dict[Entry, None] = {}  # oldest first
-        self.resident_bytes = 0
-        self.writing_bytes = 0
         self.in_vain = CopiesInVain()
         self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # not traced yet; oldest first
         self._outstanding = _Outstanding()
@@ -90,7 +88,7 @@ class Writer:
     def forward_begins(self) -> None:
         """A forward begins, so what was to be written later may be now."""
         self.reap()
-        for entry in self._resident:
+        for entry in self._ledger.resident:
             entry.later = False
         self._start_due()
 
@@ -109,7 +107,7 @@ class Writer:
             trace.transfer("write", graph, slot, seq, copy.span(), nbytes, "ok", self._engine.name)
         unfinished = 0
         ended = []
-        for entry in self._writing:
+        for entry in self._ledger.writing:
             write = entry.write
             if write is not None and write.done():
                 ended.append((entry, write))
@@ -130,19 +128,17 @@ class Writer:
             error = OSError(errno.EFAULT, "its storage was given other memory while it was written")
         c = counters(entry.graph)
         if error is None:
-            self._forget_write(entry, "ok")
+            self._end_write(entry, State.ON_DISK, "ok")
             c.written_bytes += entry.moved_bytes
             if entry.on_drive:
                 c.drive_bytes += entry.moved_bytes
-            drop(entry)
             return
-        extent = self._forget_write(entry, "failed")
         c.count("kept", entry.slot, entry.nbytes, str(error))
         try:
-            if error.errno not in NOT_OF_THE_DRIVE:
-                self._engine.failed(extent, error)  # before `free`, after which an extent may not know its drive
+            if error.errno not in NOT_OF_THE_DRIVE and entry.extent is not None:
+                self._engine.failed(entry.extent, error)  # while it has its extent, which knows its drive
         finally:  # its warning may be an error
-            self._engine.free(extent)
+            self._end_write(entry, State.KEPT, "failed")
         if error.errno == errno.ENOMEM and not self._said_no_memory:
             self._said_no_memory = True
             warnings.warn(
@@ -155,11 +151,11 @@ class Writer:
     def cancel(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one. Afterwards nothing reads the tensor's memory.
 
-        The extent stays only if all bytes had been written.
+        It is on disk only if all bytes had been written.
         """
-        if entry in self._resident:
-            self._remove_resident(entry)
-        if entry not in self._writing:
+        if entry.state is State.RESIDENT:
+            self._ledger.move(entry, State.KEPT)
+        if entry.state is not State.WRITING:
             return
         error = cut_short(entry.write)
         if error and error.errno == errno.ECANCELED:
@@ -174,8 +170,8 @@ class Writer:
     @property
     def held_bytes(self) -> int:
         """What is held for the backward alone: the graph has released it, and it is still in memory."""
-        in_use = sum(e.moved_bytes for e in self._in_use if e in self._resident or e in self._writing)
-        return self.resident_bytes + self.writing_bytes - in_use
+        in_use = sum(e.moved_bytes for e in self._in_use if e.state is State.RESIDENT or e.state is State.WRITING)
+        return self._ledger.resident_bytes + self._ledger.writing_bytes - in_use
 
     @property
     def outstanding_bytes(self) -> int:
@@ -216,7 +212,7 @@ class Writer:
         What was copied in vain is held until `in_vain.end`.
         """
         self._ended = True
-        for entry in list(self._writing):
+        for entry in list(self._ledger.writing):
             if entry.write:
                 entry.write.cancel()
             self._cancelled(entry)
@@ -228,46 +224,52 @@ class Writer:
         self._in_use.pop(entry, None)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
-        counter = versioned_alias(x)
-        entry.held = counter
+        held = counter = versioned_alias(x)
         if entry.layout != entry.seen:  # a view of `counter` would keep the storage for as long as `counter` lives
-            entry.held = alias(x, entry.layout)
+            held = alias(x, entry.layout)
             drop_storage(counter)
-        entry.borrowed = True
         entry.stream = streams.current(x.device)
         if not x.is_inference():
             entry.counter = counter
             entry.version = x._version
-        entry.storage = StorageWeakRef(x.untyped_storage())
         if is_parameter(x) or self._habits.of(entry.graph, entry.slot).keep:
-            entry.storage = None
+            self._ledger.move(entry, State.KEPT, held)
             why = "a parameter or another leaf that requires a gradient" if is_parameter(x) else ""
             counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
             return
+        entry.storage = StorageWeakRef(x.untyped_storage())
         if entry.binding:  # it goes at once, so it takes no part in the forecast
             entry.early = True
         else:
             to_come = self._outstanding.add(entry)
             entry.early = to_come > self._residency.nbytes  # they cannot all stay, and the oldest go first
-        if codec.is_lossy(self._codec_of(entry), x.dtype):
+        if codec.is_lossy(self._encoder.codec_of(entry), x.dtype):
             entry.later = False  # what is lost must not depend on other forwards
-        if self._residency.least and self._host_codec and not entry.early:
-            self._encode(entry, self._host_codec)
-        nbytes = entry.moved_bytes
         if self.limited:
             self._in_use[entry] = None
-        self._resident[entry] = None
-        self.resident_bytes += nbytes
+        stays = "" if entry.early or not self._residency.least else self._encoder.codecs.get("host", "")
+        if stays:
+            self._ledger.move(entry, State.KEPT, held)
+            self._encode(entry, stays)
+            self._ledger.move(entry, State.RESIDENT)
+        else:
+            self._ledger.move(entry, State.RESIDENT, held)
         if entry.binding:
-            self._resident.move_to_end(entry, last=False)
+            self._ledger.resident.move_to_end(entry, last=False)
+
+    def _encode(self, entry: Entry, name: str) -> None:
+        made = self._encoder.encode(entry, name)
+        if made:
+            self._ledger.move(entry, entry.state, *made)
+            entry.stream = streams.current(entry.device)  # the payload's memory is of this thread's stream
 
     def _due(self) -> Entry | None:
         """The resident entry that should be written next, or None. An early one waits for those before it."""
         if self._ended:
             return None
-        for entry in self._resident:  # no generator: when it ends it swallows a Ctrl-C
+        for entry in self._ledger.resident:  # no generator: when it ends it swallows a Ctrl-C
             if not entry.later:
-                return entry if entry.early or self.resident_bytes > self._residency.nbytes else None
+                return entry if entry.early or self._ledger.resident_bytes > self._residency.nbytes else None
         return None
 
     def _cap(self, device: torch.device) -> int:
@@ -279,7 +281,7 @@ class Writer:
     def _start_due(self) -> Completion | None:
         """Starts the writes that are due. Returns the write that holds the next one up, or None."""
         while entry := self._due():
-            if self.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
+            if self._ledger.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
                 oldest = self._oldest_under_way()
                 if not self.in_vain and self._follow_oldest():
                     continue
@@ -297,31 +299,27 @@ class Writer:
 
     def _follow_oldest(self) -> bool:
         """Whether the oldest write goes on without us."""
-        oldest = next((entry for entry in self._writing if entry.write), None)
+        oldest = next((entry for entry in self._ledger.writing if entry.write), None)
         return oldest is not None and self.follow(oldest)
 
     def _oldest_under_way(self) -> Completion | None:
         """The write whose end makes room next, None if nothing is under way."""
-        return self.in_vain.oldest() or next((entry.write for entry in self._writing if entry.write), None)
+        return self.in_vain.oldest() or next((e.write for e in self._ledger.writing if e.write), None)
 
     def _start(self, entry: Entry) -> None:
-        self._remove_resident(entry)
-        encoding = self._codec_of(entry)
+        encoding = self._encoder.codec_of(entry)
         if encoding and not entry.encoded:
+            self._ledger.move(entry, State.KEPT)
             self._encode(entry, encoding)
-        held = entry.held
-        nbytes = entry.moved_bytes
-        assert held is not None, "a resident entry holds its tensor"
         try:
-            extent = self._engine.alloc(nbytes, entry.tier)
+            self._ledger.move(entry, State.WRITING)
         except OSError as error:  # the engine warned; the tensor stays in memory
+            self._ledger.move(entry, State.KEPT)
             counters(entry.graph).count("kept", entry.slot, entry.nbytes, str(error))
             return
-        # No call between these three lines: a signal handler that raises (Ctrl-C) would separate the extent, the
-        # table and its sum.
-        entry.extent = extent
-        self._writing[entry] = None
-        self.writing_bytes += nbytes
+        held, extent = entry.held, entry.extent
+        assert held is not None, "what is being written is held"
+        assert extent, "a write has an extent"
         try:
             memory = Memory.of(held)
             entry.address = memory.ptr
@@ -330,70 +328,21 @@ class Writer:
             entry.write.start()
         except OSError as error:
             self.finish(entry, error)
-        except BaseException:  # Ctrl-C or no memory: without this the entry would stay in `_writing` for ever
+        except BaseException:  # Ctrl-C or no memory: without this the entry would be written for ever
             self.cancel(entry)
             raise
 
-    def _codec_of(self, entry: Entry) -> str:
-        """That of the plan's tier, even if the tensor ends up in another, or moves on."""
-        return self._host_codec if entry.tier == "host" else self._codec
-
     def _cancelled(self, entry: Entry) -> None:
-        extent = self._forget_write(entry, "cancelled")
+        self._end_write(entry, State.KEPT, "cancelled")
         counters(entry.graph).cancelled_bytes += entry.nbytes
-        self._engine.free(extent)
 
-    def _remove_resident(self, entry: Entry) -> None:
-        nbytes = entry.moved_bytes
-        del self._resident[entry]
-        self.resident_bytes -= nbytes
-
-    def _forget_write(self, entry: Entry, how: Literal["ok", "failed", "cancelled"]) -> Extent:
-        """Its extent, which the entry has no longer unless all bytes were written."""
-        nbytes = entry.moved_bytes
-        # No call until `write` is None: a signal handler that raises (Ctrl-C) would leave an entry that seems to be on
-        # the drive.
-        extent, write = entry.extent, entry.write
-        if how != "ok":
-            entry.extent = None
-        del self._writing[entry]
-        self.writing_bytes -= nbytes
-        entry.write = None
+    def _end_write(self, entry: Entry, to: State, how: Literal["ok", "failed", "cancelled"]) -> None:
+        write = entry.write
+        self._ledger.move(entry, to)
         if write and not (self._followed and self._followed[-1][0] is write):
             engine = self._engine.name
-            trace.transfer("write", entry.graph, entry.slot, entry.seq, write.span(), nbytes, how, engine)
-        assert extent, "a write has an extent"
-        return extent
-
-    def _encode(self, entry: Entry, name: str) -> None:
-        habit = self._habits.of(entry.graph, entry.slot)
-        if habit.is_plain(name):
-            return
-        x = entry.held
-        assert x is not None, "a resident entry holds its tensor"
-        lossy = codec.is_lossy(name, x.dtype)
-        if lossy and entry.layout != entry.seen:
-            return  # the values in the gaps of the tensor would change the scale of their block
-        made = codec.encode(name, x)
-        if made is None:
-            if not lossy:  # a lossy codec refuses infinities, which the next tensor of the slot may not have
-                habit.plain[name] = PLAIN
-            return
-        payload, encoded = made
-        c = counters(entry.graph)
-        c.encoded_from_bytes += entry.nbytes
-        c.encoded_to_bytes += encoded.nbytes
-        if encoded.lossy and habit.error is None:
-            decoded = tensors.empty(entry.layout, entry.device)
-            encoded.decode(payload, decoded)
-            habit.error = codec.relative_error(x, decoded)
-        c.encoding_error = max(c.encoding_error, habit.error or 0.0)
-        # No call between these three lines: a Ctrl-C would leave an entry that has neither the tensor nor its bytes.
-        entry.held = payload
-        entry.encoded = encoded
-        entry.borrowed = False
-        entry.stream = streams.current(entry.device)  # the payload's memory is of this thread's stream
-        _drop(entry, x)
+            moved = entry.graph, entry.slot, entry.seq, write.span(), entry.moved_bytes
+            trace.transfer("write", *moved, how, engine)
 
 
 class _Outstanding:
@@ -428,15 +377,3 @@ class _Outstanding:
             del self._entries[entry]
             self.nbytes -= entry.nbytes
             self._falling = True
-
-
-def drop(entry: Entry) -> None:
-    """Drops our reference to the stored bytes. The entry still sees whether somebody writes into the tensor."""
-    held, entry.held = entry.held, None
-    _drop(entry, held)
-
-
-def _drop(entry: Entry, held: Tensor | None) -> None:
-    """Drops the storage of what the entry held, where the entry keeps the tensor as its counter."""
-    if held is not None and held is entry.counter:
-        drop_storage(held)

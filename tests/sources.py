@@ -31,9 +31,9 @@ from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.engines.tiered import TieredEngine, TieredExtent
-from ssd_fx.runtime.entries import Entry, Load, State
 from ssd_fx.runtime.layout import TensorMeta, alias
 from ssd_fx.runtime.reader import Reader
+from ssd_fx.runtime.states import Entry, Load, State
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer
 from tests.passes.lazy_engines import Lazy, LazyRead, Unending
@@ -249,9 +249,9 @@ def _before(entry: Entry, held_by: Writer) -> set[str]:
         return words | {"read"}
     if not entry.borrowed and not entry.encoded:
         words.add("aside")
-    if entry in held_by._resident:
+    if entry in held_by._ledger.resident:
         return words | {"resident"}
-    return words | ({"writing"} if entry in held_by._writing else _now.happened)
+    return words | ({"writing"} if entry in held_by._ledger.writing else _now.happened)
 
 
 @contextmanager
@@ -300,7 +300,7 @@ def _encoded() -> Iterator[None]:
         hold = Writer._hold
 
         def with_codec(self: Writer, entry: Entry, x: Tensor) -> None:
-            self._codec = "bitpack"
+            self._encoder.codecs["ssd"] = "bitpack"
             hold(self, entry, x)
 
         stack.enter_context(mock.patch.object(Writer, "_hold", with_codec))
@@ -312,7 +312,7 @@ def _without_codec() -> Iterator[None]:
     hold = Writer._hold
 
     def plain(self: Writer, entry: Entry, x: Tensor) -> None:
-        self._codec = ""
+        self._encoder.codecs.pop("ssd", None)
         hold(self, entry, x)
 
     with mock.patch.object(Writer, "_hold", plain):

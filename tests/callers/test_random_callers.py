@@ -19,10 +19,10 @@ from torch import Tensor
 
 import ssd_fx
 from ssd_fx.runtime import entries
-from ssd_fx.runtime.entries import Entry, Load
 from ssd_fx.runtime.layout import TensorMeta
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.reader import Reader
+from ssd_fx.runtime.states import Entry, Load
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer
 from tests.callers.caller import Caller

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ssd_fx.runtime import codec, writer
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
 from tests.runtime.harness import config_json, load, raw, release, settle, store, watch
@@ -195,7 +196,7 @@ def test_encoding_at_rest(tmp_path):
     settle(handles[0])
     for h, x in zip(handles, xs, strict=True):
         release(h, x)
-    assert [lookup(h).state for h in handles] == [State.ON_DISK, State.IN_MEMORY, State.IN_MEMORY]
+    assert [lookup(h).state.where for h in handles] == ["disk", "memory", "memory"]
     for h, x in zip(handles, xs, strict=True):
         assert torch.equal(load(h, x), x)
 
@@ -206,7 +207,7 @@ def test_what_rests_beyond_the_plan_is_not_encoded(tmp_path):
     get_store(config).residency.nbytes = 1 << 40
     x = torch.randn(N)
     handle = store(x, config)
-    assert (lookup(handle).state, lookup(handle).encoded) == (State.IN_MEMORY, None)
+    assert (lookup(handle).state, lookup(handle).encoded) == (State.RESIDENT, None)
     assert raw(load(handle, x)) == raw(x)
 
 

@@ -64,7 +64,7 @@ def test_the_directory_is_not_to_blame(monkeypatch, tmp_path, operation):
     config = config_json(tmp_path)
     handle = store(x, config) if operation == "read" else None
     if handle is not None:
-        (entry,) = (e for e in get_store(config).writer._writing)
+        (entry,) = (e for e in get_store(config).ledger.writing)
         entry.write.wait()
         get_store(config).writer.reap()
         del x

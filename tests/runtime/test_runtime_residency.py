@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ssd_fx
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.residency import LONGEST, QUIET_STEPS, WAITS, WARM, Residency
 from ssd_fx.runtime.store import get_store
 from tests.runtime.engines import Clock, HeldEngine, Lane, registered
@@ -237,7 +237,7 @@ def train(config: str) -> tuple[float, int]:
         release(handles[-1], x, seq=2 * i + 1)
         del x
         clock.now += 0.01
-    resident = sum(lookup(h).state is State.IN_MEMORY and lookup(h).write is None for h in handles)
+    resident = sum(lookup(h).state.where == "memory" and lookup(h).write is None for h in handles)
     for i in reversed(range(TENSORS)):
         y = load(handles[i], torch.empty(N))
         assert raw(y) == raw(torch.full((N,), float(i)))
@@ -270,11 +270,11 @@ def test_what_still_rests_is_no_room_to_read_ahead(tmp_path: Path) -> None:
     found.residency.nbytes = 3 * MIB
     xs = [torch.zeros(N) for _ in range(2)]
     handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
-    assert [lookup(h).state for h in handles] == [State.IN_MEMORY] * 2
+    assert [lookup(h).state.where for h in handles] == ["memory"] * 2
     assert found._spare() == 0
     load(handles[1], xs[1])
     del handles[1]
-    assert lookup(handles[0]).state is State.IN_MEMORY
+    assert lookup(handles[0]).state.where == "memory"
     assert found._spare() == MIB
 
 

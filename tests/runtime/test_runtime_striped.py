@@ -23,7 +23,7 @@ from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
 from ssd_fx.runtime.engines.striped import STRIPE, StripedEngine
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.buffers import ALIGN
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
@@ -221,7 +221,7 @@ def test_a_failing_part_in_the_store(tmp_path, operation, nth):
         for h, x in zip(handles, xs, strict=True):
             release(h, x, hand_over=False)
             x.fill_(-1)
-        kept = [i for i, h in enumerate(handles) if lookup(h).state is State.IN_MEMORY]
+        kept = [i for i, h in enumerate(handles) if lookup(h).state.where == "memory"]
         assert kept == ([] if operation == "alloc" else [nth])
         assert failing[0].refused == ([] if operation == "alloc" else [errno.EIO])
         for i, h in enumerate(handles):
@@ -264,7 +264,7 @@ def test_all_directories_full(tmp_path):
         h = store(x, config)
     store(x, config)  # without another warning, which would be an error here
     assert sorted(str(w.message).split(" go to ")[1].split(":")[0] for w in warned) == dirs
-    assert lookup(h).state is State.IN_MEMORY
+    assert lookup(h).state.where == "memory"
     assert stats().kept_bytes == 8 * MIB
     small = torch.randn(1000)
     h2 = store(small, config)
