@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ssd_fx.runtime import codec
+from ssd_fx.runtime.adapt.habits import PLAIN, Habits
 from ssd_fx.runtime.codec import Encoded
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.habits import PLAIN, Habits
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.states import Entry
 from ssd_fx.runtime.stats import counters
@@ -40,12 +40,9 @@ class Encoder:
                 habit.plain[name] = PLAIN
             return None
         payload, encoded = made
-        c = counters(entry.graph)
-        c.encoded_from_bytes += entry.nbytes
-        c.encoded_to_bytes += encoded.nbytes
         if encoded.lossy and habit.error is None:
             decoded = tensors.empty(entry.layout, entry.device)
             encoded.decode(payload, decoded)
             habit.error = codec.relative_error(x, decoded)
-        c.encoding_error = max(c.encoding_error, habit.error or 0.0)
+        counters(entry.graph).encoded(entry.nbytes, encoded.nbytes, habit.error or 0.0)
         return made

@@ -57,10 +57,11 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
             check_not_captured(token.device)  # writes of earlier forwards may begin
             CPU_ALLOCATOR.forward()
             store = get_store(config)  # raises for unusable directories before anything is computed
-            store.begin(graph, saved_bytes, token.device)
+            counters(graph).begin(saved_bytes, offloaded_bytes)
+            store.begin(graph, saved_bytes, token.device, step())
         else:
+            counters(graph).begin(saved_bytes, offloaded_bytes)
             begin_later()
-        counters(graph).begin(saved_bytes, offloaded_bytes)
         number = step()
         if about:
             plans.note(graph, config, about)

@@ -27,8 +27,8 @@ from ssd_fx.runtime.engines.base import Completion, Engine, Extent
 from ssd_fx.runtime.layout import TensorMeta, drop_storage
 
 if TYPE_CHECKING:
+    from ssd_fx.runtime.adapt.runs import Run
     from ssd_fx.runtime.device.streams import Stream
-    from ssd_fx.runtime.prefetch import Run
     from ssd_fx.runtime.store import Store
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.account import Account
+from ssd_fx.runtime.adapt.learner import Learner
 from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
 from ssd_fx.runtime.deaths import before_work, janitor, when_idle
 from ssd_fx.runtime.device import clock, device_trace, driver, streams
@@ -19,14 +20,12 @@ from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.entries import GUARD
-from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_parameter
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
-from ssd_fx.runtime.residency import Residency
 from ssd_fx.runtime.states import Entry, Ledger, Load, State
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer
@@ -39,27 +38,26 @@ class Store:
 
     def __init__(self, config: RuntimeConfig) -> None:
         self.engine, resident_bytes = registry.make_tiers(config, stats.moved)
-        most = config.resident_at_most if config.adapt else 0
-        self.residency = Residency(resident_bytes, most, self._available_bytes, waits=config.slowdown)
-        self._ranks = config.ranks
         self.device = torch.device("cpu")  # of the tensor that was stored last
-        self.habits = Habits(config.adapt)
+        self._ranks = config.ranks
+        self.learner = Learner(config, resident_bytes, self._available_bytes)
         self.ledger = Ledger(self.engine)
-        self.writer = Writer(self.engine, self.ledger, config, self.habits, self.residency)
+        self.writer = Writer(self.engine, self.ledger, self.learner, config)
         self.reader = Reader(self.engine, self.ledger, self.writer)
         self.account = self._account(config) if config.memory else None
         window = 0 if config.memory else config.prefetch
-        self.prefetcher = Prefetcher(self.reader, self.ledger, self.habits, window, self._spare)
+        self.prefetcher = Prefetcher(self.reader, self.ledger, self.learner.runs, window, self._spare)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
-    def begin(self, graph: str, saved_bytes: int, device: torch.device) -> None:
-        """A forward of `graph` begins on `device`, and will save so many bytes."""
+    def begin(self, graph: str, saved_bytes: int, device: torch.device, step: int) -> None:
+        """A forward of `graph` begins on `device`, in the step of that number, and will save so many bytes."""
         GUARD.drain()
         with GUARD.lock:
             _begin_later()
             self._learn()
-            self.residency.forward_begins()
-            self.prefetcher.begin(graph)
+            self.learner.residency.begins(step)
+            for entry in self.learner.runs.begin(graph):
+                self.reader.drop_ahead(entry)
             if self.account:
                 self.account.begins(graph, saved_bytes, device)
                 if seen := self.account.seen:
@@ -108,13 +106,7 @@ class Store:
             for other in list(_stores.values()):  # what found no room in flight when this forward began
                 if other is not self:
                     other.writer.go_on()
-            self.prefetcher.stored(entry)
-            c = counters(graph)
-            c.stores += 1
-            c.stall_s += stall
-            self.residency.stored(nbytes, self.ledger.resident_bytes)
-            self.residency.waited(stall)
-            c.forward_node(seq)
+            self.learner.stored(entry, self.ledger.resident_bytes, stall)
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.where, stall)
 
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
@@ -155,10 +147,7 @@ class Store:
         if self.account:
             stall += self.writer.make_room(entry.device)
         with GUARD.lock:
-            c = counters(entry.graph)
-            c.stall_s += stall
-            self.residency.waited(stall)
-            c.forward_node(seq)
+            self.learner.residency.waited(stall)
             self._record("release", entry, seq, started, entry.state.where, stall)
 
     def load(
@@ -185,21 +174,14 @@ class Store:
             self.writer.reap()
             self._learn()
             where = entry.state.where
-            entry.asked = True
-            self.habits.asked(entry.graph)
-            self._judge(entry)
+            self.learner.asked(entry)
             load = self.reader.begin(entry, wanted, seq, consume=consume, relies_on=relies_on)
             load.strict = strict
-            self.residency.loads(self.ledger.resident_bytes)
+            self.learner.residency.loads(self.ledger.resident_bytes)
             if self.account:
                 self.account.turns()
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
-            c = counters(entry.graph)
-            c.loads += 1
-            if where == "memory":
-                c.forwarded_bytes += entry.nbytes
-            c.backward(seq)
             self._record("load", entry, seq, started, where)
         return load.out
 
@@ -218,7 +200,6 @@ class Store:
             if load:
                 self.reader.done(entry, load)
                 self.prefetcher.advance()
-            counters(entry.graph).backward(seq)
             self._record("wait", entry, seq, started, "memory")
 
     def _wait_for_read(self, entry: Entry, load: Load, seq: int, started: float) -> None:
@@ -229,13 +210,8 @@ class Store:
         stall = arrival.waited_s() if arrival else 0.0
         with GUARD.lock:
             self.reader.done(entry, load)
-            self.residency.waited(stall)
-            if not load.strict and not followed:
-                self.habits.waited(entry.graph, entry.slot, stall)
+            self.learner.waited(entry, stall, for_itself=not load.strict and not followed)
             self.prefetcher.advance()
-            c = counters(entry.graph)
-            c.stall_s += stall
-            c.backward(seq)
             self._record("wait", entry, seq, started, "disk", stall)
         if error:
             raise errors.not_read(entry, ATTEMPTS, error) from error
@@ -256,16 +232,14 @@ class Store:
 
         Called under the lock, and once more if a signal ended the first call early.
         """
-        if entry.extent is not None and not entry.asked:
-            self.habits.died_unread(entry.graph, entry.slot)
-        self.prefetcher.dead(entry)
+        self.learner.dies(entry)
         self.reader.forget(entry)
         if isinstance(entry.write, streams.Queued) and entry.held is not None and not is_alone(entry.held):
-            self._freed(entry, False)  # nor would it be at the end of the copy
+            self.learner.freed(entry, False)  # nor would it be at the end of the copy
         self.writer.give_away(entry)
         self.writer.in_vain.let_go()  # no op of ours comes behind the last load of a backward
         self.writer.count_out(entry)
-        self._judge(entry)
+        self.learner.ended(entry)
         self.ledger.move(entry, State.NEW)
 
     def end(self) -> None:
@@ -275,7 +249,7 @@ class Store:
         """
         self.writer.end()
         for entry in entries.of(self):
-            self.prefetcher.dead(entry)
+            self.learner.runs.dead(entry)
             self.reader.drop_ahead(entry)
             if entry.state is State.ON_DISK:
                 self.ledger.move(entry, State.LOST)
@@ -289,7 +263,9 @@ class Store:
 
     def _account(self, config: RuntimeConfig) -> Account:
         self.writer.limited = True
-        return Account(config.memory, config.ranks, self._held_bytes, self._outstanding_bytes, self.residency.allow)
+        return Account(
+            config.memory, config.ranks, self._held_bytes, self._outstanding_bytes, self.learner.residency.allow
+        )
 
     def _held_bytes(self) -> int:
         """What the runtime alone holds: for the backward, or read ahead of it."""
@@ -312,34 +288,21 @@ class Store:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
         if self.account:  # what the graph has asked for is the graph's, not read ahead
             asked = self.ledger.reading_bytes - self.ledger.ahead_bytes
-            return max(0, self.residency.nbytes - self.writer.held_bytes) + asked
-        return self.residency.spare(self.ledger.resident_bytes)
+            return max(0, self.learner.residency.nbytes - self.writer.held_bytes) + asked
+        return self.learner.residency.spare(self.ledger.resident_bytes)
 
     def _learn(self) -> None:
         """Counts what a device has waited for meanwhile."""
         for graph, slot, strict, seconds, of in self.reader.stalls():
             counters(graph).stall_s += seconds * of
             if not strict:
-                self.habits.waited(graph, slot, seconds)
-
-    def _judge(self, entry: Entry) -> None:
-        """Learns, once per entry, whether writing it freed memory, or would have freed memory if it was not written."""
-        if entry.held is None and entry.extent and entry.storage:
-            self._freed(entry, entry.storage.expired())
-        elif entry.held is not None and self.habits.of(entry.graph, entry.slot).keep:
-            self.habits.kept(entry.graph, entry.slot, is_alone(entry.held))
-
-    def _freed(self, entry: Entry, freed: bool) -> None:
-        if entry.storage:
-            entry.storage = None
-            counters(entry.graph).count("freed" if freed else "wasted", entry.slot, entry.nbytes)
-            self.habits.freed(entry.graph, entry.slot, entry.nbytes, freed)
+                self.learner.habits.waited(graph, slot, seconds)
 
     def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str, waited: float = 0.0) -> None:
         if self.account:
             self.account.settled()
         event = (kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, self.engine.name)
-        trace.record(trace.Event(*event, CPU_ALLOCATOR.live_bytes, waited))
+        stats.record(trace.Event(*event, CPU_ALLOCATOR.live_bytes, waited))
 
 
 def begin_later() -> None:

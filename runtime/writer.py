@@ -20,16 +20,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import codec, trace
+from ssd_fx.runtime.adapt.learner import Learner
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.encoder import Encoder
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Memory, cut_short, outcome
 from ssd_fx.runtime.entries import GUARD
-from ssd_fx.runtime.habits import Habits
 from ssd_fx.runtime.inflight import CopiesInVain, inflight_bytes
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
-from ssd_fx.runtime.residency import Residency
 from ssd_fx.runtime.states import Entry, Ledger, State
 from ssd_fx.runtime.stats import counters
 
@@ -39,19 +38,17 @@ OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` s
 class Writer:
     """Decides when a tensor is written."""
 
-    def __init__(
-        self, engine: Engine, ledger: Ledger, config: RuntimeConfig, habits: Habits, residency: Residency
-    ) -> None:
+    def __init__(self, engine: Engine, ledger: Ledger, learner: Learner, config: RuntimeConfig) -> None:
         self._engine = engine
         self._ledger = ledger
-        self._habits = habits
-        self._residency = residency
-        self._encoder = Encoder(config, habits)
+        self._habits = learner.habits
+        self._residency = learner.residency
+        self._peak = learner.peak
+        self._encoder = Encoder(config, learner.habits)
         self._inflight = config.inflight
         self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
         self.in_vain = CopiesInVain()
         self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # not traced yet; oldest first
-        self._outstanding = _Outstanding()
         self._said_no_memory = False
         self._ended = False
         self._in_use: dict[Entry, None] = {}  # stored and not released
@@ -129,9 +126,7 @@ class Writer:
         c = counters(entry.graph)
         if error is None:
             self._end_write(entry, State.ON_DISK, "ok")
-            c.written_bytes += entry.moved_bytes
-            if entry.on_drive:
-                c.drive_bytes += entry.moved_bytes
+            c.written(entry.moved_bytes, on_drive=entry.on_drive)
             return
         c.count("kept", entry.slot, entry.nbytes, str(error))
         try:
@@ -176,7 +171,7 @@ class Writer:
     @property
     def outstanding_bytes(self) -> int:
         """What the graph has released and the backward has not asked for, wherever it is."""
-        return self._outstanding.nbytes - sum(e.nbytes for e in self._in_use if not e.binding)
+        return self._peak.nbytes - sum(e.nbytes for e in self._in_use if not e.binding)
 
     def give_away(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
@@ -220,7 +215,7 @@ class Writer:
 
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
-        self._outstanding.remove(entry)
+        self._peak.remove(entry)
         self._in_use.pop(entry, None)
 
     def _hold(self, entry: Entry, x: Tensor) -> None:
@@ -241,7 +236,7 @@ class Writer:
         if entry.binding:  # it goes at once, so it takes no part in the forecast
             entry.early = True
         else:
-            to_come = self._outstanding.add(entry)
+            to_come = self._peak.add(entry)
             entry.early = to_come > self._residency.nbytes  # they cannot all stay, and the oldest go first
         if codec.is_lossy(self._encoder.codec_of(entry), x.dtype):
             entry.later = False  # what is lost must not depend on other forwards
@@ -343,37 +338,3 @@ class Writer:
             engine = self._engine.name
             moved = entry.graph, entry.slot, entry.seq, write.span(), entry.moved_bytes
             trace.transfer("write", *moved, how, engine)
-
-
-class _Outstanding:
-    """Forecasts the peak of the bytes outstanding in a step: stored, and not asked for yet.
-
-    The forecast is the peak of the step before. A step ends when the bytes outstanding have fallen to half of their
-    peak or less and rise again. They need not fall to 0, because a caller may keep a graph for ever.
-    """
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._entries: dict[Entry, None] = {}  # no set: a call may be interrupted before the sum follows
-        self.nbytes = 0
-        self._highest_bytes = 0  # of this step
-        self._falling = False
-
-    def add(self, entry: Entry) -> int:
-        """The bytes that are expected to be stored from this entry on until the peak, the entry included."""
-        before = self.nbytes
-        if self._falling and 2 * before <= self._highest_bytes:  # a new step
-            self.peak_bytes = self._highest_bytes
-            self._highest_bytes = before
-        self._falling = False
-        self._entries[entry] = None
-        self.nbytes += entry.nbytes
-        self._highest_bytes = max(self._highest_bytes, self.nbytes)
-        return self.peak_bytes - before
-
-    def remove(self, entry: Entry) -> None:
-        """The entry is outstanding no longer; an entry that was never added, or removed before, is ignored."""
-        if entry in self._entries:
-            del self._entries[entry]
-            self.nbytes -= entry.nbytes
-            self._falling = True

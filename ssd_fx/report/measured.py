@@ -51,7 +51,7 @@ class MeasuredStep:
 def last_step(events: Iterable[Event]) -> MeasuredStep | None:
     """The last step of `events` that another one follows, or else the only one; None if no forward began.
 
-    A step is what `runtime.pace` takes for one, so also one of graphs that keep everything and load nothing. Of a
+    A step is what `runtime.step_clock` takes for one, so also one of graphs that keep everything and load nothing. Of a
     device only some steps have their transfers (`runtime.device.device_trace`): the last of these is taken, if there
     is one.
     """

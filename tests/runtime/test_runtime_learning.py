@@ -196,7 +196,7 @@ def test_the_second_step_writes_at_once_what_will_not_fit(tmp_path):
 def test_the_peak_of_a_step_is_that_of_all_its_micro_batches(tmp_path):
     """Three tensors are outstanding, then two, then four. The four are forecast, once the step is over."""
     config = config_json(tmp_path, host_budget=10 * B)
-    outstanding = get_store(config).writer._outstanding
+    outstanding = get_store(config).learner.peak
     x = torch.randn(N)
     handles = [store(x, config, slot=i) for i in range(3)]
     load(handles[2], x)
@@ -462,7 +462,7 @@ def test_a_slot_that_was_waited_for_is_read_earlier(tmp_path):
         wait(first, handles[0])
         wait(start_load(handles[1], like), handles[1])
         for _ in range(3):  # as if it had come half a second late in the last steps
-            lookup(handles[1]).store.habits.waited("g", 1, 0.5)
+            lookup(handles[1]).store.learner.habits.waited("g", 1, 0.5)
         del handles
 
 
@@ -475,7 +475,7 @@ def test_a_late_slot_is_read_two_places_early(tmp_path):
     for h in handles:
         wait(start_load(h, like), h)
     for _ in range(3):  # as if it had come half a second late in the last steps
-        get_store(config).habits.waited("block0", 2, 0.5)
+        get_store(config).learner.habits.waited("block0", 2, 0.5)
     [handles] = steps.forward()
     first = start_load(handles[0], like)
     assert [bool(lookup(h).ahead) for h in handles] == [False, False, True]
@@ -496,17 +496,17 @@ def test_an_entry_larger_than_the_window_is_read_alone(tmp_path):
 
 def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatch):
     """A caller may keep one for ever, as stored predictions do."""
-    monkeypatch.setattr("ssd_fx.runtime.prefetch.OLD", 64)
+    monkeypatch.setattr("ssd_fx.runtime.adapt.runs.OLD", 64)
     config = config_json(tmp_path, prefetch=1 << 30, host_budget=B)
     steps = Steps(config, blocks=3)
     kept = steps.forward()
     for _ in range(60):
         steps.backward(steps.forward(), [0, 1, 2])
-    prefetcher = get_store(config).prefetcher
-    assert len(prefetcher._runs) <= 3
-    assert len(prefetcher._order) <= 3 * 64
+    found = get_store(config).learner.runs
+    assert len(found._runs) <= 3
+    assert len(found._order) <= 3 * 64
     assert get_store(config).ledger.reading_bytes == 0
-    assert get_store(config).writer._outstanding.peak_bytes > 0
+    assert get_store(config).learner.peak.peak_bytes > 0
     assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
 
 
@@ -534,9 +534,9 @@ def test_no_signal_stops_the_learning(tmp_path, what):
             actions["store"]()
         came = interrupted(actions[what], at)
         die()
-        writer, ledger = get_store(config).writer, get_store(config).ledger
-        assert writer._outstanding.nbytes == ledger.resident_bytes == ledger.writing_bytes == 0, at
-        assert not get_store(config).prefetcher._runs, at
+        learner, ledger = get_store(config).learner, get_store(config).ledger
+        assert learner.peak.nbytes == ledger.resident_bytes == ledger.writing_bytes == 0, at
+        assert not learner.runs._runs, at
 
 
 def test_a_signal_in_a_load_leaves_no_bytes_that_were_not_written(tmp_path):

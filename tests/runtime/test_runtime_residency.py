@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import ssd_fx
+from ssd_fx.runtime.adapt.residency import LONGEST, QUIET_STEPS, WAITS, WARM, Residency
 from ssd_fx.runtime.entries import lookup
-from ssd_fx.runtime.residency import LONGEST, QUIET_STEPS, WAITS, WARM, Residency
+from ssd_fx.runtime.step_clock import StepClock
 from ssd_fx.runtime.store import get_store
 from tests.runtime.engines import Clock, HeldEngine, Lane, registered
 from tests.runtime.harness import begin, config_json, load, raw, release, store
@@ -28,7 +29,8 @@ class Training:
         self.free = free  # bytes, when nothing is resident
         self.resident = 0
         self.residency = Residency(least, most, lambda: self.free - self.resident, lambda: self.now, waits)
-        self.residency.forward_begins()
+        self.number = 1
+        self.residency.begins(self.number)
 
     def step(self) -> float:
         """The seconds that the step waited."""
@@ -39,7 +41,8 @@ class Training:
         self.resident = 0
         self.residency.waited(waited)
         self.now += 1.0 + waited
-        self.residency.forward_begins()
+        self.number += 1
+        self.residency.begins(self.number)
         return waited
 
     def steps(self, count: int) -> list[float]:
@@ -179,16 +182,34 @@ def test_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
 def test_micro_batches_and_several_graphs() -> None:
     """A step goes from the first forward after a backward to the next one."""
     now = [0.0]
-    residency = Residency(0, sys.maxsize, lambda: 1 << 40, clock=lambda: now[0])
+    residency, steps = Residency(0, sys.maxsize, lambda: 1 << 40, clock=lambda: now[0]), StepClock()
     for _ in range(WARM + 3):
         for _ in range(3):
-            residency.forward_begins()
+            steps.begin(now[0], lambda: 0)
+            residency.begins(steps.step)
             residency.stored(MIB, 0)
             now[0] += 1
+        steps.turn()
         residency.loads(0)
         residency.waited(1.0)
         now[0] += 1
     assert residency.nbytes == pytest.approx(3 * MIB / 4, abs=2)
+
+
+def test_the_forward_of_a_checkpoint_is_in_no_step_of_its_own() -> None:
+    """It runs within a backward. Else the second half of each backward would be judged as a step that never waits."""
+    training = Training()
+    for _ in range(WARM + 3):
+        training.residency.stored(training.saved, 0)
+        training.residency.loads(0)
+        training.residency.waited(1.0)
+        training.now += 1.0
+        training.residency.begins(0)
+        training.residency.loads(0)
+        training.now += 1.0
+        training.number += 1
+        training.residency.begins(training.number)
+    assert training.residency.nbytes > 0
 
 
 class Worked(Clock):
@@ -220,7 +241,7 @@ def slow_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
         def make(**options: object) -> str:
             config = config_json(tmp_path, name, resident_at_most=1 << 40, prefetch=2 * MIB, **options)
-            get_store(config).residency._clock = clock
+            get_store(config).learner.residency._clock = clock
             return config
 
         yield make
@@ -267,7 +288,7 @@ def test_what_still_rests_is_no_room_to_read_ahead(tmp_path: Path) -> None:
     """Two tensors of 1 MiB rest. The bytes of the one that the backward has taken may be read ahead."""
     config = config_json(tmp_path)
     found = get_store(config)
-    found.residency.nbytes = 3 * MIB
+    found.learner.residency.nbytes = 3 * MIB
     xs = [torch.zeros(N) for _ in range(2)]
     handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
     assert [lookup(h).state.where for h in handles] == ["memory"] * 2

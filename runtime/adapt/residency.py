@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from ssd_fx.runtime.habits import STALL_S
+from ssd_fx.runtime.adapt.habits import STALL_S
 
 _log = logging.getLogger("ssd_fx")
 
@@ -52,6 +52,7 @@ class Residency:
         self._clock = clock
         self._waits = max(waits, WAITS)
         self._steps = 0
+        self._step = 0  # its number
         self._began = 0.0
         self._loads = False
         self._stored = 0
@@ -99,10 +100,14 @@ class Residency:
             self._free = self._available_bytes() + min(self.more, resident_bytes)
         self._loads = True
 
-    def forward_begins(self) -> None:
-        """A forward begins. The first one after a load begins a step, and the last step is judged."""
-        if self._steps and not self._loads:
+    def begins(self, step: int) -> None:
+        """A forward of a step begins. If the step is another than before, the one before is judged.
+
+        `step`: its number, as the step clock counts; 0 for a forward of no step.
+        """
+        if step in (0, self._step):
             return
+        self._step = step
         now = self._clock()
         if self._steps > WARM and self._most > self.least:
             self._judge(self._waited_s / max(now - self._began, 1e-9))

@@ -1,6 +1,4 @@
-"""What was learned about each slot, so that the next step does better without compiling again.
-
-How many bytes of all slots may be resident is learned in `residency.py`.
+"""What was learned about each slot.
 
 * A tensor that somebody else still holds when it is read back was written in vain. After two such steps in a row its
   slot is no longer written.
