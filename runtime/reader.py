@@ -1,7 +1,7 @@
 """Tensors on their way back: from memory while they are still there, else from the disk.
 
 A load returns `alias(stored bytes, layout)`, whichever source the bytes come from.
-All methods but `complete` run under the lock of `entries`.
+All methods but `complete` and `find` run under the lock of `entries`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,17 @@ class Reader:
                 return Load(out, out, None, seq)
             case State.ON_DISK:
                 return self._read(entry, layout, seq)
+
+    def find(self, entry: Entry, x: Tensor) -> Load:
+        """The load that returned `x`. Needs no lock.
+
+        Raises: RuntimeError if there is none that was not waited for.
+        """
+        address = x.data_ptr()
+        for load in list(entry.loads):  # another thread may take its own out
+            if load.out.data_ptr() == address:
+                return load
+        raise errors.not_loaded(entry)
 
     def ahead(self, entry: Entry) -> None:
         """Starts a prefetch, which `begin` will find."""

@@ -1,11 +1,8 @@
-"""The store: what the ops do with an entry. `docs/runtime.md` has the picture."""
+"""The store of one configuration: what the ops do with an entry. `docs/runtime.md` has the picture."""
 
-import atexit
 import math
-import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -13,9 +10,8 @@ from torch import Tensor
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.account import Account
 from ssd_fx.runtime.adapt.learner import Learner
-from ssd_fx.runtime.config import TIERS, RuntimeConfig, parse
-from ssd_fx.runtime.deaths import before_work, janitor, when_idle
-from ssd_fx.runtime.device import clock, device_trace, driver, streams
+from ssd_fx.runtime.config import TIERS, RuntimeConfig
+from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
 from ssd_fx.runtime.engines.base import outcome
@@ -53,7 +49,6 @@ class Store:
         """A forward of `graph` begins on `device`, in the step of that number, and will save so many bytes."""
         GUARD.drain()
         with GUARD.lock:
-            _begin_later()
             self._learn()
             self.learner.residency.begins(step)
             for entry in self.learner.runs.begin(graph):
@@ -103,9 +98,6 @@ class Store:
         entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
         with GUARD.lock:
-            for other in list(_stores.values()):  # what found no room in flight when this forward began
-                if other is not self:
-                    other.writer.go_on()
             self.learner.stored(entry, self.ledger.resident_bytes, stall)
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.where, stall)
 
@@ -192,7 +184,7 @@ class Store:
         """
         started = now()
         self._look()
-        load = _find(entry, x) if entry.nbytes else None
+        load = self.reader.find(entry, x) if entry.nbytes else None
         if load and load.read:
             self._wait_for_read(entry, load, seq, started)
             return
@@ -303,121 +295,3 @@ class Store:
             self.account.settled()
         event = (kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, self.engine.name)
         stats.record(trace.Event(*event, CPU_ALLOCATOR.live_bytes, waited))
-
-
-def begin_later() -> None:
-    """A forward begins that stores nothing. In the capture of a CUDA graph nothing may be written."""
-    if any(streams.is_captured(store.device) for store in list(_stores.values())):
-        return
-    GUARD.drain()
-    with GUARD.lock:
-        _begin_later()
-
-
-def _begin_later() -> None:
-    """Of all options: their backwards come later, too."""
-    for store in list(_stores.values()):
-        store.writer.forward_begins()
-
-
-def _find(entry: Entry, x: Tensor) -> Load:
-    address = x.data_ptr()
-    for load in list(entry.loads):  # without the lock: another thread may take its own out
-        if load.out.data_ptr() == address:
-            return load
-    raise errors.not_loaded(entry)
-
-
-_stores: dict[RuntimeConfig, Store] = {}
-
-
-def get_store(config: str) -> Store:
-    """The store of a configuration, made at the first use.
-
-    Raises: ValueError for a bad configuration; OSError if its directories cannot be used.
-    """
-    parsed = parse(config)
-    found = _stores.get(parsed)
-    if found is None:
-        with GUARD.lock:
-            found = _stores.get(parsed) or _stores.setdefault(parsed, Store(parsed))
-        janitor()  # this thread follows up the death of the store's last graph
-    return found
-
-
-def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
-    """Ends the store of a configuration that no graph uses any more.
-
-    A store that has entries does not end, because a backward may come. It then calls `when_left` under the lock after
-    the death of each entry.
-    """
-    GUARD.drain()
-    with GUARD.lock:
-        store = _stores.get(config)
-        if store is None:
-            return
-        if entries.of(store):
-            store.when_left = when_left
-            return
-        del _stores[config]  # first, as in `_end`
-        try:
-            store.end()
-        except BaseException:
-            store.close()
-            raise
-    store.close()  # without the lock
-    if not _stores:
-        CPU_ALLOCATOR.trim()
-
-
-def close_stores() -> None:
-    """Ends the I/O, threads and files of all stores. What is in memory can still be loaded, and nothing else."""
-    GUARD.drain()
-    with GUARD.lock, ExitStack() as ending:  # if one fails, or a Ctrl-C comes, the others end too
-        for config in _stores:
-            ending.callback(_end, config)
-    CPU_ALLOCATOR.trim()
-
-
-def _end(config: RuntimeConfig) -> None:
-    store = _stores.pop(config)  # first: whatever interrupts the end, no later step finds a store that writes nothing
-    try:
-        store.end()
-    finally:
-        store.close()
-
-
-_inherited: list[object] = []
-"""In the child of a fork: what has events of a device. The destructor of a CUDA event would end the child, which cannot
-use CUDA."""
-
-
-def _after_fork() -> None:
-    stores = list(_stores.values())
-    held = entries.after_fork()
-    events = [*clock.forget(), *device_trace.clear()]
-    if events or any(streams.of(store.device) for store in stores):
-        _inherited.extend((stores, held, events))
-    _stores.clear()
-    registry.forget_engines()
-
-
-def _at_exit() -> None:
-    entries.close()
-    try:
-        close_stores()
-    finally:
-        entries.forget()
-
-
-def _let_go() -> None:
-    """For a process that trains no more, or only evaluates: no op comes that would drop what was given away."""
-    with GUARD.lock:
-        for store in list(_stores.values()):
-            store.writer.in_vain.let_go()
-
-
-when_idle += [CPU_ALLOCATOR.tick, _let_go]
-before_work += [driver.capture_apart]
-os.register_at_fork(after_in_child=_after_fork)
-atexit.register(_at_exit)

@@ -21,7 +21,7 @@ from ssd_fx.passes import pipeline
 from ssd_fx.passes.lowering import order
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests.passes.lazy_engines import engines
 from tests.passes.lowered import lower
 from tests.passes.random_graphs import Input, Program, arguments, programs

@@ -18,7 +18,8 @@ from ssd_fx.runtime.memory import gauge as gauges
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.memory.gauge import CpuGauge, DeviceGauge, gauge
 from ssd_fx.runtime.states import State
-from ssd_fx.runtime.store import Store, get_store
+from ssd_fx.runtime.store import Store
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, registered
 from tests.runtime.harness import begin, config_json, load, raw, release, store
 

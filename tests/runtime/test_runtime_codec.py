@@ -7,7 +7,7 @@ from ssd_fx.runtime import codec, writer
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stats import stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.harness import config_json, load, raw, release, settle, store, watch
 
 pytestmark = pytest.mark.usefixtures("no_device")

@@ -18,7 +18,7 @@ from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stats import stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests import fresh
 from tests.runtime.engines import FailingEngine, registered
 from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait, watch

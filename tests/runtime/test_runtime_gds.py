@@ -24,7 +24,7 @@ from ssd_fx.runtime.engines import cufile, gds, registry
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.striped import STRIPE
 from ssd_fx.runtime.entries import lookup
-from ssd_fx.runtime.store import close_stores, get_store
+from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import FakeEvent, installed
 from tests.runtime.harness import config_json, load, raw, release, settle, store

@@ -8,7 +8,7 @@ import torch
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.stats import reset_stats, stats
-from ssd_fx.runtime.store import close_stores, get_store
+from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime.engines import DelayedEngine, LateWrite, Wrapped, registered
 from tests.runtime.harness import (
     begin,

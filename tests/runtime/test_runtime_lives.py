@@ -16,7 +16,7 @@ from tests.runtime.engines import DelayedEngine, add
 from tests.runtime.harness import *
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.states import State
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 where = sys.argv[1]
 torch.set_num_threads(1)  # OpenMP does not survive a fork
 N = 300_001

@@ -9,7 +9,7 @@ import torch
 from ssd_fx.runtime.device import driver, streams
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.harness import config_json, load, store
 
 N = 10_240  # ten pages, so that it is whole on the drive and a device could read it

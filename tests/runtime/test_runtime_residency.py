@@ -14,7 +14,7 @@ import ssd_fx
 from ssd_fx.runtime.adapt.residency import LONGEST, QUIET_STEPS, WAITS, WARM, Residency
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.step_clock import StepClock
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import Clock, HeldEngine, Lane, registered
 from tests.runtime.harness import begin, config_json, load, raw, release, store
 

@@ -8,7 +8,7 @@ import torch
 
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.states import State
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, registered
 from tests.runtime.harness import CPU, begin, config_json, load, op, raw, release, settle, store, watch
 

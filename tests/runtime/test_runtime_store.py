@@ -17,7 +17,7 @@ from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stats import counters, reset_stats, stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, WritesOnDemand, registered
 from tests.runtime.harness import (
     CPU,

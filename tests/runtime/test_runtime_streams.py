@@ -25,7 +25,7 @@ from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.states import State
-from ssd_fx.runtime.store import close_stores, get_store
+from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import ORDERS, FakeGpu, installed
 from tests.runtime.harness import begin, config_json, load, raw, release, settle, start_load, store, wait

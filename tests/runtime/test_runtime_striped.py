@@ -26,7 +26,7 @@ from ssd_fx.runtime.engines.striped import STRIPE, StripedEngine
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.buffers import ALIGN
 from ssd_fx.runtime.stats import stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests import fresh
 from tests.runtime.engines import DelayedEngine, FailingEngine, registered
 from tests.runtime.harness import config_json, load, raw, release, settle, store
@@ -327,7 +327,7 @@ def test_fork_and_close(tmp_path):
     """The child stripes over files of its own; the parent's handles work on; closing leaves no file and no thread."""
     code = """
         import os, sys, torch
-        from ssd_fx.runtime.store import close_stores, get_store
+        from ssd_fx.runtime.stores import close_stores, get_store
         from tests.runtime.harness import *
         torch.set_num_threads(1)  # OpenMP does not survive a fork
         before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

@@ -18,7 +18,7 @@ from ssd_fx.passes.rewrite.backward import may_be_donated
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
 from ssd_fx.runtime.engines.base import Engine
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests.passes import toys
 from tests.passes.lazy_engines import LazyReads, LazyWrites
 from tests.runtime.engines import registered
