@@ -54,7 +54,7 @@ class Reader:
                 raise errors.donated(entry)
             case State.LOST:
                 raise errors.lost(entry)
-            case State.KEPT | State.RESIDENT | State.WRITING:
+            case State.KEPT | State.RESIDENT | State.ENCODING | State.WRITING:
                 load = self._from_memory(entry, layout, seq, consume, relies_on)
                 self._ledger.turn(entry, load, Stage.ASKED)
                 return load

@@ -39,10 +39,11 @@ class State(enum.Enum):
     EMPTY = 1, "disk"  # there are no bytes
     KEPT = 2, "memory"  # it stays there: nobody writes it
     RESIDENT = 3, "memory"  # until it is written, if it is
-    WRITING = 4, "memory"
-    ON_DISK = 5, "disk"
-    DONATED = 6, "none"  # the backward has it as its own
-    LOST = 7, "lost"  # its store ended, and the bytes were on the drive only
+    ENCODING = 4, "memory"  # by a thread that does not hold the lock
+    WRITING = 5, "memory"
+    ON_DISK = 6, "disk"
+    DONATED = 7, "none"  # the backward has it as its own
+    LOST = 8, "lost"  # its store ended, and the bytes were on the drive only
 
     def __init__(self, number: int, where: str) -> None:
         self.where = where
@@ -59,7 +60,9 @@ class Stage(enum.Enum):
 
 # Python 3.10 calls a function to find a member of an enum.
 _NEW, _RESIDENT, _WRITING = State.NEW, State.RESIDENT, State.WRITING
-_HOLDING = State.KEPT, State.RESIDENT, State.WRITING
+_GOING = State.ENCODING, State.WRITING
+WAITING = _RESIDENT, *_GOING
+_HOLDING = State.KEPT, *WAITING
 _WITH_ROOM = State.ON_DISK, State.LOST
 _AHEAD, _ASKED = Stage.AHEAD, Stage.ASKED
 
@@ -172,14 +175,14 @@ class Ledger:
             if before is _RESIDENT:
                 del self.resident[entry]
                 self.resident_bytes -= old_bytes
-            elif before is _WRITING:
+            elif before in _GOING:
                 del self.writing[entry]
                 self.writing_bytes -= old_bytes
                 entry.write = None
             if to is _RESIDENT:
                 self.resident[entry] = None
                 self.resident_bytes += new_bytes
-            elif to is _WRITING:
+            elif to in _GOING:
                 self.writing[entry] = None
                 self.writing_bytes += new_bytes
             entry.state = to

@@ -45,15 +45,17 @@ def forward_begins() -> None:
     with GUARD.lock:
         for store in list(stores.values()):
             store.writer.forward_begins()
+    for store in list(stores.values()):
+        store.writer.go_on()
 
 
 def go_on(but: Store) -> None:
     """Starts what found no room in flight when the last forward began, of all stores but one."""
     if len(stores) > 1:
         with GUARD.lock:
-            for store in list(stores.values()):
-                if store is not but:
-                    store.writer.go_on()
+            due = [store for store in stores.values() if store is not but and store.writer.is_due]
+        for store in due:
+            store.writer.go_on()
 
 
 def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:

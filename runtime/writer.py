@@ -5,7 +5,7 @@
        |             `later` ones: until the next forward begins, and then while the budget has room
        `-> kept: leaves that require grad, and slots whose tensors somebody else holds (`habits`)
 
-All methods but `accept` and `make_room` run under the lock of `entries`.
+All methods but `accept`, `make_room` and `go_on` run under the lock of `entries`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Me
 from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.inflight import CopiesInVain, inflight_bytes
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
-from ssd_fx.runtime.states import Entry, Ledger, State
+from ssd_fx.runtime.states import WAITING, Entry, Ledger, State
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` stops behind this many unfinished ones
@@ -61,7 +61,9 @@ class Writer:
         """
         with GUARD.lock:
             self.reap()
-            self._hold(entry, x)
+            codec_first = self._hold(entry, x)
+        if codec_first:
+            self._encode(entry, codec_first, State.RESIDENT)
         return self.make_room(x.device)
 
     def make_room(self, device: torch.device) -> float:
@@ -69,31 +71,37 @@ class Writer:
 
         Called without the lock.
         """
-        with GUARD.lock:
-            self.reap()
-            before = self._start_due()
+        before = self.go_on()
         if before is None:
             return 0.0
         arrival = Arrival(device)
         while before:
             outcome(before)  # an error is left to `reap`
+            before = self.go_on()
+        return arrival.waited_s()
+
+    def go_on(self) -> Completion | None:
+        """Starts the writes that are due, as far as they find room in flight. Returns what holds the next one up.
+
+        Called without the lock. What another thread encodes just now is not waited for.
+        """
+        while True:
             with GUARD.lock:
                 self.reap()
-                before = self._start_due()
-        return arrival.waited_s()
+                found = self._start_due()
+            if not isinstance(found, Entry):
+                return found
+            self._encode(found, self._encoder.codec_of(found), State.WRITING)
 
     def forward_begins(self) -> None:
         """A forward begins, so what was to be written later may be now."""
-        self.reap()
         for entry in self._ledger.resident:
             entry.later = False
-        self._start_due()
 
-    def go_on(self) -> None:
-        """Starts the writes that are due, as far as they find room in flight. It waits for none."""
-        if self._due():
-            self.reap()
-            self._start_due()
+    @property
+    def is_due(self) -> bool:
+        """Whether something should be written now."""
+        return self._due() is not None
 
     def reap(self) -> None:
         """Drops our references to the tensors that have been written. Nothing overtakes a copy to host memory."""
@@ -148,7 +156,7 @@ class Writer:
 
         It is on disk only if all bytes had been written.
         """
-        if entry.state is State.RESIDENT:
+        if entry.state is State.RESIDENT or entry.state is State.ENCODING:
             self._ledger.move(entry, State.KEPT)
         if entry.state is not State.WRITING:
             return
@@ -165,7 +173,7 @@ class Writer:
     @property
     def held_bytes(self) -> int:
         """What is held for the backward alone: the graph has released it, and it is still in memory."""
-        in_use = sum(e.moved_bytes for e in self._in_use if e.state is State.RESIDENT or e.state is State.WRITING)
+        in_use = sum(e.moved_bytes for e in self._in_use if e.state in WAITING)
         return self._ledger.resident_bytes + self._ledger.writing_bytes - in_use
 
     @property
@@ -208,6 +216,9 @@ class Writer:
         """
         self._ended = True
         for entry in list(self._ledger.writing):
+            if entry.state is State.ENCODING:
+                self.cancel(entry)
+                continue
             if entry.write:
                 entry.write.cancel()
             self._cancelled(entry)
@@ -218,7 +229,8 @@ class Writer:
         self._peak.remove(entry)
         self._in_use.pop(entry, None)
 
-    def _hold(self, entry: Entry, x: Tensor) -> None:
+    def _hold(self, entry: Entry, x: Tensor) -> str:
+        """The codec that encodes the tensor before it is resident, empty for none."""
         held = counter = versioned_alias(x)
         if entry.layout != entry.seen:  # a view of `counter` would keep the storage for as long as `counter` lives
             held = alias(x, entry.layout)
@@ -231,7 +243,7 @@ class Writer:
             self._ledger.move(entry, State.KEPT, held)
             why = "a parameter or another leaf that requires a gradient" if is_parameter(x) else ""
             counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
-            return
+            return ""
         entry.storage = StorageWeakRef(x.untyped_storage())
         if entry.binding:  # it goes at once, so it takes no part in the forecast
             entry.early = True
@@ -243,20 +255,48 @@ class Writer:
         if self.limited:
             self._in_use[entry] = None
         stays = "" if entry.early or not self._residency.least else self._encoder.codecs.get("host", "")
-        if stays:
-            self._ledger.move(entry, State.KEPT, held)
-            self._encode(entry, stays)
-            self._ledger.move(entry, State.RESIDENT)
-        else:
-            self._ledger.move(entry, State.RESIDENT, held)
+        if self._encoder.wants(entry, stays):
+            self._ledger.move(entry, State.ENCODING, held)
+            return stays
+        self._ledger.move(entry, State.RESIDENT, held)
         if entry.binding:
             self._ledger.resident.move_to_end(entry, last=False)
+        return ""
 
-    def _encode(self, entry: Entry, name: str) -> None:
-        made = self._encoder.encode(entry, name)
-        if made:
-            self._ledger.move(entry, entry.state, *made)
-            entry.stream = streams.current(entry.device)  # the payload's memory is of this thread's stream
+    def _encode(self, entry: Entry, name: str, to: State) -> None:
+        """Encodes what an entry holds, without the lock, and then lets it be resident, or starts its write.
+
+        Meanwhile another thread may load the tensor, or bury it. If it had to be copied aside, it is encoded again.
+        """
+        held = entry.held
+        if held is None:
+            return
+        storage = held.untyped_storage()  # a codec that is queued on a stream reads it until the stream has turned
+        try:
+            with streams.in_turn_with(entry.stream, entry.device):
+                made = self._encoder.encode(entry, name, held)
+                with GUARD.lock:
+                    if entry.state is not State.ENCODING:
+                        return
+                    if entry.held is not held:
+                        self._ledger.move(entry, State.RESIDENT)
+                        self._ledger.resident.move_to_end(entry, last=False)
+                        return
+                    self._encoder.learn(entry, name, made)
+                    if made:
+                        self._ledger.move(entry, State.KEPT, made.tensor, made.encoded)
+                        entry.stream = streams.current(entry.device)  # the payload's memory is of this thread's stream
+                    if to is State.RESIDENT:
+                        self._ledger.move(entry, State.RESIDENT)
+                    else:
+                        self._start(entry)
+        except BaseException:  # Ctrl-C or no memory: it stays as it is
+            with GUARD.lock:
+                if entry.state is State.ENCODING:
+                    self._ledger.move(entry, State.KEPT)
+            raise
+        finally:
+            del storage
 
     def _due(self) -> Entry | None:
         """The resident entry that should be written next, or None. An early one waits for those before it."""
@@ -273,8 +313,8 @@ class Writer:
             self._caps[device] = self._inflight or inflight_bytes(device)
         return self._caps[device]
 
-    def _start_due(self) -> Completion | None:
-        """Starts the writes that are due. Returns the write that holds the next one up, or None."""
+    def _start_due(self) -> Completion | Entry | None:
+        """Starts the writes that are due. Returns the write that holds the next one up, or what is to be encoded."""
         while entry := self._due():
             if self._ledger.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
                 oldest = self._oldest_under_way()
@@ -282,11 +322,11 @@ class Writer:
                     continue
                 if oldest:  # else the tensor is larger than the cap, and goes alone
                     return oldest
-            assert entry.held is not None, "a resident entry holds its tensor"
-            storage = entry.held.untyped_storage()  # `_start` may drop it, and an encoding that is queued reads it
+            if self._encoder.wants(entry, self._encoder.codec_of(entry)):
+                self._ledger.move(entry, State.ENCODING)
+                return entry
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
-            del storage
         while self.limited and self.held_bytes > self._residency.nbytes:
             if not self._follow_oldest():
                 return self._oldest_under_way()
@@ -302,10 +342,6 @@ class Writer:
         return self.in_vain.oldest() or next((e.write for e in self._ledger.writing if e.write), None)
 
     def _start(self, entry: Entry) -> None:
-        encoding = self._encoder.codec_of(entry)
-        if encoding and not entry.encoded:
-            self._ledger.move(entry, State.KEPT)
-            self._encode(entry, encoding)
         try:
             self._ledger.move(entry, State.WRITING)
         except OSError as error:  # the engine warned; the tensor stays in memory
