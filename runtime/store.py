@@ -231,7 +231,7 @@ class Store:
         self.writer.give_away(entry)
         self.writer.in_vain.let_go()  # no op of ours comes behind the last load of a backward
         self.writer.count_out(entry)
-        self.learner.ended(entry)
+        self.learner.judge(entry)
         self.ledger.move(entry, State.NEW)
 
     def end(self) -> None:

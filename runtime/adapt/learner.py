@@ -43,7 +43,7 @@ class Learner:
         """A backward asks for an entry, which is where it was."""
         entry.asked = True
         self.habits.asked(entry.graph)
-        self._judge(entry)
+        self.judge(entry)
 
     def waited(self, entry: Entry, stall_s: float, *, for_itself: bool) -> None:
         """The graph waited so long for a read of an entry. `for_itself`: so it should be read earlier."""
@@ -57,10 +57,6 @@ class Learner:
             self.habits.died_unread(entry.graph, entry.slot)
         self.runs.dead(entry)
 
-    def ended(self, entry: Entry) -> None:
-        """The I/O of a dead entry has ended. Called again if a signal ended it early."""
-        self._judge(entry)
-
     def freed(self, entry: Entry, freed: bool) -> None:
         """Whether writing an entry freed its memory is known now, once and for all."""
         if entry.storage:
@@ -68,8 +64,11 @@ class Learner:
             counters(entry.graph).count("freed" if freed else "wasted", entry.slot, entry.nbytes)
             self.habits.freed(entry.graph, entry.slot, entry.nbytes, freed)
 
-    def _judge(self, entry: Entry) -> None:
-        """Learns, once per entry, whether writing it freed memory, or would have freed memory if it was not written."""
+    def judge(self, entry: Entry) -> None:
+        """An entry is loaded, or its I/O has ended because it dies.
+
+        Learns, once per entry, whether writing it freed memory, or would have freed memory if it was not written.
+        """
         if entry.held is None and entry.extent and entry.storage:
             self.freed(entry, entry.storage.expired())
         elif entry.held is not None and self.habits.of(entry.graph, entry.slot).keep:

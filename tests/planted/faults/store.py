@@ -14,8 +14,8 @@ FAULTS = (
     Fault(
         "dead_tensors_stay_outstanding",
         "runtime/store.py",
-        "        self.writer.count_out(entry)\n        self.learner.ended(entry)\n",
-        "        self.learner.ended(entry)\n",
+        "        self.writer.count_out(entry)\n        self.learner.judge(entry)\n",
+        "        self.learner.judge(entry)\n",
         "after forwards without a backward more is written than the budget needs, for ever",
         "tests/runtime/test_runtime_learning.py::test_a_resident_tensor_dies_without_a_trace",
     ),
