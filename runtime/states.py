@@ -1,9 +1,8 @@
 """Where the bytes of a stored tensor are, and the two functions that change that.
 
-                    ,--> KEPT ---------------------> DONATED
-    NEW --> RESIDENT --> WRITING --> ON_DISK --> LOST             each: handle dies --> NEW
-                           |   `---- write failed or was cancelled: KEPT
-                           `-- while the drive gets it, memory has it too
+    NEW -+-> RESIDENT --> ENCODING --> WRITING --> ON_DISK --> LOST      each: its handle dies --> NEW
+         |       `-----------v------------'
+         `-----------------> KEPT --> DONATED
 
 `Ledger.move` takes an entry from state to state, `Ledger.turn` a load. Both hold the sums of bytes right, and both bear
 a Ctrl-C: Python notices one where something is called, so neither calls anything between its first change and its last.
