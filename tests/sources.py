@@ -299,9 +299,9 @@ def _encoded() -> Iterator[None]:
         stack.enter_context(mock.patch.object(codec, "encode", encode))
         hold = Writer._hold
 
-        def with_codec(self: Writer, entry: Entry, x: Tensor) -> None:
+        def with_codec(self: Writer, entry: Entry, x: Tensor) -> str:
             self._encoder.codecs["ssd"] = "bitpack"
-            hold(self, entry, x)
+            return hold(self, entry, x)
 
         stack.enter_context(mock.patch.object(Writer, "_hold", with_codec))
         yield
@@ -311,9 +311,9 @@ def _encoded() -> Iterator[None]:
 def _without_codec() -> Iterator[None]:
     hold = Writer._hold
 
-    def plain(self: Writer, entry: Entry, x: Tensor) -> None:
+    def plain(self: Writer, entry: Entry, x: Tensor) -> str:
         self._encoder.codecs.pop("ssd", None)
-        hold(self, entry, x)
+        return hold(self, entry, x)
 
     with mock.patch.object(Writer, "_hold", plain):
         yield

@@ -185,10 +185,11 @@ def given_away_though_the_graph_is_kept() -> AbstractContextManager[object]:
 def no_version_check() -> AbstractContextManager[object]:
     hold = Writer._hold
 
-    def broken(writer: Writer, entry: Entry, x: Tensor) -> None:
-        hold(writer, entry, x)
+    def broken(writer: Writer, entry: Entry, x: Tensor) -> str:
+        codec_first = hold(writer, entry, x)
         entry.version = x._version
         entry.counter = None
+        return codec_first
 
     return mock.patch.object(Writer, "_hold", broken)
 
