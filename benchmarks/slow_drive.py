@@ -56,7 +56,7 @@ def steps(flags: argparse.Namespace) -> Iterator[Seen]:
     for number, step in enumerate(islice(train(task), flags.steps)):
         (store,) = stores.values()
         waited = step.write_stall_s + step.read_stall_s
-        yield Seen(number, step.graph_s, waited, step.offloaded_bytes, store.learner.residency.nbytes, step.peak_bytes)
+        yield Seen(number, step.graph_s, waited, step.offloaded_bytes, store.residency.nbytes, step.peak_bytes)
         slow = flags.slow_from <= number + 1 < flags.fast_from
         hold(flags.rate / (4 if slow else 1))
 

@@ -155,7 +155,7 @@ class Counters(GraphStats):
 
     def begin(self, saved_bytes: int, offloaded_bytes: int) -> None:
         """Counts a forward that starts."""
-        _process.clock.begin(time.perf_counter(), _on_drives)
+        _clock.begin(time.perf_counter(), _on_drives)
         self.steps += 1
         self.saved_bytes += saved_bytes
         self.offloaded_bytes += offloaded_bytes
@@ -187,7 +187,7 @@ class Counters(GraphStats):
             self.backward_seq = -1
         self._count(seq > self.backward_seq)
         self.backward_seq = seq
-        _process.clock.turn()
+        _clock.turn()
 
     def written(self, nbytes: int, *, on_drive: bool) -> None:
         """Counts a write that ended well. `on_drive`: it went to a drive at once."""
@@ -220,29 +220,16 @@ _SUMMED = [
 ]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Process:
-    """What is counted of all graphs together, as `Stats` calls it. `compiled_before`: graphs before the last reset."""
-
-    graphs: dict[str, Counters] = field(default_factory=dict)
-    clock: StepClock = field(default_factory=StepClock)
-    moved_bytes: int = 0
-    memory: tuple[int, int, int] = (0, 0, 0)  # the limit, the peak and what stayed
-    drive_tbw: float = 0.0
-    compiled: int = 0
-    compiled_before: int = 0
-    whole: int = 0
-    whole_why: str = ""
-
-
-_process = _Process()
+_graphs: dict[str, Counters] = {}
+_clock = StepClock()
+_totals = Stats()
+"""What is not of one graph."""
 
 
 def counters(graph: str) -> Counters:
     """The counters of `graph`, made at its first node."""
-    graphs = _process.graphs
-    found = graphs.get(graph)
-    return found if found is not None else graphs.setdefault(graph, Counters())
+    found = _graphs.get(graph)
+    return found if found is not None else _graphs.setdefault(graph, Counters())
 
 
 def record(event: Event) -> None:
@@ -253,45 +240,48 @@ def record(event: Event) -> None:
 
 def _on_drives() -> int:
     """Bytes that drives got so far, of all graphs."""
-    return _process.moved_bytes + sum(c.drive_bytes for c in dict(_process.graphs).values())
+    return _totals.moved_bytes + sum(c.drive_bytes for c in dict(_graphs).values())
 
 
 def slots() -> dict[str, dict[int, SlotStats]]:
     """What became of the memory of every alias group that was stored, by graph and slot."""
-    return {name: dict(c.slots) for name, c in dict(_process.graphs).items()}
+    return {name: dict(c.slots) for name, c in dict(_graphs).items()}
 
 
 def turn() -> None:
     """Notes that a backward runs, where no node of ours but the first does."""
-    _process.clock.turn()
+    _clock.turn()
 
 
 def step() -> int:
     """The number of the last forward's step, as in `StepClock`."""
-    return _process.clock.step
+    return _clock.step
 
 
 def compiled(whole: str = "") -> None:
     """Counts a graph that the backend compiled. `whole`: why it keeps everything, whatever its plan would be."""
-    _process.compiled += 1
+    _totals.compiled_graphs += 1
+    _totals.compiled_since_reset += 1
     if whole:
-        _process.whole += 1
-        _process.whole_why = whole
+        _totals.whole_graphs += 1
+        _totals.whole_why = whole
 
 
 def moved(nbytes: int) -> None:
     """Counts bytes that moved on from host memory to a drive."""
-    _process.moved_bytes += nbytes
+    _totals.moved_bytes += nbytes
 
 
 def rated(drive_tbw: float) -> None:
     """Takes the rated endurance of the drives, in 10^12 bytes; 0 if it is not known."""
-    _process.drive_tbw = drive_tbw
+    _totals.drive_tbw = drive_tbw
 
 
 def limited(limit: int, peak: int, stayed: int) -> None:
     """Takes the limit of memory, and of the last step the most of all tensors and of what stayed, in bytes."""
-    _process.memory = limit, peak, stayed
+    _totals.memory_limit_bytes = limit
+    _totals.memory_peak_bytes = peak
+    _totals.memory_stay_bytes = stayed
 
 
 def stats() -> Stats:
@@ -299,48 +289,40 @@ def stats() -> Stats:
 
     It takes no lock, so a signal handler may call it.
     """
-    now = _process
-    graphs = dict(now.graphs)
+    graphs, clock = dict(_graphs), _clock
     nodes = sum(c.nodes for c in graphs.values())
-    limit, peak, stayed = now.memory
-    return Stats(
+    return dataclasses.replace(
+        _totals,
         **{name: sum(getattr(c, name) for c in graphs.values()) for name in _SUMMED},
-        steps=now.clock.steps,
+        steps=clock.steps,
         encoding_error=max((c.encoding_error for c in graphs.values()), default=0.0),
         in_planned_order=sum(c.ordered for c in graphs.values()) / nodes if nodes else 1.0,
-        memory_limit_bytes=limit,
-        memory_peak_bytes=peak,
-        memory_stay_bytes=stayed,
         disk_bytes=registry.disk_bytes(),
-        moved_bytes=now.moved_bytes,
-        drive_bytes_s=now.clock.bytes_s(),
-        step_s=now.clock.step_s(),
-        drive_tbw=now.drive_tbw,
-        compiled_graphs=now.compiled,
-        compiled_since_reset=now.compiled - now.compiled_before,
-        whole_graphs=now.whole,
-        whole_why=now.whole_why,
+        drive_bytes_s=clock.bytes_s(),
+        step_s=clock.step_s(),
         graphs={name: _snapshot(c) for name, c in graphs.items()},
     )
 
 
 def reset_stats() -> None:
     """Set all counts to zero, but for `compiled_graphs` and `whole_graphs`."""
-    global _process
-    kept = {"drive_tbw", "compiled", "whole", "whole_why"}
-    _process = _Process(compiled_before=_process.compiled, **{name: getattr(_process, name) for name in kept})
+    global _clock, _totals
+    kept = ("drive_tbw", "compiled_graphs", "whole_graphs", "whole_why")
+    _totals = Stats(**{name: getattr(_totals, name) for name in kept})
+    _graphs.clear()
+    _clock = StepClock()
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """What runs inside counts for nobody."""
-    global _process
-    before = _process
-    _process = dataclasses.replace(before, graphs={}, clock=StepClock())
+    global _graphs, _clock, _totals
+    before = _graphs, _clock, _totals
+    _graphs, _clock, _totals = {}, StepClock(), dataclasses.replace(_totals)
     try:
         yield
     finally:
-        _process = before
+        _graphs, _clock, _totals = before
 
 
 def _snapshot(c: Counters) -> GraphStats:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.account import Account
-from ssd_fx.runtime.adapt.learner import Learner
+from ssd_fx.runtime.adapt.habits import Habits
+from ssd_fx.runtime.adapt.residency import Peak, Residency
+from ssd_fx.runtime.adapt.runs import Runs
 from ssd_fx.runtime.config import TIERS, RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
@@ -22,7 +24,7 @@ from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
-from ssd_fx.runtime.states import Entry, Ledger, Load, State
+from ssd_fx.runtime.states import Entry, Ledger, State
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer
 
@@ -36,13 +38,17 @@ class Store:
         self.engine, resident_bytes = registry.make_tiers(config, stats.moved)
         self.device = torch.device("cpu")  # of the tensor that was stored last
         self._ranks = config.ranks
-        self.learner = Learner(config, resident_bytes, self._available_bytes)
+        most = config.resident_at_most if config.adapt else 0
+        self.residency = Residency(resident_bytes, most, self._available_bytes, waits=config.slowdown)
+        self.peak = Peak()
+        self.habits = Habits(config.adapt)
+        self.runs = Runs(self.habits)
         self.ledger = Ledger(self.engine)
-        self.writer = Writer(self.engine, self.ledger, self.learner, config)
+        self.writer = Writer(self.engine, self.ledger, config, self.habits, self.residency, self.peak)
         self.reader = Reader(self.engine, self.ledger, self.writer)
         self.account = self._account(config) if config.memory else None
         window = 0 if config.memory else config.prefetch
-        self.prefetcher = Prefetcher(self.reader, self.ledger, self.learner.runs, window, self._spare)
+        self.prefetcher = Prefetcher(self.reader, self.ledger, self.runs, window, self._spare)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
     def begin(self, graph: str, saved_bytes: int, device: torch.device, step: int) -> None:
@@ -50,8 +56,8 @@ class Store:
         GUARD.drain()
         with GUARD.lock:
             self._learn()
-            self.learner.residency.begins(step)
-            for entry in self.learner.runs.begin(graph):
+            self.residency.begins(step)
+            for entry in self.runs.begin(graph):
                 self.reader.drop_ahead(entry)
             if self.account:
                 self.account.begins(graph, saved_bytes, device)
@@ -98,7 +104,9 @@ class Store:
         entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
         with GUARD.lock:
-            self.learner.stored(entry, self.ledger.resident_bytes, stall)
+            self.runs.stored(entry)
+            self.residency.stored(nbytes, self.ledger.resident_bytes)
+            self.residency.waited(stall)
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.where, stall)
 
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
@@ -139,7 +147,7 @@ class Store:
         if self.account:
             stall += self.writer.make_room(entry.device)
         with GUARD.lock:
-            self.learner.residency.waited(stall)
+            self.residency.waited(stall)
             self._record("release", entry, seq, started, entry.state.where, stall)
 
     def load(
@@ -166,10 +174,10 @@ class Store:
             self.writer.reap()
             self._learn()
             where = entry.state.where
-            self.learner.asked(entry)
+            self.habits.asked(entry)
             load = self.reader.begin(entry, wanted, seq, consume=consume, relies_on=relies_on)
             load.strict = strict
-            self.learner.residency.loads(self.ledger.resident_bytes)
+            self.residency.loads(self.ledger.resident_bytes)
             if self.account:
                 self.account.turns()
             self.prefetcher.asked(entry)
@@ -185,26 +193,20 @@ class Store:
         started = now()
         self._look()
         load = self.reader.find(entry, x) if entry.nbytes else None
-        if load and load.read:
-            self._wait_for_read(entry, load, seq, started)
-            return
+        read = load.read if load else None
+        followed = isinstance(read, streams.Queued) and read.cannot_fail()  # the host waits for nothing
+        arrival = Arrival(entry.device) if read and not followed else None
+        error = self.reader.complete(entry, load) if load and read else None
+        stall = arrival.waited_s() if arrival else 0.0
         with GUARD.lock:
             if load:
                 self.reader.done(entry, load)
-                self.prefetcher.advance()
-            self._record("wait", entry, seq, started, "memory")
-
-    def _wait_for_read(self, entry: Entry, load: Load, seq: int, started: float) -> None:
-        """`wait_load_` of a load that reads. Raises: as `wait_load_`."""
-        followed = isinstance(load.read, streams.Queued) and load.read.cannot_fail()  # the host waits for nothing
-        arrival = None if followed else Arrival(entry.device)
-        error = self.reader.complete(entry, load)
-        stall = arrival.waited_s() if arrival else 0.0
-        with GUARD.lock:
-            self.reader.done(entry, load)
-            self.learner.waited(entry, stall, for_itself=not load.strict and not followed)
+            if arrival and load:
+                self.residency.waited(stall)
+                if not load.strict:
+                    self.habits.waited(entry.graph, entry.slot, stall)
             self.prefetcher.advance()
-            self._record("wait", entry, seq, started, "disk", stall)
+            self._record("wait", entry, seq, started, "disk" if read else "memory", stall)
         if error:
             raise errors.not_read(entry, ATTEMPTS, error) from error
 
@@ -224,14 +226,15 @@ class Store:
 
         Called under the lock, and once more if a signal ended the first call early.
         """
-        self.learner.dies(entry)
+        self.habits.dies(entry)
+        self.runs.dead(entry)
         self.reader.forget(entry)
         if isinstance(entry.write, streams.Queued) and entry.held is not None and not is_alone(entry.held):
-            self.learner.freed(entry, False)  # nor would it be at the end of the copy
+            self.habits.freed(entry, False)  # nor would it be at the end of the copy
         self.writer.give_away(entry)
         self.writer.in_vain.let_go()  # no op of ours comes behind the last load of a backward
         self.writer.count_out(entry)
-        self.learner.judge(entry)
+        self.habits.judge(entry)
         self.ledger.move(entry, State.NEW)
 
     def end(self) -> None:
@@ -241,7 +244,7 @@ class Store:
         """
         self.writer.end()
         for entry in entries.of(self):
-            self.learner.runs.dead(entry)
+            self.runs.dead(entry)
             self.reader.drop_ahead(entry)
             if entry.state is State.ON_DISK:
                 self.ledger.move(entry, State.LOST)
@@ -255,16 +258,11 @@ class Store:
 
     def _account(self, config: RuntimeConfig) -> Account:
         self.writer.limited = True
-        return Account(
-            config.memory, config.ranks, self._held_bytes, self._outstanding_bytes, self.learner.residency.allow
-        )
 
-    def _held_bytes(self) -> int:
-        """What the runtime alone holds: for the backward, or read ahead of it."""
-        return self.writer.held_bytes + self.ledger.ahead_bytes
+        def held() -> int:
+            return self.writer.held_bytes + self.ledger.ahead_bytes
 
-    def _outstanding_bytes(self) -> int:
-        return self.writer.outstanding_bytes
+        return Account(config.memory, config.ranks, held, lambda: self.writer.outstanding_bytes, self.residency.allow)
 
     def _look(self) -> None:
         """A node of ours begins."""
@@ -280,15 +278,15 @@ class Store:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
         if self.account:  # what the graph has asked for is the graph's, not read ahead
             asked = self.ledger.reading_bytes - self.ledger.ahead_bytes
-            return max(0, self.learner.residency.nbytes - self.writer.held_bytes) + asked
-        return self.learner.residency.spare(self.ledger.resident_bytes)
+            return max(0, self.residency.nbytes - self.writer.held_bytes) + asked
+        return self.residency.spare(self.ledger.resident_bytes)
 
     def _learn(self) -> None:
         """Counts what a device has waited for meanwhile."""
         for graph, slot, strict, seconds, of in self.reader.stalls():
             counters(graph).stall_s += seconds * of
             if not strict:
-                self.learner.habits.waited(graph, slot, seconds)
+                self.habits.waited(graph, slot, seconds)
 
     def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str, waited: float = 0.0) -> None:
         if self.account:

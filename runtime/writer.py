@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import codec, trace
-from ssd_fx.runtime.adapt.learner import Learner
+from ssd_fx.runtime.adapt.habits import Habits
+from ssd_fx.runtime.adapt.residency import Peak, Residency
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
@@ -38,13 +39,21 @@ OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` s
 class Writer:
     """Decides when a tensor is written."""
 
-    def __init__(self, engine: Engine, ledger: Ledger, learner: Learner, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: Ledger,
+        config: RuntimeConfig,
+        habits: Habits,
+        residency: Residency,
+        peak: Peak,
+    ) -> None:
         self._engine = engine
         self._ledger = ledger
-        self._habits = learner.habits
-        self._residency = learner.residency
-        self._peak = learner.peak
-        self._encoder = Encoder(config, learner.habits)
+        self._habits = habits
+        self._residency = residency
+        self._peak = peak
+        self._encoder = Encoder(config, habits)
         self._inflight = config.inflight
         self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
         self.in_vain = CopiesInVain()

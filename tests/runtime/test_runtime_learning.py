@@ -196,7 +196,7 @@ def test_the_second_step_writes_at_once_what_will_not_fit(tmp_path):
 def test_the_peak_of_a_step_is_that_of_all_its_micro_batches(tmp_path):
     """Three tensors are outstanding, then two, then four. The four are forecast, once the step is over."""
     config = config_json(tmp_path, host_budget=10 * B)
-    outstanding = get_store(config).learner.peak
+    outstanding = get_store(config).peak
     x = torch.randn(N)
     handles = [store(x, config, slot=i) for i in range(3)]
     load(handles[2], x)
@@ -462,7 +462,7 @@ def test_a_slot_that_was_waited_for_is_read_earlier(tmp_path):
         wait(first, handles[0])
         wait(start_load(handles[1], like), handles[1])
         for _ in range(3):  # as if it had come half a second late in the last steps
-            lookup(handles[1]).store.learner.habits.waited("g", 1, 0.5)
+            lookup(handles[1]).store.habits.waited("g", 1, 0.5)
         del handles
 
 
@@ -475,7 +475,7 @@ def test_a_late_slot_is_read_two_places_early(tmp_path):
     for h in handles:
         wait(start_load(h, like), h)
     for _ in range(3):  # as if it had come half a second late in the last steps
-        get_store(config).learner.habits.waited("block0", 2, 0.5)
+        get_store(config).habits.waited("block0", 2, 0.5)
     [handles] = steps.forward()
     first = start_load(handles[0], like)
     assert [bool(lookup(h).ahead) for h in handles] == [False, False, True]
@@ -502,11 +502,11 @@ def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatc
     kept = steps.forward()
     for _ in range(60):
         steps.backward(steps.forward(), [0, 1, 2])
-    found = get_store(config).learner.runs
+    found = get_store(config).runs
     assert len(found._runs) <= 3
     assert len(found._order) <= 3 * 64
     assert get_store(config).ledger.reading_bytes == 0
-    assert get_store(config).learner.peak.peak_bytes > 0
+    assert get_store(config).peak.peak_bytes > 0
     assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
 
 
@@ -534,9 +534,9 @@ def test_no_signal_stops_the_learning(tmp_path, what):
             actions["store"]()
         came = interrupted(actions[what], at)
         die()
-        learner, ledger = get_store(config).learner, get_store(config).ledger
-        assert learner.peak.nbytes == ledger.resident_bytes == ledger.writing_bytes == 0, at
-        assert not learner.runs._runs, at
+        found, ledger = get_store(config), get_store(config).ledger
+        assert found.peak.nbytes == ledger.resident_bytes == ledger.writing_bytes == 0, at
+        assert not found.runs._runs, at
 
 
 def test_a_signal_in_a_load_leaves_no_bytes_that_were_not_written(tmp_path):

@@ -241,7 +241,7 @@ def slow_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
         def make(**options: object) -> str:
             config = config_json(tmp_path, name, resident_at_most=1 << 40, prefetch=2 * MIB, **options)
-            get_store(config).learner.residency._clock = clock
+            get_store(config).residency._clock = clock
             return config
 
         yield make
@@ -288,7 +288,7 @@ def test_what_still_rests_is_no_room_to_read_ahead(tmp_path: Path) -> None:
     """Two tensors of 1 MiB rest. The bytes of the one that the backward has taken may be read ahead."""
     config = config_json(tmp_path)
     found = get_store(config)
-    found.learner.residency.nbytes = 3 * MIB
+    found.residency.nbytes = 3 * MIB
     xs = [torch.zeros(N) for _ in range(2)]
     handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
     assert [lookup(h).state.where for h in handles] == ["memory"] * 2

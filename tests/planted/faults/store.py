@@ -14,8 +14,8 @@ FAULTS = (
     Fault(
         "dead_tensors_stay_outstanding",
         "runtime/store.py",
-        "        self.writer.count_out(entry)\n        self.learner.judge(entry)\n",
-        "        self.learner.judge(entry)\n",
+        "        self.writer.count_out(entry)\n        self.habits.judge(entry)\n",
+        "        self.habits.judge(entry)\n",
         "after forwards without a backward more is written than the budget needs, for ever",
         "tests/runtime/test_runtime_learning.py::test_a_resident_tensor_dies_without_a_trace",
     ),
@@ -61,7 +61,7 @@ FAULTS = (
     ),
     Fault(
         "step_ends_at_its_peak",
-        "runtime/adapt/peak.py",
+        "runtime/adapt/residency.py",
         "if self._falling and 2 * before <= self._highest_bytes",
         "if self._falling and before <= self._highest_bytes",
         "each micro-batch counts as a step: the peak is forecast too low, and writes begin late",
