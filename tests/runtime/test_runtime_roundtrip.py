@@ -213,7 +213,7 @@ def test_zero_bytes(any_config):
     y = load(h, x)
     assert y.shape == (0, 7)
     assert settle(h).extent is None
-    assert settle(h).state is State.ON_DISK
+    assert settle(h).state is State.EMPTY
 
 
 def test_scalar(config):
