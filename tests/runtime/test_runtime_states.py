@@ -11,7 +11,7 @@ from torch import Tensor
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.states import Entry, Ledger, Stage, State
 from ssd_fx.runtime.stores import get_store
-from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.engines import DelayedEngine, around
 from tests.runtime.harness import config_json, interrupted, load, raw, release, settle, start_load, store, wait
 
 pytestmark = pytest.mark.usefixtures("no_device")
@@ -126,17 +126,16 @@ def test_a_ctrl_c_anywhere(tmp_path: Path, life: str, kind: str) -> None:
 
 @pytest.mark.parametrize("action", ["load", "copy", "die"])
 def test_a_ctrl_c_while_a_slow_drive_writes(tmp_path: Path, action: str) -> None:
-    with registered(lambda inner: DelayedEngine(inner, 3600, 3600)) as slow:
-        config = config_json(tmp_path, slow)
-        ledger = get_store(config).ledger
-        came, at = True, 0
-        while came:
-            at += 1
-            life = Life(config)
-            life.store()
-            life.release()
-            came = interrupted(getattr(life, action), at)
-            with entries.GUARD.lock:
-                check(ledger, list(entries._entries.values()))
-            life.die()
-            assert (ledger.writing_bytes, ledger.reading_bytes) == (0, 0), at
+    config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 3600, 3600)))
+    ledger = get_store(config).ledger
+    came, at = True, 0
+    while came:
+        at += 1
+        life = Life(config)
+        life.store()
+        life.release()
+        came = interrupted(getattr(life, action), at)
+        with entries.GUARD.lock:
+            check(ledger, list(entries._entries.values()))
+        life.die()
+        assert (ledger.writing_bytes, ledger.reading_bytes) == (0, 0), at
