@@ -284,7 +284,7 @@ class Store:
     def _learn(self) -> None:
         """Counts what a device has waited for meanwhile."""
         for graph, slot, strict, seconds, of in self.reader.stalls():
-            counters(graph).stall_s += seconds * of
+            counters(graph).waited("read", slot, seconds * of)
             if not strict:
                 self.habits.waited(graph, slot, seconds)
 

@@ -16,7 +16,7 @@ from ssd_fx.runtime.engines.base import Copy
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.states import State
-from ssd_fx.runtime.stats import counters, reset_stats, stats
+from ssd_fx.runtime.stats import counters, reset_stats, slots, stats
 from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, WritesOnDemand, around
 from tests.runtime.harness import (
@@ -287,6 +287,9 @@ def test_release_without_hand_over_waits(slow):
     assert lookup(h).state is State.ON_DISK
     assert stats().stall_s > 0.03
     assert torch.equal(load(h, expected), expected)
+    waits = slots()["g"][0]
+    assert waits.write_stall_s > 0.03
+    assert waits.write_stall_s + waits.read_stall_s == pytest.approx(stats().stall_s)
 
 
 def test_release_with_hand_over_returns_at_once(tmp_path):
