@@ -16,6 +16,8 @@ import contextlib
 import gc
 import inspect
 import json
+import os
+import tempfile
 import timeit
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +29,10 @@ from unittest import mock
 import torch
 
 import ssd_fx  # noqa: F401 - registers the operators
-from ssd_fx.runtime import entries, layout, reader, stats, store
+from ssd_fx.runtime import entries, layout, reader, states, stats, stores
 from ssd_fx.runtime.device import device_trace, streams
+from ssd_fx.runtime.engines.base import Memory
+from ssd_fx.runtime.engines.posix import PosixEngine
 
 N = 1 << 18  # elements of a tensor: 1 MiB
 CPU = torch.device("cpu")
@@ -130,7 +134,7 @@ def installed(late: bool) -> Iterator[Device]:
         finally:
             gpu.late = 0
             gpu.clock += 1
-            store.close_stores()
+            stores.close_stores()
 
 
 def backward(call: Callable[[], None]) -> None:
@@ -204,10 +208,10 @@ def parts() -> None:
         config = json.dumps({"engine": "memory", "adapt": False})
         x = torch.empty(N)
         seen = layout.TensorMeta(tuple(x.shape), x.stride(), x.dtype)
-        made = store.get_store(config)
+        made = stores.get_store(config)
 
-        def entry() -> entries.Entry:
-            return entries.Entry(made, "g", 0, 0, x.nbytes, x.data_ptr(), seen, seen, CPU, "", False, False)
+        def entry() -> states.Entry:
+            return states.Entry(made, "g", 0, 0, x.nbytes, x.data_ptr(), seen, seen, CPU, "", False, False)
 
         def registered() -> torch.Tensor:
             handle = entries.stand_in(x.shape, x.dtype, CPU)
@@ -227,7 +231,7 @@ def parts() -> None:
             "an operator that does nothing": lambda: ops.refuse_stand_ins([]),
             "check_not_captured": lambda: streams.check_not_captured(CPU),
             "device_trace.node": lambda: device_trace.node("release", "g", 0, 1, CPU),
-            "get_store": lambda: store.get_store(config),
+            "get_store": lambda: stores.get_store(config),
             "stand_in": lambda: entries.stand_in(x.shape, x.dtype, CPU),
             "Entry": entry,
             "stand-in, entry and death": registered,
@@ -243,6 +247,28 @@ def parts() -> None:
         for name, work in works.items():
             print(f"{name:32}{min(timeit.repeat(work, number=1000, repeat=7)) * 1e3:7.2f} us")
             entries.GUARD.drain()
+    for directories in (1, 8):
+        files(directories)
+
+
+def files(count: int) -> None:
+    """Print what engine "posix" takes for a tensor on so many directories, without its transfer."""
+    with tempfile.TemporaryDirectory() as scratch:
+        directories = [os.path.join(scratch, str(number)) for number in range(count)]
+        for directory in directories:
+            os.mkdir(directory)
+        engine = PosixEngine(*directories, allow_tmpfs=True)
+        memory = Memory.of(torch.empty(count << 20, dtype=torch.uint8))
+        extent = engine.alloc(memory.nbytes)
+        works = {
+            "room": lambda: engine.free(engine.alloc(memory.nbytes)),
+            "a write": lambda: engine.write(extent, memory).cancel(),
+            "a read": lambda: engine.read(extent, memory).cancel(),
+        }
+        for name, work in works.items():
+            us = min(timeit.repeat(work, number=1000, repeat=7)) * 1e3
+            print(f"{f'{name} of {count} MiB on {count} drives':32}{us:7.2f} us")
+        engine.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,7 +17,6 @@ PASSED_ON = {
     ("passes/planner/solve.py", "BudgetError"),
     ("passes/verify/errors.py", "VerifyError"),
     ("runtime/engines/preflight.py", "OSError"),
-    ("runtime/engines/striped.py", "OSError"),
     ("runtime/native/loader.py", "OSError"),
     ("ssd_fx/backend.py", "ValueError"),
     ("ssd_fx/backend.py", "log"),
@@ -35,7 +34,7 @@ PASSED_ON = {
     ("ssd_fx/progress.py", "log"),
     ("ssd_fx/progress.py", "print"),
     ("ssd_fx/refusal.py", "Refused"),
-    ("ssd_fx/report/artifacts.py", "log"),
+    ("ssd_fx/report/folder.py", "log"),
     ("ssd_fx/report/page.py", "OSError"),
     # Too short to be looked for: "no section 'disk'".
     ("ssd_fx/calibration/calibrate.py", "ValueError"),
@@ -114,7 +113,7 @@ def test_what_says_nothing_of_its_own_is_known() -> None:
     ("module", "kind", "said"),
     [
         ("runtime/engines/extents.py", "warning", "keeps activations in memory"),
-        ("runtime/habits.py", "log", "no longer written"),
+        ("runtime/adapt/habits.py", "log", "no longer written"),
         ("runtime/errors.py", "RuntimeError", "was given away"),
         ("runtime/engines/preflight.py", "OSError", "mounted read-only"),  # in a table that the function reads
         ("ssd_fx/fit.py", "ValueError", "failed before it trained"),  # made by another function

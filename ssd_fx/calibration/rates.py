@@ -37,8 +37,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # work takes longer than the device's.
 _NODE_S = 150e-6
 # The generated code launches a kernel in that many times what an operator of PyTorch takes in a row of equal ones. A
-# GPT of 12 layers has 838, and with 24 transfers a step took 28.6 ms of an H200's host: docs/gpu.md, "Steps on that
-# H200".
+# GPT of 12 layers has 838, and with 24 transfers a step took 28.6 ms of an H200's host: docs/results/gpu, "Steps on
+# that H200".
 _LAUNCH_PER_KERNEL = 2.5
 _TRANSFERS, _TRANSFER_BYTES, _SMALL_BYTES = 16, 8 * MIB, 128 * 1024
 # Inductor draws by Philox, one number at a time without vectors. Eager mode's CPU generator, a Mersenne twister, is as

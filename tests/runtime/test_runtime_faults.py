@@ -14,10 +14,11 @@ from ssd_fx.runtime.engines import extents, memory, posix
 from ssd_fx.runtime.engines.base import Memory, outcome
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import make_engine
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.native import loader
+from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stats import stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests import fresh
 from tests.runtime.engines import FailingEngine, around
 from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait, watch
@@ -48,11 +49,11 @@ def test_a_failed_write_keeps_the_tensor(failing, operation, code, hand_over):
     del xs, x
     for i, h in enumerate(handles):
         assert torch.equal(load(h, torch.empty(N), consume=False), torch.full((N,), float(i)))
-    assert lookup(handles[1]).state is State.IN_MEMORY
+    assert lookup(handles[1]).state.where == "memory"
     assert stats().kept_bytes == 4 * N
     engine = get_store(config).engine
     assert engine.refused == ([] if operation == "alloc" else [code])
-    assert get_store(config).writer.writing_bytes <= 8 * N
+    assert get_store(config).ledger.writing_bytes <= 8 * N
     del handles, h
     assert entries.living() == []
 
@@ -76,7 +77,7 @@ def test_no_memory_for_a_bounce_is_not_the_drives_fault(tmp_path, monkeypatch, e
         with pytest.warns(RuntimeWarning, match="storing slot 0 .*no memory for a buffer"):
             first = store(x, config)
     second = store(y, config, slot=1)
-    assert lookup(first).state is State.IN_MEMORY
+    assert lookup(first).state.where == "memory"
     settle(second)
     release(second, y)
     assert lookup(second).state is State.ON_DISK
@@ -135,7 +136,7 @@ def test_real_directory_that_fails_warns_once_and_is_left_alone(tmp_path):
     engine = get_store(config).engine
     for extent in [engine.alloc(4 * N) for _ in dirs]:
         engine.free(extent)  # both files have room: it is the write that fails
-    bad = engine._drives[0].engine._file
+    bad = engine.drives.files[0]
     fd, bad.fd = bad.fd, os.open(dirs[0], os.O_RDONLY)  # a directory: EBADF or EISDIR at every write
 
     def store_and_release(i):
@@ -149,7 +150,7 @@ def test_real_directory_that_fails_warns_once_and_is_left_alone(tmp_path):
     assert len(warned) == 1
     assert str(dirs[0]) in str(warned[0].message)
     assert f"{4 * N} B" in str(warned[0].message)
-    assert [lookup(h).state is State.IN_MEMORY for h in handles].count(True) == 1
+    assert [lookup(h).state.where == "memory" for h in handles].count(True) == 1
     assert {lookup(h).extent.directory for h in handles if lookup(h).extent} == {str(dirs[1])}
     for i, h in enumerate(handles):
         assert (load(h, torch.empty(N)) == i).all()
@@ -221,7 +222,7 @@ def test_a_read_that_is_tried_again_finds_no_memory(tmp_path, monkeypatch):
     settle(h)
     release(h, x)
     y = start_load(h, x)
-    descriptor = get_store(config).engine._file.fd
+    descriptor = get_store(config).engine.drives.files[0].fd
     size = os.fstat(descriptor).st_size
     os.truncate(descriptor, 0)
     y = start_load(h, x)
@@ -252,7 +253,7 @@ def test_file_that_became_shorter(config, tmp_path):
     x = torch.randn(N)
     h = store(x, config)
     extent = settle(h).extent
-    os.ftruncate(get_store(config).engine._file.fd, extent.offset + 4096)
+    os.ftruncate(get_store(config).engine.drives.files[0].fd, extent.offset + 4096)
     expected = f"read of {4 * N} B at offset {extent.offset}.*end of the file at offset"
     with pytest.raises(OSError, match=expected) as caught:
         load(h, x)
@@ -264,7 +265,7 @@ def test_descriptor_that_went_bad(config):
     x = torch.randn(N)
     h = store(x, config)
     settle(h)
-    file = get_store(config).engine._file
+    file = get_store(config).engine.drives.files[0]
     fd, file.fd = file.fd, 10_000
     with pytest.raises(OSError, match="Bad file descriptor") as caught:
         load(h, x)
@@ -295,7 +296,7 @@ def test_the_nth_call_fails(failing, operation, nth, forever):
         del handles, h
     assert get_store(config).engine.counts[operation] > nth, "the fault was met"
     assert entries.living() == []
-    assert get_store(config).writer.writing_bytes == 0
+    assert get_store(config).ledger.writing_bytes == 0
 
 
 # ---- directories
@@ -358,6 +359,6 @@ def test_cancelled_transfer_says_so(config):
     error = outcome(read)
     assert error.errno == errno.ECANCELED
     assert f"read of {4 * N} B at offset {extent.offset}" in str(error)
-    engine._pool = loader.make_pool(1)
+    engine._pool = loader.make_pool(1, 1)
     assert raw(load(h, x)) == raw(x)
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

@@ -13,7 +13,7 @@ from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.entries import lookup
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests.runtime.engines import DelayedEngine, FailingEngine, around
 from tests.runtime.fake_gpu import ORDERS, installed
 from tests.runtime.harness import config_json, load, op, raw, release, settle
@@ -337,7 +337,7 @@ def test_what_finds_no_host_memory_goes_to_the_drive(drive):
     engine = TieredEngine(NoMemory(), drive, 10 * B, 10 * B)
     x = torch.randn(N)
     extent = put(engine, x)
-    assert (extent.on_drive, extent.directory, engine.host_bytes) == (True, drive.alloc(1).directory, 0)
+    assert (extent.on_drive, extent.drive.directory, engine.host_bytes) == (True, drive.alloc(1).directory, 0)
     assert torch.equal(get(engine, extent), x)
     engine.free(extent)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ssd_fx
-from ssd_fx.report.model import Report
+from ssd_fx.report.report import Report
 from tests.bitwise import Compile, assert_same_bits, deterministic
 from tests.loops.loops import Loop, assert_no_bit_changes, backward, gradients
 
