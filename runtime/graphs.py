@@ -16,7 +16,7 @@ from ssd_fx.options import Options
 from ssd_fx.runtime import entries, plans
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.deaths import Guard
-from ssd_fx.runtime.store import close_stores, end_unused
+from ssd_fx.runtime.stores import close_stores, end_unused
 
 
 class _Graph(NamedTuple):

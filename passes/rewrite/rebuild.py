@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.compat import FakeTensorMode, OpOverload, detect_fake_mode, tree_map_only
 from ssd_fx.passes.groups import AliasGroup, Layout
 from ssd_fx.passes.partition import storage_key, tensor_of, tensors_of
@@ -29,6 +30,17 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     mode = detect_fake_mode(next((n.meta["val"] for n in graph.nodes if tensor_of(n) is not None), None))
     assert mode is not None, "a partitioned graph has FakeTensors"
     return mode
+
+
+def first_compute(nodes: list[fx.Node]) -> fx.Node:
+    return next(n for n in nodes if n.op != "placeholder")
+
+
+def stand_in(mode: FakeTensorMode, saved: torch.Tensor) -> torch.Tensor:
+    """The FakeTensor of what is saved instead of `saved`."""
+    with mode:
+        made: torch.Tensor = torch.ops.ssd_fx.stand_in(saved.shape, saved.dtype, saved.device)
+    return made
 
 
 def call(graph: fx.Graph, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import ssd_fx
 from ssd_fx.runtime import entries
-from ssd_fx.runtime.entries import Entry, Load
 from ssd_fx.runtime.layout import TensorMeta
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.reader import Reader
+from ssd_fx.runtime.states import Entry, Load
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer
 from tests.callers.caller import Caller
@@ -104,8 +104,8 @@ def search(
 
 
 def test_callers_find_what_stock_has() -> None:
-    tally = search(75, most=4, derandomize=True)  # of which some are alike
-    assert len(tally.seen) >= 50
+    tally = search(50, most=4, derandomize=True)  # of which some are alike
+    assert len(tally.seen) >= 35
     assert {"static", "dynamic", "automatic", "float32", "autocast"} <= tally.found.keys()
     errors = {"modified by an inplace operation", "backward through the graph a second time"}
     assert errors <= {kind.partition(": ")[2] for kind in tally.found}
@@ -116,7 +116,7 @@ def test_callers_under_a_limit_of_memory() -> None:
     """Each forward is allowed other bytes, from none to all, so tensors leave, stay, and leave later in any order."""
     seen: set[str] = set()
 
-    @settings(SETTINGS, max_examples=30, derandomize=True)
+    @settings(SETTINGS, max_examples=20, derandomize=True)
     @given(programs(modes=SHARED))
     def attempt(program: Program) -> None:
         with any_allowance(0, 100, 400, 1 << 40):
@@ -125,7 +125,7 @@ def test_callers_under_a_limit_of_memory() -> None:
         seen.add(repr(program))
 
     attempt()
-    assert len(seen) >= 15
+    assert len(seen) >= 10
 
 
 @pytest.mark.slow
@@ -185,10 +185,11 @@ def given_away_though_the_graph_is_kept() -> AbstractContextManager[object]:
 def no_version_check() -> AbstractContextManager[object]:
     hold = Writer._hold
 
-    def broken(writer: Writer, entry: Entry, x: Tensor) -> None:
-        hold(writer, entry, x)
+    def broken(writer: Writer, entry: Entry, x: Tensor) -> str:
+        codec_first = hold(writer, entry, x)
         entry.version = x._version
         entry.counter = None
+        return codec_first
 
     return mock.patch.object(Writer, "_hold", broken)
 
