@@ -27,12 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ssd_fx
 from ssd_fx import Config, cli
 from ssd_fx.backend import machine_of
-from ssd_fx.calibration import calibrate, rates, timing
+from ssd_fx.calibration import calibrate, rates, round_trip, timing
 from ssd_fx.calibration.host_copies import host_copies
 from ssd_fx.command import limits
-from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.machine import NODE_S, Machine
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.device import device_trace
 from tests import fresh
 from tests.runtime.fake_gpu import FakeGpu, installed
 
@@ -75,6 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
 
     monkeypatch.setattr(rates.Compute, "rates", compute)
     monkeypatch.setattr(rates.Transfers, "measure", disk)
+    monkeypatch.setattr(calibrate, "node_s", lambda config, device: 1e-4)
     forget()
     yield made
     forget()
@@ -92,7 +94,7 @@ def test_it_measures_once_for_all_directories_of_a_drive(calls: Calls, tmp_path:
     machines.add(calibrate.calibrated(config_for(tmp_path / "a"), CPU))
     assert (calls.compute, calls.disk) == (1, 1)
     assert machines == {
-        Machine(2e11, 2e10, 1.5e9, 1e9, latency_s=1e-4, drag_s_per_byte=1e-10, kernel_s=1e-5),
+        Machine(2e11, 2e10, 1.5e9, 1e9, latency_s=1e-4, node_s=1e-4, drag_s_per_byte=1e-10, kernel_s=1e-5),
     }
 
 
@@ -128,9 +130,9 @@ NO_RATES = {
     "no JSON": "rates",
     "a list": "[]",
     "another version": '{"version": 0}',
-    "a section missing": '{"version": 5, "compute": {}}',
-    "a number": '{"version": 5, "compute": 1, "disk": {}}',
-    "no rate": '{"version": 5, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
+    "a section missing": '{"version": 6, "compute": {}}',
+    "a number": '{"version": 6, "compute": 1, "disk": {}}',
+    "no rate": '{"version": 6, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
 }
 
 
@@ -458,6 +460,57 @@ def test_transfers_are_measured_and_leave_no_trace(
     assert list(tmp_path.iterdir()) == []
 
 
+class HostClock:
+    """The CPU time of a thread that needs 4 ms for a store, 1 for a release, 2 for a load and 1 for a wait.
+
+    It is asked before and after each node, and `TENSORS` tensors go through one kind of node after the other. What
+    comes between the nodes takes an hour.
+    """
+
+    COSTS_S = (4e-3, 1e-3, 2e-3, 1e-3)
+    TENSORS = 8
+
+    def __init__(self) -> None:
+        self.now, self.asked = 0.0, 0
+
+    def __call__(self) -> float:
+        node, ended = divmod(self.asked, 2)
+        self.now += self.COSTS_S[node // self.TENSORS % 4] if ended else 3600.0
+        self.asked += 1
+        return self.now
+
+
+@pytest.mark.parametrize("engine", ["posix", "memory"])
+def test_a_node_takes_what_its_thread_computes(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the measurement leaves no trace, whatever the options keep in memory."""
+    clock = HostClock()
+    monkeypatch.setattr(round_trip.time, "thread_time", clock)
+    config = RuntimeConfig(dirs=(str(tmp_path),), engine=engine, resident=1 << 30, compression=(("ssd", "bitpack"),))
+    assert round_trip.node_s(config, CPU) == pytest.approx(2e-3)
+    assert clock.asked == 3 * 4 * 2 * HostClock.TENSORS
+    assert (ssd_fx.stats().stores, ssd_fx.stats().disk_bytes, trace.events()) == (0, 0, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nodes_beside_a_device_that_runs_behind_are_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first runs are timed on the device, which takes longer: they do not count, and are forgotten."""
+    with installed("lazy") as gpu:
+        monkeypatch.setattr(torch, "full", lambda size, fill, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
+        clock = HostClock()
+        monkeypatch.setattr(round_trip.time, "thread_time", clock)
+        assert round_trip.node_s(RuntimeConfig(engine="memory"), CPU) == pytest.approx(2e-3)
+        assert clock.asked == (3 + device_trace.RUNS) * 4 * 2 * HostClock.TENSORS
+        assert device_trace.events() == []
+
+
+def test_a_node_that_was_not_measured_takes_what_nodes_took_elsewhere(calls: Calls, tmp_path: Path) -> None:
+    """As on a full drive."""
+    assert calibrate.calibrated(config_for(tmp_path), CPU).node_s == 1e-4
+    calls.error = OSError(28, "No space left on device")
+    with pytest.warns(RuntimeWarning, match="could not measure"):
+        assert calibrate.calibrated(config_for(tmp_path), CPU, again=True).node_s == NODE_S
+
+
 class Products(TorchDispatchMode):
     """Counts the flops of matrix products by dtype."""
 
@@ -614,8 +667,9 @@ def test_a_device_without_a_number_is_the_caller_s(
     monkeypatch.setattr(calibrate, "_compute", lambda device: seen.append(device) or COMPUTE)
     monkeypatch.setattr(calibrate, "_disk", lambda config, device: seen.append(device) or asdict(DISK))
     monkeypatch.setattr(calibrate.streams, "of", lambda device: None)
-    calibrate.calibrated(config_for(tmp_path), torch.device("cuda"))
+    machine = calibrate.calibrated(config_for(tmp_path), torch.device("cuda"))
     assert seen == [torch.device("cuda", 3)] * 2
+    assert (machine.node_s, machine.host_node_s) == (0.0, NODE_S)  # the device runs behind the host
 
 
 OUT_OF_MEMORY = [
@@ -641,6 +695,7 @@ def test_no_memory_to_measure_with_is_not_the_end(
     monkeypatch.setattr(rates.Compute, "memory_bw", full)
     monkeypatch.setattr(timing.Clock, "typical", lambda self, work: 1.0)
     monkeypatch.setattr(rates.Transfers, "measure", lambda self: self.engine.close() or DISK)
+    monkeypatch.setattr(calibrate, "node_s", lambda config, device: 1e-4)
     with pytest.warns(RuntimeWarning, match=r"could not measure how fast .* \(there is no memory for it: "):
         machine = calibrate.calibrated(config_for(tmp_path), CPU)
     assert machine.flops == Machine.default(CPU, torch.get_num_threads()).flops

@@ -118,7 +118,7 @@ def test_what_says_nothing_of_its_own_is_known() -> None:
         ("runtime/errors.py", "RuntimeError", "was given away"),
         ("runtime/engines/preflight.py", "OSError", "mounted read-only"),  # in a table that the function reads
         ("ssd_fx/fit.py", "ValueError", "failed before it trained"),  # made by another function
-        ("ssd_fx/command/round_trip.py", "Unfit", "of the file system stay free"),
+        ("ssd_fx/calibration/round_trip.py", "Unfit", "of the file system stay free"),
         ("runtime/native/allocator.cpp", "print", "is not in use"),
     ],
 )

@@ -1,6 +1,6 @@
 """The machine's rates: measured once, kept in the user's cache directory with the hardware that they belong to.
 
-    ~/.cache/ssd_fx/machine.json        {"version": 5, "compute": {hardware: rates}, "disk": {hardware, drive: rates},
+    ~/.cache/ssd_fx/machine.json        {"version": 6, "compute": {hardware: rates}, "disk": {hardware, drive: rates},
                                          "tried": {hardware, perhaps drive: {"at": seconds, "reason": text}}}
 
 One process measures at a time, because ranks that share a node would otherwise measure each other. They lock a file
@@ -33,15 +33,16 @@ import torch
 from ssd_fx import progress
 from ssd_fx.calibration import rates
 from ssd_fx.calibration.host_copies import host_copies
+from ssd_fx.calibration.round_trip import node_s
 from ssd_fx.calibration.timing import Clock, NoClock
-from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.machine import NODE_S, Machine
 from ssd_fx.runtime.build import cache_home
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.errors import first_line
 
 log = logging.getLogger("ssd_fx")
-_VERSION = 5  # rises when something is measured otherwise, so that figures of before are not used
+_VERSION = 6  # rises when something is measured otherwise, so that figures of before are not used
 SECTIONS, _TRIED = ("compute", "disk"), "tried"
 _DIGITS = 3
 # A kernel with nothing to do takes 5 to 20 us. With more threads than cores to run them it waits for a time slice of
@@ -86,10 +87,15 @@ def calibrated(config: RuntimeConfig, device: torch.device, *, again: bool = Fal
         wanted = keys if again else _missing(keys, _known)
         if wanted:
             _learn(config, device, wanted, again)
-        machine = Machine.default(device, torch.get_num_threads())
+        machine = Machine.default(device, torch.get_num_threads()).with_rates({_node(device): NODE_S})
         for section, key in keys.items():
             machine = machine.with_rates(_known[section][key])
         return machine
+
+
+def _node(device: torch.device) -> str:
+    """The rate of a machine that has the time of our nodes. A GPU runs behind the host, which has a lane of its own."""
+    return "node_s" if device.type == "cpu" else "host_node_s"
 
 
 def _keys(config: RuntimeConfig, device: torch.device) -> dict[str, str]:
@@ -272,7 +278,8 @@ def _others_s() -> float:
 
 def _disk(config: RuntimeConfig, device: torch.device) -> Rates:
     try:
-        return dict(asdict(rates.Transfers(config, device, Clock(device, _idle_cores(device))).measure()))
+        found = asdict(rates.Transfers(config, device, Clock(device, _idle_cores(device))).measure())
+        return found | {_node(device): node_s(config, device)}
     except OSError as error:
         raise _Unmeasured(f"how fast {', '.join(config.dirs)} is ({error})") from error
 

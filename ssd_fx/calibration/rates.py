@@ -31,11 +31,6 @@ _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFF
 MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Seconds of one of our nodes on the host: the wrapper's line, the dispatcher, the op, and waking an I/O thread. Caches
-# are cold behind a kernel, so it is four times what nodes in a loop take. Of a GPT 145 us, of a T5 172 us
-# (docs/decisions.md, "What a step costs beside its compute"). On a GPU it delays the device only if all of the host's
-# work takes longer than the device's.
-_NODE_S = 150e-6
 # The generated code launches a kernel in that many times what an operator of PyTorch takes in a row of equal ones. A
 # GPT of 12 layers has 838, and with 24 transfers a step took 28.6 ms of an H200's host: docs/gpu.md, "Steps on that
 # H200".
@@ -194,9 +189,7 @@ class Compute:
             "wide_attention_backward_flops": {t: backward for t, (_, backward) in wide.items() if backward},
             "memory_bw": self.memory_bw(),
             "kernel_s": kernel_s,
-            "node_s": 0.0 if self.gpu else _NODE_S,
             "launch_s": _LAUNCH_PER_KERNEL * kernel_s if self.gpu else 0.0,
-            "host_node_s": _NODE_S if self.gpu else 0.0,
             "erf_s": self.erf_s(),
             "random_s": self.random_s(),
         }

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from ssd_fx.command import limits, mounts, round_trip, smart
+from ssd_fx.calibration import round_trip
+from ssd_fx.command import limits, mounts, smart
 from ssd_fx.command.findings import Finding
 from ssd_fx.config import Config
 from ssd_fx.runtime.engines.extents import beyond_the_reserve

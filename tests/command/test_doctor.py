@@ -18,8 +18,8 @@ import torch
 
 import ssd_fx
 from ssd_fx import cli
-from ssd_fx.calibration import calibrate
-from ssd_fx.command import directories, limits, mounts, round_trip, smart, software
+from ssd_fx.calibration import calibrate, round_trip
+from ssd_fx.command import directories, limits, mounts, smart, software
 from ssd_fx.command.findings import Finding, summary, worst
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory
@@ -115,7 +115,7 @@ def test_rates_that_cannot_be_read_are_a_finding(tmp_path: Path, monkeypatch: py
         warnings.simplefilter("error")
         found = next(software._rates())
     assert (found.subject, found.status) == ("rates", "warn")
-    assert found.says.endswith("machine.json is of no use (not version 5 of the machine's rates)")
+    assert found.says.endswith("machine.json is of no use (not version 6 of the machine's rates)")
 
 
 def test_a_home_that_this_user_may_not_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_directory_that_cannot_be_read_back(
     def fails(*_: object) -> NoReturn:
         raise OSError(errno.EIO, "load of slot 0 failed 3 times", str(tmp_path))
 
-    monkeypatch.setattr(round_trip, "_round_trip", fails)
+    monkeypatch.setattr(round_trip, "round_trip", fails)
     assert doctor(tmp_path) == 1
     out = capsys.readouterr().out
     assert "BAD: [Errno 5] load of slot 0 failed 3 times" in out
