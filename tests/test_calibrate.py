@@ -494,7 +494,7 @@ def test_a_node_takes_what_its_thread_computes(engine: str, tmp_path: Path, monk
 
 def test_nodes_beside_a_device_that_runs_behind_are_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their first runs are timed on the device, which takes longer: they do not count, and are forgotten."""
-    with installed("lazy") as gpu:
+    with installed("sides first") as gpu:
         monkeypatch.setattr(torch, "full", lambda size, fill, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
         clock = HostClock()
         monkeypatch.setattr(round_trip.time, "thread_time", clock)
