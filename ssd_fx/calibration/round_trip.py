@@ -29,8 +29,8 @@ from ssd_fx.sizes import format_bytes
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20
 _ALL_TO_THE_DRIVE = {"budget": 0, "host_budget": 0, "compression": "", "adapt": False}  # overrides the environment
 _SMALL, _SMALL_BYTES = 8, 64 << 10
-_SWEPT_BYTES = 8 << 20  # of each of three tensors: more than the caches of a core have
-_PASSES = 3  # of which the first makes the file and loads our code
+_SWEPT_BYTES = 4 << 20  # of each of three tensors: more than the caches of a core have
+_PASSES = 6  # of which the first makes the file and loads our code
 _GRAPH = "measured"  # the name under which these nodes run
 
 
