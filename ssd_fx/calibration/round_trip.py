@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import statistics
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +28,7 @@ _TENSORS, _TENSOR_BYTES = 16, 16 << 20
 _ALL_TO_THE_DRIVE = {"budget": 0, "host_budget": 0, "compression": "", "adapt": False}  # overrides the environment
 _SMALL, _SMALL_BYTES = 8, 64 << 10
 _SWEPT_BYTES = 4 << 20  # of each of three tensors: more than the caches of a core have
-_PASSES = 6  # of which the first makes the file and loads our code
+_PASSES = 3  # of which the first makes the file and loads our code
 _GRAPH = "measured"  # the name under which these nodes run
 
 
@@ -118,66 +116,30 @@ def _sweep() -> Callable[[], object]:
     return lambda: torch.add(a, b, out=out)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Bytes a second, and what the runtime warned of meanwhile."""
-
-    write: float
-    read: float
-    warned: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"write {self.write / 1e6:7.0f} MB/s   read {self.read / 1e6:7.0f} MB/s"
-
-
-class Unfit(OSError):
-    """The directory did not take or return all that was written to it.
-
-    `warned`: what the runtime said meanwhile. `damaged`: the drive failed, or returned other bytes.
-    """
-
-    def __init__(self, reason: str, warned: tuple[str, ...], damaged: bool = False) -> None:
-        super().__init__(reason)
-        self.warned, self.damaged = warned, damaged
-
-
-def measure(directory: str, passes: int = 2) -> list[Rates]:
-    """The rates of 256 MiB, written and read `passes` times: in the first pass the file grows, later it is reused.
+def measure(directory: str, passes: int = 2) -> list[tuple[float, float]]:
+    """Bytes a second that are written and read, of 256 MiB; in the first pass the file grows, later it is reused.
 
     Raises:
-        Unfit: not all went to the drive and came back, so the rates are not those of the drive.
+        OSError: not all went to the drive and came back, so the rates would not be those of the drive.
         ValueError: a bad option in the environment.
     """
-    options = {"dirs": [directory], "engine": "posix", "inflight": _TENSORS * _TENSOR_BYTES}
-    config = Config.make(options | _ALL_TO_THE_DRIVE).runtime_json()
-    tensors = _incompressible()
-    free = os.statvfs(directory)
+    nbytes = _TENSORS * _TENSOR_BYTES
+    config = Config.make({"dirs": [directory], "engine": "posix", "inflight": nbytes} | _ALL_TO_THE_DRIVE)
+    tensors, rates = _incompressible(), []
     try:
-        return [_pass(tensors, config, free.f_bavail * free.f_frsize) for _ in range(passes)]
+        for _ in range(passes):
+            stats.reset_stats()
+            trip = round_trip(tensors, config.runtime_json())
+            moved = min(stats.stats().written_bytes, stats.stats().read_bytes)
+            if moved < nbytes:
+                raise OSError(f"of {format_bytes(nbytes)} only {format_bytes(moved)} went to the drive and came back")
+            rates.append((nbytes / trip.write_s, nbytes / trip.read_s))
     finally:
         graphs.close()
+    return rates
 
 
 def _incompressible() -> list[Tensor]:
     """Random bytes, none the same in two tensors: file systems that compress or deduplicate write all of them."""
     bytes_ = torch.randint(256, (_TENSOR_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return [bytes_.roll(i) for i in range(_TENSORS)]
-
-
-def _pass(tensors: list[Tensor], config: str, free: int) -> Rates:
-    stats.reset_stats()
-    failed, damaged, trip = "", False, None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RuntimeWarning)
-        try:
-            trip = round_trip(tensors, config)
-        except OSError as error:
-            failed, damaged = str(error), error.errno == errno.EIO
-    warned = tuple(str(warning.message) for warning in caught)
-    nbytes, moved = _TENSORS * _TENSOR_BYTES, min(stats.stats().written_bytes, stats.stats().read_bytes)
-    if not failed and moved < nbytes:
-        failed = f"of {format_bytes(nbytes)} only {format_bytes(moved)} went to the drive and came back"
-    if trip is None or failed:
-        space = f"{format_bytes(free)} were free there, of which 1 GiB or 5% of the file system stay free"
-        raise Unfit(f"{failed}; {space}", warned, damaged)
-    return Rates(nbytes / trip.write_s, nbytes / trip.read_s, warned)
