@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ssd_fx.report.columns import aligned
+from ssd_fx.report.rows import aligned
 
 PARTITION = "partition (torch)"
 PLANNING, ORDER = "planning", "order"

@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from system import MIB, announce, write_json
 
-from ssd_fx.report.columns import aligned
+from ssd_fx.report.rows import aligned
 from ssd_fx.runtime import ops  # noqa: F401  registers the operators
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ssd_fx.runtime import plans, stats, trace
 from ssd_fx.runtime.device import device_trace
 
-OURS = "ssd_fx"  # the key of what `ssd-fx report` needs besides the events
+_OURS = "ssd_fx"  # the category of our events, and the key of what `ssd-fx report` needs besides them
+_PLACES = {"memory", "disk", "none", "lost", "ok", "failed", "cancelled"}  # of the host's events; a device has its own
 _FIRST_ROW = 1 << 30  # torch.profiler's row numbers are thread ids, which stay below this
 _TRANSFERS = ("write", "read")
 
@@ -43,9 +45,44 @@ def export(path: str | os.PathLike[str], profile: str | os.PathLike[str] | None 
     rows += [(f"ops on {event.where}", event) for event in device_trace.events()]
     merged["traceEvents"] += _chrome(rows, base_ns)
     slots = {name: {slot: asdict(each) for slot, each in own.items()} for name, own in stats.slots().items()}
-    merged[OURS] = {"plans": plans.packed(), "stats": asdict(stats.stats()), "slots": slots}
+    merged[_OURS] = {"plans": plans.packed(), "stats": asdict(stats.stats()), "slots": slots}
     Path(path).write_text(json.dumps(merged))
     return len(rows)
+
+
+class Exported(NamedTuple):
+    """What `export` wrote. `plans`: packed, by graph. `slots`: by graph and slot. `events`: of the host."""
+
+    plans: dict[str, str]
+    stats: stats.Stats
+    slots: dict[str, dict[int, stats.SlotStats]]
+    events: list[trace.Event]
+
+
+def read(path: str | os.PathLike[str]) -> Exported:
+    """What `export` wrote to `path`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError, KeyError, TypeError, AttributeError: `export` did not write it, or that of another version.
+    """
+    found = json.loads(Path(path).read_text())
+    ours = found[_OURS]
+    known = {f.name: ours["stats"][f.name] for f in fields(stats.Stats) if f.name in ours["stats"]}
+    known["graphs"] = {graph: stats.GraphStats(**each) for graph, each in ours["stats"]["graphs"].items()}
+    slots = {
+        graph: {int(s): stats.SlotStats(**each) for s, each in own.items()} for graph, own in ours["slots"].items()
+    }
+    spans = [each for each in found["traceEvents"] if each.get("ph") == "X" and each.get("cat") == _OURS]
+    events = [_event(each) for each in spans if each["args"]["where"] in _PLACES]
+    return Exported(ours["plans"], stats.Stats(**known), slots, events)
+
+
+def _event(span: Mapping[str, Any]) -> trace.Event:
+    args, started = span["args"], span["ts"] / 1e6
+    moved = args["bytes"], args["where"], args["engine"], args["live"], args["waited"], args["step"]
+    kind, times = span["name"].partition(" ")[0], (started, started + span["dur"] / 1e6)
+    return trace.Event(kind, args["graph"], args["slot"], args["seq"], *times, *moved)
 
 
 def _read(profile: str | os.PathLike[str]) -> dict[str, Any]:
@@ -79,12 +116,10 @@ def _chrome(events: list[tuple[str, trace.Event]], base_ns: int) -> list[dict[st
         args = {"graph": graph, "slot": slot, "seq": seq, "bytes": nbytes, "where": where, "engine": engine}
         args |= {"live": live, "waited": waited, "step": step}
         span = {"ts": (started * 1e9 + ahead_ns) / 1e3, "dur": (ended - started) * 1e6}
-        made.append(
-            {"ph": "X", "cat": "ssd_fx", "name": name, "pid": os.getpid(), "tid": rows[row], **span, "args": args}
-        )
+        made.append({"ph": "X", "cat": _OURS, "name": name, "pid": os.getpid(), "tid": rows[row], **span, "args": args})
         if live:
             memory = {"name": "large CPU tensors", "args": {"bytes": live}}
-            made.append({"ph": "C", "cat": "ssd_fx", "pid": os.getpid(), "ts": span["ts"] + span["dur"], **memory})
+            made.append({"ph": "C", "cat": _OURS, "pid": os.getpid(), "ts": span["ts"] + span["dur"], **memory})
     return [*(_row_name(row, number) for row, number in rows.items()), *made]
 
 

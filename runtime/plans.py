@@ -1,8 +1,8 @@
 """What people want to know of the plans behind the graphs that run: names, places, predictions.
 
 A graph brings its own in the argument `about` of `begin_`, packed JSON, because it may come from a compile cache. It is
-kept as it came until somebody asks. The plans of a configuration go with its last graph (`graphs.py`). The keys are
-those of `ssd_fx/report/describe.py`. The runtime itself reads `groups` only: slot, module and source line.
+kept as it came until somebody asks. The plans of a configuration go with its last graph (`graphs.py`). The keys are the
+fields of `GraphReport` (`ssd_fx/report/model.py`). The runtime reads of `rows` slot, module, source and name.
 """
 
 from __future__ import annotations
@@ -74,6 +74,6 @@ def where(graph: str, slot: int) -> str:
     if found is None:
         return ""
     if found.places is None:
-        groups = unpack(found.about).get("groups", ())
+        groups = unpack(found.about).get("rows", ())
         found.places = {g["slot"]: " ".join(filter(None, (g["module"], g["source"] or g["name"]))) for g in groups}
     return found.places.get(slot, "")

@@ -202,13 +202,21 @@ def _mib(nbytes: float) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class SlotStats:
-    """Bytes of one alias group, as in `GraphStats`. `why`: the last reason for `kept` or `held`, if there is one."""
+    """Bytes of one alias group, as in `GraphStats`, and seconds that operators waited for it.
+
+    Attributes:
+        why: the last reason for `kept` or `held`, if there is one.
+        write_stall_s: for room to write it, and for its writes.
+        read_stall_s: for its reads.
+    """
 
     freed: int = 0
     wasted: int = 0
     held: int = 0
     kept: int = 0
     why: str = ""
+    write_stall_s: float = 0.0
+    read_stall_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,6 +250,14 @@ class Counters(GraphStats):
         found = self.slots.setdefault(slot, SlotStats())
         setattr(found, what, getattr(found, what) + nbytes)
         found.why = why or found.why
+
+    def waited(self, what: Literal["write", "read"], slot: int, seconds: float) -> None:
+        """Counts seconds that an operator waited for a tensor, for the graph and for the tensor's slot."""
+        self.stall_s += seconds
+        if seconds:
+            found = self.slots.setdefault(slot, SlotStats())
+            name = f"{what}_stall_s"
+            setattr(found, name, getattr(found, name) + seconds)
 
     def _count(self, in_order: bool) -> None:
         self.nodes += 1
@@ -283,7 +299,7 @@ def _on_drives() -> int:
 
 
 def slots() -> dict[str, dict[int, SlotStats]]:
-    """What became of the memory of every alias group that was stored, by graph and slot."""
+    """What became of every alias group that was stored: its memory, and what waited for it; by graph and slot."""
     return {name: dict(c.slots) for name, c in dict(_graphs).items()}
 
 

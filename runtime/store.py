@@ -109,7 +109,7 @@ class Store:
             self.prefetcher.stored(entry)
             c = counters(graph)
             c.stores += 1
-            c.stall_s += stall
+            c.waited("write", slot, stall)
             self.residency.stored(nbytes, self.writer.resident_bytes)
             self.residency.waited(stall)
             c.forward_node(seq)
@@ -154,7 +154,7 @@ class Store:
             stall += self.writer.make_room(entry.device)
         with GUARD.lock:
             c = counters(entry.graph)
-            c.stall_s += stall
+            c.waited("write", entry.slot, stall)
             self.residency.waited(stall)
             c.forward_node(seq)
             self._record("release", entry, seq, started, entry.state.value, stall)
@@ -232,7 +232,7 @@ class Store:
                 self.habits.waited(entry.graph, entry.slot, stall)
             self.prefetcher.advance()
             c = counters(entry.graph)
-            c.stall_s += stall
+            c.waited("read", entry.slot, stall)
             c.backward(seq)
             self._record("wait", entry, seq, started, "disk", stall)
         if error:
@@ -307,7 +307,7 @@ class Store:
     def _learn(self) -> None:
         """Counts what a device has waited for meanwhile."""
         for graph, slot, strict, seconds, of in self.reader.stalls():
-            counters(graph).stall_s += seconds * of
+            counters(graph).waited("read", slot, seconds * of)
             if not strict:
                 self.habits.waited(graph, slot, seconds)
 

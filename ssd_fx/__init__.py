@@ -12,7 +12,8 @@ from ssd_fx.explain import explain, report
 from ssd_fx.marks import keep, offload
 from ssd_fx.report.budgets import Estimate, Prediction
 from ssd_fx.report.dump import Explanation
-from ssd_fx.report.model import GraphReport, GroupRow, Report
+from ssd_fx.report.model import GraphReport, GroupRow
+from ssd_fx.report.report import Report
 from ssd_fx.runtime.chrome import export as export_trace
 from ssd_fx.runtime.graphs import close
 from ssd_fx.runtime.stats import GraphStats, Stats, reset_stats, stats

@@ -29,7 +29,7 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partitioner import Partitioner, Rewritten, Survey, hooks_are_compiled_in
 from ssd_fx.passes.pipeline import inductor_passes
 from ssd_fx.passes.user_errors import user_errors
-from ssd_fx.report import artifacts, folder, limit
+from ssd_fx.report import folder, limit
 from ssd_fx.report.describe import about
 from ssd_fx.report.dump import Explanation, dump
 from ssd_fx.runtime import graphs, stats
@@ -122,7 +122,7 @@ def compile_graph(
         partitioner = Partitioner(
             plan,
             keeps_all=bool(whole),
-            log=partial(artifacts.tell, arguments),
+            log=partial(folder.tell, arguments),
             during=progress.planning,
             survey=survey,
             about=tells,

@@ -13,9 +13,10 @@ from torch import fx
 
 from ssd_fx.backend import NAME, check_options, compile_graph
 from ssd_fx.estimate import name_of
-from ssd_fx.report import measured
 from ssd_fx.report.dump import Explanation
-from ssd_fx.report.model import Report, made, step_of
+from ssd_fx.report.model import GraphReport, step_of
+from ssd_fx.report.report import Report, made
+from ssd_fx.report.step import measured
 from ssd_fx.runtime import entries, plans, trace
 from ssd_fx.runtime import stats as counts
 from ssd_fx.runtime.stats import stats
@@ -71,7 +72,7 @@ def explain(
                 "does not skip, whose parameters or inputs require a gradient, outside torch.no_grad()"
             )
         order = [e.graph for e in trace.events() if e.kind == "begin" and e.started >= began]
-        return made([plans.unpack(dump.about) for dump in found], order, dumps=found)
+        return made([GraphReport.unpacked(dump.about) for dump in found], order, dumps=found)
 
     return explained
 
@@ -88,19 +89,19 @@ def report() -> Report:
     if not found.graphs:
         raise ValueError(found.nothing_ran())
     packed = plans.packed()
-    described = [plans.unpack(packed[graph]) for graph in found.graphs if graph in packed]
-    if not described and all(graph.startswith(counts.CHECKPOINT) for graph in found.graphs):
+    known = [GraphReport.unpacked(packed[graph]) for graph in found.graphs if graph in packed]
+    if not known and all(graph.startswith(counts.CHECKPOINT) for graph in found.graphs):
         raise ValueError(
             "no compiled graph ran, and a report is about these; right would be ssd_fx.stats(), which counts the "
             f"{len(found.graphs)} calls of ssd_fx.checkpoint in a step"
         )
-    if not described:
+    if not known:
         raise ValueError(
             "the compiled graphs are gone, and their plans with them; right would be ssd_fx.report() while the "
             "compiled model lives, before torch._dynamo.reset()"
         )
-    step = measured.last_step(event for event in trace.events() if event.graph in found.graphs)
-    return made(step_of(described, step), step.order if step else (), stats=found, slots=counts.slots(), step=step)
+    step = measured(event for event in trace.events() if event.graph in found.graphs)
+    return made(step_of(known, step), step.order if step else (), stats=found, slots=counts.slots(), step=step)
 
 
 _turn = threading.RLock()

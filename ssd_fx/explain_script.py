@@ -25,7 +25,8 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.refusal import refusing
 from ssd_fx.report.command import add_output, tell
 from ssd_fx.report.describe import describe
-from ssd_fx.report.model import Report, made
+from ssd_fx.report.model import GraphReport
+from ssd_fx.report.report import Report, made
 from ssd_fx.sizes import parse_budget
 
 USAGE = "ssd-fx explain script.py [--budget 0.5] [-o report.html] [--json] [-- the script's own arguments]"
@@ -51,18 +52,17 @@ def run(flags: argparse.Namespace) -> int:
 def _report(step: TrainingStep) -> Report:
     if step.note:
         print(f"ssd-fx: {step.note}", file=sys.stderr)
-    plans = {found["graph"]: found for found in step.runs}
-    return made([*plans.values()], [found["graph"] for found in step.runs])
+    return made(step.runs, [found.graph for found in step.runs])
 
 
-def _look(budget: Budget | None, gm: fx.GraphModule) -> Look[dict[str, Any]]:
+def _look(budget: Budget | None, gm: fx.GraphModule) -> Look[GraphReport]:
     """What looks at the joint graph of a Dynamo graph, with the user's names of its inputs."""
     return partial(_described, budget, patterns.arguments(gm), patterns.function())
 
 
 def _described(
     budget: Budget | None, arguments: Sequence[str], function: str, joint: Joint, options: PlanOptions
-) -> dict[str, Any]:
+) -> GraphReport:
     """What `describe` says of the plan under `budget`, or of the options' if that is None.
 
     `arguments` and `function` as in `describe`.

@@ -17,7 +17,7 @@ from ssd_fx.runtime.store import close_stores
 from tests import sources
 from tests.alone import turn
 from tests.inductor import kernels_on_demand, start_at_once
-from tests.runtime.engines import forget_late
+from tests.runtime.engines import forget
 
 for name in [name for name in os.environ if name.startswith("SSD_FX_")]:
     del os.environ[name]  # what a developer trains with is nothing to the tests
@@ -27,6 +27,11 @@ os.environ["SSD_FX_BUDGET"] = "0"
 os.environ["SSD_FX_SPARE"] = "0"  # also where they do not lower the peak
 os.environ["SSD_FX_MACHINE"] = "default"  # plans do not depend on the machine, and nothing is measured
 start_at_once()
+# Workers of pytest-xdist share the cores, and a thread that waits for others spins. Two workers of two threads on two
+# cores took four times as long to train a GPT of two layers as two workers of one.
+THREADS = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+torch.set_num_threads(THREADS)
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of the processes that tests start
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,7 +66,7 @@ def fresh() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     close_stores()
-    forget_late()
+    forget()
     entries.forget()  # of handles that a failed test has left in a traceback
 
 

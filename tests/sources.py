@@ -31,7 +31,7 @@ from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.engines.tiered import TieredEngine, TieredExtent
-from ssd_fx.runtime.entries import Entry, Load, State
+from ssd_fx.runtime.entries import Entry, Load, State, living
 from ssd_fx.runtime.layout import TensorMeta, alias
 from ssd_fx.runtime.reader import Reader
 from ssd_fx.runtime.store import Store
@@ -48,6 +48,13 @@ class _Finished(Lazy):
 
     def start(self) -> None:
         self.wait()
+
+
+class _WrittenLate(Lazy):
+    """A write that touches the memory when it is waited for, which `_written_late` does."""
+
+    def start(self) -> None:
+        _now.happened.add("late")
 
 
 class _TooLate(Unending):
@@ -208,7 +215,8 @@ OPTIONS: dict[str, object] = {
 def _seen(loads: list[set[str]]) -> Iterator[None]:
     """Says what each load is, but for those of no bytes, and of leaves that require grad, which stay.
 
-    "read", and then "host" or "moved on" of the host tier, "ahead" if it had begun before, "again" if it had failed.
+    "read", and then "host" or "moved on" of the host tier, "ahead" if it had begun before, "again" if it had failed,
+    "late" if writes end when something is loaded.
     From memory: "resident", "writing", or "failed" or "refused" as the write was. Then "given" or "copied", or
     "written" if the write had ended after all; "aside" if it was copied at the release. From either: "decoded".
     """
@@ -246,7 +254,7 @@ def _before(entry: Entry, held_by: Writer) -> set[str]:
     """What is known of a load before it begins."""
     words = {"decoded"} if entry.encoded else set()
     if entry.held is None:
-        return words | {"read"}
+        return words | {"read"} | (_now.happened & {"late"})
     if not entry.borrowed and not entry.encoded:
         words.add("aside")
     if entry in held_by._resident:
@@ -284,6 +292,21 @@ def _read_ahead() -> Iterator[None]:
         return begin(self, entry, *args, **kwargs)  # type: ignore[arg-type]
 
     with mock.patch.object(Reader, "begin", ahead):
+        yield
+
+
+@contextmanager
+def _written_late() -> Iterator[None]:
+    """No write touches its memory before the backward loads: a tensor that was given up or written over shows."""
+    load = Store.load
+
+    def ended(self: Store, *args: Any, **kwargs: Any) -> Any:
+        for entry in living():
+            if entry.write is not None:
+                entry.write.wait()
+        return load(self, *args, **kwargs)
+
+    with _without_codec(), mock.patch.object(Store, "load", ended):
         yield
 
 
@@ -365,6 +388,7 @@ def _encoded_ahead() -> AbstractContextManager[None]:
 ALL: tuple[Source, ...] = (
     Source("read", {"read"}, _Switch, _without_codec),
     Source("read_ahead", {"read", "ahead"}, _Switch, _ahead),
+    Source("written_late", {"read", "late"}, lambda: _Switch(write=_WrittenLate), _written_late),
     Source("read_at_the_third_attempt", {"read", "again"}, lambda: _Switch(reads_that_fail=2), _without_codec),
     Source("given_away", {"writing"}, lambda: _Switch(write=Unending), _without_codec),
     Source("given_away_just_written", {"writing"}, lambda: _Switch(write=_TooLate), _without_codec),

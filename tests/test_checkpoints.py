@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import ssd_fx
 from ssd_fx.runtime import entries
 from tests import sources
+from tests.bitwise import assert_same_bits, prove_bitwise, run
 from tests.faults.toys import settle
 
 WIDTH, ROWS = 32, 64
@@ -180,23 +181,12 @@ PROGRAMS: tuple[Program, ...] = (
 STAYS = (within_torchs,)  # the checkpoint around it drops what is saved within
 
 
-def stock(program: Program) -> list[Tensor]:
-    return program(partial(torch_checkpoint, use_reentrant=False))
+TORCHS: Region = partial(torch_checkpoint, use_reentrant=False)
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
-    assert all(same), f"of the gradients these are the same: {same}"
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in STAYS])
 def test_every_program_under_every_source(program: Program) -> None:
-    expected = stock(program)
-    for source in sources.ALL:
-        with source.forced() as options:
-            assert_same(program(partial(ssd_fx.checkpoint, options=options)), expected)
-            if program not in STAYS:
-                source.check(ssd_fx.stats())
+    prove_bitwise(program, [TORCHS, partial(ssd_fx.checkpoint, options=sources.OPTIONS)], sources.ALL)
 
 
 @pytest.fixture
@@ -206,8 +196,7 @@ def region(tmp_path: Path) -> Region:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_on_a_disk(program: Program, region: Region) -> None:
-    expected = stock(program)
-    assert_same(program(region), expected)
+    prove_bitwise(program, [TORCHS, region])
     stats = ssd_fx.stats()
     assert (stats.read_bytes > 0) == (program not in STAYS)
     assert not entries.living()
@@ -243,7 +232,7 @@ def test_the_next_input_is_read_ahead(region: Region) -> None:
 def test_small_inputs_and_leaves_stay(tmp_path: Path) -> None:
     options = {"dirs": [str(tmp_path)], "allow_tmpfs": True}
     small = partial(ssd_fx.checkpoint, options=options | {"min_bytes": ROWS * WIDTH * 4 + 1})
-    assert_same(plain(small), stock(plain))
+    prove_bitwise(plain, [TORCHS, small])
     weight = nn.Parameter(torch.ones(64))
     leaf = partial(ssd_fx.checkpoint, options=options | {"min_bytes": 1})
     leaf(torch.exp, weight).sum().backward()
@@ -254,7 +243,7 @@ def test_small_inputs_and_leaves_stay(tmp_path: Path) -> None:
 def test_an_input_that_is_changed_in_place_is_an_error(nbytes: int, tmp_path: Path) -> None:
     """PyTorch's checkpoint raises as well. Under hooks, autograd itself compares no versions."""
     options = {"dirs": [str(tmp_path)], "allow_tmpfs": True, "min_bytes": nbytes}
-    for region in (partial(torch_checkpoint, use_reentrant=False), partial(ssd_fx.checkpoint, options=options)):
+    for region in (TORCHS, partial(ssd_fx.checkpoint, options=options)):
         x = batch() * 1
         y = region(torch.exp, region(torch.sin, x))
         with torch.no_grad():
@@ -299,7 +288,7 @@ def test_threads_have_checkpoints_of_their_own(region: Region) -> None:
         net(region, batch()).backward()
         return [p.grad for p in net.parameters() if p.grad is not None]
 
-    expected, found = gradients(partial(torch_checkpoint, use_reentrant=False)), list[list[Tensor]]()
+    expected, found = gradients(TORCHS), list[list[Tensor]]()
 
     def work(net: Net) -> None:
         for _ in range(5):
@@ -315,7 +304,7 @@ def test_threads_have_checkpoints_of_their_own(region: Region) -> None:
         thread.join()
     assert len(found) == 15
     for each in found:
-        assert_same(each, expected)
+        assert_same_bits(each, expected)
 
 
 def test_without_gradients_nothing_is_stored(region: Region) -> None:
@@ -330,7 +319,6 @@ def test_around_compiled_blocks(inner: str, region: Region, tmp_path: Path) -> N
     options = {"dirs": [str(tmp_path)], "min_bytes": 0, "allow_tmpfs": True, "inner": "aot_eager"}
 
     def compiled(region: Region) -> list[Tensor]:
-        torch._dynamo.reset()
         backend: dict[str, Any] = {"backend": inner}
         if inner == "ssd_fx":
             backend = {"backend": ssd_fx.backend, "options": options}
@@ -348,9 +336,9 @@ def test_around_compiled_blocks(inner: str, region: Region, tmp_path: Path) -> N
         return seen
 
     with pytest.warns(RuntimeWarning, match="keeps all tensors") if inner == "ssd_fx" else contextlib.nullcontext():
-        expected = compiled(partial(torch_checkpoint, use_reentrant=False))
+        expected = run(compiled, TORCHS)
         assert ssd_fx.stats().stores == 0
-        assert_same(compiled(region), expected)
+        assert_same_bits(run(compiled, region), expected)
     assert ssd_fx.stats().read_bytes > 0
 
 
@@ -365,14 +353,12 @@ def test_compiled_around_it_is_pytorchs(region: Region) -> None:
     """The compiler traces the checkpoint, and decides itself what is stored."""
     net = Net().eval()
 
-    def step(region: Region) -> list[Tensor]:
-        torch._dynamo.reset()
+    def step(region: Region) -> tuple[Tensor, ...]:
         x = batch()
-        torch.compile(lambda x: net(region, x), backend="aot_eager", fullgraph=True)(x).backward()
-        assert x.grad is not None
-        return [x.grad]
+        compiled = torch.compile(lambda x: net(region, x), backend="aot_eager", fullgraph=True)
+        return torch.autograd.grad(compiled(x), [x])
 
-    assert_same(step(region), step(partial(torch_checkpoint, use_reentrant=False)))
+    prove_bitwise(step, [TORCHS, region])
     assert ssd_fx.stats().stores == 0
 
 

@@ -30,6 +30,7 @@ from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.entries import living
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from tests import fresh
+from tests.bitwise import assert_same_bits
 from tests.faults.toys import (
     Counting,
     Toy,
@@ -37,10 +38,9 @@ from tests.faults.toys import (
     complaint,
     descriptors,
     gradients,
-    same_bits,
     settle,
 )
-from tests.runtime.engines import Failure, registered
+from tests.runtime.engines import Failure, around
 from tests.unlike import since
 
 
@@ -60,7 +60,7 @@ class Trainee:
         return self.compiled(self.inputs[i].clone())  # nobody else has it, so that it may leave too
 
     def backward(self, loss: Tensor, i: int = 0) -> None:
-        assert same_bits(gradients(loss, self.model), self.expected[i])
+        assert_same_bits(gradients(loss, self.model), self.expected[i])
 
     def step(self, i: int = 0) -> None:
         loss = self.forward(i)
@@ -79,8 +79,9 @@ import torch, ssd_fx
 from pathlib import Path
 from ssd_fx.runtime.entries import living
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from tests.bitwise import assert_same_bits
 from tests.faults.toys import *
-from tests.runtime.engines import add
+from tests.runtime.engines import around
 from tests.test_lives import Trainee
 torch.set_num_threads(1)  # OpenMP does not survive a fork
 where = Path(sys.argv[1])
@@ -132,12 +133,12 @@ def test_a_write_fails(tmp_path: Path, code: int, inner: str) -> None:
         made[-1].code = code
         return made[-1]
 
-    with registered(wrap) as name:
-        trainee = Trainee(tmp_path, name, inner=inner)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            for i in range(3):
-                trainee.step(i)
+    name = around(wrap)
+    trainee = Trainee(tmp_path, name, inner=inner)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for i in range(3):
+            trainee.step(i)
     (told,) = [str(w.message) for w in warned if issubclass(w.category, RuntimeWarning)]
     assert f"keeps activations in memory that do not go to {tmp_path}: storing " in told
     assert " B failed (a planted failure)" in told
@@ -176,23 +177,23 @@ def test_a_read_fails(tmp_path: Path) -> None:
         made.append(Counting(inner))
         return made[-1]
 
-    with registered(wrap) as name:
-        trainee = Trainee(tmp_path, name)
-        loss = trainee.forward()
-        settle()
-        (path,) = {path for path in descriptors().values() if path.startswith(str(tmp_path))}
-        (fd,) = [int(fd) for fd, at in descriptors().items() if at == path]
-        size = os.fstat(fd).st_size
-        os.truncate(f"/proc/self/fd/{fd}", 0)
-        with pytest.raises(OSError, match="end of the file") as caught:
-            gradients(loss, trainee.model)
-        assert not complaint(caught.value, [str(tmp_path)])
-        del loss, caught
-        gc.collect()  # the error's frames
-        assert living() == []
-        assert not made[0].out
-        os.truncate(f"/proc/self/fd/{fd}", size)
-        trainee.step()
+    name = around(wrap)
+    trainee = Trainee(tmp_path, name)
+    loss = trainee.forward()
+    settle()
+    (path,) = {path for path in descriptors().values() if path.startswith(str(tmp_path))}
+    (fd,) = [int(fd) for fd, at in descriptors().items() if at == path]
+    size = os.fstat(fd).st_size
+    os.truncate(f"/proc/self/fd/{fd}", 0)
+    with pytest.raises(OSError, match="end of the file") as caught:
+        gradients(loss, trainee.model)
+    assert not complaint(caught.value, [str(tmp_path)])
+    del loss, caught
+    gc.collect()  # the error's frames
+    assert living() == []
+    assert not made[0].out
+    os.truncate(f"/proc/self/fd/{fd}", size)
+    trainee.step()
 
 
 # ---- the process ends
@@ -236,7 +237,7 @@ def test_a_signal_ends_training(tmp_path: Path, number: signal.Signals) -> None:
 def test_the_interpreter_exits_with_writes_in_flight(tmp_path: Path) -> None:
     """Late writes, a graph that still lives, staged loads: a clean exit without a word."""
     code = """
-        trainee = Trainee(where, add(lambda inner: Late(inner, 3600, 3600)))
+        trainee = Trainee(where, around(lambda inner: Late(inner, 3600, 3600)))
         losses = [trainee.forward(i) for i in range(4)]
         trainee.backward(losses[0])
         fast = Trainee(where)
@@ -278,7 +279,7 @@ def test_ctrl_c_in_each_wait(tmp_path: Path) -> None:
         def make(inner):
             engines.append(Stuck(inner))
             return engines[-1]
-        trainee = Trainee(where, add(make), inflight=1)
+        trainee = Trainee(where, around(make), inflight=1)
         trainee.step()
         def interrupted(action):
             threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -466,7 +467,7 @@ def test_gradients_of_some(trainee: Trainee) -> None:
     chosen = [1, 4]
     parameters = list(trainee.model.parameters())
     found = list(torch.autograd.grad(loss, [parameters[i] for i in chosen]))
-    assert same_bits(found, [trainee.expected[0][i] for i in chosen])
+    assert_same_bits(found, [trainee.expected[0][i] for i in chosen])
     del loss
     assert living() == []
 
@@ -572,7 +573,8 @@ def test_the_garbage_collector_is_off(trainee: Trainee) -> None:
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_the_garbage_collector_is_off_and_the_directory_retired(tmp_path: Path) -> None:
     """A refused allocation keeps nothing alive: else every step's activations stay until a collection."""
-    with registered(FailingWrites) as name, warnings.catch_warnings():
+    name = around(FailingWrites)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         trainee = Trainee(tmp_path, name)
         for i in range(3):
@@ -675,12 +677,12 @@ def test_a_fork_between_forward_and_backward_of_checkpoints(tmp_path: Path) -> N
             except RuntimeError as error:
                 assert "parent process before a fork" in str(error), error
                 del loss
-                assert same_bits(list(backward(forward(1))), list(expected[1]))
+                assert_same_bits(backward(forward(1)), expected[1])
                 print("child fine", flush=True)
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert same_bits(list(backward(loss)), list(expected[0]))
-        assert same_bits(list(backward(forward(2))), list(expected[2]))
+        assert_same_bits(backward(loss), expected[0])
+        assert_same_bits(backward(forward(2)), expected[2])
         del loss
         gc.collect()
         assert living() == []

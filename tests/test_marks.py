@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ssd_fx
 from ssd_fx import Config
+from tests.bitwise import assert_same_bits
 from tests.inductor import graphs_cached_in
-from tests.models import assert_same_bits
 
 INNERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 

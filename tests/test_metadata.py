@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.library import Library
 
 import ssd_fx
 from tests import fresh, sources
+from tests.bitwise import Compile, differences, ours, prove_bitwise, run, stock
 
 Kernel = Callable[[Tensor], Tensor]
 # What `kernel` returns for a float32 matrix, and what the metadata promises of it.
@@ -68,29 +68,25 @@ def step(name: str) -> Callable[[Tensor], Tensor]:
     return f
 
 
-def train(compiled: Callable[..., Tensor], *shared: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """The loss and the gradients of the input and of `shared`, after one step."""
-    x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-    loss = compiled(x)
-    gradients = torch.autograd.grad(loss, [x, *shared])
-    return [loss.detach(), *gradients]
+def trained(
+    f: Callable[[Tensor], Tensor], *shared: Tensor, dtype: torch.dtype = torch.float32
+) -> Callable[[Compile], list[Tensor]]:
+    """A program (`tests/bitwise.py`): the loss and the gradients of the input and of `shared`, after one step."""
+
+    def program(compile: Compile) -> list[Tensor]:
+        x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        loss = compile(f)(x)
+        return [loss.detach(), *torch.autograd.grad(loss, [x, *shared])]
+
+    return program
 
 
-def assert_every_source_gives(
-    expected: list[Tensor], compiled: Callable[..., Tensor], *given: Any, **more: Any
-) -> None:
-    for source in sources.ALL:
-        with source.forced():
-            ours = train(compiled, *given, **more)
-            source.check(ssd_fx.stats())
-        assert all(torch.equal(a, b) for a, b in zip(expected, ours, strict=True)), source.name
+STOCK_AND_OURS = (stock("aot_eager"), ours(sources.OPTIONS))
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_backward_gets_what_the_kernel_returned(name: str) -> None:
-    stock = train(torch.compile(step(name), backend="aot_eager"))
-    torch._dynamo.reset()
-    assert_every_source_gives(stock, torch.compile(step(name), backend=ssd_fx.backend, options=sources.OPTIONS))
+    prove_bitwise(trained(step(name)), STOCK_AND_OURS, sources.ALL)
 
 
 READERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -110,15 +106,14 @@ def test_members_of_what_the_kernel_returned(name: str, reader: str) -> None:
     def f(x: Tensor) -> Tensor:
         return READERS[reader](getattr(torch.ops.unlike, name)(x * 2), w)
 
-    stock = train(torch.compile(f, backend="aot_eager"), w)
-    torch._dynamo.reset()
-    compiled = torch.compile(f, backend=ssd_fx.backend, options=sources.OPTIONS)
+    program = trained(f, w)
+    expected = run(program, stock("aot_eager"))
     for source in sources.ALL:
         with source.forced():
-            ours = train(compiled, w)
+            found = program(ours(sources.OPTIONS))
             source.check(ssd_fx.stats())
         # A product may add up in another order if a view has the strides that were promised.
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(stock, ours, strict=True)), source.name
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=source.name)
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8"])
@@ -126,15 +121,11 @@ def test_a_lossy_codec_does_not_see_what_lies_in_the_gaps(codec: str) -> None:
     """Those values would change the scale of their block. A tensor without gaps is compressed, whatever its strides."""
     options = sources.OPTIONS | {"engine": "memory", "compression": codec}
     for name, compressed in (("huge_gaps", False), ("transposed", True)):
-        stock = train(torch.compile(step(name), backend="aot_eager"))
-        torch._dynamo.reset()
-        ssd_fx.reset_stats()
-        ours = train(torch.compile(step(name), backend=ssd_fx.backend, options=options))
-        torch._dynamo.reset()
+        expected, found = (run(trained(step(name)), how) for how in (stock("aot_eager"), ours(options)))
         stats = ssd_fx.stats()
         assert stats.loads == 1
         assert (stats.encoded_from_bytes > 0) == compressed
-        assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True)) == (not compressed)
+        assert (differences(found, expected) == {}) == (not compressed)
 
 
 @pytest.mark.parametrize("name", ["wider", "narrower", "another_half"])
@@ -144,15 +135,15 @@ def test_generated_code_for_another_dtype_is_refused(name: str) -> None:
         import sys, pytest, torch, ssd_fx
         from tests import sources
         from tests.inductor import kernels_on_demand
-        from tests.test_metadata import library, step, train
+        from tests.bitwise import ours
+        from tests.test_metadata import library, step, trained
 
-        options = sources.OPTIONS | {"inner": "inductor"}
+        program = trained(step(sys.argv[1]))
         with library(), kernels_on_demand():
-            compiled = torch.compile(step(sys.argv[1]), backend=ssd_fx.backend, options=options)
             for name in ("read", "given_away", "copied"):
                 refused = pytest.raises(RuntimeError, match=r"a tensor of torch\\..*compiled for")
                 with sources.SOURCES[name].forced(), refused:
-                    train(compiled)
+                    program(ours(sources.OPTIONS, inner="inductor"))
         print("fine")
     """
     done = fresh.run(code, name)
@@ -168,7 +159,4 @@ def test_layer_norm_of_bfloat16_with_float32_weights(autocast: bool) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return torch.nn.functional.layer_norm(x, (64,), *weights).sin().float().sum()
 
-    stock = train(torch.compile(f, backend="aot_eager"), *weights, dtype=torch.bfloat16)
-    torch._dynamo.reset()
-    compiled = torch.compile(f, backend=ssd_fx.backend, options=sources.OPTIONS)
-    assert_every_source_gives(stock, compiled, *weights, dtype=torch.bfloat16)
+    prove_bitwise(trained(f, *weights, dtype=torch.bfloat16), STOCK_AND_OURS, sources.ALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
-from tests.models import assert_same_bits, deterministic
+from tests.bitwise import Compile, kept, ours, prove_bitwise
 
 
 class Concatenated(nn.Module):
@@ -125,12 +126,10 @@ class CustomFunction(nn.Module):
 MODELS = (Concatenated, Convolutional, ChannelsLast, Checkpointed, Autocast, ManyViews, GraphBreak, CustomFunction)
 
 
-def gradients(make: Callable[[], nn.Module], micro_batches: int, options: dict[str, object]) -> list[Tensor]:
+def gradients(make: Callable[[], nn.Module], micro_batches: int, compile: Compile) -> list[Tensor]:
     """Gradients and buffers after one step of `micro_batches` forwards before the first backward."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = make()
-    compiled = torch.compile(model, backend=ssd_fx.backend, options=options)
+    compiled = compile(model)
     x = torch.randn(16, 32, requires_grad=True)
     losses = [compiled(x * (i + 1)) for i in range(micro_batches)]
     for loss in losses:
@@ -143,22 +142,15 @@ def gradients(make: Callable[[], nn.Module], micro_batches: int, options: dict[s
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("make", MODELS)
 def test_aot_eager(make: Callable[[], nn.Module], micro_batches: int, tmp_path: Path) -> None:
-    options: dict[str, object] = {"inner": "aot_eager", "dirs": [str(tmp_path)], "min_bytes": 0}
-    with deterministic():
-        kept = gradients(make, micro_batches, options | {"budget": 1.0})
-        ssd_fx.reset_stats()
-        assert_same_bits(gradients(make, micro_batches, options), kept)
+    options = {"inner": "aot_eager", "dirs": [str(tmp_path)], "min_bytes": 0}
+    prove_bitwise(partial(gradients, make, micro_batches), [kept(options), ours(options)])
     assert ssd_fx.stats().stores > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_inductor(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """Against the same graphs on the memory engine: a graph that stores nothing may have other strides and sums."""
-    options: dict[str, object] = {"dirs": [str(tmp_path)], "min_bytes": 0}
-    with deterministic():
-        in_memory = gradients(make, 2, options | {"engine": "memory"})
-        ssd_fx.reset_stats()
-        assert_same_bits(gradients(make, 2, options), in_memory)
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0}
+    prove_bitwise(partial(gradients, make, 2), [kept(options), ours(options)])
     assert ssd_fx.stats().stores > 0
     assert ssd_fx.stats().in_planned_order == 1.0

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import ssd_fx
-from tests.models import assert_same_bits, deterministic
+from tests.bitwise import Compile, eager, ours, prove_bitwise, run, stock
 
 
 @torch.compiler.nested_compile_region
@@ -31,10 +31,8 @@ def gated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 Region = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def train(region: Region, backend: Any, options: dict[str, Any] | None = None) -> list[torch.Tensor]:
+def train(region: Region, compile: Compile) -> list[torch.Tensor]:
     """The loss and the gradient of two steps of three calls."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     w, x = torch.nn.Parameter(torch.randn(64, 64) / 8), torch.randn(32, 64)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +40,7 @@ def train(region: Region, backend: Any, options: dict[str, Any] | None = None) -
             x = region(x, w)
         return x.square().sum()
 
-    compiled, seen = torch.compile(loss, backend=backend, options=options), []
+    compiled, seen = compile(loss), []
     for _ in range(2):
         value = compiled(x)
         seen += [value.detach(), *torch.autograd.grad(value, [w])]
@@ -54,21 +52,19 @@ def train(region: Region, backend: Any, options: dict[str, Any] | None = None) -
 def test_gradients_are_bitwise_those_of_stock(region: Region, recompute: bool, tmp_path: Path) -> None:
     slow = {"flops": 1e12, "memory_bw": 1e11, "write_bw": 1e7, "read_bw": 1e7, "latency_s": 0.0}
     options = {"inner": "aot_eager", "dirs": [str(tmp_path)], "min_bytes": 0, "recompute": recompute, "machine": slow}
-    stock = train(region, "aot_eager")
     with pytest.warns(RuntimeWarning, match="a nested region .* returns it"):
-        assert_same_bits(train(region, ssd_fx.backend, options), stock)
+        prove_bitwise(partial(train, region), [stock("aot_eager"), ours(options)])
     assert ssd_fx.stats().offloaded_bytes >= 2 * 3 * 32 * 64 * 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("region", [products, gated])
 def test_inductor(region: Region, tmp_path: Path) -> None:
-    with deterministic(), warnings.catch_warnings():
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0, "recompute": False}
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ssd_fx keeps about", RuntimeWarning)
-        plain = train(region, "inductor")
-        ours = train(region, ssd_fx.backend, {"dirs": [str(tmp_path)], "min_bytes": 0, "recompute": False})
-    for a, b in zip(ours, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        plain, found = (run(partial(train, region), compile) for compile in (stock("inductor"), ours(options)))
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
     assert ssd_fx.stats().offloaded_bytes >= 2 * 3 * 32 * 64 * 4
 
 
@@ -83,18 +79,14 @@ def test_a_region_of_dynamic_size(tmp_path: Path) -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         return cosine(cosine(cosine(x)).sin()).sum()
 
-    def gradient(backend: str, options: dict[str, Any] | None = None) -> torch.Tensor:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
+    def gradient(compile: Compile) -> tuple[torch.Tensor, ...]:
         x = torch.randn(8, 16, requires_grad=True)
         torch._dynamo.mark_dynamic(x, 0)
-        torch.compile(loss, backend=backend, options=options)(x).backward()
-        assert x.grad is not None
-        return x.grad
+        return torch.autograd.grad(compile(loss)(x), [x])
 
-    ours = gradient("ssd_fx", {"dirs": [str(tmp_path)], "min_bytes": 0})
+    found = run(gradient, ours({"dirs": [str(tmp_path)], "min_bytes": 0}))
     assert ssd_fx.stats().offloaded_bytes > ssd_fx.stats().held_bytes
-    torch.testing.assert_close(ours, gradient("aot_eager"))
+    torch.testing.assert_close(found, run(gradient, stock("aot_eager")))
 
 
 @torch.compiler.nested_compile_region
@@ -129,16 +121,13 @@ def test_no_kernel_writes_over_a_tensor_that_a_region_returns_twice(
 ) -> None:
     """Plain Inductor does (torch 2.13), and its gradients are wrong. So ours are compared with eager's."""
 
-    def gradients(run: Region) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(0)
+    def gradients(compile: Compile) -> tuple[torch.Tensor, ...]:
         x, w = torch.randn(32, 32, requires_grad=True), (torch.randn(32, 32) / 6).requires_grad_()
-        return torch.autograd.grad(run(x, w), [x, w])
+        return torch.autograd.grad(compile(loss)(x, w), [x, w])
 
-    torch._dynamo.reset()
     options = {"dirs": [str(tmp_path)], "min_bytes": 0, "budget": budget, "machine": "default"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ssd_fx keeps", RuntimeWarning)
-        found = gradients(torch.compile(loss, backend=ssd_fx.backend, options=options))
+        found = run(gradients, ours(options))
     assert (ssd_fx.stats().offloaded_bytes > ssd_fx.stats().held_bytes) == (budget == 0)
-    for ours, eager in zip(found, gradients(loss), strict=True):
-        assert torch.allclose(ours, eager, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, run(gradients, eager), rtol=1e-4, atol=1e-4)

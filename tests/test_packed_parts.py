@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ssd_fx
 from tests import sources
-from tests.models import assert_same_bits
+from tests.bitwise import Compile, ours, prove_bitwise, stock
 
 OPTIONS = sources.OPTIONS | {"inner": "aot_eager"}
 COMPLEX = {"dtype": torch.complex64}
@@ -97,13 +97,10 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
 def test_a_part_that_is_packed_changes_no_bit(case: str) -> None:
     function, make = CASES[case]
 
-    def gradients(backend: Any, **more: Any) -> list[Tensor]:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
+    def gradients(compile: Compile) -> list[Tensor]:
         arguments = make()
-        torch.compile(function, backend=backend, **more)(*arguments).backward()
+        compile(function)(*arguments).backward()
         return [a.grad for a in arguments if a.grad is not None]
 
-    stored = gradients(ssd_fx.backend, options=OPTIONS)
+    prove_bitwise(gradients, [stock("aot_eager"), ours(OPTIONS)])
     assert ssd_fx.stats().offloaded_bytes
-    assert_same_bits(gradients("aot_eager"), stored)

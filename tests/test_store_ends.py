@@ -21,8 +21,9 @@ from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines.extents import STEP
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.store import _stores, get_store
-from tests.faults.toys import Counting, Toy, compile_toy, descriptors, gradients, same_bits, settle
-from tests.runtime.engines import DelayedEngine, registered
+from tests.bitwise import assert_same_bits
+from tests.faults.toys import Counting, Toy, compile_toy, descriptors, gradients, settle
+from tests.runtime.engines import DelayedEngine, around
 
 SETS = 12
 # They count what a whole process holds, and one of several runs failed once for a cause not known yet.
@@ -114,7 +115,7 @@ def test_a_reset_gives_back_what_many_sets_of_options_took(
     before = held(inner)
     for i in range(sets):
         compiled = compile_toy(model, tmp_path, "posix", inner=inner, inflight=2**20 + i)
-        assert same_bits(train(model, x, compiled), expected)
+        assert_same_bits(train(model, x, compiled), expected)
     between = held(inner)
     assert between["files"] == before["files"] + sets
     assert between["pools"] == before["pools"] + 2 * sets
@@ -149,7 +150,7 @@ def test_graphs_of_one_set_of_options_share_a_store_until_the_last_has_gone(
     options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0}
     for _ in range(2):
         compiled = torch.compile(model, backend=backend, options=options, dynamic=False)
-        assert same_bits(train(model, x, compiled), expected)
+        assert_same_bits(train(model, x, compiled), expected)
         torch._dynamo.reset()
     (store,) = _stores.values()
     backend.held.pop()
@@ -168,7 +169,7 @@ def test_a_graph_that_somebody_holds_outlives_a_reset(
     backend = Holding()
     options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0}
     compiled = torch.compile(model, backend=backend, options=options, dynamic=False)
-    assert same_bits(train(model, x, compiled), expected)
+    assert_same_bits(train(model, x, compiled), expected)
     (store,) = _stores.values()
     torch._dynamo.reset()
     gc.collect()
@@ -192,7 +193,7 @@ def test_a_backward_still_comes_after_its_graph_has_gone(
     time.sleep(0.2)
     assert len(_stores) == 1
     for _ in range(3):
-        assert same_bits(gradients(losses.pop(), model), expected)
+        assert_same_bits(gradients(losses.pop(), model), expected)
         gc.collect()
     comes_true(lambda: not _stores)
 
@@ -217,7 +218,7 @@ def test_a_store_that_is_needed_again_is_made_again(
 ) -> None:
     forget_graphs()
     for _ in range(3):
-        assert same_bits(train(model, x, compile_toy(model, tmp_path, "posix")), expected)
+        assert_same_bits(train(model, x, compile_toy(model, tmp_path, "posix")), expected)
         assert len(_stores) == 1
         forget_graphs()
 
@@ -257,7 +258,7 @@ def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Te
     for _ in range(2):  # asking again helps nobody
         with pytest.raises(RuntimeError, match=LOST):
             torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    assert same_bits(train(model, x, compiled), expected)
+    assert_same_bits(train(model, x, compiled), expected)
     del loss
     assert len(_stores) == 1
 
@@ -266,13 +267,13 @@ def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Te
 def test_close_loses_nothing_that_is_in_memory(
     model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    with registered(lambda inner: DelayedEngine(inner, 5.0, 5.0)) as late:
-        engine = late if options.pop("engine", "posix") == "late" else "posix"
-        compiled = compile_toy(model, tmp_path, engine, **options)
-        loss = compiled(x.clone())
-        ssd_fx.close()
-        assert _stores == {}
-        assert same_bits(gradients(loss, model), expected)
+    late = around(lambda inner: DelayedEngine(inner, 5.0, 5.0))
+    engine = late if options.pop("engine", "posix") == "late" else "posix"
+    compiled = compile_toy(model, tmp_path, engine, **options)
+    loss = compiled(x.clone())
+    ssd_fx.close()
+    assert _stores == {}
+    assert_same_bits(gradients(loss, model), expected)
 
 
 def test_a_backward_in_another_thread_ends_well_or_says_what_was_lost(
@@ -286,7 +287,7 @@ def test_a_backward_in_another_thread_ends_well_or_says_what_was_lost(
         try:
             for _ in range(150):
                 try:
-                    assert same_bits(gradients(compiled(x.clone()), model), expected)
+                    assert_same_bits(gradients(compiled(x.clone()), model), expected)
                 except RuntimeError as error:
                     lost.append(str(error))
         except BaseException as error:  # looked at below
@@ -304,7 +305,7 @@ def test_a_backward_in_another_thread_ends_well_or_says_what_was_lost(
     assert wrong == []
     assert closed >= 10
     assert all("was lost: ssd_fx.close() was called" in message for message in lost)
-    assert same_bits(train(model, x, compiled), expected)
+    assert_same_bits(train(model, x, compiled), expected)
 
 
 def test_close_in_a_loop(model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path) -> None:
@@ -312,7 +313,7 @@ def test_close_in_a_loop(model: Toy, x: Tensor, expected: list[Tensor], tmp_path
     ssd_fx.close()
     before = held()
     for _ in range(20):
-        assert same_bits(train(model, x, compiled), expected)
+        assert_same_bits(train(model, x, compiled), expected)
         ssd_fx.close()
         ssd_fx.close()  # nothing is left to end
     comes_true(lambda: no_more_than(before))
@@ -326,14 +327,14 @@ def test_no_extent_is_forgotten(model: Toy, x: Tensor, tmp_path: Path) -> None:
         made.append(Counting(inner))
         return made[-1]
 
-    with registered(counting) as name:
-        loss = compile_toy(model, tmp_path, name)(x.clone())
-        settle()
-        ssd_fx.close()
-        del loss
-        gc.collect()
-        assert entries.living() == []
-        assert [engine.out for engine in made] == [set()]
+    name = around(counting)
+    loss = compile_toy(model, tmp_path, name)(x.clone())
+    settle()
+    ssd_fx.close()
+    del loss
+    gc.collect()
+    assert entries.living() == []
+    assert [engine.out for engine in made] == [set()]
 
 
 def test_graphs_are_told_apart_by_their_options(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_map
 import ssd_fx
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.partition import activation_names
-from tests.models import assert_same_bits
+from tests.bitwise import Compile, assert_same_bits, ours, prove_bitwise, run
 from tests.passes import toys
 
 TOY: dict[str, Any] = {"inner": "aot_eager", "min_bytes": 0, "machine": "default", "recompute": False}
@@ -75,13 +76,10 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
 
 
-def gradients(budget: float, inner: str) -> list[torch.Tensor]:
-    torch._dynamo.reset()
-    ssd_fx.reset_stats()
-    torch.manual_seed(0)
+def gradients(compile: Compile) -> list[torch.Tensor]:
     blocks = nn.Sequential(*(Block() for _ in range(3)))
     for block in blocks:
-        block.compile(backend=ssd_fx.backend, options=TOY | {"inner": inner, "budget": budget, "engine": "memory"})
+        block.compile(**compile.keywords)  # type: ignore[attr-defined]
     for _ in range(2):
         x = torch.randn(32, 16) * 1
         blocks(x).square().mean().backward()
@@ -90,8 +88,8 @@ def gradients(budget: float, inner: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_hidden_states_of_blocks_with_a_quantized_weight_leave(inner: str) -> None:
-    kept = gradients(1.0, inner)
-    assert_same_bits(kept, gradients(0.0, inner))
+    options = TOY | {"inner": inner, "engine": "memory", "budget": 0}
+    prove_bitwise(gradients, [ours(options, budget=1.0), ours(options)])
     rows = [row for g in ssd_fx.report().graphs for row in g.rows if row.shared == "input"]
     assert rows
     assert {row.decision for row in rows} == {"offload"}
@@ -126,22 +124,20 @@ def test_a_jagged_tensor_that_is_passed_stays_and_its_parts_leave() -> None:
     def built(values: torch.Tensor, offsets: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return ragged(torch.nested.nested_tensor_from_jagged(values, offsets), w).values()
 
-    def gradient(function: Callable[..., torch.Tensor]) -> torch.Tensor:
-        torch._dynamo.reset()
-        ssd_fx.reset_stats()
-        options = TOY | {"engine": "memory", "budget": 0, "spare": False}
-        compiled = torch.compile(function, backend=ssd_fx.backend, options=options)
+    def gradient(function: Callable[..., torch.Tensor], compile: Compile) -> list[torch.Tensor]:
+        compiled = compile(function)
         w = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
         for rows in map(jagged, ((2, 5, 3), (4, 1, 2))):
             result = compiled(rows, w) if function is ragged else compiled(rows.values(), rows.offsets(), w)
             (result.values() if function is ragged else result).sin().sum().backward()
         assert w.grad is not None
-        return w.grad
+        return [w.grad]
 
+    how = ours(TOY, engine="memory", budget=0, spare=False)
     with pytest.warns(RuntimeWarning, match="builds the tensor itself"):
-        passed = gradient(ragged)
+        passed = run(partial(gradient, ragged), how)
     assert ssd_fx.stats().offloaded_bytes == 0
-    assert_same_bits([passed], [gradient(built)])
+    assert_same_bits(run(partial(gradient, built), how), passed)
     assert ssd_fx.stats().offloaded_bytes > 0
 
 

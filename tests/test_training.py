@@ -19,8 +19,9 @@ from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.runtime import trace
 from ssd_fx.sizes import format_bytes
 from tests import sources
-from tests.models import SMALL, assert_same_bits, deterministic, train
-from tests.runtime.engines import DelayedEngine, registered
+from tests.bitwise import Compile, kept, ours, prove_bitwise, run, stock
+from tests.models import SMALL, gpt
+from tests.runtime.engines import DelayedEngine, around
 
 TINY = Shape(layers=1, width=32, heads=2, seq=32, dropout=0.1)
 
@@ -33,10 +34,7 @@ def options(tmp_path: Path) -> dict[str, object]:
 
 def test_aot_eager_is_bitwise_everything_kept(options: dict[str, object]) -> None:
     options |= {"inner": "aot_eager"}
-    kept = train(options | {"budget": 1.0})
-    assert ssd_fx.stats().stores == 0
-    ssd_fx.reset_stats()
-    assert_same_bits(train(options), kept)
+    prove_bitwise(gpt(), [kept(options), ours(options)])
     stats = ssd_fx.stats()
     assert stats.steps == 5
     assert stats.written_bytes + stats.cancelled_bytes >= 0.9 * stats.saved_bytes
@@ -51,34 +49,26 @@ def test_the_defaults_are_bitwise_everything_kept(options: dict[str, object], mo
         monkeypatch.delenv(name)
     given = {"inner": "aot_eager", "dirs": options["dirs"], "min_bytes": 0}
     given["machine"] = {"write_bw": 1e12, "read_bw": 1e12, "latency_s": 0.0, "drag_s_per_byte": 0.0}
-    kept = train(given | {"budget": 1.0, "recompute": False})
-    ssd_fx.reset_stats()
-    assert_same_bits(train(given), kept)
+    prove_bitwise(gpt(), [kept(given), ours(given)])
     stats = ssd_fx.stats()
     assert 0 < stats.offloaded_bytes < stats.saved_bytes
 
 
 def test_inductor_is_bitwise_the_memory_engine_and_plain_inductor(options: dict[str, object]) -> None:
-    with deterministic():
-        on_disk = train(options, shape=TINY)
-        stats = ssd_fx.stats()
-        assert stats.written_bytes + stats.cancelled_bytes >= 0.9 * stats.saved_bytes > 0
-        assert_same_bits(on_disk, train(options | {"engine": "memory"}, shape=TINY))
-        for ours, theirs in zip(on_disk, train(None, shape=TINY), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    program = gpt(shape=TINY)
+    on_disk = prove_bitwise(program, [kept(options), ours(options)])
+    stats = ssd_fx.stats()
+    assert stats.written_bytes + stats.cancelled_bytes >= 0.9 * stats.saved_bytes > 0
+    torch.testing.assert_close(on_disk, run(program, stock("inductor")), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_slow_writes_that_finish_in_any_order_change_no_bit(options: dict[str, object], inner: str) -> None:
     """Every write touches its memory 50 to 100 ms late: a buffer that is reused too early shows."""
     options |= {"inner": inner}
-    with deterministic():
-        kept = train(options | {"engine": "memory"}, steps=3, shape=TINY)
-        ssd_fx.reset_stats()
-        with registered(DelayedEngine) as slow:
-            # Few bytes may be in flight: the producer waits, so that most tensors are written and not forwarded.
-            seen = train(options | {"engine": slow, "inflight": 1 << 16}, steps=3, shape=TINY)
-    assert_same_bits(seen, kept)
+    slow = around(DelayedEngine)
+    # Few bytes may be in flight: the producer waits, so that most tensors are written and not forwarded.
+    prove_bitwise(gpt(3, TINY), [kept(options), ours(options, engine=slow, inflight=1 << 16)])
     stats = ssd_fx.stats()
     assert stats.stall_s > 0.05
     assert stats.read_bytes > 0
@@ -88,10 +78,10 @@ def test_slow_writes_that_finish_in_any_order_change_no_bit(options: dict[str, o
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_the_order_that_runs_is_the_planned_order(options: dict[str, object], inner: str) -> None:
     """Read from the trace: in every graph run our nodes come with seq 0, 1, 2, ... without a gap."""
-    train(options | {"inner": inner, "engine": "memory"}, steps=1, shape=TINY)
-    ours = [(e.kind, e.seq) for e in trace.events() if e.kind in ("store", "release", "load", "wait")]
-    forward = [seq for kind, seq in ours if kind in ("store", "release")]
-    backward = [seq for kind, seq in ours if kind in ("load", "wait")]
+    run(gpt(1, TINY), ours(options, inner=inner, engine="memory"))
+    seen = [(e.kind, e.seq) for e in trace.events() if e.kind in ("store", "release", "load", "wait")]
+    forward = [seq for kind, seq in seen if kind in ("store", "release")]
+    backward = [seq for kind, seq in seen if kind in ("load", "wait")]
     assert forward == list(range(len(forward)))
     assert backward == list(range(len(backward)))
     assert len(forward) == len(backward) == 2 * ssd_fx.stats().stores > 0
@@ -99,19 +89,15 @@ def test_the_order_that_runs_is_the_planned_order(options: dict[str, object], in
 
 
 def test_a_budget_keeps_that_much(options: dict[str, object]) -> None:
-    train(options | {"budget": 0.5, "inner": "aot_eager"}, steps=1)
+    run(gpt(1), ours(options, inner="aot_eager", budget=0.5))
     stats = ssd_fx.stats()
     assert 0.4 * stats.saved_bytes < stats.offloaded_bytes <= 0.6 * stats.saved_bytes
 
 
-def layers_trained(options: dict[str, object]) -> list[torch.Tensor]:
+def layers_trained(compile: Compile) -> list[torch.Tensor]:
     """Losses and gradients of two steps of eight layers, which save eight tanh and the input, 128 KiB each."""
-    torch._dynamo.reset()
-    ssd_fx.reset_stats()
-    torch.manual_seed(0)
     model = nn.Sequential(*(module for _ in range(8) for module in (nn.Linear(64, 64), nn.Tanh())), nn.Linear(64, 64))
-    compiled = torch.compile(model, backend=ssd_fx.backend, options=options)
-    seen = []
+    compiled, seen = compile(model), []
     for _ in range(2):
         model.zero_grad()
         loss = compiled(torch.randn(512, 64)).sum()
@@ -124,10 +110,8 @@ def layers_trained(options: dict[str, object]) -> list[torch.Tensor]:
 def test_auto_offloads_as_much_as_the_drive_can_take(options: dict[str, object], rate: float, offloaded: int) -> None:
     """Of drives that write and read `rate` bytes per second."""
     options |= {"inner": "aot_eager"}
-    kept = layers_trained(options | {"budget": 1.0})
-    assert ssd_fx.stats().offloaded_bytes == 0
     machine = {"flops": 1e11, "memory_bw": 1e10, "write_bw": rate, "read_bw": rate, "latency_s": 0.0}
-    assert_same_bits(layers_trained(options | {"budget": "auto", "machine": machine}), kept)
+    prove_bitwise(layers_trained, [kept(options), ours(options, budget="auto", machine=machine)])
     stats = ssd_fx.stats()
     assert stats.saved_bytes == 2 * 9 * 512 * 64 * 4
     assert stats.offloaded_bytes == 2 * offloaded * 512 * 64 * 4
@@ -236,9 +220,9 @@ def test_overlap_scheduling_is_off(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_retain_graph_without_donated_buffers(options: dict[str, object], inner: str) -> None:
     """Stock: `donated_buffer=False` allows a second backward. What was forwarded to the first one is still there."""
-    with torch._functorch.config.patch(donated_buffer=False), registered(DelayedEngine) as slow:
+    with torch._functorch.config.patch(donated_buffer=False):
         x = torch.randn(16, 16, requires_grad=True)
-        compiled = torch.compile(curve, backend=ssd_fx.backend, options=options | {"inner": inner, "engine": slow})
+        compiled = ours(options, inner=inner, engine=around(DelayedEngine))(curve)
         compiled(x).backward()  # compiles, so that the next backward follows its forward at once
         ssd_fx.reset_stats()
         loss = compiled(x)
@@ -250,15 +234,15 @@ def test_retain_graph_without_donated_buffers(options: dict[str, object], inner:
 
 def test_retain_graph_with_donated_buffers_is_refused(options: dict[str, object]) -> None:
     """As stock does, with the way out in the message."""
-    with registered(DelayedEngine) as slow:
-        x = torch.randn(16, 16, requires_grad=True)
-        options |= {"inner": "aot_eager", "engine": slow}
-        compiled = torch.compile(curve, backend=ssd_fx.backend, options=options)
-        compiled(x).backward()
-        loss = compiled(x)
-        assert ssd_fx.stats().offloaded_bytes > ssd_fx.stats().held_bytes
-        with pytest.raises(RuntimeError, match="donated_buffer"):
-            loss.backward(retain_graph=True)
+    slow = around(DelayedEngine)
+    x = torch.randn(16, 16, requires_grad=True)
+    options |= {"inner": "aot_eager", "engine": slow}
+    compiled = torch.compile(curve, backend=ssd_fx.backend, options=options)
+    compiled(x).backward()
+    loss = compiled(x)
+    assert ssd_fx.stats().offloaded_bytes > ssd_fx.stats().held_bytes
+    with pytest.raises(RuntimeError, match="donated_buffer"):
+        loss.backward(retain_graph=True)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
@@ -269,25 +253,16 @@ def test_two_losses_on_one_graph(inner: str) -> None:
         y = (t @ t).sin().exp()
         return y.sum(), (y * y).sum()
 
-    def gradients(compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        one, other = compiled(x)
+    def gradients(compile: Compile) -> list[torch.Tensor]:
+        x = torch.randn(16, 16, requires_grad=True)
+        one, other = compile(two)(x)
         first = torch.autograd.grad(one, x, retain_graph=True)
         again = torch.autograd.grad(one, x, retain_graph=True)
         return [*first, *again, *torch.autograd.grad(other, x)]
 
-    stock = gradients(torch.compile(two, backend=inner))
-    torch._dynamo.reset()
     given = sources.OPTIONS | {"inner": inner}
-    kept = gradients(torch.compile(two, backend=ssd_fx.backend, options=given | {"budget": 1.0}))
-    torch._dynamo.reset()
-    compiled = torch.compile(two, backend=ssd_fx.backend, options=given)
-    for source in sources.ALL:
-        with source.forced():
-            found = gradients(compiled)
-            source.check(ssd_fx.stats())
-        assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True)), source.name
-    assert all(torch.allclose(a, b) for a, b in zip(stock, kept, strict=True))
+    found = prove_bitwise(gradients, [ours(given, budget=1.0), ours(given)], sources.ALL)
+    torch.testing.assert_close(found, run(gradients, stock(inner)))
 
 
 def test_by_name(options: dict[str, object]) -> None:
@@ -299,7 +274,7 @@ def test_by_name(options: dict[str, object]) -> None:
 
 def test_the_dump(options: dict[str, object], tmp_path: Path) -> None:
     dump = tmp_path / "dump"
-    train(options | {"inner": "aot_eager", "dump": dump}, steps=1)
+    run(gpt(1), ours(options, inner="aot_eager", dump=dump))
     (graph,) = ssd_fx.stats().graphs
     plan = (dump / f"{graph}.plan.txt").read_text()
     assert plan.startswith(f"graph {graph}: ")
@@ -311,8 +286,7 @@ def test_the_dump(options: dict[str, object], tmp_path: Path) -> None:
 def test_twice_the_layers_save_about_twice_as_much(options: dict[str, object]) -> None:
     saved = []
     for layers in (2, 4):
-        ssd_fx.reset_stats()
-        train(options | {"inner": "aot_eager"}, steps=1, shape=dataclasses.replace(SMALL, layers=layers))
+        run(gpt(1, dataclasses.replace(SMALL, layers=layers)), ours(options, inner="aot_eager"))
         saved.append(ssd_fx.stats().saved_bytes)
     assert 1.6 < saved[1] / saved[0] < 2.0
 

@@ -35,7 +35,7 @@ PASSED_ON = {
     ("ssd_fx/progress.py", "log"),
     ("ssd_fx/progress.py", "print"),
     ("ssd_fx/refusal.py", "Refused"),
-    ("ssd_fx/report/artifacts.py", "log"),
+    ("ssd_fx/report/folder.py", "log"),
     ("ssd_fx/report/page.py", "OSError"),
     # Too short to be looked for: "no rates: 'measured'".
     ("ssd_fx/calibration/cache.py", "ValueError"),

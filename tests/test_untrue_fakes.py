@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import ssd_fx
 from ssd_fx.passes import pipeline
 from tests import sources
-from tests.models import assert_same_bits
+from tests.bitwise import assert_same_bits, ours, prove_bitwise, stock
 from tests.passes import toys
 
 FAKES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -66,11 +66,6 @@ def _of_both(ctx: torch.autograd.function.FunctionCtx, to_sin: Tensor, to_cos: T
 both.register_autograd(_of_both, setup_context=_saves_its_output)
 
 
-def gradients(toy: toys.Toy) -> list[Tensor]:
-    x, w = toys.inputs()
-    return list(torch.autograd.grad(toy(x, w), (x, w)))  # type: ignore[arg-type]
-
-
 def quantized(then: Callable[[Tensor], Tensor]) -> toys.Toy:
     """x @ w, twice. A quantized x is saved for the backward, of which PyTorch's FakeTensor says that it has floats."""
 
@@ -101,10 +96,7 @@ def quantized(then: Callable[[Tensor], Tensor]) -> toys.Toy:
 )
 def test_a_quantized_tensor_stays_in_memory(inner: str, then: Callable[[Tensor], Tensor]) -> None:
     """A load would need its scale and zero point too, and a stand-in of its dtype, which PyTorch cannot make."""
-    expected = gradients(torch.compile(quantized(then), backend=inner))
-    torch._dynamo.reset()
-    compiled = torch.compile(quantized(then), backend=ssd_fx.backend, options=OPTIONS | {"inner": inner})
-    assert_same_bits(gradients(compiled), expected)
+    prove_bitwise(toys.trained(quantized(then)), [stock(inner), ours(OPTIONS, inner=inner)])
 
 
 def of_every_source(toy: toys.Toy) -> None:
@@ -113,14 +105,7 @@ def of_every_source(toy: toys.Toy) -> None:
     def toy_and_more(x: Tensor, w: Tensor) -> Tensor:
         return toy(x, w) + (w @ x).sin().sum()
 
-    kept = gradients(torch.compile(toy_and_more, backend="aot_eager"))
-    torch._dynamo.reset()
-    compiled = torch.compile(toy_and_more, backend=ssd_fx.backend, options=OPTIONS)
-    for source in sources.ALL:
-        with source.forced():
-            found = gradients(compiled)
-            source.check(ssd_fx.stats())
-        assert_same_bits(found, kept)
+    prove_bitwise(toys.trained(toy_and_more), [stock("aot_eager"), ours(OPTIONS)], sources.ALL)
 
 
 @pytest.mark.parametrize("name", FAKES)

@@ -15,7 +15,7 @@ from ssd_fx.projection.formulas import (
     endurance,
 )
 from ssd_fx.projection.scenario import Drives
-from ssd_fx.report.columns import aligned
+from ssd_fx.report.rows import aligned
 from ssd_fx.runtime.wear import digits, format_days
 from ssd_fx.sizes import format_bytes, format_seconds
 

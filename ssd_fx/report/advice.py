@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ssd_fx.report.figures import Figures, drive_life
-from ssd_fx.report.model import BELOW, WITHIN, GroupRow, Report
-from ssd_fx.report.unfreed import Unfreed, loud
+from ssd_fx.report.model import BELOW, WITHIN, Facts
+from ssd_fx.report.unfreed import Unfreed, loud, unfreed
 from ssd_fx.runtime.wear import format_days
 from ssd_fx.sizes import format_bytes, format_seconds
 
@@ -17,42 +17,42 @@ FASTER = 1.5  # times as fast as the drives: host memory that is worth an advice
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def advice(report: Report, found: Figures) -> str:
+def advice(known: Facts, found: Figures) -> str:
     """The most useful change to options or model."""
-    missed = loud(report)
+    missed = loud(known)
     if missed:
-        worst, nbytes = _worst(report.unfreed)
+        worst, nbytes = _worst(unfreed(known))
         share = f"{format_bytes(nbytes)} of the {format_bytes(missed)}"
         return f"{_free(worst)}: that is {share} that do not leave memory in a step, listed below"
-    over = _within_memory(report, found) or _above_all(report, found)
+    over = _within_memory(known, found) or _above_all(known, found)
     if over:
         return over
     if not found.offloaded_bytes:
-        return _nothing_goes(report, found)
+        return _nothing_goes(known, found)
     stall, step = _stall(found)
     if stall > SMALL * step:
-        host = _host_memory(report, found)
-        return f"the step waits for the drives: {host}" if host else _keep_more(report, found, stall)
-    small = report.kept[BELOW]
+        host = _host_memory(known, found)
+        return f"the step waits for the drives: {host}" if host else _keep_more(known, found, stall)
+    small = known.kept[BELOW]
     if small > SMALL * max(found.stock_stay_bytes, found.stock_peak_bytes) and small > found.stay_bytes / 2:
-        least = min((g.described["min_bytes"] for g in report.graphs), default=0)
+        least = min((g.min_bytes for g in known.graphs), default=0)
         return f"min_bytes={max(1, least // 16)} would offload up to {format_bytes(small)} more, in smaller tensors"
     life = drive_life(found)
     if 0 < life < SHORT_DAYS:
-        return f"the drives last {format_days(life)} at this rate: a larger budget writes less, {_next_share(report)}"
-    kept = 0 if _budget(report) == "auto" else report.kept[WITHIN]
+        return f"the drives last {format_days(life)} at this rate: a larger budget writes less, {_next_share(known)}"
+    kept = 0 if _budget(known) == "auto" else known.kept[WITHIN]
     if kept > SMALL * found.stock_stay_bytes:
         return (
-            f"nothing waits, so a smaller budget costs little: {_smaller(report)} keeps up to {format_bytes(kept)} less"
+            f"nothing waits, so a smaller budget costs little: {_smaller(known)} keeps up to {format_bytes(kept)} less"
         )
     if found.peak_bytes > (1 - SMALL) * found.stock_peak_bytes:
         return "the peak hardly falls, for it is not made of saved tensors: offloading cannot help this step"
     return "nothing: what can be offloaded is, and the step hardly waits"
 
 
-def _within_memory(report: Report, found: Figures) -> str:
+def _within_memory(known: Facts, found: Figures) -> str:
     """Under the option `memory`, which leaves nothing to choose but itself; empty without it."""
-    stats = report.stats
+    stats = known.stats
     if stats is None or not stats.memory_limit_bytes:
         return ""
     over = stats.memory_peak_bytes - stats.memory_limit_bytes
@@ -89,9 +89,9 @@ def _free(worst: Unfreed) -> str:
     return f"let go of {row.place} before the backward, or mark it with ssd_fx.keep"
 
 
-def _above_all(report: Report, found: Figures) -> str:
+def _above_all(known: Facts, found: Figures) -> str:
     """Whether a budget in bytes lets everything stay, as the size of the whole memory does; empty if not."""
-    budget, movable = _budget(report), found.offloaded_bytes + report.kept[WITHIN]
+    budget, movable = _budget(known), found.offloaded_bytes + known.kept[WITHIN]
     if not isinstance(budget, int) or budget < movable or not movable:
         return ""
     return (
@@ -100,25 +100,25 @@ def _above_all(report: Report, found: Figures) -> str:
     )
 
 
-def _nothing_goes(report: Report, found: Figures) -> str:
-    small = report.kept[BELOW]
+def _nothing_goes(known: Facts, found: Figures) -> str:
+    small = known.kept[BELOW]
     if 2 * small > found.stock_stay_bytes:
-        largest = max(row.nbytes for graph in report.graphs for row in graph.rows if row.reason == BELOW)
+        largest = max(row.nbytes for graph in known.graphs for row in graph.rows if row.reason == BELOW)
         return f"nothing is offloaded, for most is below min_bytes: min_bytes={max(1, largest // 4)} would change that"
-    host = _host_memory(report, found)
-    if host and _budget(report) == "auto" and report.kept[WITHIN]:
+    host = _host_memory(known, found)
+    if host and _budget(known) == "auto" and known.kept[WITHIN]:
         return f"nothing is offloaded, for the step is too short for the drives: {host}"
-    if any(graph.described["budget"] not in (0, 0.0) for graph in report.graphs):
+    if any(graph.budget not in (0, 0.0) for graph in known.graphs):
         return "nothing is offloaded under this budget: budget=0 offloads all that can be"
     return "nothing can be offloaded; the reasons are below"
 
 
-def _host_memory(report: Report, found: Figures) -> str:
+def _host_memory(known: Facts, found: Figures) -> str:
     """What host memory would do; empty where it is no tier, is used, or is hardly faster than the drives."""
-    times = max((graph.described["host_speedup"] for graph in report.graphs), default=0.0)
+    times = max((graph.host_speedup for graph in known.graphs), default=0.0)
     if times < FASTER:
         return ""
-    room = math.ceil((found.offloaded_bytes + report.kept[WITHIN]) / GIB)
+    room = math.ceil((found.offloaded_bytes + known.kept[WITHIN]) / GIB)
     return f"host_budget='{room}GiB' sends tensors to host memory, which is {times:.0f} times as fast as the drives"
 
 
@@ -128,50 +128,22 @@ def _stall(found: Figures) -> tuple[float, float]:
     return found.stall_s, found.step_s
 
 
-def _keep_more(report: Report, found: Figures, stall: float) -> str:
+def _keep_more(known: Facts, found: Figures, stall: float) -> str:
     """Keep what the drive would have written and read in the time that is waited."""
-    rate = _rate(report)
-    movable = found.offloaded_bytes + report.kept[WITHIN]
+    rate = known.over_time.transfer_rate()
+    movable = found.offloaded_bytes + known.kept[WITHIN]
     if not rate or not movable:
         return "a larger budget keeps more in memory and waits less"
     more = min(stall * rate / 2, found.offloaded_bytes)  # what stays is neither written nor read
     now = 1 - found.offloaded_bytes / movable
     share = min(1.0, math.ceil(20 * (now + more / movable)) / 20)
     said = f"{_share(share)} keeps about {format_bytes(int(share * movable))} in memory and should end"
-    own = "" if _budget(report) == "auto" else "; budget='auto' searches by itself"
+    own = "" if _budget(known) == "auto" else "; budget='auto' searches by itself"
     return f"{said} the waits of {format_seconds(stall)}{own}"
 
 
-def _rate(report: Report) -> float:
-    """Bytes a second of the transfers: of the traced step, or as predicted."""
-    if report.step is not None:
-        moved = [e for kind in ("write", "read") for e in report.step.transfers(kind) if e.where == "ok"]
-        spans: list[tuple[float, float]] = [(e.started, e.ended) for e in moved]
-        nbytes = sum(e.nbytes for e in moved)
-    else:
-        rows = [row for graph in report.graphs for row in graph.rows if row.times is not None]
-        found = [(row.stored_nbytes, span) for row in rows for span in _spans(row)]
-        spans, nbytes = [span for _, span in found], sum(each for each, _ in found)
-    busy = _union(spans)
-    return nbytes / busy if busy else 0.0
-
-
-def _spans(row: GroupRow) -> list[tuple[float, float]]:
-    assert row.times is not None
-    return [span for span in (row.times.write, row.times.read) if span is not None]
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that at least one of the spans covers."""
-    total, until = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
-
-
-def _budget(report: Report) -> object:
-    return next((graph.described["budget"] for graph in report.graphs), 0)
+def _budget(known: Facts) -> object:
+    return next((graph.budget for graph in known.graphs), 0)
 
 
 def _share(budget: float) -> str:
@@ -179,13 +151,13 @@ def _share(budget: float) -> str:
     return f"budget={round(budget, 3)}"
 
 
-def _smaller(report: Report) -> str:
-    budget = _budget(report)
+def _smaller(known: Facts) -> str:
+    budget = _budget(known)
     return _share(budget / 2) if isinstance(budget, float) and budget > 0.1 else "budget=0"
 
 
-def _next_share(report: Report) -> str:
-    budget = _budget(report)
+def _next_share(known: Facts) -> str:
+    budget = _budget(known)
     if isinstance(budget, float):
         return _share(min(1.0, budget + 0.25))
     return f"budget='{max(1, 2 * budget // MIB)}MiB'" if isinstance(budget, int) and budget else "such as budget=0.25"

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ssd_fx.report.columns import aligned
 from ssd_fx.report.figures import allowed
+from ssd_fx.report.rows import aligned
 from ssd_fx.runtime.wear import DAY_S, format_days, rated_days
 from ssd_fx.sizes import format_bytes, format_seconds
 

@@ -1,4 +1,4 @@
-"""`ssd-fx report trace.json`: the report of a run, from the trace that it wrote."""
+"""`ssd-fx report trace.json`: the report of a run, from the trace that `ssd_fx.export_trace` wrote."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ssd_fx.refusal import refusing
-from ssd_fx.report.model import Report
-from ssd_fx.report.saved import read
+from ssd_fx.report.model import GraphReport, step_of
+from ssd_fx.report.report import Report, made
+from ssd_fx.report.step import measured
+from ssd_fx.report.text import lines
+from ssd_fx.runtime import chrome
+from ssd_fx.runtime.errors import first_line
 
 
 def add(commands: Any) -> None:
@@ -41,3 +46,32 @@ def tell(made: Callable[[], Report], flags: argparse.Namespace) -> int:
             report.save(flags.output)
     print(json.dumps(report.to_dict(), indent=1) if flags.json else report)
     return 0
+
+
+def read(path: str | Path) -> Report:
+    """The report of the process that wrote a trace.
+
+    Raises:
+        ValueError: the file is no such trace, or no step ran before it was written; one line says which.
+        OSError: the file cannot be read.
+    """
+    wrong = f"{path} is no trace of ssd_fx; right would be a file that ssd_fx.export_trace(path) wrote after a step"
+    try:
+        found = chrome.read(path)
+        step = measured(found.events)
+        plans = [GraphReport.unpacked(found.plans[graph]) for graph in found.stats.graphs if graph in found.plans]
+        graphs = step_of(plans, step)
+        report = made(graphs, step.order if step else (), stats=found.stats, slots=found.slots, step=step)
+        if graphs:
+            lines(report)  # asks for all that a plan says, which is other things in another version
+    except OSError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{wrong} ({_said(error)})") from None
+    if not graphs:
+        raise ValueError(f"{path} has no step: {found.stats.nothing_ran()}")
+    return report
+
+
+def _said(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else first_line(error)

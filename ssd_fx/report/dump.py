@@ -1,4 +1,4 @@
-"""The plan as text: one table that serves users, bug reports and golden tests.
+"""A compiled graph as text: its code, and its plan as one table that serves users, bug reports and golden tests.
 
 Fixed columns, in the order of definition; modules, and lines of the model, where they are known. `>` means after, `<`
 before:
@@ -13,33 +13,27 @@ Equal layers are folded (`rows.py`); `plan.json` has them all.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import fx
+
 from ssd_fx.passes.groups import AliasGroup
-from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.partition import Names, Partition
-from ssd_fx.passes.plan import Forecast, Keep, Offload, Plan
-from ssd_fx.report.code import configuration, told_once
-from ssd_fx.report.columns import aligned
-from ssd_fx.report.rows import Row, fold
+from ssd_fx.passes.plan import Plan
+from ssd_fx.report.describe import Sources, decided, predicted, recomputed, source_lines
+from ssd_fx.report.rows import Row, aligned, fold
 from ssd_fx.runtime.wear import digits
 from ssd_fx.sizes import format_bytes
 
-Sources = Mapping[str, str]  # the lines of the model by the names of the forward's nodes
 NO_SOURCES: Sources = {}
 _NO_STAGES: Mapping[str, str] = {}
-
-
-def source_lines(partition: Partition, arguments: Sequence[str] = ()) -> Sources:
-    """The line of the model by the name of its node; of an input its name among `arguments`."""
-    lines = {n.name: line for n in partition.forward.graph.nodes if (line := source_line(n))}
-    for node in partition.forward.graph.find_nodes(op="placeholder"):
-        index = getattr(node.meta.get("desc"), "idx", None)
-        if isinstance(index, int) and index < len(arguments):
-            lines[node.name] = f"argument {arguments[index]}"
-    return lines
+_ABOUT = re.compile(r"(ssd_fx\.begin_\.default\(.*), '[\w=-]{100,}'\)")  # the plan, which reports show elsewhere
+_CALL = re.compile(r"^.*\btorch\.ops\.ssd_fx\.(\w+?)_?\.default\(.*$", re.MULTILINE)
+_WORDS = {"wait_store": "release", "wait_load": "wait", "begin": "begin"}  # the nodes by their names in plans
 
 
 def table(plan: Plan, names: Names, sources: Sources = NO_SOURCES) -> str:
@@ -47,7 +41,11 @@ def table(plan: Plan, names: Names, sources: Sources = NO_SOURCES) -> str:
 
     names: `node_names`, taken before insertion.
     """
-    rows = [*fold(_row(plan, g, names, sources) for g in plan.groups), *fold(_recomputed(plan, sources))]
+    again = (
+        Row(r["name"], r["module"], format_bytes(r["nbytes"]), "recompute", _price(r["seconds"]), source=r["source"])
+        for r in recomputed(plan, sources)
+    )
+    rows = [*fold(_row(plan, g, names, sources) for g in plan.groups), *fold(again)]
     return "\n".join([head(plan), *aligned([row.cells for row in rows], {Row.SIZE}), *_predicted(plan)]) + "\n"
 
 
@@ -64,32 +62,6 @@ def head(plan: Plan) -> str:
     return text
 
 
-def predicted(plan: Plan) -> dict[str, float]:
-    """The simulator's predictions for the plan: seconds, and bytes above the level before the step."""
-    found = plan.forecast
-    assert found is not None, "select fills it"
-    return {
-        "step_s": found.seconds,
-        "compute_s": found.compute_s,
-        "transfer_s": found.transfer_s,
-        "write_stall_s": found.write_stall_s,
-        "read_stall_s": found.read_stall_s,
-        "peak_bytes": found.peak,
-        "limit_bytes": int(found.limits.memory),
-        "floor_bytes": found.floor,
-        "kept_peak_bytes": found.everything,
-        "written_bytes": found.written,
-        **({"shared_budget_bytes": found.shared} if found.shared else {}),
-        **_host(found),
-    }
-
-
-def _host(found: Forecast) -> dict[str, float]:
-    if found.host_budget:
-        return {"host_peak_bytes": found.host_peak, "host_budget_bytes": found.host_budget}
-    return {"resident_bytes": found.resident} if found.resident else {}
-
-
 def _predicted(plan: Plan) -> list[str]:
     figures = predicted(plan)
     sizes = {name: format_bytes(figure) for name, figure in figures.items() if name.endswith("_bytes")}
@@ -100,8 +72,7 @@ def _predicted(plan: Plan) -> list[str]:
         f"predicted peak {sizes['peak_bytes']} of {sizes['limit_bytes']} allowed; "
         f"floor (infinitely fast I/O) {sizes['floor_bytes']}, everything kept {sizes['kept_peak_bytes']}",
         *_before_recomputing(plan),
-        *_shared(sizes),
-        *_predicted_host(sizes),
+        *_resident(sizes),
     ]
 
 
@@ -114,37 +85,24 @@ def _before_recomputing(plan: Plan) -> list[str]:
     return [f"allowed is of PyTorch's own partition, which recomputes less: floor {least}, everything kept {most}"]
 
 
-def _shared(sizes: dict[str, str]) -> list[str]:
-    """A budget in bytes is over all graphs, so which tensors stay shows at run time only."""
-    if "shared_budget_bytes" not in sizes:
-        return []
-    much = sizes["shared_budget_bytes"]
-    stays = f"up to {much} of what is offloaded stay in memory at run time, the latest of all graphs"
-    return [f"{stays}; this plan counts on none of it"]
-
-
-def _predicted_host(sizes: dict[str, str]) -> list[str]:
-    if "host_budget_bytes" in sizes:
-        return [f"predicted host memory {sizes['host_peak_bytes']} of {sizes['host_budget_bytes']} allowed"]
-    if "resident_bytes" in sizes:
-        much = sizes["resident_bytes"]
-        return [f"host memory is this device's: the runtime keeps up to {much} resident beyond that peak"]
-    return []
+def _resident(sizes: dict[str, str]) -> list[str]:
+    """What is in memory besides. A budget in bytes is over all graphs, so what stays of it shows at run time only."""
+    found = []
+    if much := sizes.get("shared_budget_bytes"):
+        stays = f"up to {much} of what is offloaded stay in memory at run time, the latest of all graphs"
+        found.append(f"{stays}; this plan counts on none of it")
+    if much := sizes.get("host_budget_bytes"):
+        found.append(f"predicted host memory {sizes['host_peak_bytes']} of {much} allowed")
+    if much := sizes.get("resident_bytes"):
+        found.append(f"host memory is this device's: the runtime keeps up to {much} resident beyond that peak")
+    return found
 
 
 def _row(plan: Plan, group: AliasGroup, names: Names, sources: Sources) -> Row:
-    decision, mark = plan.decisions[group.slot], plan.marks.get(group.slot)
-    where = ""
-    if isinstance(decision, Keep):
-        what, reason = "keep", decision.reason
-    else:
-        assert isinstance(decision, Offload), "the partition that recomputes does not save what it recomputes"
-        what, reason = f"offload {decision.tier}".rstrip(), "" if mark is None else mark.reason
-        later = ["later"] if _begins_later(plan, group) else []
-        where = " ".join([f"{name}{at}" for name, at in _points(plan, group, names).items()] + later)
+    row = decided(plan, group, sources)
+    where = " ".join(f"{name}{at}" for name, at in _points(plan, group, names).items())
     members = tuple(m.name for m in group.members)
-    module, source = plan.modules.get(group.slot, ""), sources.get(group.base, "")
-    return Row(group.base, module, _size(group), what, reason, where, members, source=source)
+    return Row(row.name, row.module, _size(group), row.what, row.reason, where, members, source=row.source)
 
 
 def _size(group: AliasGroup) -> str:
@@ -166,18 +124,8 @@ def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
         "release>": forward[points.release_after],
         "load<": backward[points.load_before],
         "wait<": backward[points.wait_before],
+        **({"later": ""} if points.later else {}),
     }
-
-
-def _begins_later(plan: Plan, group: AliasGroup) -> bool:
-    points = plan.points.get(group.slot)
-    return points is not None and points.later
-
-
-def _recomputed(plan: Plan, sources: Sources) -> Iterable[Row]:
-    for r in plan.recomputed:
-        source = sources.get(r.base, "")
-        yield Row(r.base, r.module, format_bytes(r.nbytes), "recompute", _price(r.seconds), source=source)
 
 
 def _price(seconds: float) -> str:
@@ -263,33 +211,34 @@ def details(plan: Plan, names: Names, sources: Sources) -> dict[str, Any]:
     """The contents of the table, with every layer."""
     groups = []
     for group in plan.groups:
-        row = _row(plan, group, names, sources)
+        row = decided(plan, group, sources)
         found: dict[str, object] = {
-            "slot": group.slot,
-            "name": row.name,
-            "module": row.module,
-            "source": row.source,
-            "nbytes": group.nbytes,
-            "stored_nbytes": group.stored_nbytes,
-            "decision": row.decision,
-            "reason": row.reason,
-            "members": list(row.members),
+            name: getattr(row, name) for name in ("slot", "name", "module", "source", "nbytes", "stored_nbytes")
         }
-        found |= {name.rstrip("<>"): at for name, at in _points(plan, group, names).items()}
-        groups.append(found | ({"later": True} if _begins_later(plan, group) else {}))
+        found |= {"decision": row.what, "reason": row.reason, "members": [m.name for m in group.members]}
+        groups.append(found | {name.rstrip("<>"): at or True for name, at in _points(plan, group, names).items()})
     totals = {"graph": plan.graph, "saved_bytes": plan.saved_bytes, "offloaded_bytes": plan.offloaded_bytes}
     return totals | {"predicted": predicted(plan), "groups": groups, "recomputed": recomputed(plan, sources)}
 
 
-def recomputed(plan: Plan, sources: Sources) -> list[dict[str, Any]]:
-    """What the partition was made to compute again."""
-    return [
-        {
-            "name": r.base,
-            "module": r.module,
-            "source": sources.get(r.base, ""),
-            "nbytes": r.nbytes,
-            "seconds": r.seconds,
-        }
-        for r in plan.recomputed
-    ]
+def configuration(graph: fx.Graph) -> str:
+    """The runtime's options as the nodes of a forward have them; "" in a graph without our nodes."""
+    begin = next(iter(graph.find_nodes(op="call_function", target=torch.ops.ssd_fx.begin_.default)), None)
+    return str(begin.args[1]) if begin is not None else ""
+
+
+def told_once(code: str, config: str) -> str:
+    """`code` with the name CONFIG wherever it has the text `config`, which a line at the top gives.
+
+    The plan that the first node carries for reports is left out.
+    """
+    code = _ABOUT.sub(r"\1)", code)
+    quoted = repr(config)
+    if not config or quoted not in code:
+        return code
+    return f"CONFIG = {quoted}\n\n{code.lstrip().replace(quoted, 'CONFIG')}"
+
+
+def marked(code: str) -> str:
+    """Generated `code` with a mark behind every line that calls us."""
+    return _CALL.sub(lambda line: f"{line[0]}  # <-- ssd_fx: {_WORDS.get(line[1], line[1])}", code)

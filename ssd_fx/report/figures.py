@@ -1,15 +1,21 @@
-"""The figures of a report: one step of all graphs together."""
+"""The figures of a report: one step of all graphs together, and what it waits for."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
+from ssd_fx.report.model import WITHIN, Facts, GraphReport, GroupRow
+from ssd_fx.report.rows import Layers, together
+from ssd_fx.runtime.stats import SlotStats
 from ssd_fx.runtime.wear import rated_days
 from ssd_fx.sizes import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """Bytes of memory are above the level before the step. "stock" is the same step without ssd_fx.
 
@@ -34,11 +40,11 @@ class Figures:
     write_stall_s: float
     read_stall_s: float
     written_bytes: int
-    drive_tbw: float
-    measured_step_s: float
-    measured_stall_s: float | None
-    measured_drive_bytes: int | None
-    measured_peak_bytes: int | None
+    drive_tbw: float = 0.0
+    measured_step_s: float = 0.0
+    measured_stall_s: float | None = None
+    measured_drive_bytes: int | None = None
+    measured_peak_bytes: int | None = None
 
     @property
     def stall_s(self) -> float:
@@ -51,6 +57,92 @@ class Figures:
         written = self.written_bytes if self.measured_drive_bytes is None else self.measured_drive_bytes
         seconds = self.measured_step_s or self.step_s
         return written / seconds if seconds else 0.0
+
+
+def figures(known: Facts) -> Figures:
+    """The figures of all graphs together, for one step."""
+    parts, stock, planned, stats = known.parts, known.stock, known.planned, known.stats
+
+    def predicted(name: str) -> float:
+        return sum(part.predicted[name] for part in parts)
+
+    offloaded = sum(part.offloaded_bytes for part in parts)
+    rest = min(may_stay(part.predicted for part in parts), offloaded)
+    outputs = sum(row.nbytes for part in parts for row in part.rows if row.slot < 0)
+    measured: dict[str, Any] = {}
+    if stats:
+        measured = {
+            "drive_tbw": stats.drive_tbw,
+            "measured_step_s": stats.step_s,
+            "measured_stall_s": stats.stall_s / known.steps,
+            "measured_drive_bytes": round((stats.drive_bytes + stats.moved_bytes) / known.steps),
+        }
+    if known.step and known.step.memory:
+        measured["measured_peak_bytes"] = known.step.peak
+    return Figures(
+        stock_peak_bytes=stock.peak,
+        peak_bytes=min(planned.peak + rest, max(stock.peak, planned.peak)),
+        floor_bytes=_highest(parts, "floor_bytes", map(_must_stay, parts)),
+        limit_bytes=_highest(parts, "limit_bytes", (part.own.stays for part in parts)),
+        stock_stay_bytes=outputs + stock.stays,
+        stay_bytes=outputs + planned.stays + max(rest, _rests(parts[-1]) if parts else 0),
+        offloaded_bytes=offloaded,
+        stock_step_s=stock.end_s,
+        step_s=planned.end_s,
+        transfer_s=predicted("transfer_s"),
+        write_stall_s=predicted("write_stall_s"),
+        read_stall_s=predicted("read_stall_s"),
+        written_bytes=int(max(0, predicted("written_bytes") - rest)),
+        **measured,
+    )
+
+
+def _highest(parts: Iterable[GraphReport], name: str, stays: Iterable[int]) -> int:
+    """The highest of a predicted figure, above what the forwards before leave in memory: `stays` of each."""
+    levels = accumulate(stays, initial=0)
+    return max((level + int(part.predicted[name]) for level, part in zip(levels, parts, strict=False)), default=0)
+
+
+def _must_stay(part: GraphReport) -> int:
+    """Bytes that a forward leaves in memory under any budget, until its backward begins."""
+    kept = [row for row in part.rows if row.decision == "keep" and row.slot >= 0]
+    return sum(row.nbytes for row in kept if row.reason != WITHIN)
+
+
+def _rests(part: GraphReport) -> int:
+    """Bytes of the last graph whose write begins only with another forward: its backward comes first.
+
+    They take room of the budget.
+    """
+    return sum(row.nbytes for row in part.rows if row.decision == "offload" and row.times and "write" not in row.times)
+
+
+def waits(known: Facts) -> list[tuple[GroupRow, float]]:
+    """The groups that the step waits for, the most first: in the traced step if there is one, else as predicted."""
+    rows = {(row.graph, row.slot): row for row in known.groups}
+    found: dict[tuple[str, int], float] = defaultdict(float)
+    for span in known.over_time.waits:
+        found[span.graph, span.slot] += span.waited
+    ranked = sorted(found.items(), key=lambda each: -each[1])
+    return [(rows[key], seconds) for key, seconds in ranked if key in rows]
+
+
+def stalls(known: Facts) -> list[Layers]:
+    """The modules that the step waits for, layers together, the most first.
+
+    The sums are seconds of a step: for writes, for reads, and predicted for both. The first two are measured, over all
+    steps; before any they are predicted too.
+    """
+    found = []
+    for graph in known.graphs:
+        for row in graph.rows:
+            of = {span.kind: graph.runs * span.waited for span in row.spans}
+            predicted = of.get("release", 0.0), of.get("wait", 0.0)
+            seen = row.measured or SlotStats()
+            measured = seen.write_stall_s / known.steps, seen.read_stall_s / known.steps
+            if any(predicted) or any(measured):
+                found.append((row, "", (*(measured if known.stats else predicted), sum(predicted))))
+    return sorted(together(found), key=lambda each: -sum(each.sums[:2]))
 
 
 def may_stay(predicted: Iterable[Mapping[str, float]]) -> int:

@@ -1,4 +1,4 @@
-"""The directory of the option `dump`.
+"""Where the plan of a graph goes: to the log, to PyTorch's structured trace (`tlparse`), to the directory of `dump`.
 
 9bd39aac.plan.txt      the plan, for people          9bd39aac/00_joint.txt               the joint graph
 9bd39aac.plan.json     the same in full              9bd39aac/02_partition_forward.txt   what the cut made of it
@@ -8,15 +8,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import fx
+from torch._logging import trace_structured
 
-from ssd_fx.passes.partitioner import GRAPH_NAME
-from ssd_fx.report.code import configuration, marked, told_once
-from ssd_fx.report.dump import Explanation
+from ssd_fx.passes.partitioner import GRAPH_NAME, Rewritten, is_traced
+from ssd_fx.report.describe import source_lines
+from ssd_fx.report.dump import Explanation, configuration, dump, head, marked, table, told_once
+
+log = logging.getLogger("ssd_fx")
 
 
 def write(directory: str, share: str, made: Explanation) -> None:
@@ -45,3 +51,24 @@ def with_code(
         told = told_once(marked(code), config)
         (numbered / f"{number:02}_inductor_{part}.txt").write_text(told, encoding="utf-8")
     return made
+
+
+def tell(arguments: Sequence[str], rewritten: Rewritten) -> None:
+    """Log the plan of a graph, a line at level INFO and all of it at DEBUG, and put it into PyTorch's trace, if any."""
+    partition, plan, names = rewritten.partition, rewritten.plan, rewritten.names
+    log.info("%s", head(plan))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", table(plan, names, source_lines(partition, arguments)))
+    if not is_traced():
+        return
+    made = dump(partition, plan, names, arguments, rewritten.stages.found)
+    summary = {name: value for name, value in made.plan.items() if name not in ("groups", "recomputed")}
+    _artifact("ssd_fx_summary", "json", lambda: json.dumps(summary, indent=1))
+    _artifact("ssd_fx_plan", "string", lambda: made.table)
+    _artifact("ssd_fx_plan_json", "json", lambda: json.dumps(made.plan, indent=1))
+    for i, (name, code) in enumerate(made.stages.items()):
+        _artifact(f"ssd_fx_{i:02}_{name}", "string", partial(str, code))
+
+
+def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=payload)

@@ -1,79 +1,69 @@
-"""The report as values: graphs, their alias groups, and the step that they make together.
+"""What a report is made of, as values: graphs, their alias groups, and the step that they make together.
 
-described plans ----.
-counts of the run ---+--> Report --> lines, table, page, picture, rows, dictionary
-events of a step ----'
+plans that graphs carry ---.
+counts of the run ---------+--> Facts --> figures, advice, lines, table, page, picture
+events of a step ----------'
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ssd_fx.report.dump import Explanation
-from ssd_fx.report.measured import MeasuredStep
+from ssd_fx.report.step import Span, Step, joined
+from ssd_fx.runtime import plans
 from ssd_fx.runtime.stats import SlotStats, Stats
 
-if TYPE_CHECKING:
-    from ssd_fx.report.unfreed import Unfreed
-
-Span = tuple[float, float]
+Times = Mapping[str, tuple[float, ...]]  # of a group: begin and end by the kind of a `Span`, in seconds
 WITHIN, BELOW = "within the budget", "below min_bytes"  # the planner's words
 
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """The predicted times of one alias group, in seconds from the start of its graph's forward.
-
-    The fields are those of `passes.plan.Life`. What does not happen is None.
-    """
-
-    produced: float
-    released: float
-    used: float
-    last_used: float
-    write: Span | None
-    read: Span | None
-    gone: Span | None
-    write_wait_s: float
-    read_wait_s: float
-
-    @property
-    def waits(self) -> tuple[Span, ...]:
-        """When the step waits for the write, and for the read."""
-        ends = (self.released, self.released + self.write_wait_s), (self.used - self.read_wait_s, self.used)
-        return tuple((begin, end) for begin, end in ends if begin < end)
-
-    def moved(self, forward_s: float, backward_s: float) -> Times:
-        """The same with so many seconds added to what happens in the forward, and in the backward."""
-        return replace(
-            self,
-            produced=self.produced + forward_s,
-            released=self.released + forward_s,
-            used=self.used + backward_s,
-            last_used=self.last_used + backward_s,
-            write=_moved(self.write, forward_s, forward_s),
-            read=_moved(self.read, backward_s, backward_s),
-            gone=_moved(self.gone, forward_s, backward_s),
-        )
-
-
-def _moved(span: Span | None, begin_s: float, end_s: float) -> Span | None:
-    return None if span is None else (span[0] + begin_s, span[1] + end_s)
+_TIMES = (  # of a row: the name, the kind of the span, and which of its times
+    ("produced_s", "store", "begin"),
+    ("released_s", "release", "begin"),
+    ("used_s", "wait", "end"),
+    ("last_used_s", "last", "end"),
+    ("write_from_s", "write", "begin"),
+    ("write_to_s", "write", "end"),
+    ("read_from_s", "read", "begin"),
+    ("read_to_s", "read", "end"),
+    ("gone_from_s", "gone", "begin"),
+    ("gone_to_s", "gone", "end"),
+    ("write_wait_s", "release", "waited"),
+    ("read_wait_s", "wait", "waited"),
+)
+_COUNTS = {
+    "measured_freed_bytes": "freed",
+    "measured_wasted_bytes": "wasted",
+    "measured_held_bytes": "held",
+    "measured_kept_bytes": "kept",
+    "measured_write_stall_s": "write_stall_s",
+    "measured_read_stall_s": "read_stall_s",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
     """One alias group of a graph: what is saved, what is decided, and what became of it.
 
-    slot: its number in the graph; below 0 for a saved output of the graph, which is no group's and stays in any case.
-    name: the node that makes it. source: the line of the model, or its argument. marked: the user has said what is to
-    become of it. shared: "output" if the caller gets it, "input" if the caller has passed it, else empty.
-    measured: bytes over all steps; None before any step, and where nothing is to tell.
+    Attributes:
+        graph: its name.
+        slot: the group's number in the graph; below 0 for a saved output of the graph, which is no group's and stays in
+            any case.
+        name: the node that makes it.
+        module: the module that makes it.
+        source: the line of the model, or its argument.
+        nbytes: of its storage.
+        stored_nbytes: of these, what is stored if it is offloaded.
+        decision: "keep" or "offload".
+        tier: where it is stored, empty if the runtime decides.
+        reason: of the decision.
+        marked: the user has said what is to become of it.
+        shared: "output" if the caller gets it, "input" if the caller has passed it, else empty.
+        times: predicted, from the start of its graph's forward.
+        measured: over all steps; None before any step, and where nothing is to tell.
     """
 
     graph: str
@@ -84,11 +74,11 @@ class GroupRow:
     nbytes: int
     stored_nbytes: int
     decision: str
-    tier: str
-    reason: str
-    marked: bool
-    shared: str
-    times: Times | None = None
+    tier: str = ""
+    reason: str = ""
+    marked: bool = False
+    shared: str = ""
+    times: Times = field(default_factory=dict)
     measured: SlotStats | None = None
 
     @property
@@ -96,63 +86,133 @@ class GroupRow:
         """Where people find the group: its module and its line."""
         return " ".join(filter(None, (self.module, self.source))) or self.name
 
+    @property
+    def what(self) -> str:
+        """`keep`, `offload` or `offload ssd`."""
+        return f"{self.decision} {self.tier}".rstrip()
+
+    @property
+    def spans(self) -> list[Span]:
+        """What is predicted of the group. The step waits for its write in the release, for its read in the wait."""
+        found = []
+        for kind, (begin, end) in self.times.items():
+            waited = round(end - begin, 6) if kind in ("release", "wait") else 0.0
+            nbytes = self.stored_nbytes if kind in ("write", "read") else 0
+            found.append(Span(kind, self.graph, self.slot, 0, begin, end, waited, nbytes))
+        return found
+
     def flat(self) -> dict[str, Any]:
         """One level of plain values, for a table of rows."""
         found = {name: value for name, value in asdict(self).items() if name not in ("times", "measured")}
-        times: dict[str, Any] = {} if self.times is None else asdict(self.times)
-        for name in Times.__slots__:
-            value = times.get(name)
-            if name in ("write", "read", "gone"):
-                found |= {f"{name}_from_s": value and value[0], f"{name}_to_s": value and value[1]}
-            else:
-                found[name if name.endswith("_s") else f"{name}_s"] = value
-        seen: dict[str, Any] = {} if self.measured is None else asdict(self.measured)
-        return found | {f"measured_{what}_bytes": seen.get(what) for what in ("freed", "wasted", "held", "kept")}
+        spans = {span.kind: span for span in self.spans}
+        found |= {name: getattr(spans.get(kind), which, None) for name, kind, which in _TIMES}
+        return found | {name: getattr(self.measured, of, None) for name, of in _COUNTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """One compiled graph. `runs`: how often it runs in a step. `described`: as `report.describe` made it."""
+    """One compiled graph: its plan, which the graph itself carries.
+
+    Attributes:
+        graph: its name.
+        budget, min_bytes, prefetch: the options. inflight: the option, or what it is by default.
+        rates: where those of the machine come from: "measured", "typical", "typical compute", "given".
+        saved_bytes, offloaded_bytes: of all alias groups.
+        predicted: the figures of the dump: `step_s`, `peak_bytes` and so on.
+        host_speedup: how many times as fast as the drives host memory would be; 0 where that is no question.
+        whole: whether the graph has the loss: the gradients that come in are those of numbers.
+        stock: the step of PyTorch's own partition with everything kept.
+        own: the step as planned.
+        rows: the alias groups, and the saved outputs.
+        recomputed: name, module, source, nbytes and seconds of what is computed again.
+        runs: how often it runs in a step.
+    """
 
     graph: str
-    runs: int
-    rows: tuple[GroupRow, ...]
-    described: Mapping[str, Any] = field(repr=False)
+    budget: int | float | str
+    min_bytes: int
+    inflight: int
+    prefetch: int
+    rates: str
+    saved_bytes: int
+    offloaded_bytes: int
+    predicted: Mapping[str, float]
+    host_speedup: float
+    whole: bool
+    stock: Step = field(repr=False)
+    own: Step = field(repr=False)
+    rows: tuple[GroupRow, ...] = field(repr=False)
+    recomputed: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    runs: int = 1
 
     @property
-    def predicted(self) -> Mapping[str, float]:
-        """The figures of the dump: `step_s`, `peak_bytes` and so on."""
-        found: Mapping[str, float] = self.described["predicted"]
-        return found
+    def planned(self) -> Step:
+        """The step as planned, with what happens to the groups."""
+        return replace(self.own, spans=tuple(span for row in self.rows for span in row.spans))
+
+    def packed(self) -> str:
+        """The text that the graph carries, with every field by its name."""
+        return plans.pack(asdict(self))
+
+    @staticmethod
+    def unpacked(about: str) -> GraphReport:
+        """The plan that a graph carries.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none, or that of another version.
+        """
+        found = plans.unpack(about)
+        rows = tuple(GroupRow(**row) for row in found["rows"])
+        found |= {"rows": rows, "stock": Step(**found["stock"]), "own": Step(**found["own"])}
+        return GraphReport(**{f.name: found[f.name] for f in fields(GraphReport)})
 
 
 @dataclass(frozen=True)
-class Report:
-    """What ssd_fx does to a training step: predicted, and after steps measured as well.
+class Facts:
+    """What is known of a training step: predicted, and after steps measured as well.
 
-    graphs: the compiled graphs, in the order in which they first run.
-    order: the names of the graphs as the forward of one step runs them.
-    stats: the counts since the last reset; None before any step.
-    step: the last whole step that was traced, if there is one.
-    dumps: of `ssd_fx.explain` alone: the plans and the rewritten graphs, as the option `dump` writes them.
+    Attributes:
+        graphs: the compiled graphs, in the order in which they first run.
+        order: the names of the graphs as the forward of one step runs them.
+        stats: the counts since the last reset; None before any step.
+        step: the last whole step that was traced, if there is one.
     """
 
     graphs: tuple[GraphReport, ...]
     order: tuple[str, ...]
     stats: Stats | None = None
-    step: MeasuredStep | None = None
-    dumps: tuple[Explanation, ...] = field(default=(), repr=False)
-
-    def __str__(self) -> str:
-        from ssd_fx.report.text import text
-
-        return text(self)
+    step: Step | None = None
 
     @property
     def parts(self) -> list[GraphReport]:
         """The graphs as the forward of one step runs them: one that runs twice is there twice."""
         graphs = {graph.graph: graph for graph in self.graphs}
         return [graphs[name] for name in self.order]
+
+    @property
+    def groups(self) -> list[GroupRow]:
+        """The rows of all graphs, each once."""
+        return [row for graph in self.graphs for row in graph.rows]
+
+    @cached_property
+    def planned(self) -> Step:
+        """The predicted step of all graphs together."""
+        return joined([part.planned for part in self.parts])
+
+    @cached_property
+    def stock(self) -> Step:
+        """The same step without ssd_fx."""
+        return joined([part.stock for part in self.parts])
+
+    @property
+    def over_time(self) -> Step:
+        """The traced step if there is one, or else the planned one."""
+        return self.step or self.planned
+
+    @property
+    def steps(self) -> int:
+        """How many steps were measured, at least 1."""
+        return max(self.stats.steps, 1) if self.stats else 1
 
     @property
     def kept(self) -> Counter[str]:
@@ -162,98 +222,11 @@ class Report:
             found[row.reason] += row.nbytes
         return found
 
-    @cached_property
-    def unfreed(self) -> list[Unfreed]:
-        """The groups that stay though neither budget nor marks ask for it, the largest first."""
-        from ssd_fx.report.unfreed import unfreed
-
-        return unfreed(self)
-
     def rows(self) -> list[dict[str, Any]]:
         """A flat dictionary for every alias group: `pandas.DataFrame(report.rows())`."""
-        return [row.flat() for graph in self.graphs for row in graph.rows]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
-        from ssd_fx.report.summary import lines, summary
-
-        return {
-            "summary": asdict(summary(self)),
-            "lines": dict(lines(self)),
-            "graphs": [
-                {
-                    "graph": g.graph,
-                    "runs": g.runs,
-                    "predicted": dict(g.predicted),
-                    "recomputed": g.described["recomputed"],
-                }
-                for g in self.graphs
-            ],
-            "groups": self.rows(),
-            "stats": None if self.stats is None else asdict(self.stats),
-        }
-
-    def save(self, path: str | Path) -> None:
-        """Write the page to `path`.
-
-        Raises:
-            OSError: the file cannot be written; nothing is left behind then.
-        """
-        from ssd_fx.report.page import save
-
-        save(self, path)
-
-    def _repr_html_(self) -> str:
-        from ssd_fx.report.page import framed
-
-        return framed(self)
-
-    def plot(self) -> Any:
-        """Return memory and lanes as a figure of matplotlib, which the extra `plot` installs.
-
-        Raises:
-            ValueError: matplotlib is missing.
-        """
-        from ssd_fx.report.picture import picture
-
-        return picture(self)
+        return [row.flat() for row in self.groups]
 
 
-def made(
-    described: Sequence[Mapping[str, Any]],
-    order: Sequence[str],
-    *,
-    stats: Stats | None = None,
-    slots: Mapping[str, Mapping[int, SlotStats]] | None = None,
-    step: MeasuredStep | None = None,
-    dumps: Sequence[Explanation] = (),
-) -> Report:
-    """A report of graphs as `describe` tells of them. `order`: as in `Report`; a graph that it lacks runs once."""
-    names = [each["graph"] for each in described]
-    known = [name for name in order if name in names]
-    known += [name for name in names if name not in known]
-    by_name = {each["graph"]: each for each in described}
-    graphs = tuple(
-        _graph(by_name[name], known.count(name), (slots or {}).get(name, {})) for name in dict.fromkeys(known)
-    )
-    return Report(graphs, tuple(known), stats, step, tuple(dumps))
-
-
-def step_of(described: Sequence[Mapping[str, Any]], step: MeasuredStep | None) -> list[Mapping[str, Any]]:
+def step_of(graphs: Sequence[GraphReport], step: Step | None) -> list[GraphReport]:
     """The graphs that the step ran, so those of other batches are not added to it; all if no step is known."""
-    return [each for each in described if step and each["graph"] in step.order] or list(described)
-
-
-def _graph(described: Mapping[str, Any], runs: int, slots: Mapping[int, SlotStats]) -> GraphReport:
-    rows = tuple(_row(described["graph"], group, slots.get(group["slot"])) for group in described["groups"])
-    return GraphReport(described["graph"], runs, rows, described)
-
-
-def _row(graph: str, group: Mapping[str, Any], measured: SlotStats | None) -> GroupRow:
-    given = {name: value for name, value in group.items() if name != "life"}
-    times = Times(*map(_seconds, group["life"])) if group["life"] else None
-    return GroupRow(graph=graph, **given, times=times, measured=measured)
-
-
-def _seconds(us: Any) -> Any:
-    return None if us is None else tuple(each / 1e6 for each in us) if isinstance(us, (list, tuple)) else us / 1e6
+    return [each for each in graphs if step and each.graph in step.order] or list(graphs)

@@ -1,133 +1,181 @@
-"""A report as text: five lines, what did not leave memory, and one table in which layers are folded."""
+"""A report as text: five lines, what did not leave memory, the groups of all layers, and what the step waits for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from ssd_fx.report.columns import aligned
-from ssd_fx.report.model import GroupRow, Report
-from ssd_fx.report.rows import parts
-from ssd_fx.report.summary import lines
-from ssd_fx.report.unfreed import asked, loud
-from ssd_fx.sizes import format_bytes
+from ssd_fx.report.advice import advice
+from ssd_fx.report.figures import Figures, allowed, figures, stalls, waits
+from ssd_fx.report.model import Facts, GroupRow
+from ssd_fx.report.rows import Layers, aligned, together
+from ssd_fx.report.unfreed import asked, holders, loud, unfreed
+from ssd_fx.runtime.wear import wear
+from ssd_fx.sizes import format_bytes, format_seconds
 
 ROWS = 24  # of the table: with all else one screen
-HOLDERS = 6  # rows of what did not leave memory
-_LINES, _WIDTH = 3, 48  # source lines that a row names, and their columns
+FEW = 6  # rows of the other tables
+_REASONS = 2  # that a line names
+_NEAR = 0.1  # the share by which a measured peak may be above the planned one without a word
 
 
-@dataclass(slots=True)
-class Folded:
-    """Groups of all layers that are shown in one row."""
-
-    module: str
-    layers: dict[int, None] = field(default_factory=dict)
-    sources: dict[str, None] = field(default_factory=dict)
-    groups: int = 0
-    nbytes: int = 0
-
-    def add(self, row: GroupRow, number: int | None, nbytes: int, runs: int) -> None:
-        if number is not None:
-            self.layers[number] = None
-        self.sources[row.source or row.name] = None
-        self.groups += runs
-        self.nbytes += nbytes
-
-    @property
-    def name(self) -> str:
-        return self.module.replace("{}", _numbers(sorted(self.layers))) if self.layers else self.module
-
-    @property
-    def where(self) -> str:
-        """`gpt.py:57,58`: at most three lines, and fewer if they are long."""
-        named = list(self.sources)
-        shown = [each for i, each in enumerate(named[:_LINES]) if not i or len(",".join(named[: i + 1])) <= _WIDTH]
-        files = {each.rpartition(":")[0] for each in shown}
-        if len(shown) > 1 and len(files) == 1 and "" not in files:
-            shown = [shown[0], *(each.rpartition(":")[2] for each in shown[1:])]
-        more = f" +{len(named) - len(shown)}" if len(named) > len(shown) else ""
-        return ",".join(shown) + more
-
-
-def text(report: Report) -> str:
+def text(known: Facts) -> str:
     """The report as people read it in a terminal: at most one screen."""
-    shown = [f"{name:7} {said}" for name, said in lines(report)]
-    return "\n".join([*shown, *_unfreed(report), "", *_table(report), *_foot(report)])
+    shown = [f"{name:7} {said}" for name, said in lines(known)]
+    return "\n".join([*shown, *_unfreed(known), "", *_table(known), *_stalls(known), *_foot(known)])
 
 
-def _unfreed(report: Report) -> list[str]:
+def lines(known: Facts) -> list[tuple[str, str]]:
+    """The five lines, each with its name."""
+    found = figures(known)
+    budget = 0 if all(part.budget == 0 for part in known.parts) else None
+    return [
+        ("memory", _memory(known, found, budget)),
+        ("cost", _cost(known, found)),
+        ("drive", _drive(found)),
+        ("plan", _plan(known)),
+        ("next", advice(known, found)),
+    ]
+
+
+def _memory(known: Facts, found: Figures, budget: object = None) -> str:
+    limited = _limited(known)
+    peak = f"peak {_change(found.stock_peak_bytes, found.peak_bytes)}, "
+    peak += allowed(found.floor_bytes, found.limit_bytes, budget)
+    stays = f"between forward and backward {_change(found.stock_stay_bytes, found.stay_bytes)}"
+    if found.measured_peak_bytes is None:
+        return f"{limited}{peak}; {stays}"
+    measured = f"measured peak at our nodes {format_bytes(found.measured_peak_bytes)}{_gap(known, found)}"
+    return f"{limited}{measured}; planned {peak}; {stays}"
+
+
+def _limited(known: Facts) -> str:
+    """What the last step took of the option `memory`; empty without it, and before a step has ended."""
+    stats = known.stats
+    if stats is None or not stats.memory_limit_bytes:
+        return ""
+    limit, peak, stay = stats.memory_limit_bytes, stats.memory_peak_bytes, stats.memory_stay_bytes
+    fits = "fits" if peak <= limit else "does not fit"
+    return f"{fits} {format_bytes(limit)}: {format_bytes(peak)} measured, {format_bytes(stay)} of activations stay; "
+
+
+def _gap(known: Facts, found: Figures) -> str:
+    """What a measured peak well above the planned one consists of; empty if it is not."""
+    gap = (found.measured_peak_bytes or 0) - found.peak_bytes
+    if gap <= _NEAR * found.peak_bytes:
+        return ""
+    inflight, prefetch = (max(getattr(part, name) for part in known.parts) for name in ("inflight", "prefetch"))
+    writes, reads = min(inflight, found.offloaded_bytes), min(prefetch, found.offloaded_bytes)
+    parts = f"{format_bytes(writes)} being written (`inflight`) and {format_bytes(reads)} read early (`prefetch`)"
+    missed = sum(each.nbytes for each in unfreed(known) if not each.planned)
+    held = f" and {format_bytes(missed)} that somebody holds" if missed else ""
+    rest = ", and more than that" if gap > writes + reads + missed else ""
+    return f", {format_bytes(gap)} above the plan: it may have up to {parts}{held}{rest}"
+
+
+def _change(before: int, after: int) -> str:
+    share = f" ({100 * (after - before) / before:+.0f}%)" if before else ""
+    return f"{format_bytes(before)} -> {format_bytes(after)}{share}"
+
+
+def _cost(known: Facts, found: Figures) -> str:
+    more = 100 * (found.step_s / found.stock_step_s - 1) if found.stock_step_s else 0.0
+    said = f"step {format_seconds(found.stock_step_s)} -> {format_seconds(found.step_s)} ({more:+.1f}%), "
+    said += f"waits {format_seconds(found.stall_s)} by {_rates(known)} rates"
+    if found.measured_stall_s is not None:
+        said += f"; measured waits {format_seconds(found.measured_stall_s)}"
+        if found.measured_step_s:
+            share = 100 * found.measured_stall_s / found.measured_step_s
+            said += f" ({share:.1f}%) in {format_seconds(found.measured_step_s)} a step"
+    where = waits(known)
+    if where:
+        row, seconds = where[0]
+        said += f", most for {row.place} ({format_seconds(seconds)})"
+    return said
+
+
+def _rates(known: Facts) -> str:
+    return " and ".join(dict.fromkeys(graph.rates for graph in known.graphs))
+
+
+def _drive(found: Figures) -> str:
+    written = found.written_bytes if found.measured_drive_bytes is None else found.measured_drive_bytes
+    said = f"{format_bytes(written)} written a step"
+    if found.measured_drive_bytes is not None:
+        said += f" (predicted {format_bytes(found.written_bytes)})"
+    if not found.drive_bytes_s:
+        return said
+    daily, life = wear(found.drive_tbw, found.drive_bytes_s)
+    return f"{said}, {daily} a day at {format_seconds(found.measured_step_s or found.step_s)} a step; {life}"
+
+
+def _plan(known: Facts) -> str:
+    rows = [row for part in known.parts for row in part.rows]
+    gone = [row for row in rows if row.decision == "offload"]
+    said = f"{len(gone)} of {len(rows)} groups ({format_bytes(sum(row.nbytes for row in gone))}) are offloaded"
+    kept = known.kept.most_common()
+    if kept:
+        named = [f"{format_bytes(nbytes)} {reason}" for reason, nbytes in kept[:_REASONS]]
+        if len(kept) > _REASONS:
+            named.append(f"{format_bytes(sum(n for _, n in kept[_REASONS:]))} for other reasons")
+        said += f"; kept: {', '.join(named)}"
+    again = [each for part in known.parts for each in part.recomputed]
+    if again:
+        said += f"; {len(again)} tensors ({format_bytes(sum(r['nbytes'] for r in again))}) are recomputed"
+    return said
+
+
+def _unfreed(known: Facts) -> list[str]:
     """What stays in memory though it was to leave, and who holds it; empty if that is little."""
-    missed = loud(report)
+    missed = loud(known)
     if not missed:
         return []
-    head = f"NOT FREED: {format_bytes(missed)} of {format_bytes(asked(report))} a step stay in memory between forward "
+    head = f"NOT FREED: {format_bytes(missed)} of {format_bytes(asked(known))} a step stay in memory between forward "
     head += "and backward, beyond what the budget allows"
-    found = holders(report)
-    rows = [(f"  {format_bytes(f.nbytes)}", f.name, f.where, f"held by {who}") for who, f in found[:HOLDERS]]
-    return ["", head, *aligned(rows, {0}), *_more([f for _, f in found[HOLDERS:]])]
+    found = holders(known)
+    rows = [(f"  {format_bytes(f.sums[0])}", f.name, f.where, f"held by {f.what}") for f in found[:FEW]]
+    return ["", head, *aligned(rows, {0}), *_more(found[FEW:])]
 
 
-def holders(report: Report) -> list[tuple[str, Folded]]:
-    """Who holds what was to leave memory, layers together, the largest first."""
-    found = _fold((each.row, each.who, each.nbytes, 1) for each in report.unfreed)
-    return sorted(found, key=lambda each: -each[1].nbytes)
-
-
-def _table(report: Report) -> list[str]:
-    rows = [(row, graph.runs) for graph in report.graphs for row in graph.rows]
-    folded = _fold((row, _decision(row), runs * row.nbytes, runs) for row, runs in rows)
-    ranked = sorted(range(len(folded)), key=lambda i: -folded[i][1].nbytes)
-    shown, left = [folded[i] for i in sorted(ranked[:ROWS])], [folded[i][1] for i in ranked[ROWS:]]
+def _table(known: Facts) -> list[str]:
+    rows = [(row, graph.runs) for graph in known.graphs for row in graph.rows]
+    folded = together((row, _decision(row), (runs * row.nbytes, runs)) for row, runs in rows)
+    ranked = sorted(range(len(folded)), key=lambda i: -folded[i].sums[0])
+    shown, left = [folded[i] for i in sorted(ranked[:ROWS])], [folded[i] for i in ranked[ROWS:]]
     head = ("module", "source", "groups", "bytes", "decision")
-    cells = [(f.name or "(no module)", f.where, str(f.groups), format_bytes(f.nbytes), what) for what, f in shown]
+    cells = [(f.name or "(no module)", f.where, str(f.sums[1]), format_bytes(f.sums[0]), f.what) for f in shown]
     return [*aligned([head, *cells], {2, 3}), *_more(left)]
 
 
 def _decision(row: GroupRow) -> str:
     if row.decision == "keep":
         return f"keep: {row.reason}"
-    return " ".join(filter(None, (row.decision, row.tier, f"({row.reason})" if row.reason else "")))
+    return f"{row.what} ({row.reason})" if row.reason else row.what
 
 
-def _fold(rows: Iterable[tuple[GroupRow, str, int, int]]) -> list[tuple[str, Folded]]:
-    """Those of all layers together that are alike but for their number, in the order in which they come first.
-
-    rows: each with what to say of it, with its bytes, and with how often it is there.
-    """
-    found: dict[tuple[str, str], tuple[str, Folded]] = {}
-    for row, what, nbytes, runs in rows:
-        before, number, behind = parts(row.module)
-        module = ".".join([*before, *([] if number is None else ["{}"]), *behind])
-        _, folded = found.setdefault((module, what), (what, Folded(module)))
-        folded.add(row, number, nbytes, runs)
-    return list(found.values())
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """`3`, `{0..11}`, or `{0..4,7}`; a long list is cut."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    shown = [str(a) if a == b else f"{a}..{b}" for a, b in spans]
-    if len(shown) == 1 and ".." not in shown[0]:
-        return shown[0]
-    return f"{{{','.join(shown if len(shown) <= 4 else [*shown[:3], '..', shown[-1]])}}}"
-
-
-def _more(left: Sequence[Folded]) -> list[str]:
+def _more(left: Sequence[Layers]) -> list[str]:
     if not left:
         return []
-    return [f"and {len(left)} more rows of {format_bytes(sum(f.nbytes for f in left))} together: report.rows() has all"]
+    nbytes = sum(f.sums[0] for f in left)
+    return [f"and {len(left)} more rows of {format_bytes(nbytes)} together: report.rows() has all"]
 
 
-def _foot(report: Report) -> list[str]:
-    names = [f"{g.graph}{f' x {g.runs}' if g.runs > 1 else ''}" for g in report.graphs]
+def _stalls(known: Facts) -> list[str]:
+    """For which modules the step waits, the most first; empty if it waits for none."""
+    found = stalls(known)
+    if not found:
+        return []
+    head: tuple[str, ...] = ("the step waits for", "source", "writes", "reads", "predicted")
+    cells = [(f.name or "(no module)", f.where, *map(format_seconds, f.sums)) for f in found[:FEW]]
+    rows = [each if known.stats else each[:-1] for each in (head, *cells)]
+    left = found[FEW:]
+    more = f"and {len(left)} more rows of {format_seconds(sum(sum(f.sums[:2]) for f in left))} together"
+    return ["", *aligned(rows, {2, 3, 4}), *([more] if left else [])]
+
+
+def _foot(known: Facts) -> list[str]:
+    names = [f"{g.graph}{f' x {g.runs}' if g.runs > 1 else ''}" for g in known.graphs]
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    steps = f"; measured over {report.stats.steps} steps" if report.stats else "; nothing measured"
-    whole = report.parts and report.parts[-1].described.get("whole", True)  # plans of older traces do not say it
+    steps = f"; measured over {known.stats.steps} steps" if known.stats else "; nothing measured"
+    whole = known.parts and known.parts[-1].whole
     outside = [] if whole else ["not counted: what eager code saves beside them, such as a loss outside of the graphs"]
     return ["", f"graphs of a step: {listed}{steps}", *outside]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ssd_fx.report.model import WITHIN, GraphReport, GroupRow, Report
+from ssd_fx.report.model import WITHIN, Facts, GraphReport, GroupRow
+from ssd_fx.report.rows import Layers, together
 
 _HOLDERS = {"input": "the caller, who has passed it in", "": "a variable of the model or of the caller"}
 LOUD = 0.05  # the share of what was asked for; less is no news
@@ -21,44 +23,45 @@ class Unfreed:
     planned: bool
 
 
-def unfreed(report: Report) -> list[Unfreed]:
-    """For `Report.unfreed`, which keeps it."""
-    steps = max(report.stats.steps, 1) if report.stats else 1
-    found = [each for graph in report.graphs for row in graph.rows for each in _measured(row, steps)]
-    found += [each for graph in report.graphs for row in graph.rows for each in _planned(graph, row)]
+def unfreed(known: Facts) -> list[Unfreed]:
+    """The groups that stay though neither budget nor marks ask for it, the largest first."""
+    found = [each for row in known.groups for each in _measured(row, known.steps)]
+    found += [each for graph in known.graphs for row in graph.rows for each in _planned(graph, row)]
     return sorted(found, key=lambda each: -each.nbytes)
 
 
-def asked(report: Report) -> int:
+def holders(known: Facts) -> list[Layers]:
+    """Who holds what was to leave memory, layers together, the largest first. The sum is the bytes."""
+    found = together((each.row, each.who, (each.nbytes,)) for each in unfreed(known))
+    return sorted(found, key=lambda each: -each.sums[0])
+
+
+def asked(known: Facts) -> int:
     """Bytes a step that budget and marks want out of memory."""
-    gone: int = sum(graph.runs * graph.described["offloaded_bytes"] for graph in report.graphs)
-    return gone + sum(each.nbytes for each in report.unfreed if each.planned)
+    gone = sum(graph.runs * graph.offloaded_bytes for graph in known.graphs)
+    return gone + sum(each.nbytes for each in unfreed(known) if each.planned)
 
 
-def loud(report: Report) -> int:
+def loud(known: Facts) -> int:
     """Bytes a step that were to leave memory and stay; 0 if it is too little to tell."""
-    missed = sum(each.nbytes for each in report.unfreed)
-    saved = sum(graph.runs * row.nbytes for graph in report.graphs for row in graph.rows)
-    return missed if missed > max(LOUD * asked(report), LEAST * saved) else 0
+    missed = sum(each.nbytes for each in unfreed(known))
+    saved = sum(graph.runs * row.nbytes for graph in known.graphs for row in graph.rows)
+    return missed if missed > max(LOUD * asked(known), LEAST * saved) else 0
 
 
-def _measured(row: GroupRow, steps: int) -> list[Unfreed]:
+def _measured(row: GroupRow, steps: int) -> Iterator[Unfreed]:
     seen = row.measured
     if seen is None:
-        return []
-    found = []
-    held = round((seen.wasted + seen.held) / steps)
-    if held:
+        return
+    if held := round((seen.wasted + seen.held) / steps):
         who = f"its owner: {seen.why}" if seen.held and seen.why and not seen.kept else _HOLDERS[row.shared]
-        found.append(Unfreed(row, held, who, planned=False))
+        yield Unfreed(row, held, who, planned=False)
     if seen.kept:
-        found.append(Unfreed(row, round(seen.kept / steps), f"us, for storing failed: {seen.why}", planned=False))
-    return found
+        yield Unfreed(row, round(seen.kept / steps), f"us, for storing failed: {seen.why}", planned=False)
 
 
-def _planned(graph: GraphReport, row: GroupRow) -> list[Unfreed]:
-    everything_stays = graph.described["budget"] == 1.0
-    if row.decision != "keep" or row.reason == WITHIN or row.marked or everything_stays:
-        return []
-    who = "the caller, as an output of the graph" if row.shared == "output" else f"the plan: {row.reason}"
-    return [Unfreed(row, graph.runs * row.nbytes, who, planned=True)]
+def _planned(graph: GraphReport, row: GroupRow) -> Iterator[Unfreed]:
+    everything_stays = graph.budget == 1.0
+    if row.decision == "keep" and row.reason != WITHIN and not row.marked and not everything_stays:
+        who = "the caller, as an output of the graph" if row.shared == "output" else f"the plan: {row.reason}"
+        yield Unfreed(row, graph.runs * row.nbytes, who, planned=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ssd_fx
 from ssd_fx.runtime.engines import staged
-from tests.models import assert_same_bits
+from tests.bitwise import Compile, ours, prove_bitwise, run, stock
 from tests.rates import QUICK
 from tests.runtime.real_device import kinds
 
@@ -34,14 +34,11 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def trained(how: dict[str, Any]) -> list[Tensor]:
+def trained(compile: Compile) -> list[Tensor]:
     """Losses and gradients of every step, on the host."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     (device,) = kinds()
     model = nn.Sequential(*(Block() for _ in range(3))).to(device)
-    step = torch.compile(model, **how)
-    seen = []
+    step, seen = compile(model), []
     for number in range(STEPS):
         x = torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
         loss = step(x).square().mean()
@@ -66,14 +63,11 @@ def trained(how: dict[str, Any]) -> list[Tensor]:
     ids=["memory", "posix", "tiers", "half", "nothing-ahead"],
 )
 def test_gradients_are_those_of_the_stock_compiler(more: dict[str, Any], tmp_path: Path) -> None:
-    expected = trained({"backend": "aot_eager"})
     options = {"dirs": [str(tmp_path)], "allow_tmpfs": True, "inner": "aot_eager", "machine": QUICK}
     options |= {"min_bytes": 0, "budget": 0} | more
-    ssd_fx.reset_stats()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ssd_fx has no fast way")
-        found = trained({"backend": ssd_fx.backend, "options": options})
-    assert_same_bits(expected, found)
+        prove_bitwise(trained, [stock("aot_eager"), ours(options)])
     counts = ssd_fx.stats()
     assert counts.offloaded_bytes > STEPS * 3 * 96 * WIDTH * 4
     assert counts.kept_bytes == 0
@@ -83,4 +77,4 @@ def test_gradients_are_those_of_the_stock_compiler(more: dict[str, Any], tmp_pat
 def test_a_device_without_a_fast_way_to_files_says_so(tmp_path: Path) -> None:
     options = {"dirs": [str(tmp_path)], "allow_tmpfs": True, "inner": "aot_eager", "machine": "default", "budget": 0}
     with pytest.warns(RuntimeWarning, match=f"ssd_fx has no fast way between {kinds()[0]} and files"):
-        trained({"backend": ssd_fx.backend, "options": options | {"min_bytes": 0, "inflight": 1 << 21}})
+        run(trained, ours(options, min_bytes=0, inflight=1 << 21))

@@ -34,6 +34,7 @@ import ssd_fx
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.alias import storages
 from ssd_fx.passes.planner import select
+from tests.bitwise import assert_same_bits
 
 SHAPE = train_gpt.Shape(layers=4, width=64, heads=2, seq=128, dropout=0.0)
 
@@ -189,7 +190,7 @@ def test_hooks_give_back_what_was_saved(way: str, tmp_path: Path, monkeypatch: p
                 seen.append(len(list(tmp_path.iterdir())) if way == "disk_hooks" else cache.count)
             loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_same_bits(*results)
     assert max(seen) > 10
     assert hooks.written_bytes() > 3 * 10 * 1024
     assert hooks.written_bytes() == 0, "since the last call"
@@ -278,7 +279,7 @@ def test_training_goes_on_without_a_part(part: str, tmp_path: Path) -> None:
             mock.patch.stopall()
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_same_bits(*results)
     assert spy.called, "the pipeline still has what is switched off, under this name"
 
 

@@ -23,6 +23,7 @@ from rivals import KEEP, SIZES, Rival, Sizes, in_pairs, made, per_layer, rivals
 from torch import nn
 
 from ssd_fx.rivals import BUDGETED, CHECKPOINT
+from tests.bitwise import assert_same_bits
 
 SMALL = Sizes("llama", 2, 64, 4, 2, 128, 256)
 RATES = {"flops": 1e12, "memory_bw": 1e11, "write_bw": 1e9, "read_bw": 1e9, "latency_s": 0.0}
@@ -115,7 +116,7 @@ def test_checkpoints_are_around_all_layers(name: str) -> None:
             loss.backward()
         found.append([loss, *(p.grad for p in model.parameters())])
     for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        assert_same_bits(other, found[0])
 
 
 def test_a_checkpoint_computes_again() -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.bitwise import same_bits
 from tests.callers.caller import Outcome
-from tests.passes.random_runs import same_bits
 
 IN_PLACE = "modified by an inplace operation"
 STAND_IN = "RuntimeError: a backward was given an ssd_fx handle"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import include_paths
 
+from tests import built
 from tests.cuda_codegen.code import Counts
 
 SOURCE = Path(__file__).with_name("guard.cpp")
@@ -40,24 +39,11 @@ class Generated:
 
 
 def library() -> Path:
-    """The library, compiled at first use into the user's cache under a name that depends on its source and on torch.
-
-    It is linked to the torch of one environment, which may be removed while another one goes on.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd_fx"
+    """Linked to the torch of one environment, which may be removed while another one goes on: the name says which."""
     of_torch = Path(torch.__file__).parent / "lib"
-    version = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {of_torch}".encode()).hexdigest()[:16]
-    path = cache / f"cuda-codegen-{version}.so"
-    if not path.exists():
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        command = [os.environ.get("CXX", "g++"), "-O1", "-std=c++20", "-shared", "-fPIC", "-Wall"]
-        command += [f"-isystem{path}" for path in include_paths()]
-        link = [f"-L{of_torch}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{of_torch}"]
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            built = Path(scratch) / path.name
-            subprocess.run([*command, "-o", str(built), str(SOURCE), *link], check=True)
-            built.replace(path)  # whole or not at all, whoever else compiles it now
-    return path
+    command = [os.environ.get("CXX", "g++"), "-O1", "-std=c++20", "-Wall", f"-DTORCH_OF_THE_TESTS={torch.__version__}"]
+    command += [f"-isystem{path}" for path in include_paths()]
+    return built.library(SOURCE, command, [f"-L{of_torch}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{of_torch}"])
 
 
 def pretending(module: str, arguments: Iterable[str], environment: Mapping[str, str]) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._inductor.codegen.triton import TritonOverrides
 
 import ssd_fx
+from tests.bitwise import differences
 from tests.cuda_values import cuda_names
 from tests.cuda_values.cases import AGAIN, CASES, OPTIONS, RANDOM
 from tests.cuda_values.engines import ENGINES, SETTLED, Engine, kept
@@ -55,7 +56,7 @@ def results(name: str, engines: Sequence[str], orders: Sequence[Order], steps: i
     for engine in engines:
         for order in orders:
             found, seen = trained(job, graphs, ENGINES[engine], order, settled=engine in SETTLED)
-            same = len(seen) == len(bits) and all(map(_same, seen, bits))
+            same = differences(seen, bits) == {}
             yield replace(found, case=name, engine=engine, apart=apart(seen, expected), same_bits=same)
 
 
@@ -91,10 +92,6 @@ def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     pairs = [(x.detach().double(), y.detach().double()) for x, y in zip(found, expected, strict=True) if x.numel()]
     shares = [float((x - y).abs().max() / y.abs().max().clamp_min(1e-3)) for x, y in pairs]
     return max(shares) if all(share == share for share in shares) else float("inf")
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.contiguous().view(-1).view(torch.uint8), y.contiguous().view(-1).view(torch.uint8))
 
 
 def main() -> None:

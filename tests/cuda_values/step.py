@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ssd_fx
-from ssd_fx.runtime import entries
 from tests.cuda_codegen import pretend
 from tests.cuda_values.cuda_names import OnDevice
 from tests.cuda_values.late_gpu import LateGpu
+from tests.faults.toys import settle
 
 LEARNING_RATE = 1e-3
 _MEASURED = {"joint_graph_constant_folding": False, "shape_padding": False}  # these compute on the device
@@ -89,7 +89,7 @@ def train(
         for _ in range(steps):
             loss = step.call(*(state[at] if isinstance(at, str) else moved[at] for at in step.order))[0].sum()
             if settled:
-                _settle()
+                settle()
             loss.backward()
             seen += [loss.detach(), *_descend([*state.values(), *moved])]
             del loss
@@ -107,12 +107,6 @@ def eager(model: nn.Module, inputs: Sequence[Tensor], steps: int) -> list[Tensor
         loss.backward()
         seen += [loss.detach(), *_descend([*_state(model).values(), *own])]
     return [*seen, *_state(model).values()]
-
-
-def _settle() -> None:
-    for entry in entries.living():
-        if entry.write:
-            entry.write.wait()
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -9,11 +9,10 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import ssd_fx
+from tests.bitwise import Compile, differences, kept, ours, run, stock
 from tests.distributed.modes import MODES
 from tests.passes.recomputing import SLOW
-from tests.zoo.trial import Trial
+from tests.zoo.trial import near
 
 STEPS, RATE = 2, 0.1
 UNLIKE = ", ranks with unlike plans"  # behind the name of a mode
@@ -57,15 +57,11 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def train(mode: str, options: Mapping[str, Any] | None) -> tuple[Trial, ssd_fx.Stats]:
-    """The trial, with bytes of all steps, and the counters; `options` None is plain Inductor."""
-    torch._dynamo.reset()
+def train(mode: str, compile: Compile) -> dict[str, Tensor]:
+    """A program of `tests/bitwise.py`: losses and gradients of every step, by name."""
     torch._dynamo.utils.counters.clear()
     torch._dynamo.config.optimize_ddp = True
-    ssd_fx.reset_stats()
-    torch.manual_seed(0)
-    how = {"backend": "inductor"} if options is None else {"backend": ssd_fx.backend, "options": dict(options)}
-    model, step = MODES[mode](how)
+    model, step = MODES[mode](compile.keywords)  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     values = {}
     for number in range(STEPS):
@@ -76,31 +72,30 @@ def train(mode: str, options: Mapping[str, Any] | None) -> tuple[Trial, ssd_fx.S
             values[f"{number} {name}"] = local(parameter.grad).detach().clone().contiguous()
         optimizer.step()
         optimizer.zero_grad()
-    found = ssd_fx.stats()
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    sizes = (found.saved_bytes, found.offloaded_bytes, found.written_bytes, found.read_bytes)
-    return Trial(values, *sizes, breaks), found
+    return values
 
 
 def compare(name: str, inner: str, directory: str) -> Found:
-    """The reference keeps everything; under Inductor it is the same code on the engine "memory"."""
+    """Of everything kept and everything offloaded; with `UNLIKE` every rank plans otherwise."""
     started = time.perf_counter()
     mode, unlike = name.removesuffix(UNLIKE).removesuffix(AGREED), name not in MODES
     dump = f"{directory}/{name}".replace(" ", "_")
-    ours = {"dirs": [directory], "min_bytes": 0, "budget": 0.0, "recompute": False, "inner": inner, "dump": dump}
+    options = {"dirs": [directory], "min_bytes": 0, "budget": 0.0, "recompute": False, "inner": inner, "dump": dump}
     if unlike:
-        ours |= {"budget": 0.5, "recompute": True, "machine": FAST if dist.get_rank() else SLOW}
-    reference = ours | ({"budget": 1.0, "recompute": False} if inner == "aot_eager" else {"engine": "memory"})
-    kept, _ = train(mode, reference | {"dump": ""})
+        options |= {"budget": 0.5, "recompute": True, "machine": FAST if dist.get_rank() else SLOW}
+    program = partial(train, mode)
+    expected = run(program, kept(options, dump=""))
     agreed = name.endswith(AGREED)  # PyTorch then asks how large all is that is saved, meshes of DTensors included
     agree = {"_sync_decision_cross_ranks": True, "unsafe_treat_script_objects_as_zero_size": True} if agreed else {}
     with torch._functorch.config.patch(**agree):  # torch 2.11 knows the first alone
-        trial, stats = train(mode, ours)
-    sizes = (trial.saved_bytes, trial.offloaded_bytes, trial.written_bytes, trial.read_bytes)
-    counts = (stats.stores, recomputed(Path(dump)), len(stats.graphs), trial.graph_breaks, len(trial.values))
+        found, stats = run(program, ours(options)), ssd_fx.stats()
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    sizes = (stats.saved_bytes, stats.offloaded_bytes, stats.written_bytes, stats.read_bytes)
+    counts = (stats.stores, recomputed(Path(dump)), len(stats.graphs), breaks, len(found))
     seconds = time.perf_counter() - started
-    near = inner != "inductor" or kept.close_to(train(mode, None)[0])
-    return Found(name, inner, dist.get_rank(), trial.difference(kept), near, *sizes, *counts, seconds)
+    near_plain = inner != "inductor" or near(expected, run(program, stock("inductor")))
+    apart = max(differences(found, expected).values(), default=0.0)
+    return Found(name, inner, dist.get_rank(), apart, near_plain, *sizes, *counts, seconds)
 
 
 def recomputed(dump: Path) -> int:
@@ -114,7 +109,6 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=PATIENCE)
-    torch.use_deterministic_algorithms(True)
     for mode in modes:
         found = compare(mode, inner, out)
         with open(Path(out) / f"rank{found.rank}.jsonl", "a") as file:

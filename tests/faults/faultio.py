@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
-import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests import built
 
 SOURCE = Path(__file__).with_name("faultio.c")
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,26 +44,8 @@ def action_name(action: int) -> str:
 
 
 def library() -> Path:
-    """The library, compiled at first use into the user's cache under a name that depends on its source."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd_fx"
-    path = cache / f"faultio-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
-    if not path.exists():
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            built = Path(scratch) / path.name
-            command = [
-                os.environ.get("CC", "cc"),
-                "-O2",
-                "-std=gnu11",
-                "-shared",
-                "-fPIC",
-                "-pthread",
-                "-Wall",
-                "-Werror",
-            ]
-            subprocess.run([*command, "-o", str(built), str(SOURCE), "-ldl"], check=True)
-            built.replace(path)  # whole or not at all, whoever else compiles it now
-    return path
+    """The library, compiled at first use."""
+    return built.library(SOURCE, (*built.C, "-O2"), ["-ldl"])
 
 
 def run(module: str, *arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:

@@ -27,8 +27,9 @@ from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.entries import GUARD, living
 from ssd_fx.runtime.store import close_stores
+from tests.bitwise import assert_same_bits, differences
 from tests.faults.faultio import Action, Call, Faults, action_name
-from tests.faults.toys import Counting, Toy, compile_toy, complaint, descriptors, gradients, same_bits, settle
+from tests.faults.toys import Counting, Toy, compile_toy, complaint, descriptors, gradients, settle
 
 HANG_S = 30
 BURST = 40  # EINTR never comes for ever, and everybody tries again for as long as it comes
@@ -107,7 +108,7 @@ class Loop:
         self.expected = gradients(compile_toy(self.model, directories[0], "memory")(self.x), self.model)
         torch._dynamo.reset()
         self.compiled = compile_toy(self.model, directories[0], "nth-call", dirs=directories)
-        assert same_bits(self.step(), self.expected), "without faults"
+        assert_same_bits(self.step(), self.expected, "without faults")
         self.close()
         self.faults = Faults(os.path.commonpath(directories))
         self.step()
@@ -154,7 +155,7 @@ class Loop:
             assert " B " in text, text
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            assert same_bits(self.step(), self.expected), f"{where}: the step after it is wrong"
+            assert_same_bits(self.step(), self.expected, f"{where}: the step after it is wrong")
         assert not [w for w in warned if issubclass(w.category, RuntimeWarning)], f"{where}: warned again"
         self.close(where)
         faulthandler.cancel_dump_traceback_later()
@@ -163,7 +164,7 @@ class Loop:
     def outcome(self) -> str:
         """How a step ends."""
         try:
-            return "right" if same_bits(self.step(), self.expected) else "wrong gradients"
+            return "wrong gradients" if differences(self.step(), self.expected) else "right"
         except OSError as error:
             if "load of slot" in str(error):
                 return complaint(error, self.directories) or "load"

@@ -37,6 +37,7 @@ from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.entries import GUARD, living
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.store import close_stores
+from tests.bitwise import assert_same_bits, differences
 from tests.faults.faultio import Action, Call, Faults
 from tests.faults.toys import (
     Counting,
@@ -47,7 +48,6 @@ from tests.faults.toys import (
     descriptors,
     fill_the_trace,
     gradients,
-    same_bits,
     settle,
 )
 
@@ -112,7 +112,7 @@ class Trainee:
             made = compile_toy(model, directories[0], "soak", dirs=directories, inflight=inflight, checksums=checksums)
             self.compiled.append(made)
             ssd_fx.reset_stats()
-            assert same_bits(gradients(made(self.inputs[0]), model), self.expected[0]), "without faults"
+            assert_same_bits(gradients(made(self.inputs[0]), model), self.expected[0], "without faults")
             assert ssd_fx.stats().stores >= 3, "nothing leaves"
 
 
@@ -169,7 +169,7 @@ class Soak:
         self.report.met.update(self.faults.count_by_name())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            assert same_bits(gradients(compiled(trainee.inputs[0]), trainee.model), trainee.expected[0]), "after faults"
+            assert_same_bits(gradients(compiled(trainee.inputs[0]), trainee.model), trainee.expected[0], "after faults")
         self.close()
         self.report.episodes += 1
         self.report.resident_bytes.append(resident_bytes())
@@ -222,7 +222,7 @@ class Soak:
             if missing:
                 raise AssertionError(f"the error does not name {missing}") from error
             return "named error"
-        if not same_bits(found, trainee.expected[chosen]):
+        if differences(found, trainee.expected[chosen]):
             raise WrongGradients(f"episode {self.report.episodes}, input {chosen}")
         return "right"
 

@@ -63,10 +63,6 @@ def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) > 0 and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 class Counting(Wrapped):
     """Knows which extents are out, and passes failures on, so that a directory is retired as in production."""
 

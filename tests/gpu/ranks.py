@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ssd_fx
 from examples.train_gpt import GPT, Shape
-from tests.models import batch, deterministic
+from tests.bitwise import deterministic
+from tests.models import batch
 from tests.rates import QUICK
 
 SMALL = Shape(layers=2, width=128, heads=2, seq=128, dropout=0.0)

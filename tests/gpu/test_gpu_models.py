@@ -12,9 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 pytest.importorskip("transformers", reason="the zoo needs pip install -e '.[zoo]'")
 
 import ssd_fx
+from tests.bitwise import Compile, assert_same_bits, deterministic, ours, stock
 from tests.gpu import switched
 from tests.zoo.models import MODELS
-from tests.zoo.trial import Compiled, deterministic
+from tests.zoo.trial import Training, near, trial
 
 DEVICE = "cuda"
 
@@ -26,25 +27,32 @@ def one_order() -> Iterator[None]:
         yield
 
 
+def once_more(training: Training, compile: Compile) -> dict[str, torch.Tensor]:
+    """With the code of the run before."""
+    ssd_fx.reset_stats()
+    with deterministic():
+        return training(compile)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way(name: str, tmp_path: Path) -> None:
     """With writes under way when the backward begins, and with all of them done. And near plain Inductor."""
     options = {"dirs": [str(tmp_path)], "allow_tmpfs": True, "min_bytes": 0, "budget": 0, "adapt": False}
-    with deterministic():
-        ours = Compiled(MODELS[name], 0.1, options | {"engine": switched.NAME}, DEVICE)
-        with switched.kept():
-            kept = ours.train()
-            assert kept.written_bytes == 0
-            assert ours.train().apart(kept) == {}, "two runs of the same code differ, so nothing can be compared"
-        assert kept.offloaded_bytes > 0.5 * kept.saved_bytes
-        for way, taken in switched.ways(kept.offloaded_bytes).items():
-            for settled in (False, True):
-                with taken():
-                    found = ours.train(settled=settled)
-                assert found.apart(kept) == {}, (way, settled)
-                assert ssd_fx.stats().kept_bytes == 0, (way, settled)
-                moved = min(found.written_bytes, found.read_bytes)
-                assert moved > 0.5 * found.offloaded_bytes or not settled, (way, found)
-        plain = Compiled(MODELS[name], 0.1, None, DEVICE).train()
-    assert kept.close_to(plain)
-    assert kept.graph_breaks <= plain.graph_breaks
+    training = Training(MODELS[name], 0.1, DEVICE, settled=False)
+    plain = trial(training, stock("inductor"))
+    with switched.kept():
+        expected = trial(training, ours(options, engine=switched.NAME))
+        assert expected.written_bytes == 0
+        again = once_more(training, ours(options, engine=switched.NAME))
+        assert_same_bits(again, expected.values, "two runs of the same code, so nothing can be compared")
+    assert expected.offloaded_bytes > 0.5 * expected.saved_bytes
+    for way, taken in switched.ways(expected.offloaded_bytes).items():
+        for training.settled in (False, True):
+            with taken():
+                found, stats = once_more(training, ours(options, engine=switched.NAME)), ssd_fx.stats()
+            assert_same_bits(found, expected.values, f"{way}, settled: {training.settled}")
+            assert stats.kept_bytes == 0, (way, training.settled)
+            moved = min(stats.written_bytes, stats.read_bytes)
+            assert moved > 0.5 * stats.offloaded_bytes or not training.settled, (way, stats)
+    assert near(expected.values, plain.values)
+    assert expected.graph_breaks <= plain.graph_breaks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ssd_fx
 from examples.train_gpt import GPT, Shape
-from tests.models import assert_same_bits, batch, deterministic
+from tests.bitwise import Compile, kept, ours, prove_bitwise, run, stock
+from tests.models import batch, gpt
 from tests.rates import QUICK
 
 DEVICE = "cuda"
@@ -27,39 +27,11 @@ def one_order() -> Iterator[None]:
         yield
 
 
-def compiled(shape: Shape, options: dict[str, Any] | None) -> tuple[GPT, Any]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = GPT(shape).to(DEVICE)
-    if options is None:
-        return model, torch.compile(model)
-    return model, torch.compile(model, backend=ssd_fx.backend, options=options)
-
-
-def train(options: dict[str, Any] | None, steps: int = 4) -> list[torch.Tensor]:
-    """Loss and all gradients of every step."""
-    model, step = compiled(SMALL, options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs, targets = (x.to(DEVICE) for x in batch(SMALL))
-    seen = []
-    for _ in range(steps):
-        loss = step(inputs, targets)
-        loss.backward()
-        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
 def test_same_bits_as_in_memory(config: str) -> None:
     """Losses and gradients with everything offloaded are those of the same graphs with engine "memory"."""
     chosen = json.loads(config)
     options = {"dirs": chosen["dirs"], "allow_tmpfs": True, "min_bytes": 0, "budget": 0, "machine": QUICK}
-    with deterministic():
-        expected = train({**options, "engine": "memory"})
-        ssd_fx.reset_stats()
-        found = train({**options, "engine": chosen["engine"]})
-    assert_same_bits(expected, found)
+    prove_bitwise(gpt(4, SMALL, DEVICE), [kept(options), ours(options, engine=chosen["engine"])])
     stats = ssd_fx.stats()
     assert stats.loads == stats.stores
     stored = stats.written_bytes + stats.cancelled_bytes + stats.held_bytes
@@ -71,23 +43,25 @@ def test_close_to_plain_inductor(config: str) -> None:
     """Another partition, so other kernels: equal up to rounding."""
     chosen = json.loads(config)
     options = {"dirs": chosen["dirs"], "allow_tmpfs": True, "min_bytes": 0, "engine": chosen["engine"]}
-    with deterministic():
-        for plain, ours in zip(train(None, 2), train(options, 2), strict=True):
-            torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
+    plain, found = (run(gpt(2, SMALL, DEVICE), compile) for compile in (stock("inductor"), ours(options)))
+    torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-4)
 
 
 def test_peak_memory(config: str) -> None:
     """Forward and backward need less memory, by at least half of what was saved."""
     chosen = json.loads(config)
     options = {"dirs": chosen["dirs"], "allow_tmpfs": True, "engine": chosen["engine"], "prefetch": 16 << 20}
-    plain, ours = peak(None), peak({**options, "inflight": 32 << 20})
+    plain, found = peak(stock("inductor")), peak(ours(options, inflight=32 << 20))
     saved = ssd_fx.stats().saved_bytes
-    assert ours <= plain - saved // 2, f"{ours} B at most instead of {plain} B, with {saved} B saved"
+    assert found <= plain - saved // 2, f"{found} B at most instead of {plain} B, with {saved} B saved"
 
 
-def peak(options: dict[str, Any] | None) -> int:
+def peak(compile: Compile) -> int:
     """The most bytes above the level before forward and backward, in the third step."""
-    model, step = compiled(LARGE, options)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(LARGE).to(DEVICE)
+    step = compile(model)
     inputs, targets = (x.to(DEVICE) for x in batch(LARGE, 16))
     for _ in range(3):
         model.zero_grad(set_to_none=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,18 @@ from torch import Tensor, nn
 
 import ssd_fx
 from ssd_fx.runtime.entries import living
-from tests import sources
+from tests import bitwise, sources
+from tests.bitwise import Compile, close, kept, ours, prove_bitwise, stock
 from tests.compatibility import Result, Section, record
 from tests.faults.toys import settle
-from tests.models import assert_same_bits, close, deterministic
 
-Compile = Callable[..., Any]  # `torch.compile` with its backend and options given
-Loop = Callable[[Compile], list[Tensor]]  # trains a model of its own; whatever has to be the same in both runs
+Loop = Callable[[Compile], list[Tensor]]  # a program (tests/bitwise.py) that trains a model of its own
 
 WIDTH, WIDE, BATCH = 32, 64, 64
 ACTIVATION_BYTES = BATCH * WIDTH * 4
 
-# With inner="aot_eager" nothing is stored. Inductor makes other kernels of such a graph, so there the same graph runs,
-# whose tensors stay in memory.
-_KEPT: dict[str, dict[str, Any]] = {
-    "aot_eager": {"budget": 1.0, "recompute": False},
-    "inductor": {"engine": "memory"},
-}
+# Every compilation of a loop is its own, so with EVERY_SOURCE=1 it runs from those that differ most.
+SOURCES = ("read_ahead", "given_away", "copied", "host_tier_moved_on", "decoded")
 
 
 class Net(nn.Module):
@@ -69,19 +63,14 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def on_disk(directory: Path, inner: str = "aot_eager", **more: Any) -> dict[str, Any]:
+    """Options with which everything that can leave leaves; `more` says otherwise."""
+    return {"dirs": [str(directory)], "inner": inner, "budget": 0, "min_bytes": 0} | more
+
+
 def run(loop: Loop, directory: Path, inner: str = "aot_eager", **more: Any) -> list[Tensor]:
-    """What `loop` returns, with everything that can leave on disk; `more` are options that say otherwise."""
-    options = {"dirs": [str(directory)], "inner": inner, "budget": 0, "min_bytes": 0} | more
-    return _run(loop, partial(torch.compile, backend="ssd_fx", options=options))
-
-
-def _run(loop: Loop, compile: Compile, *, reset: bool = True) -> list[Tensor]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    if reset:
-        ssd_fx.reset_stats()
-    with deterministic():
-        return loop(compile)
+    """What `loop` returns with everything on disk."""
+    return bitwise.run(loop, ours(on_disk(directory, inner, **more)))
 
 
 def assert_no_bit_changes(
@@ -99,12 +88,11 @@ def assert_no_bit_changes(
     """What `loop` returns is the same with everything kept; the counters are those of the run with all on disk. It is
     also that of the backend `plain`, but for `apart`: under Inductor of plain Inductor. At least `share` of what is
     saved leaves. `parts`: of some storages a part is written, as the rest is not read."""
+    options = on_disk(directory, inner, **more)
     plain = plain or ("inductor" if inner == "inductor" else "")
-    ours = run(loop, directory, inner, **more) if plain else []
-    expected = _run(loop, partial(torch.compile, backend=plain)) if plain else []
-    assert [i for i, pair in enumerate(zip(ours, expected, strict=True)) if not close(*pair, apart)] == []
-    kept = run(loop, directory, inner, **more, **_KEPT[inner])
-    assert_same_bits(run(loop, directory, inner, **more), kept)
+    expected = bitwise.run(loop, stock(plain)) if plain else []
+    found = prove_bitwise(loop, [kept(options), ours(options)])
+    assert not plain or [i for i, pair in enumerate(zip(found, expected, strict=True)) if not close(*pair, apart)] == []
     assert living() == []
     stats = ssd_fx.stats()
     record(Result(section, current_test(), inner, stats.saved_bytes, stats.written_bytes))
@@ -112,17 +100,10 @@ def assert_no_bit_changes(
     moved = stats.written_bytes + stats.held_bytes + stats.cancelled_bytes
     assert moved == stats.offloaded_bytes or (parts and share * stats.offloaded_bytes <= moved < stats.offloaded_bytes)
     if os.environ.get("EVERY_SOURCE"):  # make loops EVERY_SOURCE=1
-        _assert_every_source_gives(kept, loop, inner, **more)
+        options = sources.OPTIONS | {**more, "inner": inner}
+        for name in SOURCES:
+            prove_bitwise(loop, [kept(options), ours(options)], [sources.SOURCES[name]])
     return stats
-
-
-def _assert_every_source_gives(kept: list[Tensor], loop: Loop, inner: str, **more: Any) -> None:
-    """Every compilation of a loop is its own, so these are the sources that differ most."""
-    for name in ("read_ahead", "given_away", "copied", "host_tier_moved_on", "decoded"):
-        with sources.SOURCES[name].forced(**{**more, "inner": inner}) as options:
-            found = _run(loop, partial(torch.compile, backend="ssd_fx", options=options), reset=False)
-            sources.SOURCES[name].check(ssd_fx.stats())
-        assert_same_bits(found, kept)
 
 
 def current_test() -> str:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import ssd_fx
 from ssd_fx.runtime.entries import living
+from tests.bitwise import Compile
 from tests.loops.loops import (
-    Compile,
     Loop,
     Net,
     assert_all_read_back,

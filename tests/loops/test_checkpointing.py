@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ssd_fx
+from tests.bitwise import Compile, kept, ours, prove_bitwise, stock
 from tests.loops.loops import (
     ACTIVATION_BYTES,
     WIDTH,
-    Compile,
     Loop,
     Net,
     assert_all_read_back,
@@ -30,9 +30,9 @@ from tests.loops.loops import (
     backward,
     batch,
     gradients,
+    on_disk,
     run,
 )
-from tests.models import assert_same_bits
 from tests.unlike import DYNAMIC_STAYS
 
 Region = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -85,9 +85,8 @@ def test_around_compiled_blocks(tmp_path: Path) -> None:
 def test_what_is_compiled_within_a_checkpoint_stays(tmp_path: Path, inner: str) -> None:
     """It is dropped by the first run, and wanted at once by the backward of the second."""
     loop = through(checkpointed, compile_blocks=True)
-    kept = run(loop, tmp_path, inner, budget=1.0, recompute=False)
     with pytest.warns(RuntimeWarning, match=r"keeps all tensors.*within torch\.utils\.checkpoint"):
-        assert_same_bits(run(loop, tmp_path, inner), kept)
+        prove_bitwise(loop, [ours(on_disk(tmp_path, inner, budget=1.0)), ours(on_disk(tmp_path, inner))])
     assert ssd_fx.stats().stores == 0
 
 
@@ -103,8 +102,7 @@ def test_what_was_compiled_before_leaves_within_a_checkpoint_too(tmp_path: Path,
             found += [x.grad] if x.grad is not None else []
         return found + gradients(model)
 
-    kept = run(loop, tmp_path, inner, engine="memory")
-    assert_same_bits(run(loop, tmp_path, inner), kept)
+    prove_bitwise(loop, [ours(on_disk(tmp_path, inner, engine="memory")), ours(on_disk(tmp_path, inner))])
     assert ssd_fx.stats().stores > ssd_fx.stats().loads > 0
 
 
@@ -184,8 +182,8 @@ def test_around_blocks_of_one_code_with_sizes_that_change(tmp_path: Path, compil
             seen += [x.grad for x in inputs if x.grad is not None]
         return seen + gradients(model)
 
-    kept = run(loop, tmp_path, budget=1.0, recompute=False)
-    assert_same_bits(run(loop, tmp_path, recompute=recompute, min_bytes=7 << 10), kept)
+    options = on_disk(tmp_path, recompute=recompute, min_bytes=7 << 10)
+    prove_bitwise(loop, [kept(options), ours(options)])
     stats = ssd_fx.stats()
     assert stats.stores > stats.loads > 0 if compiled == "before" else stats.stores == 0
 
@@ -230,16 +228,13 @@ class Running(nn.Module):
 
 def test_a_buffer_is_changed_again_when_a_checkpoint_computes_again(tmp_path: Path) -> None:
     """In the graph, for the checkpoint ends its second forward as soon as it has what the backward needs."""
-    found = []
-    for backend in ("aot_eager", "ssd_fx"):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
+
+    def loop(compile: Compile) -> list[Tensor]:
         model, x = Running(), torch.randn(4, 6)
-        options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0} if backend == "ssd_fx" else None
-        compiled = torch.compile(model, backend=backend, options=options)
-        checkpoint(compiled, x, use_reentrant=False).sum().backward()
-        found.append(model.seen)
-    assert torch.equal(*found)
+        checkpoint(compile(model), x, use_reentrant=False).sum().backward()
+        return [model.seen]
+
+    prove_bitwise(loop, [stock("aot_eager"), ours(on_disk(tmp_path))])
 
 
 def test_hooks_that_are_compiled_into_the_graph_get_tensors(tmp_path: Path) -> None:
@@ -248,17 +243,15 @@ def test_hooks_that_are_compiled_into_the_graph_get_tensors(tmp_path: Path) -> N
     unpack = torch.fx.symbolic_trace(lambda x: x.to(torch.float32))
     for hook in (pack, unpack):
         next(iter(hook.graph.nodes)).meta["user_cache_hash"] = "same"  # as PyTorch asks of such hooks
-    found = []
-    for backend in ("aot_eager", "ssd_fx"):
-        torch._dynamo.reset()
-        options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0} if backend == "ssd_fx" else None
+
+    def loop(compile: Compile) -> tuple[Tensor, ...]:
         x, w = batch(0).requires_grad_(), batch(1, WIDTH)
-        warned = pytest.warns(RuntimeWarning, match="keeps all tensors.*saved_tensors_hooks")
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), warned if options else contextlib.nullcontext():
-            loss = torch.compile(product, backend=backend, options=options)(x, w)
-        loss.backward()
-        found.append(x.grad)
-    assert torch.equal(*found)  # type: ignore[arg-type]
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = compile(product)(x, w)
+        return torch.autograd.grad(loss, [x])
+
+    with pytest.warns(RuntimeWarning, match="keeps all tensors.*saved_tensors_hooks"):
+        prove_bitwise(loop, [stock("aot_eager"), ours(on_disk(tmp_path))])
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ from torch._dynamo.utils import counters
 import ssd_fx
 from ssd_fx.runtime import trace
 from tests import sources
+from tests.bitwise import Compile
 from tests.faults.toys import settle
-from tests.loops.loops import Compile, Net, assert_all_read_back, assert_no_bit_changes, backward, batch, gradients, run
+from tests.loops.loops import Net, assert_all_read_back, assert_no_bit_changes, backward, batch, gradients, run
 from tests.passes import toys
 
 INNERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import ssd_fx
+from tests.bitwise import Compile
 from tests.loops.loops import (
     ACTIVATION_BYTES,
     WIDTH,
-    Compile,
     Loop,
     assert_all_read_back,
     assert_no_bit_changes,

@@ -20,9 +20,10 @@ from torch._inductor import list_mode_options
 from torch._subclasses import FakeTensorMode
 
 import ssd_fx
+from tests import bitwise
+from tests.bitwise import Compile, assert_same_bits
 from tests.loops.loops import (
     BATCH,
-    Compile,
     Loop,
     Net,
     assert_all_read_back,
@@ -32,7 +33,6 @@ from tests.loops.loops import (
     gradients,
     run,
 )
-from tests.models import assert_same_bits, deterministic
 from tests.unlike import DYNAMIC_STAYS
 
 
@@ -118,12 +118,8 @@ def by_mode(mode: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **optio
     """torch.compile takes a mode or options; with a mode the options come from the environment."""
     for name, value in {"dirs": str(directory), "min_bytes": "0", **options}.items():
         monkeypatch.setenv(f"SSD_FX_{name.upper()}", value)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ssd_fx.reset_stats()
     loop = trained(lambda: Net(blocks=1), batch(0), batch(1))
-    with deterministic():
-        return loop(lambda model: torch.compile(model, backend="ssd_fx", mode=mode))
+    return bitwise.run(loop, lambda model: torch.compile(model, backend="ssd_fx", mode=mode))
 
 
 @pytest.mark.slow

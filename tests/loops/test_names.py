@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import ssd_fx
+from tests.bitwise import Compile, assert_same_bits
 from tests.loops.loops import (
-    Compile,
     Net,
     assert_all_read_back,
     assert_no_bit_changes,
@@ -24,7 +24,6 @@ from tests.loops.loops import (
     parameters,
     run,
 )
-from tests.models import assert_same_bits
 
 
 def steps(compiled: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.bitwise import Compile
 from tests.loops.loops import (
-    Compile,
     Net,
     assert_all_read_back,
     assert_no_bit_changes,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import ssd_fx
+from tests.bitwise import Compile
 from tests.loops.loops import (
-    Compile,
     Loop,
     Net,
     assert_all_read_back,

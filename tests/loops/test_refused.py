@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import ssd_fx
+from tests.bitwise import Compile
 from tests.compatibility import Result, record
-from tests.loops.loops import Compile, Loop, assert_all_read_back, assert_no_bit_changes, backward, run
+from tests.loops.loops import Loop, assert_all_read_back, assert_no_bit_changes, backward, run
 
 SIZE = 16
 Outcome = tuple[str, Any]  # "value" and what came; or the type of what was raised, and its message

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.compiled_autograd import _enable
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import ssd_fx
 from ssd_fx.runtime.entries import living
+from tests.bitwise import prove_bitwise, run
 from tests.compatibility import Result, record
 from tests.faults.toys import settle
 from tests.loops.loops import ACTIVATION_BYTES, Net, backward, batch, current_test, gradients, parameters
-from tests.models import assert_same_bits, deterministic
-from tests.test_checkpoints import Broken
+from tests.test_checkpoints import TORCHS, Broken
 
 Region = Callable[..., Any]
 Loop = Callable[[Region, Net], list[Tensor]]
@@ -31,24 +31,23 @@ BLOCKS, STEPS = 3, 3
 INNERS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
-def trained(loop: Loop, region: Region, inner: str) -> list[Tensor]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ssd_fx.reset_stats()
-    # compiled code and eager mode draw other numbers
-    net = Net(BLOCKS, dropout=0.1 if inner == "eager" else 0.0)
-    for block in net.blocks if inner != "eager" else ():
-        block.compile(backend=inner)
-    with deterministic():
+def trained(loop: Loop, inner: str) -> Callable[[Region], list[Tensor]]:
+    """A program (tests/bitwise.py) of the checkpoint that it is given."""
+
+    def program(region: Region) -> list[Tensor]:
+        # compiled code and eager mode draw other numbers
+        net = Net(BLOCKS, dropout=0.1 if inner == "eager" else 0.0)
+        for block in net.blocks if inner != "eager" else ():
+            block.compile(backend=inner)
         return loop(region, net)
+
+    return program
 
 
 def assert_as_pytorchs(loop: Loop, directory: Path, inner: str, *, stored: int) -> None:
     """`stored`: inputs that leave memory in all steps. All of them come back from disk."""
     options = {"dirs": [str(directory)], "min_bytes": 0, "allow_tmpfs": True}
-    expected = trained(loop, partial(checkpoint, use_reentrant=False), inner)
-    assert ssd_fx.stats().stores == 0
-    assert_same_bits(trained(loop, partial(ssd_fx.checkpoint, options=options), inner), expected)
+    prove_bitwise(trained(loop, inner), [TORCHS, partial(ssd_fx.checkpoint, options=options)])
     stats = ssd_fx.stats()
     record(Result("training loops", current_test(), inner, stats.saved_bytes, stats.written_bytes))
     assert stats.stores == stored
@@ -184,4 +183,4 @@ def test_compiled_autograd_by_another_compiler_is_refused(tmp_path: Path) -> Non
     """It makes the waits functional, and would compute with what is not loaded."""
     region = partial(ssd_fx.checkpoint, options={"dirs": [str(tmp_path)], "min_bytes": 0, "allow_tmpfs": True})
     with pytest.raises(RuntimeError, match="name ssd_fx as the backend of compiled autograd too"):
-        trained(under_compiled_autograd({"backend": "aot_eager"}), region, "eager")
+        run(trained(under_compiled_autograd({"backend": "aot_eager"}), "eager"), region)

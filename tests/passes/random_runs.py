@@ -21,7 +21,6 @@ from torch import Tensor, fx
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
-import ssd_fx
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.groups import AliasGroup
@@ -30,6 +29,7 @@ from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.passes.plan import Plan
 from tests import sources
+from tests.bitwise import Compile, differences
 from tests.passes.random_graphs import Program, arguments, cotangents
 
 # Compute that is slow or fast against the I/O: releases and loads at their uses, or as far away as the graphs allow.
@@ -165,8 +165,9 @@ class Trial:
             held = [own[i] for i in changed]  # of the others nobody but the graph has a reference
             torch.set_rng_state(state)
             got = one.run(own)
-            assert_bitwise(results[: self.num_outputs], got[: self.num_outputs], f"outputs of {one.name}")
-            assert_bitwise([given[i] for i in changed], held, f"changed arguments of {one.name}")
+            apart = differences(got[: self.num_outputs], results[: self.num_outputs])
+            assert apart == {}, f"outputs of {one.name}"
+            assert differences(held, [given[i] for i in changed]) == {}, f"changed arguments of {one.name}"
             one.saved = list(got[self.num_outputs :])
             del got
         return results
@@ -177,7 +178,7 @@ class Trial:
         results = self.compiled[0].run(args, backward=True)
         for one in self.compiled[1:]:
             own, one.saved = one.saved + copies.pop(0), []
-            assert_bitwise(results, one.run(own, backward=True), f"gradients of {one.name}")
+            assert differences(one.run(own, backward=True), results) == {}, f"gradients of {one.name}"
         return results
 
 
@@ -210,35 +211,6 @@ def clones(tensors: Sequence[Any]) -> list[Any]:
             torch.empty(0, dtype=t.dtype).set_(storages[storage._cdata], t.storage_offset(), t.shape, t.stride())
         )
     return copied
-
-
-def assert_bitwise(expected: Sequence[Any], got: Sequence[Any], what: str) -> None:
-    """Equal bit for bit, in size, strides and dtype; every NaN equals every other."""
-    assert len(expected) == len(got), f"{what}: {len(got)} instead of {len(expected)}"
-    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
-        if not isinstance(a, Tensor):
-            assert a == b, f"{what}: number {number}"
-            continue
-        same = (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-        assert same, f"{what}: number {number} has another layout"
-        assert same_bits(a, b), f"{what}: number {number} differs"
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Of one size and dtype; every NaN equals every other."""
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(_as_bits(a), _as_bits(b))
-
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _as_bits(t: Tensor) -> Tensor:
-    t = t.detach().resolve_conj().resolve_neg()
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    if not t.dtype.is_floating_point:
-        return t
-    return t.masked_fill(t.isnan(), torch.nan).contiguous().view(_INTEGERS[t.itemsize])
 
 
 @contextmanager
@@ -293,19 +265,19 @@ def count(plans: Sequence[tuple[Partition, Plan]]) -> Counter[str]:
     return found
 
 
-def through_compile(sizes: Sequence[Program], variant: Variant, **options: object) -> list[Tensor]:
-    """Outputs, gradients and arguments after one step of the whole `torch.compile` at each size of one program."""
-    torch._dynamo.reset()
-    given = {"min_bytes": 0, "budget": variant.budget, "engine": variant.engine, **options}
-    compiled = torch.compile(
-        sizes[0].function(), backend=ssd_fx.backend, dynamic=len(sizes) > 1, fullgraph=True, options=given
-    )
-    found: list[Tensor] = []
-    for program in sizes:
-        leaves, values = arguments(program.inputs)
-        torch.manual_seed(0)
-        outputs = list(compiled(*values.values()))
-        roots, starts = cotangents(outputs)
-        gradients = torch.autograd.grad(roots, leaves, starts, allow_unused=True)
-        found += [t.detach() for t in [*outputs, *(g for g in gradients if g is not None), *values.values()]]
-    return found
+def trained(*sizes: Program) -> Callable[[Compile], list[Tensor]]:
+    """A program of `tests/bitwise.py`: outputs, gradients and arguments after one step at each size of one program."""
+
+    def program(compile: Compile) -> list[Tensor]:
+        compiled = compile(sizes[0].function(), dynamic=len(sizes) > 1, fullgraph=True)
+        found: list[Tensor] = []
+        for size in sizes:
+            leaves, values = arguments(size.inputs)
+            torch.manual_seed(0)
+            outputs = list(compiled(*values.values()))
+            roots, starts = cotangents(outputs)
+            gradients = torch.autograd.grad(roots, leaves, starts, allow_unused=True)
+            found += [t.detach() for t in [*outputs, *(g for g in gradients if g is not None), *values.values()]]
+        return found
+
+    return program

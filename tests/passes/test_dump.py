@@ -14,7 +14,7 @@ from torch import nn
 from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.partition import node_names
 from ssd_fx.passes.plan import Recomputed
-from ssd_fx.report import dump
+from ssd_fx.report import describe, dump
 from ssd_fx.report.rows import Row, fold
 from ssd_fx.sizes import format_bytes, format_seconds
 from tests.passes import toys
@@ -134,7 +134,7 @@ def rows(*modules: str, size: str = "8 B") -> list[Row]:
 def test_rows_name_the_line_of_the_model() -> None:
     """Not that of PyTorch's own modules, which the model calls."""
     planned = toys.planned(Model(), toys.inputs()[0])
-    text = dump.table(planned.plan, node_names(planned.partition), dump.source_lines(planned.partition))
+    text = dump.table(planned.plan, node_names(planned.partition), describe.source_lines(planned.partition))
     lines, start = inspect.getsourcelines(Attention.forward)
     at = start + next(i for i, line in enumerate(lines) if "sigmoid" in line)
     assert f"blocks.{{0..3}}.attn x 4  {Path(__file__).name}:{at}  256 B" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,10 @@ from torch.nn import functional as F
 
 import ssd_fx
 from ssd_fx.passes import pipeline
+from tests.bitwise import Compile, assert_same_bits, ours, prove_bitwise, run
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
-from tests.passes.rewrite.test_insert import ours
+from tests.passes.rewrite.test_insert import nodes_of
 from tests.unlike import DYNAMIC_STAYS, OTHER_NAMES
 
 LENGTHS = (7, 12, 31, 5)
@@ -38,13 +38,12 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def gradients(budget: float, inner: str, **more: Any) -> list[torch.Tensor]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+OPTIONS = {"engine": "memory", "min_bytes": 0, "budget": 0}
+
+
+def trained(compile: Compile) -> list[torch.Tensor]:
     block = Block()
-    options = {"inner": inner, "engine": "memory", "min_bytes": 0, "budget": budget} | more
-    compiled = torch.compile(block, dynamic=True, backend=ssd_fx.backend, options=options)
-    found = []
+    compiled, found = compile(block, dynamic=True), []
     for length in LENGTHS:
         block.zero_grad()
         x = torch.randn(2, length, 16, requires_grad=True)
@@ -56,12 +55,10 @@ def gradients(budget: float, inner: str, **more: Any) -> list[torch.Tensor]:
 @DYNAMIC_STAYS
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_several_lengths_and_one_graph(inner: str) -> None:
-    kept = gradients(1.0, inner)
-    ssd_fx.reset_stats()
+    options = OPTIONS | {"inner": inner}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "ssd_fx keeps", RuntimeWarning)
-        offloaded = gradients(0.0, inner)
-    assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
+        prove_bitwise(trained, [ours(options, budget=1.0), ours(options)])
     stats = ssd_fx.stats()
     assert len(stats.graphs) == 1
     assert (stats.steps, stats.loads) == (len(LENGTHS), stats.stores)
@@ -73,18 +70,17 @@ def test_several_lengths_and_one_graph(inner: str) -> None:
 @DYNAMIC_STAYS
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_computed_again_at_every_length(inner: str) -> None:
+    options = OPTIONS | {"inner": inner}
     with everything_recomputed() as groups:
-        recomputed = gradients(0.0, inner, recompute=True, machine=SLOW)
+        recomputed = run(trained, ours(options, recompute=True, machine=SLOW))
     assert len(set(groups)) == 1  # three of them, and four under Inductor of torch 2.15
     assert groups[0] >= 3
     assert len(ssd_fx.stats().graphs) == 1
-    kept = gradients(1.0, inner)
-    assert len(recomputed) == len(kept)
-    for a, b in zip(recomputed, kept, strict=True):
-        if inner == "aot_eager":
-            assert torch.equal(a, b)
-        else:  # other kernels
-            torch.testing.assert_close(a, b)
+    kept = run(trained, ours(options, budget=1.0))
+    if inner == "aot_eager":
+        assert_same_bits(recomputed, kept)
+    else:  # other kernels
+        torch.testing.assert_close(recomputed, kept)
 
 
 def normalised(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -133,7 +129,7 @@ sin   256 B  offload  store>sin release>t_5 load<expand wait<mm_5   [t_2]""",
 @DYNAMIC_STAYS
 def test_the_forward_counts_bytes_and_the_backward_computes_sizes_from_saved_integers() -> None:
     partition = symbolic(wide).partition
-    text = "\n".join(ours(m.graph) for m in (partition.forward, partition.backward))
+    text = "\n".join(nodes_of(m.graph) for m in (partition.forward, partition.backward))
     told = ("primals_2", "begin_", "load.default", "as_strided")
     assert_expected_inline(
         "\n".join(line for line in text.split("\n") if any(t in line for t in told)),

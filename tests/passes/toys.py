@@ -22,6 +22,7 @@ from ssd_fx.passes.partition import Partition, node_names
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.verify.interface import Before
 from ssd_fx.report import dump
+from tests.bitwise import Compile
 
 T = TypeVar("T")
 Toy = Callable[..., torch.Tensor]
@@ -321,6 +322,20 @@ def name(toy: Toy | str) -> str:
 def inputs(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(size, size, generator=generator).requires_grad_() for _ in range(2))  # type: ignore[return-value]
+
+
+def trained(toy: Toy, size: int = 8) -> Callable[[Compile], list[torch.Tensor]]:
+    """A program (`tests/bitwise.py`): outputs and gradients."""
+
+    def program(compile: Compile) -> list[torch.Tensor]:
+        args = inputs(size)
+        outputs = compile(toy)(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = sum((o.float() * (k + 1)).sum() for k, o in enumerate(outputs))
+        gradients = torch.autograd.grad(loss, args, allow_unused=True)  # type: ignore[arg-type]
+        return [t.detach() for t in (*outputs, *gradients) if t is not None]
+
+    return program
 
 
 @dataclass

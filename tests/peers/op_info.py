@@ -29,10 +29,10 @@ from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
 from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.runtime.engines.registry import ENGINES
-from ssd_fx.runtime.entries import living
 from ssd_fx.runtime.store import close_stores
 from tests import sources
-from tests.passes.lazy_engines import Lazy
+from tests.bitwise import differences
+from tests.faults.toys import settle
 
 Call = Callable[..., tuple[Tensor, ...]]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -111,9 +111,7 @@ class Program:
         one = torch.ones((), requires_grad=True)
         tensors = [x.detach().clone().requires_grad_(x.requires_grad) for x in self.tensors]
         outputs = compiled(one, *(x.clone() for x in tensors))  # no leaves: those would be in memory anyway
-        for entry in living():
-            if entry.write is not None and not isinstance(entry.write, Lazy):  # those end when they are wanted
-                entry.write.wait()
+        settle()
         roots = [y for y in outputs if y.requires_grad]
         torch.manual_seed(2)
         tangents = [torch.randn_like(y) for y in roots]
@@ -150,7 +148,7 @@ def judge(program: Program, partitioner: Partition, faulty: Partition | None = N
         return Verdict(_first_line(stock), "; ".join(found), groups)
     near = isinstance(eager, Exception) or _close(stock, eager, program.tolerance)
     other = _attempt(program, compiled(program, faulty)) if faulty is not None and groups else stock
-    seen = isinstance(other, Exception) or not _same_bits(other, stock)
+    seen = isinstance(other, Exception) or bool(differences(other, stock))
     return Verdict("" if near else "is not near eager mode", "; ".join(found), groups, seen)
 
 
@@ -160,7 +158,7 @@ def _apart(stock: list[Tensor | None] | Exception, ours: list[Tensor | None] | E
         return "" if isinstance(ours, Exception) else "trains what stock refuses"
     if isinstance(ours, Exception):
         return f"refuses: {_first_line(ours)}"
-    return "" if _same_bits(ours, stock) else "has other bits than stock"
+    return "has other bits than stock" if differences(ours, stock) else ""
 
 
 @contextmanager
@@ -214,22 +212,3 @@ def _close(a: Sequence[Tensor | None], b: Sequence[Tensor | None], tolerance: fl
     except AssertionError:
         return False
     return True
-
-
-def _same_bits(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
-    return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
-        return False
-    return _bits(a) == _bits(b)
-
-
-def _bits(x: Tensor) -> bytes:
-    dense = x.to_dense() if x.layout != torch.strided else x
-    return (
-        dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy(force=True).tobytes()
-    )  # a zero tensor too

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ssd_fx.report.model import Report
+from ssd_fx.report.report import Report
 from tests.report.trained import report
 
 sync_api: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra browser)")

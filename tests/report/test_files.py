@@ -16,9 +16,10 @@ import torch
 
 import ssd_fx
 from ssd_fx.cli import main
-from ssd_fx.report.model import Report
+from ssd_fx.report.command import read
+from ssd_fx.report.model import GraphReport
 from ssd_fx.report.page import data, page
-from ssd_fx.report.saved import read
+from ssd_fx.report.report import Report, made
 from ssd_fx.runtime.plans import pack, unpack
 from tests.report.trained import report, train
 
@@ -37,10 +38,8 @@ def test_the_page_needs_nothing_else(found: Report) -> None:
 
 
 def test_a_name_cannot_end_the_script(found: Report) -> None:
-    described = json.loads(json.dumps(found.graphs[0].described).replace("trained.py", "</script><b>"))
-    from ssd_fx.report.model import made
-
-    assert "</script><b>" not in page(made([described], [described["graph"]]))
+    told = json.loads(json.dumps(unpack(found.graphs[0].packed())).replace("trained.py", "</script><b>"))
+    assert "</script><b>" not in page(made([GraphReport.unpacked(pack(told))], found.order))
 
 
 def test_in_a_notebook(found: Report) -> None:
@@ -51,9 +50,9 @@ def test_in_a_notebook(found: Report) -> None:
 
 def test_predicted_and_measured_lanes_fill_the_step(found: Report) -> None:
     shown = data(found)
-    forward, backward = shown["lanes"]["compute"]
+    forward, backward = shown["own"]["compute"]
     busy = sum(end - begin for begin, end in [*forward, *backward])
-    waits = sum(end - begin for begin, end in shown["lanes"]["waits"])
+    waits = sum(end - begin for begin, end in shown["own"]["waits"])
     assert busy + waits == pytest.approx(shown["own"]["end"], abs=0.02)
     assert len(shown["measured"]["writes"]) == len(shown["measured"]["reads"]) == 4
 
@@ -89,7 +88,7 @@ def test_a_broken_trace(text: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert [each.name for each in tmp_path.iterdir()] == ["trace.json"]
 
 
-@pytest.mark.parametrize("key", ["groups", "stock", "predicted", "turn_us"])
+@pytest.mark.parametrize("key", ["rows", "stock", "predicted", "graph"])
 def test_a_trace_of_another_version(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, path = train(), tmp_path / "trace.json"
     ssd_fx.export_trace(path)

@@ -12,7 +12,7 @@ import torch
 import ssd_fx
 from ssd_fx.passes.partitioner import GRAPH_NAME
 from ssd_fx.passes.stages import Stages
-from ssd_fx.report.code import marked, told_once
+from ssd_fx.report.dump import marked, told_once
 from ssd_fx.report.folder import with_code
 
 TOY = {"engine": "memory", "machine": "default", "min_bytes": 0}

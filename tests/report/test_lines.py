@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from ssd_fx.report.model import WITHIN, made
-from ssd_fx.report.summary import lines, summary
-from ssd_fx.runtime.stats import GraphStats, Stats
+from ssd_fx.report.figures import figures
+from ssd_fx.report.model import WITHIN
+from ssd_fx.report.report import Report, made
+from ssd_fx.report.text import lines
+from ssd_fx.runtime.stats import GraphStats, SlotStats, Stats
 from ssd_fx.sizes import parse_budget
 from tests.report.made_up import MIB, graph, group
 
-TIMES = [0, 0, 0, 0, [0, 1000], [2000, 3000], None, 400_000, 400_000]
+TIMES = {
+    "store": (0, 0),
+    "release": (0, 0.4),
+    "wait": (-0.4, 0),
+    "last": (0, 0),
+    "write": (0, 0.001),
+    "read": (0.002, 0.003),
+}
 
 
 def advised(budget: float, *, tbw: float = 0.0, **predicted: float) -> str:
     """The budget that a report of a graph that offloads everything advises."""
     seen = Stats(steps=1, drive_tbw=tbw, drive_bytes=10**12, step_s=1.0, graphs={"a": GraphStats(steps=1)})
-    plan = graph("a", [group(0, 100 * MIB, life=TIMES)], budget, **predicted)
+    plan = graph("a", [group(0, 100 * MIB, times=TIMES)], budget, **predicted)
     said = dict(lines(made([plan], ["a"], stats=seen if tbw else None)))["next"]
     return next(word for word in said.split() if word.startswith("budget=")).removeprefix("budget=")
 
@@ -28,7 +37,7 @@ def test_the_advice_to_keep_everything_is_a_budget_that_the_option_takes() -> No
 
 def test_a_budget_above_all_that_is_saved_is_named() -> None:
     """As by somebody who gives the size of the card."""
-    groups = [group(0, 100 * MIB, life=TIMES), group(1, 20 * MIB, "keep", reason="within the budget")]
+    groups = [group(0, 100 * MIB, times=TIMES), group(1, 20 * MIB, "keep", reason="within the budget")]
     plan = graph("a", groups, 24 * 10**9, shared_budget_bytes=24 * 10**9)
     said = dict(lines(made([plan], ["a"])))["next"]
     assert said.startswith("the budget of 22.35 GiB is above the 120 MiB that can leave memory, so all of it stays: ")
@@ -53,7 +62,7 @@ def test_host_memory_beside_a_slow_drive_is_advised() -> None:
     """Where a GPU computes, and the step waits for the drive, or is too short for it."""
 
     def said(decision: str, host_speedup: float, **predicted: float) -> str:
-        groups = [group(i, 700 * MIB, decision, reason="within the budget", life=TIMES) for i in range(2)]
+        groups = [group(i, 700 * MIB, decision, reason="within the budget", times=TIMES) for i in range(2)]
         return dict(lines(made([graph("a", groups, "auto", host_speedup, **predicted)], ["a"])))["next"]
 
     rest = "host_budget='2GiB' sends tensors to host memory, which is 18 times as fast as the drives"
@@ -65,9 +74,9 @@ def test_host_memory_beside_a_slow_drive_is_advised() -> None:
 
 def test_what_the_last_graph_writes_later_is_in_memory_when_its_backward_begins() -> None:
     """No other forward comes. The graph before it is another matter."""
-    rests = [0, 0, 500_000, 600_000, None, None, None, 0, 0]
-    plans = [graph(name, [group(0, 100 * MIB, life=rests), group(1, 30 * MIB, life=TIMES)]) for name in "ab"]
-    assert summary(made(plans, ["a", "b"])).stay_bytes == 100 * MIB
+    rests = {"store": (0, 0), "release": (0, 0), "wait": (0.5, 0.5), "last": (0.6, 0.6)}
+    plans = [graph(name, [group(0, 100 * MIB, times=rests), group(1, 30 * MIB, times=TIMES)]) for name in "ab"]
+    assert figures(made(plans, ["a", "b"])).stay_bytes == 100 * MIB
 
 
 def test_the_table_leaves_out_the_smallest_rows_though_many_are_as_large() -> None:
@@ -83,7 +92,7 @@ def test_the_table_leaves_out_the_smallest_rows_though_many_are_as_large() -> No
 def test_the_floor_counts_what_the_graphs_before_must_keep() -> None:
     """Two graphs of which nothing can leave memory: the peak is no higher than the floor."""
     stuck = [graph(name, [group(0, 100 * MIB, "keep", reason="a collective")]) for name in "ab"]
-    found = summary(made(stuck, ["a", "b"]))
+    found = figures(made(stuck, ["a", "b"]))
     assert found.floor_bytes == found.peak_bytes == 200 * MIB
 
 
@@ -91,7 +100,7 @@ def test_what_the_budget_alone_keeps_is_not_of_the_floor() -> None:
     first = [group(0, 100 * MIB, "keep", reason="within the budget"), group(1, 7 * MIB, "keep", reason="scalar")]
     second = [group(0, 50 * MIB, "keep", reason="a collective")]
     parts = [graph("a", first, floor_bytes=8 * MIB), graph("b", second, floor_bytes=50 * MIB)]
-    assert summary(made(parts, ["a", "b"])).floor_bytes == 57 * MIB
+    assert figures(made(parts, ["a", "b"])).floor_bytes == 57 * MIB
 
 
 def test_drives_that_last_for_years_are_said_to() -> None:
@@ -104,7 +113,7 @@ def test_floor_and_limit_stand_beside_each_other() -> None:
     """Of budget 0 the limit was chosen, and the line says how. Each limit is above what the forwards before leave."""
     groups = [group(0, 8 * MIB, "keep", reason=WITHIN), group(1, 50 * MIB)]
     parts = [graph(name, groups, 0, limit_bytes=20 * MIB) for name in ("a", "b")]
-    assert summary(made(parts, ["a", "b"])).limit_bytes == 28 * MIB
+    assert figures(made(parts, ["a", "b"])).limit_bytes == 28 * MIB
     said = "floor 8 MiB, limit 28 MiB (the lowest that can be met, or 5% more for a step a tenth shorter);"
     assert said in dict(lines(made(parts, ["a", "b"])))["memory"]
     assert (
@@ -114,7 +123,7 @@ def test_floor_and_limit_stand_beside_each_other() -> None:
 
 def test_what_a_limit_of_memory_has_come_to() -> None:
     """Before all else; nothing is said without one, and before a step has ended."""
-    plan = graph("a", [group(0, 100 * MIB, life=TIMES)], 0)
+    plan = graph("a", [group(0, 100 * MIB, times=TIMES)], 0)
     for peak, said in (
         (23 << 30, "fits 24 GiB: 23 GiB measured, 3 GiB of activations stay; "),
         (25 << 30, "does not "),
@@ -125,3 +134,33 @@ def test_what_a_limit_of_memory_has_come_to() -> None:
         over = peak > 24 << 30
         assert found["next"].startswith("the last step took 1 GiB more than the limit" if over else "nothing: as much")
     assert dict(lines(made([plan], ["a"], stats=Stats(steps=3))))["memory"].startswith("peak ")
+
+
+def test_for_which_modules_the_step_waits() -> None:
+    """Layers together. Measured over all steps, with what was predicted beside it; before any step as predicted."""
+    waits = {"store": (0, 0), "release": (0, 0.002), "wait": (0.001, 0.004), "last": (0.004, 0.004)}
+    groups = [
+        group(0, MIB, module="blocks.0.up", source="gpt.py:1", times=waits),
+        group(1, MIB, module="blocks.1.up", source="gpt.py:1", times=waits),
+        group(2, MIB, module="head", source="gpt.py:9"),
+    ]
+    plan = graph("a", groups)
+    assert _waits(made([plan], ["a"])) == [
+        "the step waits for  source    writes  reads",
+        "blocks.{0..1}.up    gpt.py:1    4 ms   6 ms",
+    ]
+    assert _waits(made([plan], ["a", "a"]))[1].split()[-4:] == ["8", "ms", "12", "ms"]
+    slots = {"a": {1: SlotStats(write_stall_s=0.01, read_stall_s=0.02), 2: SlotStats(read_stall_s=0.1)}}
+    measured = made([plan], ["a"], stats=Stats(steps=2), slots=slots)
+    assert _waits(measured) == [
+        "the step waits for  source    writes  reads  predicted",
+        "head                gpt.py:9    0 ms  50 ms       0 ms",
+        "blocks.{0..1}.up    gpt.py:1    5 ms  10 ms      10 ms",
+    ]
+    assert measured.to_dict()["stalls"][0] == {"module": "head", "write_s": 0, "read_s": 0.05, "predicted_s": 0}
+    assert _waits(made([graph("a", groups[2:])], ["a"])) == []
+
+
+def _waits(report: Report) -> list[str]:
+    found = str(report).split("\n\n")
+    return next((part.splitlines() for part in found if part.startswith("the step waits for")), [])

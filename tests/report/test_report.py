@@ -13,10 +13,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
-from ssd_fx.report.figures import drive_life
-from ssd_fx.report.model import made
-from ssd_fx.report.saved import read
-from ssd_fx.report.summary import _memory, lines, summary
+from ssd_fx.report.command import read
+from ssd_fx.report.figures import drive_life, figures
+from ssd_fx.report.report import made
+from ssd_fx.report.text import _memory, lines
 from ssd_fx.report.unfreed import unfreed
 from ssd_fx.runtime import plans
 from ssd_fx.runtime.stats import Stats
@@ -54,11 +54,11 @@ def test_the_five_lines_come_first_and_their_figures_are_those_of_the_run() -> N
     told = lines(found)
     assert [name for name, _ in told] == ["memory", "cost", "drive", "plan", "next"]
     assert str(found).splitlines()[:5] == [f"{name:7} {said}" for name, said in told]
-    figures = summary(found)
-    assert figures.measured_stall_s == seen.stall_s / 4
-    assert figures.offloaded_bytes == seen.offloaded_bytes // 4
-    assert figures.stay_bytes == 3 * HIDDEN  # the outputs, which are saved too
-    assert figures.stock_stay_bytes == 3 * HIDDEN + seen.saved_bytes // 4
+    counted = figures(found)
+    assert counted.measured_stall_s == seen.stall_s / 4
+    assert counted.offloaded_bytes == seen.offloaded_bytes // 4
+    assert counted.stay_bytes == 3 * HIDDEN  # the outputs, which are saved too
+    assert counted.stock_stay_bytes == 3 * HIDDEN + seen.saved_bytes // 4
     assert seen.steps == 4
     del model
 
@@ -151,32 +151,26 @@ def test_values() -> None:
     assert block["write_from_s"] <= block["write_to_s"] <= block["used_s"] <= block["last_used_s"]
     again = json.loads(json.dumps(found.to_dict()))
     assert again["groups"] == rows
-    assert again["summary"]["measured_stall_s"] == summary(found).measured_stall_s
+    assert again["summary"]["measured_stall_s"] == figures(found).measured_stall_s
 
 
 def test_the_step_is_over_time_what_the_forecast_says() -> None:
-    from ssd_fx.report.course import course
-
     found = report()
     (graph,) = found.graphs
-    over = course(found)
-    assert over.own.peak == graph.predicted["peak_bytes"]
-    assert over.stock.peak == graph.predicted["kept_peak_bytes"]
-    assert over.own.end_s == pytest.approx(graph.predicted["step_s"], abs=1e-6)
-    waits = sum(end - begin for bar in over.bars for begin, end in bar.times.waits)
+    assert found.planned.peak == graph.predicted["peak_bytes"]
+    assert found.stock.peak == graph.predicted["kept_peak_bytes"]
+    assert found.planned.end_s == pytest.approx(graph.predicted["step_s"], abs=1e-6)
+    waits = sum(span.end - span.begin for span in found.planned.waits)
     assert waits == pytest.approx(graph.predicted["write_stall_s"] + graph.predicted["read_stall_s"], abs=1e-5)
 
 
 def test_graphs_of_blocks_make_one_step() -> None:
-    from ssd_fx.report.course import course
-
     blocks = train_blocks(3, 3, keep=False)
     found = ssd_fx.report()
-    over = course(found)
     each = [next(g for g in found.graphs if g.graph == name) for name in found.order]
-    assert over.own.end_s == pytest.approx(sum(g.predicted["step_s"] for g in each), abs=1e-5)
-    assert over.stock.peak > max(g.predicted["kept_peak_bytes"] for g in each)
-    used = [bar.times.used for bar in sorted(over.bars, key=lambda bar: bar.run)]
+    assert found.planned.end_s == pytest.approx(sum(g.predicted["step_s"] for g in each), abs=1e-5)
+    assert found.stock.peak > max(g.predicted["kept_peak_bytes"] for g in each)
+    used = [span.end for span in sorted(found.planned.of("wait"), key=lambda span: span.run)]
     assert used == sorted(used, reverse=True)  # the backwards come in the reverse order
     del blocks
 
@@ -186,7 +180,7 @@ def test_a_graph_that_keeps_everything_has_steps_too() -> None:
     model = train(steps=6, budget=1.0)
     found = ssd_fx.report()
     assert (len(found.order), ssd_fx.stats().loads) == (1, 0)
-    assert summary(found).stock_stay_bytes == 3 * HIDDEN + ssd_fx.stats().saved_bytes // 6
+    assert figures(found).stock_stay_bytes == 3 * HIDDEN + ssd_fx.stats().saved_bytes // 6
     del model
 
 
@@ -199,7 +193,7 @@ def test_what_a_checkpoint_computes_again_begins_no_step_and_counts_once() -> No
         x.sum().backward()
     found = ssd_fx.report()
     assert found.step is not None
-    assert [event.kind for event in found.step.events].count("begin") == 6
+    assert len(found.step.of("begin")) == 6
     assert len(found.order) == 3
 
 
@@ -222,7 +216,7 @@ def test_equal_models_under_other_options_have_counts_and_plans_of_their_own(tmp
     moved, kept = ssd_fx.stats().graphs.values()
     assert (moved.steps, moved.offloaded_bytes) == (3, moved.saved_bytes)
     assert (kept.steps, kept.offloaded_bytes) == (3, 0)
-    assert {graph.described["budget"] for graph in ssd_fx.report().graphs} <= {0, 1.0}
+    assert {graph.budget for graph in ssd_fx.report().graphs} <= {0, 1.0}
     assert sorted(json.loads(path.read_text())["offloaded_bytes"] for path in tmp_path.glob("*.plan.json")) == [
         0,
         moved.offloaded_bytes // 3,
@@ -239,7 +233,7 @@ def test_graphs_of_other_batches_are_not_added_to_the_step(tmp_path: Path) -> No
     for found in (ssd_fx.report(), read(tmp_path / "trace.json")):
         assert len(found.order) == len(found.graphs) == 1
         assert found.order != alone.order
-        assert summary(found).stock_stay_bytes < 2.5 * summary(alone).stock_stay_bytes
+        assert figures(found).stock_stay_bytes < 2.5 * figures(alone).stock_stay_bytes
     del model
 
 
@@ -253,14 +247,14 @@ def test_what_moves_on_from_host_memory_wears_drives() -> None:
     gb = 10**9
     seen = Stats(steps=4, written_bytes=9 * gb, drive_bytes=3 * gb, moved_bytes=gb, drive_tbw=600, step_s=1.0)
     found = dataclasses.replace(report(), stats=seen)
-    assert summary(found).measured_drive_bytes == 10**9
-    assert drive_life(summary(found)) == pytest.approx(600e12 / 10**9 / 86400)
+    assert figures(found).measured_drive_bytes == 10**9
+    assert drive_life(figures(found)) == pytest.approx(600e12 / 10**9 / 86400)
 
 
 def test_a_measured_peak_leads_and_says_where_it_was_measured() -> None:
     found = report()
-    figures = dataclasses.replace(summary(found), measured_peak_bytes=1000)
-    assert _memory(found, figures).startswith("measured peak at our nodes 1000 B; planned peak ")
+    told = dataclasses.replace(figures(found), measured_peak_bytes=1000)
+    assert _memory(found, told).startswith("measured peak at our nodes 1000 B; planned peak ")
 
 
 def test_a_measured_peak_above_the_plan_says_what_it_may_have() -> None:
@@ -268,7 +262,7 @@ def test_a_measured_peak_above_the_plan_says_what_it_may_have() -> None:
     found = made([plan], ["a"])
 
     def said(mib: int) -> str:
-        return _memory(found, dataclasses.replace(summary(found), measured_peak_bytes=mib * MIB)).split("; ")[0]
+        return _memory(found, dataclasses.replace(figures(found), measured_peak_bytes=mib * MIB)).split("; ")[0]
 
     assert said(11) == "measured peak at our nodes 11 MiB"
     may = "it may have up to 90 MiB being written (`inflight`) and 64 MiB read early (`prefetch`)"

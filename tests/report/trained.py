@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import ssd_fx
-from ssd_fx.report.model import Report
+from ssd_fx.report.report import Report
 
 TOY: dict[str, Any] = {
     "inner": "aot_eager",

@@ -1,39 +1,44 @@
-"""Engines that misbehave on purpose, each around a well-behaved one. Register them with `registered`.
+"""Engines that misbehave on purpose, each around a well-behaved one.
 
-benchmarks/slow_drive.py uses some of them too.
+    config = config_json(tmp_path, around(DelayedEngine))                    # an engine by its name, as in options
+    config = config_json(tmp_path, around(lambda inner: FailingEngine(inner, fails), "memory"))
+
+DelayedEngine   writes begin late, in any order       FailingEngine   transfers fail, those that the test says
+WritesOnDemand  writes begin when the test says so    HeldEngine      transfers take as long as a clock says
+
+benchmarks/slow_drive.py and benchmarks/held.py use some of them too.
 """
 
-import contextlib
 import errno
 import itertools
 import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines.base import Completion, Copy, Engine, Extent, Memory
 from ssd_fx.runtime.engines.registry import ENGINES, make_engine
 
-_names = itertools.count()
+_numbers = itertools.count()
+_names: list[str] = []
 
 
-def add(wrap: Callable[[Engine], Engine], inner: str = "posix") -> str:
-    """Adds an engine around `inner` to ENGINES; its name is unique, so that its store is its own."""
-    name = f"test-{next(_names)}"
-    ENGINES[name] = lambda config: wrap(ENGINES[inner](config))
-    return name
+def around(wrap: Callable[[Engine], Engine], inner: str = "posix") -> str:
+    """Names an engine around `inner` until the test has ended. The name is its own, and so is its store."""
+    _names.append(f"test-{next(_numbers)}")
+    ENGINES[_names[-1]] = lambda config: wrap(ENGINES[inner](config))
+    return _names[-1]
 
 
-@contextlib.contextmanager
-def registered(wrap: Callable[[Engine], Engine], inner: str = "posix") -> Iterator[str]:
-    """The same for a while."""
-    name = add(wrap, inner)
-    try:
-        yield name
-    finally:
-        del ENGINES[name]
+def forget() -> None:
+    """What a test has left: names, and writes, which would begin in a later test, on memory that is gone by then."""
+    while _names:
+        del ENGINES[_names.pop()]
+    for write in list(_late):
+        if write._inner is None:
+            write.cancel()
 
 
 class Wrapped:
@@ -112,13 +117,6 @@ class LateWrite:
 
 
 _late: "weakref.WeakSet[LateWrite]" = weakref.WeakSet()
-
-
-def forget_late() -> None:
-    """Cancels every write that a test has left: it would begin in a later test, on memory that is gone by then."""
-    for write in list(_late):
-        if write._inner is None:
-            write.cancel()
 
 
 class DelayedEngine(Wrapped):

@@ -2,14 +2,13 @@
 
 import ctypes
 import functools
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
 from ssd_fx.runtime.device.driver import FUNCTIONS
 from ssd_fx.runtime.engines.base import Memory
+from tests import built
 
 SOURCE = Path(__file__).with_suffix(".c")
 ADDRESSES = (  # in the order of FUNCTIONS
@@ -27,13 +26,7 @@ ADDRESSES = (  # in the order of FUNCTIONS
 
 @functools.cache
 def library():
-    with tempfile.TemporaryDirectory() as scratch:
-        built = Path(scratch) / "fake_cuda.so"
-        subprocess.run(
-            ["cc", "-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", str(SOURCE), "-o", built],
-            check=True,
-        )
-        found = ctypes.PyDLL(str(built))
+    found = ctypes.PyDLL(str(built.library(SOURCE, (*built.C, "-O1"))))
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     found.fake_event.restype = pointer
     found.fake_count.restype = ctypes.c_long

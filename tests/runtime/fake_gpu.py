@@ -57,7 +57,7 @@ class FakeEvent:
             self.stream.run_first()
 
     def __del__(self) -> None:
-        FakeEvent.alive -= 1
+        type(self).alive -= 1  # the name has gone at the end of a process
 
     def elapsed_time(self, end: "FakeEvent") -> float:
         assert self.timed, "elapsed_time of an event without a time"

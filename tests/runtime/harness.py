@@ -1,4 +1,19 @@
-"""The four ops with the arguments that a test does not care about filled in."""
+"""The four ops with the arguments that a test does not care about filled in. A test is a graph, by hand:
+
+    def test_it_comes_back_from_the_drive(config):      # the engine posix, in a directory of its own
+        x = torch.randn(1000)
+        expected = x.clone()
+        h = store(x, config)                            # forward: a write begins, and `h` takes the place of `x`
+        release(h, x)                                   # the graph reads `x` no more,
+        del x                                           # and drops it
+        entry = settle(h)                               # the write has ended, and `lookup(h)` is what is known of it
+        assert torch.equal(load(h, expected), expected) # backward: a read begins, and is waited for
+
+`config_json` makes other configurations, with the engines of `engines.py` too. `start_load` and `wait` are the halves
+of `load`; `begin` starts a forward that counts as a step. `watch` tells whether memory is gone; `between_locks` and
+`interrupted` put another thread, or a Ctrl-C, between two lines of the runtime. `tests/conftest.py` ends what a test
+has left: stores, engines, entries.
+"""
 
 import ctypes
 import gc

@@ -18,7 +18,7 @@ from ssd_fx.runtime.memory import gauge as gauges
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.memory.gauge import CpuGauge, DeviceGauge, gauge
 from ssd_fx.runtime.store import Store, get_store
-from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.engines import DelayedEngine, around
 from tests.runtime.harness import begin, config_json, load, raw, release, store
 
 MIB = 1 << 20
@@ -66,13 +66,12 @@ def backward(handles: list[torch.Tensor], found: Store, most: int) -> None:
 def test_no_more_is_held_than_is_allowed(tmp_path: Path, allowed: list[int], most: int) -> None:
     """On a drive whose writes end late and in any order. The second step knows which tensors have to leave."""
     allowed.append(most)
-    with registered(DelayedEngine, "memory") as slow:
-        config = config_json(tmp_path, slow, memory=str(1 << 40))
-        for _ in range(3):
-            handles, held = forward(config)
-            assert max(held) <= most
-            assert held[-1] == min(most, 6 * MIB) // MIB * MIB, "all is held that may be"
-            backward(handles, get_store(config), most)
+    config = config_json(tmp_path, around(DelayedEngine, "memory"), memory=str(1 << 40))
+    for _ in range(3):
+        handles, held = forward(config)
+        assert max(held) <= most
+        assert held[-1] == min(most, 6 * MIB) // MIB * MIB, "all is held that may be"
+        backward(handles, get_store(config), most)
 
 
 def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path: Path, allowed: list[int]) -> None:

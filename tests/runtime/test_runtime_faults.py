@@ -19,7 +19,7 @@ from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
 from tests import fresh
-from tests.runtime.engines import FailingEngine, registered
+from tests.runtime.engines import FailingEngine, around
 from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait, watch
 
 N = 300_001
@@ -28,16 +28,7 @@ N = 300_001
 @pytest.fixture
 def failing(tmp_path):
     """A function of (fails, code) that gives the configuration of such an engine."""
-    opened = []
-
-    def make(fails, code=errno.EIO):
-        manager = registered(lambda inner: FailingEngine(inner, fails, code))
-        opened.append(manager)
-        return config_json(tmp_path, manager.__enter__())
-
-    yield make
-    for manager in opened:
-        manager.__exit__(None, None, None)
+    return lambda fails, code=errno.EIO: config_json(tmp_path, around(lambda inner: FailingEngine(inner, fails, code)))
 
 
 # ---- writes

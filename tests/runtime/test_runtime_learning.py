@@ -9,7 +9,7 @@ from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import reset_stats, stats
 from ssd_fx.runtime.store import close_stores, get_store
-from tests.runtime.engines import DelayedEngine, LateWrite, Wrapped, registered
+from tests.runtime.engines import DelayedEngine, LateWrite, Wrapped, around
 from tests.runtime.harness import (
     begin,
     between_locks,
@@ -233,19 +233,18 @@ def test_release_without_hand_over_of_a_resident_tensor(tmp_path):
 
 def test_a_write_that_begins_within_a_release_reads_no_memory_of_the_caller(tmp_path, monkeypatch):
     """Another thread stores meanwhile, so what was resident is written, late: its owner has overwritten it by then."""
-    with registered(lambda inner: DelayedEngine(inner, 0.2, 0.2)) as engine:
-        config = config_json(tmp_path, engine, host_budget=B)
-        x = torch.randn(N)
-        expected = x.clone()
-        h = store(x, config)
-        others = []
-        in_a_thread = between_locks(monkeypatch, lambda: others.append(store(torch.randn(N), config, slot=1)))
-        release(h, x, hand_over=False)
-        in_a_thread.join()
-        x.zero_()
-        assert lookup(h).write, "it was pushed out"
-        assert where([h]) == "d", "a write that read the memory of the caller would count as failed"
-        assert raw(load(h, expected)) == raw(expected)
+    config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 0.2, 0.2)), host_budget=B)
+    x = torch.randn(N)
+    expected = x.clone()
+    h = store(x, config)
+    others = []
+    in_a_thread = between_locks(monkeypatch, lambda: others.append(store(torch.randn(N), config, slot=1)))
+    release(h, x, hand_over=False)
+    in_a_thread.join()
+    x.zero_()
+    assert lookup(h).write, "it was pushed out"
+    assert where([h]) == "d", "a write that read the memory of the caller would count as failed"
+    assert raw(load(h, expected)) == raw(expected)
 
 
 # --- what frees nothing --------------------------------------------------------------------------------------------
@@ -340,18 +339,15 @@ def test_a_leaf_is_not_copied_at_its_release(tmp_path):
 @pytest.mark.parametrize("done", [True, False])
 def test_changed_in_place(tmp_path, done):
     """What eager would raise, whether the write was done or not: an error that depends on timing helps nobody."""
-    with registered(lambda inner: DelayedEngine(inner, 0.2, 0.2)) as name:
-        config = config_json(tmp_path, name)
-        x = torch.randn(N).view(100, 500)
-        h = store(x, config)
-        if done:
-            where([h])
-        x.add_(1)
-        message = (
-            r"modified by an inplace operation: \[torch.FloatTensor \[100, 500\]\].* version 1; expected version 0"
-        )
-        with pytest.raises(RuntimeError, match=message):
-            load(h, x)
+    config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 0.2, 0.2)))
+    x = torch.randn(N).view(100, 500)
+    h = store(x, config)
+    if done:
+        where([h])
+    x.add_(1)
+    message = r"modified by an inplace operation: \[torch.FloatTensor \[100, 500\]\].* version 1; expected version 0"
+    with pytest.raises(RuntimeError, match=message):
+        load(h, x)
 
 
 def test_changed_by_the_owner_of_the_memory(tmp_path):
@@ -548,32 +544,30 @@ def test_a_signal_in_a_load_leaves_no_bytes_that_were_not_written(tmp_path):
             assert torch.equal(y, good), at
             y.zero_()
 
-    with registered(lambda inner: DelayedEngine(inner, 3600, 3600)) as slow:
-        config = config_json(tmp_path, slow, checksums=False)
-        good, came, at = torch.randn(N), True, 0
-        while came:
-            at += 1
-            x = good.clone()
-            h = store(x, config)
-            release(h, x)
-            del x
-            came = interrupted(lambda h=h: start_load(h, good), at)
-            with pytest.raises(RuntimeError, match="retain_graph"):
-                load_until_it_is_handed_over(h, at)
+    config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 3600, 3600)), checksums=False)
+    good, came, at = torch.randn(N), True, 0
+    while came:
+        at += 1
+        x = good.clone()
+        h = store(x, config)
+        release(h, x)
+        del x
+        came = interrupted(lambda h=h: start_load(h, good), at)
+        with pytest.raises(RuntimeError, match="retain_graph"):
+            load_until_it_is_handed_over(h, at)
 
 
 def test_a_signal_in_close_leaves_no_store_that_writes_nothing(tmp_path):
-    with registered(lambda inner: DelayedEngine(inner, 3600, 3600)) as slow:
-        config = config_json(tmp_path, slow)
-        good, came, at = torch.randn(N), True, 0
-        while came:
-            at += 1
-            h = store(good, config)
-            came = interrupted(close_stores, at)
-            new = store(good, config)
-            assert lookup(new).write, at
-            close_stores()
-            assert all(torch.equal(load(each, good), good) for each in (h, new)), at
+    config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 3600, 3600)))
+    good, came, at = torch.randn(N), True, 0
+    while came:
+        at += 1
+        h = store(good, config)
+        came = interrupted(close_stores, at)
+        new = store(good, config)
+        assert lookup(new).write, at
+        close_stores()
+        assert all(torch.equal(load(each, good), good) for each in (h, new)), at
 
 
 class LateReads(Wrapped):
@@ -617,31 +611,30 @@ def test_no_signal_makes_a_backward_wait_for_a_read_ahead_that_never_started(tmp
 
 
 def test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills(tmp_path):
-    with registered(LateReads) as name:
-        config = config_json(tmp_path, name, prefetch=1 << 30)
-        engine = get_store(config).engine
-        steps = Steps(config, blocks=2, size=FEW)
-        came, at = True, 0
-        while came:
-            at += 1
-            engine.late = False
-            runs = steps.forward()
-            call = last_load(runs)
-            engine.late = True
-            call()
-            assert lookup(runs[0][0]).ahead
-            ahead = [(lookup(h).ahead.read, watch(lookup(h).ahead.landing)) for h in runs[0]]
-            del call
+    config = config_json(tmp_path, around(LateReads), prefetch=1 << 30)
+    engine = get_store(config).engine
+    steps = Steps(config, blocks=2, size=FEW)
+    came, at = True, 0
+    while came:
+        at += 1
+        engine.late = False
+        runs = steps.forward()
+        call = last_load(runs)
+        engine.late = True
+        call()
+        assert lookup(runs[0][0]).ahead
+        ahead = [(lookup(h).ahead.read, watch(lookup(h).ahead.landing)) for h in runs[0]]
+        del call
 
-            def die(runs=runs):
-                runs.clear()
-                entries.GUARD.drain()
-
-            came = interrupted(die, at)
-            assert all(read.done() or not memory.expired() for read, memory in ahead), at
+        def die(runs=runs):
+            runs.clear()
             entries.GUARD.drain()
-            assert all(read.done() for read, _ in ahead), at
-            assert get_store(config).reader.outstanding_bytes == 0, at
+
+        came = interrupted(die, at)
+        assert all(read.done() or not memory.expired() for read, memory in ahead), at
+        entries.GUARD.drain()
+        assert all(read.done() for read, _ in ahead), at
+        assert get_store(config).reader.outstanding_bytes == 0, at
 
 
 def test_no_signal_leaves_bytes_outstanding(tmp_path):

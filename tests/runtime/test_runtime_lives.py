@@ -12,7 +12,7 @@ from tests import fresh
 
 PREAMBLE = """
 import os, signal, sys, threading, time, torch
-from tests.runtime.engines import DelayedEngine, add
+from tests.runtime.engines import DelayedEngine, around
 from tests.runtime.harness import *
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.entries import State
@@ -21,7 +21,7 @@ where = sys.argv[1]
 torch.set_num_threads(1)  # OpenMP does not survive a fork
 N = 300_001
 def slow(shortest=0.05, longest=0.1):
-    return config_json(where, add(lambda inner: DelayedEngine(inner, shortest, longest)))
+    return config_json(where, around(lambda inner: DelayedEngine(inner, shortest, longest)))
 """
 
 
@@ -143,7 +143,7 @@ def test_interrupts(tmp_path):
         del h
         assert entries.living() == []
 
-        small = config_json(where, add(lambda inner: DelayedEngine(inner, 3600, 3600)), inflight=100)
+        small = config_json(where, around(lambda inner: DelayedEngine(inner, 3600, 3600)), inflight=100)
         h = store(x, small)
         expect_interrupt(lambda: store(x, small))
         del h

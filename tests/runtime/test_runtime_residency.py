@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import ssd_fx
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.residency import LONGEST, QUIET_STEPS, WAITS, WARM, Residency
 from ssd_fx.runtime.store import get_store
-from tests.runtime.engines import Clock, HeldEngine, Lane, registered
+from tests.runtime.engines import Clock, HeldEngine, Lane, around
 from tests.runtime.harness import begin, config_json, load, raw, release, store
 
 MIB = 1 << 20
@@ -211,19 +211,19 @@ N, TENSORS = MIB // 4, 8
 
 
 @pytest.fixture
-def slow_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+def slow_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Configurations with a drive of one lane, where the runtime reads that clock too."""
     monkeypatch.setattr("ssd_fx.runtime.store.now", clock)
     monkeypatch.setattr("ssd_fx.runtime.device.arrival.now", clock)
     lane = Lane(clock)
-    with registered(lambda inner: HeldEngine(inner, lane, lane), "memory") as name:
+    name = around(lambda inner: HeldEngine(inner, lane, lane), "memory")
 
-        def make(**options: object) -> str:
-            config = config_json(tmp_path, name, resident_at_most=1 << 40, prefetch=2 * MIB, **options)
-            get_store(config).residency._clock = clock
-            return config
+    def make(**options: object) -> str:
+        config = config_json(tmp_path, name, resident_at_most=1 << 40, prefetch=2 * MIB, **options)
+        get_store(config).residency._clock = clock
+        return config
 
-        yield make
+    return make
 
 
 def train(config: str) -> tuple[float, int]:

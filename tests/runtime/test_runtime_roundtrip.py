@@ -9,7 +9,7 @@ import torch
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.entries import State
 from ssd_fx.runtime.store import get_store
-from tests.runtime.engines import DelayedEngine, registered
+from tests.runtime.engines import DelayedEngine, around
 from tests.runtime.harness import CPU, begin, config_json, load, op, raw, release, settle, store, watch
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -274,18 +274,18 @@ def test_gaps_and_overlaps(tmp_path, view, relies_on, source):
     base = torch.randn(60, 50)
     x = view(base)
     expected = x.clone()
-    with registered(lambda inner: DelayedEngine(inner, 30, 40) if source != "read" else inner) as engine:
-        h = store(x, config_json(tmp_path, engine))
-        release(h, x)
-        if source == "read":
-            settle(h)
-        strides = x.stride()
-        del x, base
-        asked = torch.empty(expected.shape)
-        y = load(h, asked, consume=source == "given", relies_on=relies_on)
-        assert torch.equal(y, expected)
-        assert y.stride() == (asked.stride() if relies_on else strides)
-        assert y.storage_offset() == 0 or relies_on == "address"
+    engine = around(lambda inner: DelayedEngine(inner, 30, 40) if source != "read" else inner)
+    h = store(x, config_json(tmp_path, engine))
+    release(h, x)
+    if source == "read":
+        settle(h)
+    strides = x.stride()
+    del x, base
+    asked = torch.empty(expected.shape)
+    y = load(h, asked, consume=source == "given", relies_on=relies_on)
+    assert torch.equal(y, expected)
+    assert y.stride() == (asked.stride() if relies_on else strides)
+    assert y.storage_offset() == 0 or relies_on == "address"
 
 
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:, ::2], lambda x: x[:, :1].expand(60, 50)])

@@ -15,9 +15,9 @@ from ssd_fx.runtime.engines import extents
 from ssd_fx.runtime.engines.base import Copy
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
-from ssd_fx.runtime.stats import counters, reset_stats, stats
+from ssd_fx.runtime.stats import counters, reset_stats, slots, stats
 from ssd_fx.runtime.store import get_store
-from tests.runtime.engines import DelayedEngine, WritesOnDemand, registered
+from tests.runtime.engines import DelayedEngine, WritesOnDemand, around
 from tests.runtime.harness import (
     CPU,
     begin,
@@ -39,15 +39,13 @@ N = 300_001
 @pytest.fixture
 def slow(tmp_path):
     """Writes start 0.3 to 0.5 s late: long enough for what tests do meanwhile, on a busy machine too."""
-    with registered(lambda inner: DelayedEngine(inner, 0.3, 0.5)) as name:
-        yield config_json(tmp_path, name)
+    return config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 0.3, 0.5)))
 
 
 @pytest.fixture
 def stuck(tmp_path):
     """Writes start after an hour."""
-    with registered(lambda inner: DelayedEngine(inner, 3600, 3600)) as name:
-        yield config_json(tmp_path, name)
+    return config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 3600, 3600)))
 
 
 # ---- forwarding: store -> release -> load before the write is done
@@ -146,23 +144,23 @@ def test_a_storage_that_is_given_other_memory_while_it_is_written(moved, tmp_pat
         made.append(WritesOnDemand(inner))
         return made[-1]
 
-    with registered(wrap) as engine:
-        x = torch.arange(N, dtype=torch.float32)
-        expected = x.clone()
-        h = store(x, config_json(tmp_path, engine))
-        release(h, x)
-        if moved == "while it waits for its end":
-            made[0].go()
-        before = x.data_ptr()
-        x.share_memory_()
-        others = [torch.full((N,), 7.0) for _ in range(8)]
-        assert before in [other.data_ptr() for other in others]
-        if moved != "and loaded at once":
-            made[0].go()
-            settle(h)
-        assert torch.equal(load(h, expected), expected)
-        assert torch.equal(x, expected)
-        assert made[0].refused == [], "the drive is not to blame"
+    engine = around(wrap)
+    x = torch.arange(N, dtype=torch.float32)
+    expected = x.clone()
+    h = store(x, config_json(tmp_path, engine))
+    release(h, x)
+    if moved == "while it waits for its end":
+        made[0].go()
+    before = x.data_ptr()
+    x.share_memory_()
+    others = [torch.full((N,), 7.0) for _ in range(8)]
+    assert before in [other.data_ptr() for other in others]
+    if moved != "and loaded at once":
+        made[0].go()
+        settle(h)
+    assert torch.equal(load(h, expected), expected)
+    assert torch.equal(x, expected)
+    assert made[0].refused == [], "the drive is not to blame"
 
 
 def test_a_copy_that_two_interrupts_ended_is_not_made(tmp_path, monkeypatch):
@@ -288,15 +286,18 @@ def test_release_without_hand_over_waits(slow):
     assert lookup(h).state is State.ON_DISK
     assert stats().stall_s > 0.03
     assert torch.equal(load(h, expected), expected)
+    waits = slots()["g"][0]
+    assert waits.write_stall_s > 0.03
+    assert waits.write_stall_s + waits.read_stall_s == pytest.approx(stats().stall_s)
 
 
 def test_release_with_hand_over_returns_at_once(tmp_path):
     x = torch.randn(N)
-    with registered(lambda inner: DelayedEngine(inner, 20, 20)) as late:  # who waits fails, and does not hang
-        h = store(x, config_json(tmp_path, late))
-        release(h, x, hand_over=True)
-        assert lookup(h).state is State.IN_MEMORY
-        assert lookup(h).write is not None
+    late = around(lambda inner: DelayedEngine(inner, 20, 20))  # who waits fails, and does not hang
+    h = store(x, config_json(tmp_path, late))
+    release(h, x, hand_over=True)
+    assert lookup(h).state is State.IN_MEMORY
+    assert lookup(h).write is not None
 
 
 def test_release_of_another_buffer(config):
@@ -453,26 +454,24 @@ def test_handle_dies_in_another_thread_that_holds_the_lock(config):
 
 
 def test_cap_blocks_until_there_is_room(tmp_path):
-    with registered(DelayedEngine) as name:
-        config = config_json(tmp_path, name, inflight=2 * 4 * N)
-        handles = [store(torch.full((N,), float(i)), config, slot=i) for i in range(6)]
-        most = get_store(config).writer.writing_bytes
-        assert most <= 2 * 4 * N
-        assert stats().stall_s > 0.05
-        for i, h in enumerate(handles):
-            assert torch.equal(load(h, torch.empty(N)), torch.full((N,), float(i)))
+    config = config_json(tmp_path, around(DelayedEngine), inflight=2 * 4 * N)
+    handles = [store(torch.full((N,), float(i)), config, slot=i) for i in range(6)]
+    most = get_store(config).writer.writing_bytes
+    assert most <= 2 * 4 * N
+    assert stats().stall_s > 0.05
+    for i, h in enumerate(handles):
+        assert torch.equal(load(h, torch.empty(N)), torch.full((N,), float(i)))
 
 
 def test_one_tensor_larger_than_the_cap_goes_through(tmp_path):
-    with registered(DelayedEngine) as name:
-        config = config_json(tmp_path, name, inflight=100)
-        started = time.perf_counter()
-        x = torch.randn(N)
-        h = store(x, config)
-        h2 = store(x, config)
-        assert time.perf_counter() - started > 0.04
-        assert torch.equal(load(h, x), x)
-        assert torch.equal(load(h2, x), x)
+    config = config_json(tmp_path, around(DelayedEngine), inflight=100)
+    started = time.perf_counter()
+    x = torch.randn(N)
+    h = store(x, config)
+    h2 = store(x, config)
+    assert time.perf_counter() - started > 0.04
+    assert torch.equal(load(h, x), x)
+    assert torch.equal(load(h2, x), x)
 
 
 # ---- whole steps
@@ -480,25 +479,24 @@ def test_one_tensor_larger_than_the_cap_goes_through(tmp_path):
 
 def test_random_completion_order_over_many_steps(tmp_path):
     """Buffers are overwritten as soon as the release returned; what comes back is what was stored."""
-    with registered(lambda inner: DelayedEngine(inner, 0.0, 0.02)) as name:
-        config = config_json(tmp_path, name, inflight=8 * 4 * N)
-        buffers = [torch.empty(N + i) for i in range(4)]
-        for step in range(6):
-            begin(config)
-            kept = []
-            for i in range(12):
-                x = buffers[i % 4]
-                x.fill_(100.0 * step + i)
-                h = store(x, config, slot=i, seq=2 * i)
-                release(h, x, seq=2 * i + 1, hand_over=False)
-                kept.append((h, x.shape[0], 100.0 * step + i))
-            for seq, (h, n, value) in enumerate(reversed(kept)):
-                y = start_load(h, torch.empty(n), seq=2 * seq)
-                assert (wait(y, h, seq=2 * seq + 1) == value).all()
-            del kept, h
-        s = stats()
-        assert (s.steps, s.stores, s.loads, s.in_planned_order) == (6, 72, 72, 1.0)
-        assert entries.living() == []
+    config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 0.0, 0.02)), inflight=8 * 4 * N)
+    buffers = [torch.empty(N + i) for i in range(4)]
+    for step in range(6):
+        begin(config)
+        kept = []
+        for i in range(12):
+            x = buffers[i % 4]
+            x.fill_(100.0 * step + i)
+            h = store(x, config, slot=i, seq=2 * i)
+            release(h, x, seq=2 * i + 1, hand_over=False)
+            kept.append((h, x.shape[0], 100.0 * step + i))
+        for seq, (h, n, value) in enumerate(reversed(kept)):
+            y = start_load(h, torch.empty(n), seq=2 * seq)
+            assert (wait(y, h, seq=2 * seq + 1) == value).all()
+        del kept, h
+    s = stats()
+    assert (s.steps, s.stores, s.loads, s.in_planned_order) == (6, 72, 72, 1.0)
+    assert entries.living() == []
 
 
 def test_two_threads_hammer_one_store(config):

@@ -559,6 +559,7 @@ def test_what_the_device_waits_for_is_seen(late):
             del y, handle
         begin(config, "waits", offloaded=1)
         assert stats.stats().graphs["waits"].stall_s == pytest.approx(steps * late * 1.5e-3)
+        assert stats.slots()["waits"][0].read_stall_s == pytest.approx(steps * late * 1.5e-3)
         assert (("waits", 0) in get_store(config).habits.late) is late
         close_stores()
 

@@ -28,7 +28,7 @@ from ssd_fx.runtime.memory.buffers import ALIGN
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
 from tests import fresh
-from tests.runtime.engines import DelayedEngine, FailingEngine, registered
+from tests.runtime.engines import DelayedEngine, FailingEngine, around
 from tests.runtime.harness import config_json, load, raw, release, settle, store
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -214,23 +214,22 @@ def test_a_failing_part_in_the_store(tmp_path, operation, nth):
         failing.append(bad)
         return StripedEngine([engine._drives[0].engine, bad])
 
-    with registered(wrap) as name:
-        config = config_json(tmp_path, name, dirs=directories(tmp_path, 2))
-        xs = [torch.full((700_000 + i,), float(i)) for i in range(5)]
-        handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
-        for h, x in zip(handles, xs, strict=True):
-            release(h, x, hand_over=False)
-            x.fill_(-1)
-        kept = [i for i, h in enumerate(handles) if lookup(h).state is State.IN_MEMORY]
-        assert kept == ([] if operation == "alloc" else [nth])
-        assert failing[0].refused == ([] if operation == "alloc" else [errno.EIO])
-        for i, h in enumerate(handles):
-            assert (load(h, torch.empty(700_000 + i)) == i).all()
-        handles.clear()
-        del h
-        assert entries.living() == []
-        engine = get_store(config).engine
-        assert [drive.live_bytes for drive in engine._drives] == [0, 0]
+    config = config_json(tmp_path, around(wrap), dirs=directories(tmp_path, 2))
+    xs = [torch.full((700_000 + i,), float(i)) for i in range(5)]
+    handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
+    for h, x in zip(handles, xs, strict=True):
+        release(h, x, hand_over=False)
+        x.fill_(-1)
+    kept = [i for i, h in enumerate(handles) if lookup(h).state is State.IN_MEMORY]
+    assert kept == ([] if operation == "alloc" else [nth])
+    assert failing[0].refused == ([] if operation == "alloc" else [errno.EIO])
+    for i, h in enumerate(handles):
+        assert (load(h, torch.empty(700_000 + i)) == i).all()
+    handles.clear()
+    del h
+    assert entries.living() == []
+    engine = get_store(config).engine
+    assert [drive.live_bytes for drive in engine._drives] == [0, 0]
 
 
 def test_one_full_directory_leaves_its_share_to_the_other(drives):

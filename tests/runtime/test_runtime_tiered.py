@@ -14,7 +14,7 @@ from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.store import close_stores
-from tests.runtime.engines import DelayedEngine, FailingEngine, registered
+from tests.runtime.engines import DelayedEngine, FailingEngine, around
 from tests.runtime.fake_gpu import ORDERS, installed
 from tests.runtime.harness import config_json, load, op, raw, release, settle
 
@@ -248,14 +248,14 @@ def test_what_finds_no_room_has_the_codec_of_its_tier(gpu_config):
 
 def test_the_drive_is_told_of_a_write_that_failed(gpu_config):
     """Behind the tier, too: it takes no new tensors then."""
-    with registered(lambda inner: FailingEngine(inner, lambda operation, count: operation == "write")) as engine:
-        config = json.dumps(json.loads(gpu_config) | {"engine": engine})
-        x = torch.randn(N)
-        handle = op.store(x, config, "g", 0, 0, "ssd")
-        release(handle, x)
-        assert torch.equal(load(handle, x, consume=False), x)
-        drive = lookup(handle).store.engine._drive
-        assert drive.refused == [errno.EIO]
+    engine = around(lambda inner: FailingEngine(inner, lambda operation, count: operation == "write"))
+    config = json.dumps(json.loads(gpu_config) | {"engine": engine})
+    x = torch.randn(N)
+    handle = op.store(x, config, "g", 0, 0, "ssd")
+    release(handle, x)
+    assert torch.equal(load(handle, x, consume=False), x)
+    drive = lookup(handle).store.engine._drive
+    assert drive.refused == [errno.EIO]
 
 
 def test_what_was_never_written_does_not_keep_others_from_moving_on(drive):
@@ -306,8 +306,8 @@ def test_no_tensor_moves_on_to_memory_that_a_copy_in_vain_still_fills(order):
         return TieredEngine(MemoryEngine(), inner, B, B)
 
     values = [torch.arange(i, N + i, dtype=torch.float32) for i in range(3)]
-    with installed(order) as gpu, registered(wrap, "memory") as name:
-        config = json.dumps({"engine": name, "adapt": False, "prefetch": 0})
+    with installed(order) as gpu:
+        config = json.dumps({"engine": around(wrap, "memory"), "adapt": False, "prefetch": 0})
 
         def put(slot, tier):
             x = gpu.tensor(values[slot])
@@ -343,13 +343,13 @@ def test_what_finds_no_host_memory_goes_to_the_drive(drive):
 
 
 def test_such_a_tensor_counts_as_written_to_the_drive(tmp_path):
-    with registered(lambda drive: TieredEngine(NoMemory(), drive, 10 * B, 10 * B)) as engine:
-        stats.reset_stats()
-        config = config_json(tmp_path, engine)
-        x = torch.randn(N)
-        handle = op.store(x, config, "full", 0, 0)
-        release(handle, x)
-        settle(handle)
-        op.store(torch.ones(1), config, "full", 1, 2)
-        assert stats.stats().graphs["full"].drive_bytes == B
-        assert raw(load(handle, x)) == raw(x)
+    engine = around(lambda drive: TieredEngine(NoMemory(), drive, 10 * B, 10 * B))
+    stats.reset_stats()
+    config = config_json(tmp_path, engine)
+    x = torch.randn(N)
+    handle = op.store(x, config, "full", 0, 0)
+    release(handle, x)
+    settle(handle)
+    op.store(torch.ones(1), config, "full", 1, 2)
+    assert stats.stats().graphs["full"].drive_bytes == B
+    assert raw(load(handle, x)) == raw(x)

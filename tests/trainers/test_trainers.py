@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ import torch
 
 import ssd_fx
 from ssd_fx import cli
+from tests.bitwise import Compile, by_name, kept, ours, prove_bitwise
 from tests.compatibility import Result, record
-from tests.models import assert_same_bits, deterministic
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {
@@ -29,7 +30,6 @@ NEEDS = {
 }
 FORWARDS = {"hf_trainer": 2, "with_accelerate": 2, "with_lightning": 1}  # in a step
 STEPS = 2
-KEPT = {"aot_eager": {"budget": "1.0"}, "inductor": {"engine": "memory"}}
 
 
 @pytest.fixture(autouse=True)
@@ -40,26 +40,22 @@ def fresh_accelerator() -> Iterator[None]:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def trained(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> list[torch.Tensor]:
+def trained(name: str, directory: Path, compile: Compile) -> list[torch.Tensor]:
     """Losses and parameters; the example names the directory, all else comes from the environment."""
     example = importlib.import_module(f"examples.trainers.{name}")
-    torch._dynamo.reset()
-    ssd_fx.reset_stats()
-    with monkeypatch.context() as patched, deterministic():
-        for option, value in {"min_bytes": "0", **options}.items():
-            patched.setenv(f"SSD_FX_{option.upper()}", value)
+    with by_name(compile):
         losses, model = example.train(str(directory), STEPS)
     return [torch.tensor(losses), *(p.detach().clone() for p in model.parameters())]
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NEEDS)
-def test_no_bit_changes(name: str, inner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bit_changes(name: str, inner: str, tmp_path: Path) -> None:
     for library in NEEDS[name]:
         pytest.importorskip(library, reason="needs pip install -e '.[trainers]'")
-    kept = trained(name, tmp_path, monkeypatch, inner=inner, **KEPT[inner])
     # Few bytes may wait to be written, so that most are written and not handed back.
-    assert_same_bits(trained(name, tmp_path, monkeypatch, inner=inner, inflight="64KiB"), kept)
+    options = {"min_bytes": 0, "inner": inner, "inflight": "64KiB"}
+    prove_bitwise(partial(trained, name, tmp_path), [kept(options), ours(options)])
     stats = ssd_fx.stats()
     assert stats.steps == STEPS * FORWARDS[name]
     record(Result("trainers", name, inner, stats.saved_bytes, stats.written_bytes))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.loops.loops import Compile, assert_no_bit_changes, backward, gradients
+from tests.bitwise import Compile
+from tests.loops.loops import assert_no_bit_changes, backward, gradients
 
 pytestmark = pytest.mark.slow
 diffusers = pytest.importorskip("diffusers", reason="make ways installs it")

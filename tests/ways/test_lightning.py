@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.loops.loops import Compile, Net, assert_no_bit_changes, batch, parameters
+from tests.bitwise import Compile
+from tests.loops.loops import Net, assert_no_bit_changes, batch, parameters
 
 pytestmark = pytest.mark.slow
 lightning = pytest.importorskip("lightning", reason="make ways installs it")

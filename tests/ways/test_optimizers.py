@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from tests.loops.loops import Compile, Net, assert_no_bit_changes, backward, batch, parameters
+from tests.bitwise import Compile
+from tests.loops.loops import Net, assert_no_bit_changes, backward, batch, parameters
 
 pytestmark = pytest.mark.slow
 

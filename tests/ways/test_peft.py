@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.loops.loops import Compile, assert_no_bit_changes, backward, gradients
+from tests.bitwise import Compile
+from tests.loops.loops import assert_no_bit_changes, backward, gradients
 from tests.ways.test_transformers import SIZES, llama, texts, transformers
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.loops.loops import Compile, assert_no_bit_changes, backward, gradients
+from tests.bitwise import Compile
+from tests.loops.loops import assert_no_bit_changes, backward, gradients
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchao", reason="make ways installs it")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.loops.loops import Compile, assert_no_bit_changes, backward, gradients
-from tests.ways.ways import assert_two_ranks_agree, by_name
+from tests.bitwise import Compile, by_name
+from tests.loops.loops import assert_no_bit_changes, backward, gradients
+from tests.ways.ways import assert_two_ranks_agree
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchtitan", reason="make ways installs it")

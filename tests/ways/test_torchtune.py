@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.loops.loops import Compile, assert_no_bit_changes, backward, gradients
-from tests.ways.ways import by_name
+from tests.bitwise import Compile, by_name
+from tests.loops.loops import assert_no_bit_changes, backward, gradients
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchtune", reason="torchtune 0.6.1 needs torchao 0.10: make ways puts that ahead of the path")

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 
+from tests.bitwise import Compile, by_name
 from tests.distributed.worker import local
-from tests.loops.loops import Compile
 from tests.ways.test_torchtitan import llama, tokens
-from tests.ways.ways import by_name, compare_on_a_rank
+from tests.ways.ways import compare_on_a_rank
 
 STEPS = 2
 

@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ssd_fx
+from tests.bitwise import Compile, differences, kept, ours, run
 from tests.compatibility import Result, record
 from tests.distributed.launch import torchrun
-from tests.loops.loops import Compile, current_test
+from tests.loops.loops import current_test, on_disk
 
 SAID = re.compile(r"rank (\d): same (\w+), (\d+) values, (\d+) stores, (\d+) loads, (\d+) saved, (\d+) written")
 
 
-@contextmanager
-def by_name(compile: Compile) -> Iterator[str]:
-    """The name of the backend; its options are in the environment meanwhile."""
-    how = compile.keywords  # type: ignore[attr-defined]
-    options = how.get("options", {}).items()
-    texts = {f"SSD_FX_{name.upper()}": ":".join(x) if isinstance(x, list) else str(x) for name, x in options}
-    with mock.patch.dict(os.environ, texts):
-        yield how["backend"]
-
-
 def compare_on_a_rank(train: Callable[[Compile], list[Tensor]], directory: str) -> None:
     """What `train` returns with everything kept and with everything on disk, and prints how they compare."""
-    torch.use_deterministic_algorithms(True)
-    options: dict[str, Any] = {"dirs": [directory], "inner": "aot_eager", "budget": 0, "min_bytes": 0}
-    options["recompute"] = False
-    kept = train(partial(torch.compile, backend="ssd_fx", options=options | {"budget": 1.0}))
-    ssd_fx.reset_stats()
-    found = train(partial(torch.compile, backend="ssd_fx", options=options))
-    same = all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
+    options = on_disk(Path(directory), recompute=False)
+    expected, found = (run(train, compile) for compile in (kept(options), ours(options)))
+    same = differences(found, expected) == {}
     stats = ssd_fx.stats()
     moved = f"{stats.stores} stores, {stats.loads} loads, {stats.saved_bytes} saved, {stats.written_bytes} written"
     print(f"rank {dist.get_rank()}: same {same}, {len(found)} values, {moved}", flush=True)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.loops.loops import Compile, Net, batch
+from tests.bitwise import Compile
+from tests.loops.loops import Net, batch
 from tests.ways.ways import compare_on_a_rank
 
 STEPS = 3

@@ -36,6 +36,7 @@
     return at < 0 ? parts[0] || "outside of modules" : parts.slice(0, at + 1).join(".");
   };
   const called = (row) => `${row.run === null ? "" : `run ${row.run + 1} `}${row.module || row.source || row.name}`;
+  const waits = (times) => [times.release, times.wait].filter(([a, b]) => b > a);
   const matches = (row) => {
     const text = [layerOf(row), called(row), row.source, row.name, row.decision, row.reason, row.graph].join(" ").toLowerCase();
     return state.query.toLowerCase().split(/\s+/).every((word) => text.includes(word));
@@ -80,7 +81,7 @@
     const push = (list, index, kind, measured) => {
       for (const span of measured ? spans(list) : list) made.push([span[0], span[1], index, kind, measured ? span[2] : -1]);
     };
-    for (const [found, measured] of [[data.lanes, false], [seen, true]]) {
+    for (const [found, measured] of [[own, false], [seen, true]]) {
       if (!found) continue;
       push(found.compute[0], 0, "forward", measured);
       push(found.compute[1], 0, "backward", measured);
@@ -107,7 +108,7 @@
   function inMemory(list) {  // of the groups of a layer: [from, to, bytes]
     const changes = [];
     for (const { times: t, nbytes } of list) {
-      changes.push([t.produced, nbytes], [t.last, -nbytes]);
+      changes.push([t.store[0], nbytes], [t.last[1], -nbytes]);
       if (t.gone && t.gone[1] > t.gone[0]) changes.push([t.gone[0], -nbytes], [t.gone[1], nbytes]);
     }
     changes.sort((a, b) => a[0] - b[0]);
@@ -130,14 +131,14 @@
       for (const row of line.rows) {
         const t = row.times, index = data.groups.indexOf(row), add = (a, b, part) => made.push([a, b, y, part, index]);
         if (line.folded) { /* drawn above */ } else if (t.gone && t.gone[1] > t.gone[0]) {
-          add(t.produced, t.gone[0], PARTS.live);
+          add(t.store[0], t.gone[0], PARTS.live);
           add(t.gone[0], t.gone[1], PARTS.gone);
-          add(t.gone[1], t.last, PARTS.live);
-        } else add(t.produced, t.last, PARTS.live);
+          add(t.gone[1], t.last[1], PARTS.live);
+        } else add(t.store[0], t.last[1], PARTS.live);
         if (t.write) add(t.write[0], t.write[1], PARTS.write);
         if (t.read) add(t.read[0], t.read[1], PARTS.read);
-        for (const [a, b] of t.waits) add(a, b, PARTS.wait);
-        for (const kind of ["write", "read"]) if (row.seen && row.seen[kind]) {
+        for (const [a, b] of waits(t)) add(a, b, PARTS.wait);
+        for (const kind of ["write", "read"]) if (row.seen[kind]) {
           const [a, b] = row.seen[kind];
           add(at(a), at(b), PARTS.seen);
         }
@@ -342,18 +343,22 @@
     put("reason", row.reason);
     put("shared", { output: "the caller gets it as an output", input: "the caller has passed it in" }[row.shared]);
     if (t) {
-      put("produced", time(t.produced));
+      put("produced", time(t.store[0]));
       put("written", t.write && `${time(t.write[0])} to ${time(t.write[1])}`);
-      put("released", time(t.released));
+      put("released", time(t.release[0]));
       put("read", t.read && `${time(t.read[0])} to ${time(t.read[1])}`);
-      put("used", `${time(t.used)} to ${time(t.last)}`);
-      put("waited for", t.waits.length ? time(t.waits.reduce((sum, [a, b]) => sum + b - a, 0)) : "");
+      put("used", `${time(t.wait[1])} to ${time(t.last[1])}`);
+      put("waited for", waits(t).length ? time(waits(t).reduce((sum, [a, b]) => sum + b - a, 0)) : "");
     }
     for (const [kind, name] of [["write", "written"], ["read", "read"], ["wait", "waited for"]])
-      put(`measured: ${name}`, row.seen && row.seen[kind] && `${time(row.seen[kind][0])} to ${time(row.seen[kind][1])}`);
-    if (row.counts) ["freed", "wasted", "held", "kept"].forEach((name, i) =>
-      put(`all steps: ${name}`, row.counts[i] ? bytes(row.counts[i]) : ""));
-    if (row.counts) put("why", row.counts[4]);
+      put(`measured: ${name}`, row.seen[kind] && `${time(row.seen[kind][0])} to ${time(row.seen[kind][1])}`);
+    if (row.measured) {
+      for (const name of ["freed", "wasted", "held", "kept"])
+        put(`all steps: ${name}`, row.measured[name] ? bytes(row.measured[name]) : "");
+      put("why", row.measured.why);
+      const stall = row.measured.write_stall_s + row.measured.read_stall_s;
+      put("all steps: waited for", stall ? time(1000 * stall) : "");
+    }
     $("details").replaceChildren(list);
     chart.setOption({ series: [{ id: "bars", renderItem: drawBar, data: bars() }] });
     for (const line of $("table").tBodies[0].rows) line.setAttribute("aria-selected", rows[line.sectionRowIndex] === row);
@@ -405,19 +410,22 @@
     `${data.graphs.length > 4 ? ` and ${data.graphs.length - 4} more` : ""}; ` +
     (data.steps ? `predicted, and measured over ${data.steps} steps` : "predicted; nothing was measured");
   for (const [name, text] of data.lines) $("lines").append(element("dt", name), element("dd", text.replaceAll(" -> ", " \u2192 ")));
-  if (data.missed) {
-    const body = element("tbody");
-    for (const each of data.unfreed) {
+  function add(id, head, rows) {  // a table that is there only if it has rows; a number is a cell flush right
+    const body = element("tbody"), table = element("table");
+    for (const row of rows) {
       const line = element("tr");
-      line.append(element("td", bytes(each.nbytes), { class: "number" }), element("td", each.module),
-        element("td", each.source), element("td", `held by ${each.who}`));
+      line.append(...row.map(([text, number]) => element("td", text, { class: number ? "number" : "" })));
       body.append(line);
     }
-    const held = element("table");
-    held.append(body);
-    $("unfreed").append(element("h2", `Not freed: ${bytes(data.missed)} of ${bytes(data.asked)} a step stay in memory beyond what the budget allows`), held);
-    $("unfreed").hidden = false;
+    table.append(body);
+    $(id).append(element("h2", head), table);
+    $(id).hidden = !rows.length;
   }
+  add("unfreed", `Not freed: ${bytes(data.missed)} of ${bytes(data.asked)} a step stay in memory beyond what the budget allows`,
+    data.missed ? data.unfreed.map((each) => [[bytes(each.nbytes), true], [each.module], [each.source], [`held by ${each.who}`]]) : []);
+  add("stalls", "The step waits for", data.stalls.map(({ module, source, seconds: [write, read, predicted] }) =>
+    [[module || "(no module)"], [source], ...[["writes", write], ["reads", read], ...(data.steps ? [["predicted", predicted]] : [])]
+      .map(([name, s]) => [`${name} ${time(1000 * s)}`, true])]));
   $("fold").checked = state.fold;
   $("scale").checked = state.scale;
   $("scale-label").hidden = !seen;

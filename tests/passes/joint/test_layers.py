@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import ssd_fx
 from ssd_fx.passes.cost.operators import is_extern
 from ssd_fx.passes.joint.layers import between_layers, valleys
 from ssd_fx.passes.joint.spread import spread
 from ssd_fx.passes.partition import RECOMPUTED, Partition
-from tests.models import assert_same_bits
+from tests.bitwise import Compile, assert_same_bits, ours, run
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
 
@@ -114,18 +113,14 @@ def _forward_as_backward(toy: toys.Toy) -> Partition:
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_layers_that_are_computed_again_have_the_same_gradients(inner: str) -> None:
-    def gradients(**more: Any) -> list[torch.Tensor]:
-        torch._dynamo.reset()
-        options = {"inner": inner, "engine": "memory", "min_bytes": 0, "machine": SLOW}
+    def gradients(compile: Compile) -> tuple[torch.Tensor, ...]:
         x, w = arguments()
-        torch.compile(residual, backend=ssd_fx.backend, options=options | more)(x, w).backward()
-        assert x.grad is not None
-        assert w.grad is not None
-        return [x.grad, w.grad]
+        return torch.autograd.grad(compile(residual)(x, w), (x, w))
 
-    kept = gradients(recompute=False, budget=1.0)
+    options = {"inner": inner, "engine": "memory", "min_bytes": 0, "machine": SLOW}
+    kept = run(gradients, ours(options, recompute=False, budget=1.0))
     with everything_recomputed(by_layers=True) as groups:
-        again = gradients(recompute=True, budget=0)
+        again = run(gradients, ours(options, recompute=True, budget=0))
     assert sum(groups) >= LAYERS
     if inner == "aot_eager":
         assert_same_bits(kept, again)

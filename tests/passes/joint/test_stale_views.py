@@ -19,7 +19,7 @@ from ssd_fx.passes.alias.storages import untrusted
 from ssd_fx.passes.joint import stale_views
 from ssd_fx.passes.joint.stale_views import rejoin_views
 from ssd_fx.passes.partition import Partition, storage_of
-from tests.models import assert_same_bits
+from tests.bitwise import kept, ours, prove_bitwise
 from tests.passes import toys
 
 aten = torch.ops.aten
@@ -96,15 +96,7 @@ def test_inductor_s_are_stored_once_and_come_back(tmp_path: Path) -> None:
     assert "aliases disagree" not in found.table
     assert found.plan["offloaded_bytes"] == found.plan["saved_bytes"]
 
-    def gradients(**more: object) -> list[torch.Tensor]:
-        torch._dynamo.reset()
-        x, w = toys.inputs()
-        torch.compile(no_dropout, backend="ssd_fx", options=options | more)(x, w).backward()
-        assert x.grad is not None
-        assert w.grad is not None
-        return [x.grad, w.grad]
-
-    assert_same_bits(gradients(), gradients(engine="memory"))
+    prove_bitwise(toys.trained(no_dropout), [kept(options), ours(options)])
 
 
 def test_items_whose_metadata_know_another_storage_are_disputed() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +15,13 @@ from ssd_fx.passes import pipeline
 from ssd_fx.passes.rewrite.backward import may_be_donated
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
-from ssd_fx.runtime.engines.base import Engine
-from ssd_fx.runtime.store import close_stores
+from tests.bitwise import kept, ours, prove_bitwise
 from tests.passes import toys
-from tests.passes.lazy_engines import LazyReads, LazyWrites
-from tests.runtime.engines import registered
 
-OPTIONS = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0}
+OPTIONS = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "budget": 0}
 
 
-def ours(graph: torch.fx.Graph) -> str:
+def nodes_of(graph: torch.fx.Graph) -> str:
     """The graph without its placeholders, one node a line."""
     lines = []
     for node in graph.nodes:
@@ -40,7 +35,7 @@ def ours(graph: torch.fx.Graph) -> str:
 def test_forward_of_a_chain() -> None:
     """mm -> relu [store] -> mm -> relu [release]; the handle is saved instead of relu."""
     assert_expected_inline(
-        ours(toys.planned(toys.relu_chain).partition.forward.graph),
+        nodes_of(toys.planned(toys.relu_chain).partition.forward.graph),
         """\
 empty_memory_format = empty.memory_format([0])
 begin__default = begin_.default(empty_memory_format, 309beb59, 256, 256)
@@ -61,7 +56,7 @@ output = output((relu_1, ssd_fx_handle_0, detach_2, t_1, t_2))""",
 def test_backward_of_a_chain() -> None:
     """[load] -> ... -> [wait] -> mm: the loaded tensor is used only behind its wait."""
     assert_expected_inline(
-        ours(toys.planned(toys.relu_chain).partition.backward.graph),
+        nodes_of(toys.planned(toys.relu_chain).partition.backward.graph),
         """\
 load_default = load.default(ssd_fx_handle_0, [8, 8], [8, 1], torch.float32, cpu, 0, False, )
 threshold_backward = threshold_backward.default(tangents_1, detach_2, 0)
@@ -82,7 +77,7 @@ output = output((mm_5, add))""",
 def test_views_are_replayed_behind_the_wait() -> None:
     """load base -> wait -> as_strided q, k, v -> their transposes."""
     assert_expected_inline(
-        ours(toys.planned(toys.views_only).partition.backward.graph),
+        nodes_of(toys.planned(toys.views_only).partition.backward.graph),
         """\
 load_default = load.default(ssd_fx_handle_2, [8, 8], [8, 1], torch.float32, cpu, 0, False, strides)
 load_default_1 = load.default(ssd_fx_handle_1, [8, 24], [24, 1], torch.float32, cpu, 1, False, strides)
@@ -165,64 +160,19 @@ def test_a_backward_refuses_stand_ins_for_all_that_changes_from_step_to_step() -
     assert toys.with_joint(squares, (x, torch.nn.Parameter(w.detach())), refused) == ["primals_1", "mm"]
 
 
-class Late(NamedTuple):
-    engine: str
-    write_all: Callable[[], object]
-
-
-def gradients(
-    toy: toys.Toy, budget: float, size: int, between: Callable[[], object] = list, **options: object
-) -> list[torch.Tensor]:
-    """Outputs and gradients; `between` is called between the forward and the backward."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    x, w = toys.inputs(size)
-    out = torch.compile(toy, backend=ssd_fx.backend, options=OPTIONS | options | {"budget": budget})(x, w)
-    tensors = out if isinstance(out, tuple) else (out,)
-    between()
-    sum(t.abs().sum() for t in tensors).backward()
-    assert x.grad is not None
-    assert w.grad is not None
-    return [*(t.detach() for t in tensors), x.grad, w.grad]
-
-
-@pytest.fixture(scope="module")
-def late() -> Iterator[Late]:
-    """Reads when it is waited for, and writes then or when the forward is over: memory given up too early shows."""
-    engines: list[LazyWrites] = []
-
-    def make(inner: Engine) -> Engine:
-        engines.append(LazyWrites(inner))
-        return LazyReads(engines[-1])
-
-    with registered(make, "memory") as name:
-        yield Late(name, lambda: [engine.write_all() for engine in engines])
-        close_stores()
-
-
 ON_DISK = (toys.relu_chain, toys.views_only, toys.complex_numbers, toys.narrow, toys.slice_of_big_base, toys.equal_copy)
+ON_DISK += (toys.saved_output, toys.view_of_output)  # of which nothing but leaves is stored
 
 
-@pytest.mark.parametrize(
-    ("toy", "engine"), [*((t, "late") for t in toys.ALL), *((t, "posix") for t in ON_DISK)], ids=toys.name
-)
-def test_gradients_are_bitwise_those_of_everything_kept(
-    toy: toys.Toy, engine: str, late: Late, tmp_path: object
-) -> None:
-    kept = gradients(toy, 1.0, 8)
-    ssd_fx.reset_stats()
-    if engine == "late":
-        offloaded = gradients(toy, 0.0, 8, late.write_all, engine=late.engine)
-    else:
-        offloaded = gradients(toy, 0.0, 8, engine=engine, dirs=[str(tmp_path)])
-    for a, b in zip(kept, offloaded, strict=True):
-        assert torch.equal(a, b)
+@pytest.mark.parametrize("toy", ON_DISK, ids=toys.name)
+def test_gradients_are_bitwise_those_of_everything_kept(toy: toys.Toy, tmp_path: object) -> None:
+    """From files. All toys, from memory: tests/test_every_source.py."""
+    options = OPTIONS | {"engine": "posix", "dirs": [str(tmp_path)]}
+    prove_bitwise(toys.trained(toy), [kept(options), ours(options)])
     stats, plan = ssd_fx.stats(), toys.planned(toy).plan
     stored = sum(group.stored_nbytes for group in plan.offloaded)
     inputs = stats.held_bytes  # here they are leaves, which their owner holds
     assert stats.read_bytes + stats.forwarded_bytes == stored + inputs
-    if engine == "late":
-        assert stats.read_bytes == stats.written_bytes == stored
     assert stats.offloaded_bytes == plan.offloaded_bytes + inputs
 
 
@@ -237,27 +187,6 @@ def test_the_input_of_a_graph_is_not_donated_on_a_device() -> None:
     assert found == [True, True, True, False]
 
 
-FUSED = (toys.slice_of_big_base, toys.saved_copies)
-
-
-@pytest.mark.parametrize(
-    "toy", [pytest.param(t, marks=() if t in FUSED else pytest.mark.slow) for t in toys.ALL], ids=toys.name
-)
-def test_inductor_computes_the_same(toy: toys.Toy, late: Late) -> None:
-    """Bit for bit as the same code on the engine in memory. With everything kept Inductor may fuse otherwise, such as a
-    product and a sum into one call, whose last bit is another; not in `FUSED`, where that would be our fault."""
-    kept = gradients(toy, 1.0, 8, inner="inductor")
-    same_code = gradients(toy, 0.0, 8, inner="inductor", engine="memory")
-    ssd_fx.reset_stats()
-    offloaded = gradients(toy, 0.0, 8, late.write_all, inner="inductor", engine=late.engine)
-    assert all(torch.equal(a, b) for a, b in zip(same_code, offloaded, strict=True))
-    near = torch.equal if toy in FUSED else partial(torch.allclose, rtol=1e-4, atol=1e-5, equal_nan=True)
-    assert all(near(a, b) for a, b in zip(kept, offloaded, strict=True))
-    stats, plan = ssd_fx.stats(), toys.planned(toy).plan
-    assert stats.in_planned_order == 1.0
-    assert stats.loads > 0 or not plan.offloaded  # here the inputs are activations too
-
-
 def copy_that_is_reduced(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """sigmoid -> t -> contiguous, which products read and sums do: made again within a sum, it would be read in the
     order of sigmoid, and added up in that."""
@@ -269,8 +198,7 @@ def copy_that_is_reduced(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "toy", [copy_that_is_reduced, pytest.param(toys.equal_copy, marks=pytest.mark.slow)], ids=toys.name
 )
-def test_inductor_adds_up_in_the_same_order(toy: toys.Toy, late: Late) -> None:
+def test_inductor_adds_up_in_the_same_order(toy: toys.Toy) -> None:
     """67 columns: several vectors and a rest."""
-    options = {"inner": "inductor", "engine": late.engine}
-    kept, offloaded = (gradients(toy, budget, 67, late.write_all, **options) for budget in (1.0, 0.0))
-    assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
+    options = OPTIONS | {"inner": "inductor"}
+    prove_bitwise(toys.trained(toy, 67), [ours(options, budget=1.0), ours(options)])
