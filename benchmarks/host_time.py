@@ -16,6 +16,8 @@ import contextlib
 import gc
 import inspect
 import json
+import os
+import tempfile
 import timeit
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,8 @@ import torch
 import ssd_fx  # noqa: F401 - registers the operators
 from ssd_fx.runtime import entries, layout, reader, stats, store
 from ssd_fx.runtime.device import device_trace, streams
+from ssd_fx.runtime.engines.base import Memory
+from ssd_fx.runtime.engines.posix import PosixEngine
 
 N = 1 << 18  # elements of a tensor: 1 MiB
 CPU = torch.device("cpu")
@@ -243,6 +247,28 @@ def parts() -> None:
         for name, work in works.items():
             print(f"{name:32}{min(timeit.repeat(work, number=1000, repeat=7)) * 1e3:7.2f} us")
             entries.GUARD.drain()
+    for directories in (1, 8):
+        files(directories)
+
+
+def files(count: int) -> None:
+    """Print what engine "posix" takes for a tensor on so many directories, without its transfer."""
+    with tempfile.TemporaryDirectory() as scratch:
+        directories = [os.path.join(scratch, str(number)) for number in range(count)]
+        for directory in directories:
+            os.mkdir(directory)
+        engine = PosixEngine(*directories, allow_tmpfs=True)
+        memory = Memory.of(torch.empty(count << 20, dtype=torch.uint8))
+        extent = engine.alloc(memory.nbytes)
+        works = {
+            "room": lambda: engine.free(engine.alloc(memory.nbytes)),
+            "a write": lambda: engine.write(extent, memory).cancel(),
+            "a read": lambda: engine.read(extent, memory).cancel(),
+        }
+        for name, work in works.items():
+            us = min(timeit.repeat(work, number=1000, repeat=7)) * 1e3
+            print(f"{f'{name} of {count} MiB on {count} drives':32}{us:7.2f} us")
+        engine.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,7 +17,6 @@ PASSED_ON = {
     ("passes/planner/solve.py", "BudgetError"),
     ("passes/verify/errors.py", "VerifyError"),
     ("runtime/engines/preflight.py", "OSError"),
-    ("runtime/engines/striped.py", "OSError"),
     ("runtime/native/loader.py", "OSError"),
     ("ssd_fx/backend.py", "ValueError"),
     ("ssd_fx/backend.py", "log"),

@@ -38,16 +38,14 @@ class Memory(NamedTuple):
 
 
 class Extent:
-    """Room for one stored tensor of `nbytes`. `directory` and `offset` are for messages only."""
+    """Room for one stored tensor of `nbytes`."""
 
     on_drive = True  # a write to it wears a drive
 
-    __slots__ = ("directory", "nbytes", "offset")
+    __slots__ = ("nbytes",)
 
-    def __init__(self, nbytes: int, directory: str, offset: int = 0) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.directory = directory
-        self.offset = offset
 
 
 class Completion(Protocol):

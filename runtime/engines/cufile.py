@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from ssd_fx.runtime.engines.base import Memory
-
 NAME = "kvikio"  # of the package and of the engine
 MISSING = "install the extra: pip install 'ssd_fx[gds]', for CUDA 12 'ssd_fx[gds-cu12]'"
 FIXED_OFFSETS_AND_SIZE = 1 | 2 | 4  # flags of cuFileStreamRegister: no argument of a transfer changes after its call
@@ -62,29 +60,24 @@ class Exposed:
 
 
 class DriverFile:
-    """A file that kvikio has opened. It keeps no reference to the memory of a transfer, so the completion does.
-
-    `write` and `read` queue a transfer between device memory and a file offset on a stream. They return a function that
-    returns the number of bytes moved, to be called once the stream has passed the transfer.
-
-    Raises: RuntimeError, in either call, if the transfer failed.
-    """
+    """A file that kvikio has opened. It keeps no reference to the memory of a transfer, so the completion does."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
-    def write(self, memory: Memory, offset: int, stream: int) -> Callable[[], int]:
-        return self._queue(self._file.raw_write_async, memory, offset, stream)
-
-    def read(self, memory: Memory, offset: int, stream: int) -> Callable[[], int]:
-        return self._queue(self._file.raw_read_async, memory, offset, stream)
-
     def close(self) -> None:
         self._file.close()
 
-    def _queue(self, transfer: Callable[..., Any], memory: Memory, offset: int, stream: int) -> Callable[[], int]:
-        exposed = Exposed(memory.ptr, memory.nbytes)
-        future = transfer(exposed, stream, memory.nbytes, offset, 0)
+    def queue(self, write: bool, address: int, nbytes: int, offset: int, stream: int) -> Callable[[], int]:
+        """Queues a transfer between device memory and a file offset on a stream.
+
+        Returns a function that returns the number of bytes moved, to be called once the stream has passed the transfer.
+
+        Raises: RuntimeError, in either call, if the transfer failed.
+        """
+        exposed = Exposed(address, nbytes)
+        transfer = self._file.raw_write_async if write else self._file.raw_read_async
+        future = transfer(exposed, stream, nbytes, offset, 0)
 
         # The future synchronizes its stream when it is asked or dropped. `keep` keeps the memory's description alive.
         def moved(keep: object = exposed) -> int:

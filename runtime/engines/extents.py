@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from ssd_fx.runtime.memory.buffers import PAGE
 from ssd_fx.runtime.memory.free_extents import FreeExtents
@@ -28,12 +29,21 @@ RESERVE = 1 << 30
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # others may make room on a full drive
 
 
+class Closable(Protocol):
+    """A file of a library."""
+
+    def close(self) -> None: ...
+
+
+Opened = Callable[[str], Closable] | None
+
+
 class BackingFile:
     """The unlinked file of one directory, of at most `limit` bytes (0: what the file system has).
 
-    `beside`: returns the bytes of another file that count for the same limit.
     `align`: the alignment of transfers in bytes, 1 without direct I/O.
-    `opened`: called with the path before it is unlinked, for libraries that open files by name only.
+    `opened`: called with the path before it is unlinked, for libraries that open files by name only. It returns what
+    the library has opened, `opened_by`, which is closed with the file.
 
     Raises: OSError if no file can be created.
     """
@@ -43,15 +53,14 @@ class BackingFile:
         directory: str,
         step: int = STEP,
         limit: int = 0,
-        opened: Callable[[str], None] | None = None,
-        beside: Callable[[], int] = lambda: 0,
+        opened: Opened = None,
     ) -> None:
         self.directory = directory
         self.no_writes = Pause()  # while it lasts `room` raises
         self.no_growth = Pause()  # while it lasts only free extents are used
         self.opened_again: tuple[int, int] | None = None  # device and inode, if a library has opened the file too
         with _no_fork:
-            self.fd, direct = _open_direct_if_possible(directory, opened)
+            self.fd, self.opened_by, direct = _open_direct_if_possible(directory, opened)
             _open_files.add(self)
             if opened:
                 found = os.fstat(self.fd)
@@ -61,7 +70,6 @@ class BackingFile:
         self._granularity = max(PAGE, self.align)
         self._step = step
         self._limit = limit
-        self._beside = beside
         self._free = FreeExtents()
         self._lock = threading.Lock()
         self._warned = False
@@ -115,11 +123,15 @@ class BackingFile:
 
     def close(self) -> None:
         """Closes the descriptor, which frees the file's space. May be called again."""
-        with _no_fork:
-            with self._lock:
-                fd, self.fd = self.fd, -1  # the operating system may give the number to another file
-            if fd >= 0:
-                os.close(fd)
+        try:
+            if self.opened_by and self.fd >= 0:
+                self.opened_by.close()
+        finally:
+            with _no_fork:
+                with self._lock:
+                    fd, self.fd = self.fd, -1  # the operating system may give the number to another file
+                if fd >= 0:
+                    os.close(fd)
 
     def _warn(self, nbytes: int, error: OSError) -> None:
         if self._warned:
@@ -157,7 +169,7 @@ class BackingFile:
 
         Raises: OSError if these are fewer than `missing`.
         """
-        held = self.nbytes + self._beside()
+        held = self.nbytes
         if self._limit and held + missing > self._limit:
             message = f"the file would have {held + missing} B, and disk_limit is {self._limit} B"
             raise OSError(errno.ENOSPC, message, self.directory)
@@ -237,9 +249,9 @@ def beyond_the_reserve(status: os.statvfs_result) -> int:
     return status.f_bavail * status.f_frsize - min(status.f_blocks * status.f_frsize // 20, RESERVE)
 
 
-def _open_direct_if_possible(directory: str, opened: Callable[[str], None] | None) -> tuple[int, bool]:
+def _open_direct_if_possible(directory: str, opened: Opened) -> tuple[int, Closable | None, bool]:
     try:
-        return _open_unlinked(directory, os.O_DIRECT, opened), True
+        return *_open_unlinked(directory, os.O_DIRECT, opened), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -249,14 +261,14 @@ def _open_direct_if_possible(directory: str, opened: Callable[[str], None] | Non
         RuntimeWarning,
         stacklevel=2,
     )
-    return _open_unlinked(directory, 0, opened), False
+    return *_open_unlinked(directory, 0, opened), False
 
 
-def _open_unlinked(directory: str, flags: int, opened: Callable[[str], None] | None) -> int:
+def _open_unlinked(directory: str, flags: int, opened: Opened) -> tuple[int, Closable | None]:
     """A descriptor of a file without a name: nobody else can open it, and a crash leaves nothing on the drive."""
     try:
         if opened is None:
-            return _open(directory, os.O_TMPFILE | flags)
+            return _open(directory, os.O_TMPFILE | flags), None
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
@@ -264,15 +276,13 @@ def _open_unlinked(directory: str, flags: int, opened: Callable[[str], None] | N
     try:
         fd = _open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags)
         try:
-            if opened:
-                opened(path)
+            return fd, opened(path) if opened else None
         except BaseException:
             os.close(fd)
             raise
     finally:
         with contextlib.suppress(FileNotFoundError):  # Linux makes the file before it refuses O_DIRECT
             os.unlink(path)
-    return fd
 
 
 def _open(path: str, flags: int) -> int:

@@ -1,189 +1,128 @@
 """GPUDirect Storage: transfers between GPU memory and files that do not pass through the host.
 
-* Transfers are queued on side streams; `streams` has the rules. Each transfer under way has a stream of its own,
-  because kvikio waits for the whole stream when it is asked for a result.
+* Transfers are queued on side streams; `streams` has the rules. Each piece under way has a stream of its own, because
+  kvikio waits for the whole stream when it is asked for a result.
 * kvikio's calls without a stream (`pread`, `pwrite`) are no way out: each waits for the default stream first, on which
   PyTorch computes. Source: kvikio's file_handle.cpp, `sync_default_stream`.
 * **Blocks are not verified**: the data never passes the host, where the checksums of engine "posix" are computed.
 * Tensor memory is not registered with cuFile. A registration is by address, and in a caching allocator the address
   outlives the tensor. cuFile moves unregistered memory through a buffer on the GPU.
-* Host memory goes through a second engine, "posix", with separate files, which is made when the first such write comes.
-  This is memory of CPU tensors, and of GPU tensors that a host tier moves on. It is read through the same engine.
+* Host memory goes through the I/O threads, as with engine "posix", to the same files. This is memory of CPU tensors,
+  and of GPU tensors that a host tier moves on. It is read through them too.
 """
 
 import errno
-import functools
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 
 from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.device import driver, streams
 from ssd_fx.runtime.engines import cufile
-from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory, not_readable
-from ssd_fx.runtime.engines.cufile import DriverFile
-from ssd_fx.runtime.engines.extents import STEP, BackingFile
+from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
+from ssd_fx.runtime.engines.drives import FileExtent, Piece
+from ssd_fx.runtime.engines.extents import STEP
 from ssd_fx.runtime.engines.posix import PosixEngine
-from ssd_fx.runtime.engines.preflight import check_directory
-from ssd_fx.runtime.engines.striped import one_for_each
 
 _NO_ERRNO = errno.EIO  # cuFile's errors carry no errno
 _LANES = 16  # streams for each device and all directories
 
-
-class GdsExtent(Extent):
-    """Room in a file of `GdsEngine`. Bytes that come `from_cpu` have room in `host` instead, and none in the file."""
-
-    __slots__ = ("from_cpu", "host", "size")
-
-    def __init__(self, nbytes: int, backing: BackingFile, offset: int, size: int) -> None:
-        super().__init__(nbytes, backing.directory, offset)
-        self.size = size
-        self.from_cpu = False
-        self.host: Extent | None = None
+_Moved = Callable[[], int] | str
+"""Asks how many bytes of a piece were moved; or why it was not queued."""
 
 
-class _GdsFile:
-    """A backing file, and the same file opened by kvikio."""
+class GdsEngine(PosixEngine):
+    """`PosixEngine` in each directory of `config`, whose files are opened by kvikio too. `cufile.status` must have been
+    asked.
 
-    def __init__(self, directory: str, limit: int, forced: bool, beside: Callable[[], int]) -> None:
-        opened: list[DriverFile] = []
-        self.backing = BackingFile(directory, STEP, limit, lambda path: opened.append(_opened(path, forced)), beside)
-        self.driver = opened[0]
-
-    def close(self) -> None:
-        try:
-            self.driver.close()
-        finally:
-            self.backing.close()
-
-
-def _opened(path: str, forced: bool) -> DriverFile:
-    try:
-        return cufile.open_file(path, forced)
-    except RuntimeError as error:
-        raise OSError(_NO_ERRNO, f"{cufile.NAME} cannot open a file here: {error}", os.path.dirname(path)) from error
-
-
-class GdsEngine:
-    """One backing file in `directory`, with the other options of `config`. `cufile.status` must have been asked.
-
-    `lanes`: the most streams for each device.
-
-    Raises: what `check_directory` raises; OSError if the file cannot be opened.
+    Raises: what `PosixEngine` raises; OSError if kvikio cannot open a file.
     """
 
     name = cufile.NAME
-    devices = frozenset({"cpu", "cuda"})
 
-    def __init__(self, directory: str, config: RuntimeConfig, *, forced: bool, lanes: int) -> None:
-        check_directory(directory, config.allow_tmpfs)
-        self._config = config
-        self._most_lanes = lanes
-        self._host: Engine | None = None
-        # By transfer, its stream. A future that is dropped before its end blocks the host, so they are kept here.
-        self._under_way: dict[streams.Queued, streams.Stream] = {}
-        self._lanes: dict[torch.device, deque[streams.Stream]] = {}
-        self._file = _GdsFile(
-            str(Path(directory)), config.disk_limit, forced, lambda: self._host.disk_bytes if self._host else 0
+    def __init__(self, config: RuntimeConfig, *, forced: bool) -> None:
+        self._most_lanes = max(_LANES, 2 * len(config.dirs))
+        self._lanes: dict[torch.device, list[streams.Stream]] = {}  # the one used longest ago goes first
+        # By transfer its pieces, its streams, and what to ask. A future that is dropped before its end blocks the host.
+        self._queued: dict[streams.Queued, tuple[list[Piece], list[streams.Stream], list[_Moved]]] = {}
+        super().__init__(
+            *config.dirs,
+            allow_tmpfs=config.allow_tmpfs,
+            step=STEP,
+            limit=config.disk_limit,
+            checksums=config.checksums,
+            opened=partial(_opened, forced=forced),
+            cuda=driver.cuda,
         )
 
-    @property
-    def disk_bytes(self) -> int:
-        return self._file.backing.nbytes + (self._host.disk_bytes if self._host else 0)
+    def on_device(self, device: torch.device) -> bool:
+        return streams.of(device) is not None
 
-    def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        backing = self._file.backing
-        return GdsExtent(nbytes, backing, *backing.room(nbytes))
-
-    def free(self, extent: Extent) -> None:
-        assert isinstance(extent, GdsExtent)
-        if extent.host:
-            assert self._host, "it was written there"
-            self._host.free(extent.host)
-        else:
-            self._file.backing.free(extent.offset, extent.size)
-
-    def write(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, GdsExtent)
-        if streams.of(memory.device):
-            return self._queued("write", extent, memory)
-        extent.from_cpu = True
-        self._host = self._host or self._make_host()
-        extent.host = self._host.alloc(extent.nbytes)
-        self._file.backing.free(extent.offset, extent.size)
-        return self._host.write(extent.host, memory)
+    def under_way(self) -> list[int]:
+        found = super().under_way()
+        for transfer, (pieces, _, _) in list(self._queued.items()):
+            for piece in pieces if not transfer.done() else ():
+                found[piece.drive] += piece.nbytes
+        return found
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
-        assert isinstance(extent, GdsExtent)
-        if extent.host:
-            assert self._host, "it was written there"
-            return self._host.read(extent.host, memory)
-        if extent.from_cpu or not streams.of(memory.device):
-            raise not_readable(torch.device("cpu" if extent.from_cpu else "cuda"), memory.device)
-        return self._queued("read", extent, memory)
-
-    def failed(self, extent: Extent, error: OSError) -> None:
-        assert isinstance(extent, GdsExtent)
-        if extent.host and self._host:
-            self._host.failed(extent.host, error)
-        elif not extent.from_cpu:
-            self._file.backing.failed(extent.nbytes, error)
+        assert isinstance(extent, FileExtent)
+        if extent.past_host and not self.on_device(memory.device):
+            raise not_readable(torch.device("cuda"), memory.device)
+        return super().read(extent, memory)
 
     def close(self) -> None:
         with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
-            if self._host:
-                closing.callback(self._host.close)
+            closing.callback(super().close)
             closing.callback(self._give_lanes_back)
-            closing.callback(self._file.close)
-            closing.callback(self._under_way.clear)
-            for transfer in self._under_way:
+            closing.callback(self._queued.clear)
+            for transfer in self._queued:
                 closing.callback(transfer.cancel)
 
-    def _make_host(self) -> Engine:
-        backing, config = self._file.backing, self._config
-        return PosixEngine(
-            backing.directory,
-            allow_tmpfs=config.allow_tmpfs,
-            limit=config.disk_limit,
-            checksums=config.checksums,
-            beside=lambda: backing.nbytes,
-        )
-
-    def _queued(self, what: str, extent: GdsExtent, memory: Memory) -> Completion:
-        file = self._file.driver
-        queue = file.write if what == "write" else file.read
+    def device_transfer(self, write: bool, extent: FileExtent, memory: Memory) -> Completion:
+        """A transfer whose pieces are queued on a stream each. The first stream waits for the others."""
+        extent.past_host |= write
+        if not extent.past_host:  # the pool wrote it, with checksums
+            return super().device_transfer(write, extent, memory)
+        pieces, device = extent.pieces, memory.device
+        queued = streams.of(device)
+        assert queued, "only asked for devices with streams"
+        lanes = self._take_lanes(queued, device, len(pieces))
 
         def enqueue(side: streams.Stream) -> streams.Check:
-            moved = _checked(what, extent, lambda: queue(memory, extent.offset, side.cuda_stream))
-            self._under_way[transfer] = side
-            return functools.partial(self._end, transfer, what, extent, moved)
+            others, moved = lanes[1:], list[_Moved]()
+            self._queued[transfer] = pieces, lanes, moved
+            if others:
+                ready = queued.record(side)
+                for lane in others:
+                    lane.wait_event(ready)
+            for piece, lane in zip(pieces, lanes, strict=True):
+                moved.append(_queue(write, piece, memory, lane))
+            for lane in others:
+                side.wait_event(queued.record(lane))
+            return partial(self._end, transfer, write, extent, moved)
 
-        transfer = streams.Queued(memory.device, self._lane(memory.device), enqueue)
+        transfer = streams.Queued(device, lanes[0], enqueue)
         return transfer
 
-    def _lane(self, device: torch.device) -> streams.Stream:
-        """A stream with nothing under way; of streams that are all in use, the one used longest ago."""
-        lanes, busy = self._lanes.setdefault(device, deque()), list(self._under_way.values())
-        idle = next((lane for lane in lanes if lane not in busy), None)
-        if idle is None and len(lanes) == self._most_lanes:
-            idle = lanes[0]
-        if idle is None:
-            queued = streams.of(device)
-            assert queued, "only asked for devices with streams"
-            with queued.on(device):
-                idle = queued.side(device)
-                cufile.register(idle.cuda_stream)
-        else:
-            lanes.remove(idle)
-        lanes.append(idle)
-        return idle
+    def _take_lanes(self, queued: streams.Streams, device: torch.device, count: int) -> list[streams.Stream]:
+        """Streams with nothing under way; where all are in use, those used longest ago."""
+        lanes = self._lanes.setdefault(device, [])
+        busy = [lane for _, used, _ in list(self._queued.values()) for lane in used]
+        taken = [lane for lane in lanes if lane not in busy][:count]
+        with queued.on(device):
+            while len(taken) < count and len(lanes) < self._most_lanes:
+                taken.append(queued.side(device))
+                lanes.append(taken[-1])
+                cufile.register(taken[-1].cuda_stream)
+        rest = [lane for lane in lanes if lane not in taken]
+        taken += rest[: count - len(taken)]
+        lanes[:] = [lane for lane in lanes if lane not in taken] + taken
+        return taken
 
     def _give_lanes_back(self) -> None:
         for device, lanes in self._lanes.items():
@@ -191,28 +130,50 @@ class GdsEngine:
             while queued and lanes:
                 queued.give_back(device, lanes.pop())
 
-    def _end(self, transfer: streams.Queued, what: str, extent: GdsExtent, moved: Callable[[], int]) -> None:
-        """Returns if all bytes were moved. Raises: OSError if not."""
+    def _end(self, transfer: streams.Queued, write: bool, extent: FileExtent, moved: list[_Moved]) -> None:
+        """Returns if all bytes were moved. Raises: OSError if not; of a write all errors are noted in the extent."""
         try:
-            nbytes = _checked(what, extent, moved)
-            if nbytes != extent.nbytes:
-                raise _failure(what, extent, f"moved {nbytes} B only")
+            pieces = extent.pieces
+            how = {index: reason for index, reason in enumerate(map(_shortfall, pieces, moved)) if reason}
+            if write:
+                extent.errors = {index: _failure(write, pieces[index], how[index]) for index in how}
+            if how:
+                raise _failure(write, pieces[min(how)], how[min(how)])
         finally:
-            self._under_way.pop(transfer, None)
+            self._queued.pop(transfer, None)
 
 
-def _checked(what: str, extent: GdsExtent, call: Callable[[], Any]) -> Any:
-    """What `call` returns. Raises: OSError instead of the RuntimeError of kvikio."""
+def _opened(path: str, forced: bool) -> cufile.DriverFile:
     try:
-        return call()
+        return cufile.open_file(path, forced)
     except RuntimeError as error:
-        error.__traceback__ = None  # its frames keep the future alive, which must die with the transfer
-        raise _failure(what, extent, f"failed: {error}") from None
+        raise OSError(_NO_ERRNO, f"{cufile.NAME} cannot open a file here: {error}", os.path.dirname(path)) from error
 
 
-def _failure(what: str, extent: GdsExtent, how: str) -> OSError:
-    place = f"{what} of {extent.nbytes} B at offset {extent.offset} of the unlinked file in {extent.directory}"
-    return OSError(_NO_ERRNO, f"{place} {how}", extent.directory)
+def _queue(write: bool, piece: Piece, memory: Memory, lane: streams.Stream) -> _Moved:
+    file = piece.file.opened_by
+    assert isinstance(file, cufile.DriverFile)
+    try:
+        return file.queue(write, memory.ptr + piece.start, piece.nbytes, piece.offset, lane.cuda_stream)
+    except RuntimeError as error:
+        return f"failed: {error}"
+
+
+def _shortfall(piece: Piece, moved: _Moved) -> str:
+    """What is wrong with a transfer that is over."""
+    if isinstance(moved, str):
+        return moved
+    try:
+        nbytes = moved()
+    except RuntimeError as error:
+        return f"failed: {error}"
+    return "" if nbytes == piece.nbytes else f"moved {nbytes} B only"
+
+
+def _failure(write: bool, piece: Piece, how: str) -> OSError:
+    what, directory = "write" if write else "read", piece.file.directory
+    place = f"{what} of {piece.nbytes} B at offset {piece.offset} of the unlinked file in {directory}"
+    return OSError(_NO_ERRNO, f"{place} {how}", directory)
 
 
 def check_machine(*, forced: bool) -> None:
@@ -230,7 +191,7 @@ def check_machine(*, forced: bool) -> None:
         )
 
 
-def make(config: RuntimeConfig, *, forced: bool) -> Engine:
+def make(config: RuntimeConfig, *, forced: bool) -> GdsEngine:
     """An engine that has passed a round trip in every directory.
 
     Raises: ValueError without directories; what `check_machine` and `GdsEngine` raise; OSError if a round trip fails.
@@ -239,19 +200,17 @@ def make(config: RuntimeConfig, *, forced: bool) -> Engine:
     if not config.dirs:
         raise ValueError(f"engine {cufile.NAME!r} needs at least one directory on a drive in dirs")
 
-    def tried(directory: str) -> Engine:
-        engine = GdsEngine(directory, config, forced=forced, lanes=max(2, _LANES // len(config.dirs)))
-        try:
-            _round_trip(engine)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
-
-    return one_for_each(config.dirs, tried)
+    engine = GdsEngine(config, forced=forced)
+    try:
+        for drive in range(len(config.dirs)):
+            _round_trip(engine, drive)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
-def usable(config: RuntimeConfig) -> Engine | None:
+def usable(config: RuntimeConfig) -> GdsEngine | None:
     """The engine, or None unless this process computes on a GPU and GPUDirect Storage works in all directories."""
     if not torch.cuda.is_initialized() or not cufile.status().real:
         return None
@@ -263,15 +222,15 @@ def usable(config: RuntimeConfig) -> Engine | None:
     return None
 
 
-def _round_trip(engine: GdsEngine, nbytes: int = 64 << 10) -> None:
-    """Writes and reads some bytes. Raises: OSError if the two differ."""
+def _round_trip(engine: GdsEngine, drive: int, nbytes: int = 64 << 10) -> None:
+    """Writes and reads some bytes in a directory. Raises: OSError if the two differ."""
     device = cufile.current_device()
     queued = streams.of(device) if device else None
     assert device and queued, "checked by status"  # noqa: PT018
     source, target = (queued.empty((nbytes,), (1,), torch.uint8, device) for _ in range(2))
     pattern = (torch.arange(nbytes) % 251).to(torch.uint8)
     queued.copy(queued.current(device), source, pattern)
-    extent = engine.alloc(nbytes)
+    extent = FileExtent(nbytes, [engine.drives.take(drive, 0, nbytes)])
     for transfer in (engine.write(extent, Memory.of(source)), engine.read(extent, Memory.of(target))):
         transfer.start()
         transfer.wait()

@@ -22,7 +22,7 @@ class _HostExtent(Extent):
     __slots__ = ("buffer", "pinned", "reader", "written")
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes, "memory")
+        super().__init__(nbytes)
         self.buffer: Buffer | None = None
         self.pinned: Piece | None = None
         self.reader = torch.device("cpu")

@@ -14,14 +14,17 @@ import ctypes
 import errno
 import os
 import threading
+from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ssd_fx.runtime.device import driver
-from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
-from ssd_fx.runtime.engines.extents import STEP, BackingFile
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Extent, Memory, not_readable
+from ssd_fx.runtime.engines.drives import Drives, FileExtent, Piece, open_files
+from ssd_fx.runtime.engines.extents import STEP, BackingFile, Opened
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.memory.buffers import Buffer
 from ssd_fx.runtime.native import loader, pool
@@ -30,105 +33,125 @@ POLL_MS = 100  # a thread that waits for I/O runs signal handlers this often
 _CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
-class FileExtent(Extent):
-    """Room in an engine's file.
-
-    `tail`: the last bytes of the tensor if they are not on disk. `sums`: the checksums of the others, None without
-    checksums.
-    """
-
-    __slots__ = ("size", "sums", "tail")
-
-    def __init__(self, nbytes: int, directory: str, offset: int, size: int) -> None:
-        super().__init__(nbytes, directory, offset)
-        self.size = size
-        self.sums: pool.Sums | None = None
-        self.tail = b""
-
-    @property
-    def body_bytes(self) -> int:
-        """The bytes of the tensor that are on disk."""
-        return self.nbytes - len(self.tail)
-
-
 class Transfer:
-    """The completion of one request.
+    """The completion of one request to the pool, which moves all pieces of an extent.
 
+    It is *final* when nothing accesses its memory any more.
     `bounce`: the buffer that the request uses instead of the tensor. `target`: where a read copies the bytes from
     there. `record`: called at the start, returns the event that the transfer of a device's memory waits for.
     """
 
-    __slots__ = ("_bounce", "_copying", "_extent", "_record", "_request", "_target", "_what")
+    __slots__ = (
+        "_address", "_bounce", "_copying", "_event", "_extent", "_library", "_pool", "_record", "_request", "_sums",
+        "_target", "_write",
+    )  # fmt: skip
 
     def __init__(
         self,
-        what: str,
+        owner: pool.Pool,
+        request: ctypes.Array[ctypes.c_char],
+        write: bool,
         extent: FileExtent,
-        request: pool.Request,
         bounce: Buffer | None = None,
         target: int = 0,
         record: Callable[[], torch.cuda.Event] | None = None,
     ) -> None:
-        self._what = what
-        self._extent = extent
+        self._pool = owner
+        self._library = owner.library
         self._request = request
+        self._address = ctypes.addressof(request)
+        self._write = write
+        self._extent = extent
+        self._sums = extent.sums  # kept alive while a thread may fill it
         self._bounce = bounce
         self._target = target
-        self._copying = threading.Lock()  # `cancel` returns when `wait`, in another thread, has left the target alone
         self._record = record
+        self._event: torch.cuda.Event | None = None
+        self._copying = threading.Lock()  # `cancel` returns when `wait`, in another thread, has left the target alone
 
     def start(self) -> None:
-        self._request.start(self._record() if self._record else None, self._bounce)
+        event = self._record() if self._record else None
+        self._pool.transfers[self] = None  # whoever drops it, it lives until it is final, with event and bounce
+        self._event = event
+        self._library.start(self._address, event.cuda_event if event else None)
+
+    def state(self) -> int:
+        """PENDING, OK, FAILED or CANCELLED. Does not block."""
+        return self._seen(self._library.state(self._address))
 
     def done(self) -> bool:
-        return self._request.state() != pool.PENDING
+        return self.state() != pool.PENDING
 
     def wait(self) -> None:
-        while (state := self._request.wait(POLL_MS)) == pool.PENDING:
+        while (state := self._seen(self._library.wait(self._address, POLL_MS))) == pool.PENDING:
             continue
         with self._copying:
             bounce, self._bounce = self._bounce, None
             if state == pool.OK and self._target:
                 if bounce is None:  # `cancel` dropped it
-                    raise self._error(pool.CANCELLED)
+                    raise self._cancelled()
                 ctypes.memmove(self._target, bounce.address, self._extent.nbytes)
                 self._target = 0
         if state != pool.OK:
-            raise self._error(state)
+            raise self._cancelled() if state == pool.CANCELLED else self._failed()
 
     def cancel(self) -> bool:
-        state = self._request.cancel()
+        """As `Completion.cancel`. Drops what has not started, and waits for what runs."""
+        state = self._seen(self._library.cancel(self._address))
         with self._copying:
             self._bounce = None
         return state != pool.OK
 
     def span(self) -> tuple[float, float]:
-        return self._request.span()
+        """Start of the first part and end of the last, in seconds of time.perf_counter."""
+        return self._library.started(self._address), self._library.ended(self._address)
 
-    def _error(self, state: int) -> OSError:
-        extent = self._extent
-        file = f"the unlinked file in {extent.directory}"
-        place = f"{self._what} of {extent.nbytes} B at offset {extent.offset} of {file}"
-        if state == pool.CANCELLED:
-            return OSError(errno.ECANCELED, f"{place} was cancelled", extent.directory)
-        code, where = self._request.error()
+    def _seen(self, state: int) -> int:
+        if state != pool.PENDING:
+            self._pool.transfers.pop(self, None)
+            self._event = None
+        return state
+
+    def _failed(self) -> OSError:
+        """The earliest error, rather one of a drive; all those of a write are noted down in the extent."""
+        found = (self._library.failure(self._address, index).contents for index in range(len(self._extent.pieces)))
+        failures = {index: failure for index, failure in enumerate(found) if failure.error}
+        errors = {index: self._error(index, failure) for index, failure in failures.items()}
+        if self._write:
+            self._extent.errors = errors
+        first = min(errors, key=lambda index: (errors[index].errno in NOT_OF_THE_DRIVE, failures[index].when))
+        return self._error(first, failures[first])  # a new one, because its frames would keep the extent alive
+
+    def _cancelled(self) -> OSError:
+        piece = self._extent.pieces[0]
+        return OSError(errno.ECANCELED, f"{_place(self._write, piece)} was cancelled", piece.file.directory)
+
+    def _error(self, index: int, failure: pool.Failure) -> OSError:
+        piece = self._extent.pieces[index]
+        place, directory = _place(self._write, piece), piece.file.directory
+        code, where = failure.error, failure.where
         if code == pool.END_OF_FILE:
-            return OSError(errno.EIO, f"{place} hit the end of the file at offset {where}", extent.directory)
+            return OSError(errno.EIO, f"{place} hit the end of the file at offset {where}", directory)
         if code == pool.CHECKSUM_MISMATCH:
             message = f"{place}: checksum mismatch in the block at offset {where}: it is not what was written there"
-            return OSError(errno.EIO, message, extent.directory)
+            return OSError(errno.EIO, message, directory)
         if code == pool.CUDA_FAILED:
-            function, result = self._request.cuda_error()
+            function, result = driver.FUNCTIONS[failure.function], failure.code
             message = f"{place} failed at offset {where}: {function} returned CUDA error {result}"
-            return OSError(errno.ENOMEM if result == _CUDA_OUT_OF_MEMORY else errno.EFAULT, message, extent.directory)
-        return OSError(code, f"{place} failed at offset {where}: {os.strerror(code)}", extent.directory)
+            return OSError(errno.ENOMEM if result == _CUDA_OUT_OF_MEMORY else errno.EFAULT, message, directory)
+        return OSError(code, f"{place} failed at offset {where}: {os.strerror(code)}", directory)
+
+
+def _place(write: bool, piece: Piece) -> str:
+    what, directory = "write" if write else "read", piece.file.directory
+    return f"{what} of {piece.nbytes} B at offset {piece.offset} of the unlinked file in {directory}"
 
 
 class PosixEngine:
-    """One backing file in `directory`, of at most `limit` bytes (0: no limit), with `threads` I/O threads.
+    """A backing file in each of `directories`, of at most `limit` bytes (0: no limit), with `threads` I/O threads each.
 
-    `beside`: as in `BackingFile`.
-    `checksums`: sum every block. `cuda`: returns the driver, when memory of a device is first transferred.
+    `checksums`: sum every block. `opened`: as in `BackingFile`. `cuda`: returns the driver, when memory of a device is
+    first transferred.
 
     Raises: what `check_directory` raises; OSError if no file can be created.
     """
@@ -138,101 +161,124 @@ class PosixEngine:
 
     def __init__(
         self,
-        directory: str,
-        *,
+        *directories: str,
         allow_tmpfs: bool = False,
         threads: int = 2,
         step: int = STEP,
         limit: int = 0,
         checksums: bool = True,
-        beside: Callable[[], int] = lambda: 0,
+        opened: Opened = None,
         cuda: Callable[[], driver.CudaDriver] = driver.cuda,
     ) -> None:
-        check_directory(directory, allow_tmpfs)
         self._checksums = checksums
         self._cuda = cuda
         self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
-        self._file = BackingFile(str(Path(directory)), step, limit, beside=beside)
+
+        def made(directory: str) -> BackingFile:
+            check_directory(directory, allow_tmpfs)
+            return BackingFile(str(Path(directory)), step, limit, opened)
+
+        self.drives = Drives(open_files(directories, made), self.under_way)
         try:
-            self._pool = loader.make_pool(threads)
+            self._pool = loader.make_pool(len(directories), threads)
         except BaseException:  # no thread could be started
-            self._file.close()
+            self.drives.close()
             raise
+
+    def on_device(self, device: torch.device) -> bool:
+        """Whether memory is a device's, which goes through `device_transfer`."""
+        return device.type == "cuda"
+
+    def under_way(self) -> list[int]:
+        """The bytes that each drive was given and has not moved yet."""
+        return self._pool.under_way()
 
     @property
     def disk_bytes(self) -> int:
-        return self._file.nbytes
+        return self.drives.disk_bytes
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
-        return FileExtent(nbytes, self._file.directory, *self._file.room(nbytes))
+        return FileExtent(nbytes, self.drives.alloc(nbytes))
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, FileExtent)
-        self._file.free(extent.offset, extent.size)
+        self.drives.free(extent.pieces)
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, FileExtent)
         ptr, nbytes, device, _ = memory
-        align = self._file.align
         extent.tail = b""
-        if device.type == "cuda":
-            return self._staged(True, extent, ptr, device)
-        tail = nbytes % align
-        if ptr % align or nbytes < align or (tail and memory.reader.type == "cuda"):
-            return self._write_bounced(extent, ptr)
+        if self.on_device(device):
+            return self.device_transfer(True, extent, memory)
+        file = extent.pieces[-1].file
+        tail = nbytes % file.align
+        if ptr % self.drives.align or nbytes < file.align or (tail and self.on_device(memory.reader)):
+            padded = file.padded(nbytes)
+            bounce = Buffer(padded)
+            ctypes.memmove(bounce.address, ptr, nbytes)
+            ctypes.memset(bounce.address + nbytes, 0, padded - nbytes)  # no bytes of other tensors go to the disk
+            return self.transfer(True, extent, bounce.address, padded, bounce)
         extent.tail = ctypes.string_at(ptr + nbytes - tail, tail)
-        return Transfer("write", extent, self._request(True, extent, ptr, nbytes - tail))
+        return self.transfer(True, extent, ptr, nbytes - tail)
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         assert isinstance(extent, FileExtent)
         ptr, _, device, _ = memory
-        align, body = self._file.align, extent.body_bytes
-        if device.type == "cuda":
-            return self._staged(False, extent, ptr, device)
-        if ptr % align or body % align:
-            return self._read_bounced(extent, ptr)
-        ctypes.memmove(ptr + body, extent.tail, len(extent.tail))
-        return Transfer("read", extent, self._request(False, extent, ptr, body))
+        if self.on_device(device):
+            return self.device_transfer(False, extent, memory)
+        body, tail, file = extent.body_bytes, extent.tail, extent.pieces[-1].file
+        if ptr % self.drives.align or body % file.align:
+            padded = file.padded(body)
+            bounce = Buffer(padded + len(tail))  # the body is read into it, before the tail
+            ctypes.memmove(bounce.address + body, tail, len(tail))
+            return self.transfer(False, extent, bounce.address, padded, bounce, ptr)
+        ctypes.memmove(ptr + body, tail, len(tail))
+        return self.transfer(False, extent, ptr, body)
 
     def failed(self, extent: Extent, error: OSError) -> None:
         assert isinstance(extent, FileExtent)
-        self._file.failed(extent.nbytes, error)
+        self.drives.failed(extent, error)
 
     def close(self) -> None:
         try:
             self._pool.close()
         finally:  # a Ctrl-C comes out of the call that waits for the threads, or before it
             self._pool.close()  # else threads would go on with the number of a descriptor that others get
-            self._file.close()
+            self.drives.close()
 
-    def _write_bounced(self, extent: FileExtent, ptr: int) -> Completion:
-        nbytes, padded = extent.nbytes, self._file.padded(extent.nbytes)
-        bounce = Buffer(padded)
-        ctypes.memmove(bounce.address, ptr, nbytes)
-        ctypes.memset(bounce.address + nbytes, 0, padded - nbytes)  # no bytes of other tensors go to the disk
-        return Transfer("write", extent, self._request(True, extent, bounce.address, padded), bounce)
-
-    def _read_bounced(self, extent: FileExtent, ptr: int) -> Completion:
-        """Reads the body into a buffer, before the tail; `wait` copies both to `ptr`."""
-        padded = self._file.padded(extent.body_bytes)
-        bounce = Buffer(padded + len(extent.tail))
-        ctypes.memmove(bounce.address + extent.body_bytes, extent.tail, len(extent.tail))
-        return Transfer("read", extent, self._request(False, extent, bounce.address, padded), bounce, ptr)
-
-    def _staged(self, write: bool, extent: FileExtent, ptr: int, device: torch.device) -> Completion:
-        """A transfer of the whole tensor between the device and the file, padded to the alignment."""
+    def device_transfer(self, write: bool, extent: FileExtent, memory: Memory) -> Completion:
+        """A transfer of the whole tensor between a device and the files, padded to the alignment."""
+        device = memory.device
         if extent.tail:
             raise not_readable(torch.device("cpu"), device)
         assert device.index is not None, "the device of a tensor has a number"
         cuda, index = self._cuda(), device.index
         found = self._devices.get(index) or self._devices.setdefault(index, driver.describe(cuda, index))
-        padded = self._file.padded(extent.nbytes)
-        request = self._request(write, extent, ptr, padded, pool.OnDevice(ctypes.addressof(found), extent.nbytes))
-        return Transfer("write" if write else "read", extent, request, record=lambda: cuda.record(index))
+        padded = extent.pieces[-1].file.padded(extent.nbytes)
+        return self.transfer(write, extent, memory.ptr, padded, device=found, record=partial(cuda.record, index))
 
-    def _request(
-        self, write: bool, extent: FileExtent, address: int, nbytes: int, on_device: pool.OnDevice | None = None
-    ) -> pool.Request:
+    def transfer(
+        self,
+        write: bool,
+        extent: FileExtent,
+        address: int,
+        moved: int,
+        bounce: Buffer | None = None,
+        target: int = 0,
+        device: driver.Device | None = None,
+        record: Callable[[], torch.cuda.Event] | None = None,
+    ) -> Transfer:
+        """A transfer of the `moved` bytes at `address`: the tensor less its tail, or with padding behind it."""
+        pieces = extent.pieces
+        sizes = [piece.nbytes for piece in pieces[:-1]]
+        sizes.append(moved - pieces[-1].start)
         if write:
-            extent.sums = pool.sums_for(nbytes) if self._checksums else None
-        return self._pool.request(write, self._file.fd, address, nbytes, extent.offset, extent.sums, on_device)
+            blocks = sum([pool.blocks(nbytes) for nbytes in sizes])
+            extent.sums = array("Q", bytes(8 * blocks)) if self._checksums else None
+        sums = extent.sums.buffer_info()[0] if extent.sums else 0
+        places = array("q")  # of struct Place in pool.h
+        for (drive, file, offset, _, start, content), nbytes in zip(pieces, sizes, strict=True):
+            places.extend((drive, file.fd, address + start, nbytes, offset, sums, content))
+            sums += sums and 8 * pool.blocks(nbytes)
+        request = self._pool.request(write, places, ctypes.addressof(device) if device else 0)
+        return Transfer(self._pool, request, write, extent, bounce, target, record)

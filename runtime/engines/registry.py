@@ -21,32 +21,14 @@ def _memory(config: RuntimeConfig) -> Engine:
 
 
 def _posix(config: RuntimeConfig) -> Engine:
+    from ssd_fx.runtime.engines import staged
     from ssd_fx.runtime.engines.posix import PosixEngine
-    from ssd_fx.runtime.engines.striped import one_for_each
 
     if not config.dirs:
         raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
-
-    def made(directory: str) -> Engine:
-        return PosixEngine(
-            directory, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums
-        )
-
-    return _reaching(one_for_each(config.dirs, made))
-
-
-def _reaching(files: Engine) -> Engine:
-    """`files`, with a way to the memory of this process's device if they have none."""
-    from ssd_fx.runtime.engines import staged
-
     device = staged.needed()
-    if device is None:
-        return files
-    try:
-        return staged.StagedEngine(files, device)
-    except BaseException:  # its warning is an error
-        files.close()
-        raise
+    make: Callable[..., Engine] = functools.partial(staged.StagedEngine, device) if device else PosixEngine
+    return make(*config.dirs, allow_tmpfs=config.allow_tmpfs, limit=config.disk_limit, checksums=config.checksums)
 
 
 _GDS = {"kvikio": False, "kvikio-forced": True}

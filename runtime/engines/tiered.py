@@ -22,10 +22,8 @@ class TieredExtent(Extent):
 
     __slots__ = ("drive", "host", "moving", "planned", "written")
 
-    def __init__(self, host: Extent | None, drive: Extent | None, nbytes: int, planned: bool = False) -> None:
-        at = host or drive
-        assert at, "an extent is in a tier"
-        super().__init__(nbytes, at.directory, at.offset)
+    def __init__(self, nbytes: int, host: Extent | None, drive: Extent | None, planned: bool = False) -> None:
+        super().__init__(nbytes)
         self.host = host
         self.drive = drive
         self.planned = planned
@@ -79,8 +77,8 @@ class TieredEngine:
         """
         self._reap()
         if tier == "ssd" or not self._make_room(nbytes, tier):
-            return TieredExtent(None, self._drive.alloc(nbytes), nbytes)
-        extent = TieredExtent(self._host.alloc(nbytes), None, nbytes, tier == "host")
+            return TieredExtent(nbytes, None, self._drive.alloc(nbytes))
+        extent = TieredExtent(nbytes, self._host.alloc(nbytes), None, tier == "host")
         self._in_host[extent] = None
         self.host_bytes += nbytes
         return extent
@@ -119,7 +117,7 @@ class TieredEngine:
                 if error.errno != errno.ENOMEM:
                     raise
                 self._free_host(extent)
-                self._on_drive(extent, self._drive.alloc(extent.nbytes))
+                extent.drive = self._drive.alloc(extent.nbytes)
         assert extent.drive, "an extent is in a tier"
         return self._drive.write(extent.drive, memory)
 
@@ -176,7 +174,10 @@ class TieredEngine:
 
     def _finish_move(self, extent: TieredExtent, error: OSError | None) -> None:
         """Records the end of a move: the tensor is on the drive, or after an error it stays in host memory."""
-        drive = self._forget_move(extent)
+        del self._moving[extent]
+        self.moving_bytes -= extent.nbytes
+        drive, extent.drive, extent.moving = extent.drive, None, None
+        assert drive, "a move has room on the drive"
         if error:
             try:
                 if error.errno not in NOT_OF_THE_DRIVE:
@@ -184,22 +185,9 @@ class TieredEngine:
             finally:  # its warning may be an error
                 self._drive.free(drive)
             return
-        self._on_drive(extent, drive)
+        extent.drive = drive  # first, so that a Ctrl-C does not lose the room on the drive
         self._free_host(extent)
         self._moved(extent.nbytes)
-
-    def _on_drive(self, extent: TieredExtent, drive: Extent) -> None:
-        extent.drive = drive  # first, so that a Ctrl-C does not lose the room on the drive
-        extent.directory = drive.directory
-        extent.offset = drive.offset
-
-    def _forget_move(self, extent: TieredExtent) -> Extent:
-        del self._moving[extent]
-        self.moving_bytes -= extent.nbytes
-        drive, extent.drive = extent.drive, None
-        extent.moving = None
-        assert drive, "a move has room on the drive"
-        return drive
 
     def _free_host(self, extent: TieredExtent) -> None:
         host, extent.host = extent.host, None

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 from ssd_fx.runtime.build import cache_directory, compile_library, failure
-from ssd_fx.runtime.native.pool import Pool
+from ssd_fx.runtime.native.pool import Failure, Pool
 
 SOURCE = Path(__file__).with_name("iopool.c")
 
@@ -26,7 +26,7 @@ class Library:
     def __init__(self, path: str) -> None:
         held = ctypes.PyDLL(path)
         released = ctypes.CDLL(path)
-        pointer, size, i32, i64, real = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+        pointer, i32 = ctypes.c_void_p, ctypes.c_int
 
         def bind(dll: ctypes.CDLL, name: str, result: object, *arguments: object) -> ctypes._NamedFuncPointer:
             function = getattr(dll, name)
@@ -35,28 +35,25 @@ class Library:
             return function  # type: ignore[no-any-return]
 
         self.source_hash = bind(held, "iopool_source_hash", ctypes.c_char_p)
-        self.create = bind(released, "pool_create", pointer, i32)
+        self.create = bind(released, "pool_create", pointer, i32, i32)
         self.destroy = bind(released, "pool_destroy", None, pointer)
-        self.request_type = ctypes.c_char * int(bind(held, "req_size", size)())
-        placing = (i32, i32, pointer, size, i64, pointer, pointer, size)  # from `operation` to `content`
-        self.init = bind(held, "req_init", None, pointer, pointer, *placing)
         self.summed_bytes = bind(held, "pool_summed_bytes", ctypes.c_uint64, pointer)
+        self.under_way = bind(held, "pool_under_way", ctypes.c_uint64, pointer, i32)
+        self.request_size = bind(held, "req_size", ctypes.c_size_t, i32)
+        self.init = bind(held, "req_init", None, pointer, pointer, i32, i32, pointer, pointer)
         self.start = bind(held, "req_start", None, pointer, pointer)
         self.state = bind(held, "req_state", i32, pointer)
         self.wait = bind(released, "req_wait", i32, pointer, i32)
         self.cancel = bind(released, "req_cancel", i32, pointer)
-        self.error = bind(held, "req_error", i32, pointer)
-        self.error_offset = bind(held, "req_error_offset", i64, pointer)
-        self.cuda_function = bind(held, "req_cuda_function", i32, pointer)
-        self.cuda_code = bind(held, "req_cuda_code", i32, pointer)
-        self.started = bind(held, "req_started", real, pointer)
-        self.ended = bind(held, "req_ended", real, pointer)
+        self.failure = bind(held, "req_failure", ctypes.POINTER(Failure), pointer, i32)
+        self.started = bind(held, "req_started", ctypes.c_double, pointer)
+        self.ended = bind(held, "req_ended", ctypes.c_double, pointer)
         self.dio_alignment = bind(held, "dio_alignment", i32, i32, pointer, pointer)
 
 
-def make_pool(threads: int) -> Pool:
-    """A pool of so many threads. Raises: what `library` and `Pool` raise."""
-    return Pool(library(), threads)
+def make_pool(drives: int, threads: int) -> Pool:
+    """A pool of so many drives, and threads for each. Raises: what `library` and `Pool` raise."""
+    return Pool(library(), drives, threads)
 
 
 def dio_alignment(fd: int) -> tuple[int, int]:

@@ -41,29 +41,44 @@ typedef struct Device {
     int index;     /* under DEVICES */
 } Device;
 
-typedef struct Failure {
+typedef struct Failure { /* `pool.Failure` is the same */
     int error;     /* 0, an errno or a code from above */
     int64_t where; /* offset in the file */
     int function, code; /* of CUDA_FAILED: the member of Cuda, and its result */
+    double when;
 } Failure;
 
-typedef struct Request {
-    struct Request *next;
-    struct Pool *pool;
-    pid_t process; /* that made it: a forked child has no workers, and must not touch the lock */
+/* What one drive moves of a request. The drive's threads take it in pieces. */
+typedef struct Part {
+    struct Part *next;
+    struct Request *request;
+    struct Drive *drive;
     int operation, fd;
+    const Device *device; /* that has `memory`; NULL: the host */
     char *memory;
     size_t bytes, cursor; /* cursor: bytes whose pieces a worker has taken */
     int64_t offset;
-    uint64_t *sums;       /* one per block, owned by the caller; NULL: no checksums */
-    const Device *device; /* that has `memory`; NULL: the host */
-    size_t content;       /* bytes of `memory` on the device; the rest of `bytes` is padding */
-    void *event;          /* the device's memory is ready when it has fired */
-    int running;          /* pieces that workers transfer now */
-    int queued;
+    uint64_t *sums; /* one per block, owned by the caller; NULL: no checksums */
+    size_t content; /* bytes of `memory` on the device; the rest of `bytes` is padding */
+    int running;    /* pieces that workers transfer now */
+    int queued, over;
     Failure failure;
+} Part;
+
+/* Where a part's bytes are, in words, as Python passes it. */
+typedef struct Place {
+    int64_t drive, fd, memory, bytes, offset, sums, content;
+} Place;
+
+typedef struct Request {
+    struct Pool *pool;
+    pid_t process; /* that made it: a forked child has no workers, and must not touch the lock */
+    void *event; /* the device's memory is ready when it has fired */
+    int begun;
     double started, ended;
     atomic_int state;
+    int parts, left; /* left: those that are not over */
+    Part part[];
 } Request;
 
 typedef struct Lane {
@@ -73,17 +88,25 @@ typedef struct Lane {
 
 typedef struct Worker {
     struct Pool *pool;
+    struct Drive *drive;
     pthread_t thread;
     void *allocated; /* pinned memory, made at the first use */
     char *half[2];   /* within it, page-aligned */
     Lane lanes[DEVICES];
 } Worker;
 
+/* Its threads do nothing else, so that a slow drive does not stop the others. */
+typedef struct Drive {
+    pthread_cond_t work;
+    Part *head[2], *tail[2];
+    _Atomic uint64_t under_way; /* bytes of the parts that have started and are not over */
+} Drive;
+
 typedef struct Pool {
     pthread_mutex_t lock;
-    pthread_cond_t work, finished;
-    Request *head[2], *tail[2];
-    int stopping, threads;
+    pthread_cond_t finished;
+    int stopping, drives, threads;
+    Drive *drive;
     Worker *workers;
     _Atomic uint64_t summed_bytes;
 } Pool;

@@ -1,133 +1,81 @@
-"""A pool of I/O threads of the C library, its requests, and the constants that they share with `pool.h`."""
+"""A pool of I/O threads of the C library, and the constants that it shares with `pool.h`."""
 
 from __future__ import annotations
 
 import ctypes
-from array import array
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-
-from ssd_fx.runtime.device.driver import FUNCTIONS
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    import torch
+    from array import array
 
     from ssd_fx.runtime.native.loader import Library
 
 PENDING, OK, FAILED, CANCELLED = range(4)
 END_OF_FILE, CHECKSUM_MISMATCH, CUDA_FAILED = -1, -2, -3  # error codes besides those of errno
-BLOCK = 1 << 20  # bytes that one checksum covers; the last block of a transfer may be shorter
+BLOCK = 1 << 20  # bytes that one checksum covers; the last block of a part may be shorter
 
-Sums: TypeAlias = "array[int]"
-
-
-def sums_for(nbytes: int) -> Sums:
-    """Room for the checksums of `nbytes`."""
-    return array("Q", bytes(8 * -(-nbytes // BLOCK)))
+Words: TypeAlias = "array[int]"
+WORDS = 7  # numbers in a Place
 
 
-class OnDevice(NamedTuple):
-    """The device that has a request's memory: the address of its `driver.Device`, and the bytes of the tensor there."""
-
-    device: int
-    nbytes: int
+def blocks(nbytes: int) -> int:
+    """How many checksums a part of `nbytes` has."""
+    return -(-nbytes // BLOCK)
 
 
-class Request:
-    """One transfer. It is *final* when nothing accesses its memory any more."""
+class Failure(ctypes.Structure):
+    """struct Failure of pool.h. `error`: 0, an errno or one of the codes above. `where`: an offset in the file."""
 
-    __slots__ = ("_event", "_library", "_memory", "_sums", "_under_way", "address")
-
-    def __init__(self, library: Library, under_way: dict[Request, object], sums: Sums | None) -> None:
-        self._library = library
-        self._under_way = under_way
-        self._memory = library.request_type()
-        self.address = ctypes.addressof(self._memory)
-        self._event: torch.cuda.Event | None = None
-        self._sums = sums  # kept alive while a thread may fill it
-
-    def start(self, event: torch.cuda.Event | None = None, memory: object = None) -> None:
-        """Queues the request, which its owner has noted down before (see `engines.base.Completion`).
-
-        `event`: the transfer of a device's memory waits for it. `memory`: the owner of the bytes, if the caller may
-        drop it. Both are kept alive until the request is final.
-        """
-        self._under_way[self] = memory
-        self._event = event
-        self._library.start(self.address, event.cuda_event if event else None)
-
-    def state(self) -> int:
-        """PENDING, OK, FAILED or CANCELLED. Does not block."""
-        return self._seen(int(self._library.state(self.address)))
-
-    def wait(self, timeout_ms: int) -> int:
-        """The state, after at most `timeout_ms`."""
-        return self._seen(int(self._library.wait(self.address, timeout_ms)))
-
-    def cancel(self) -> int:
-        """The final state, OK if all bytes were transferred. Drops what has not started, and waits for what runs."""
-        return self._seen(int(self._library.cancel(self.address)))
-
-    def error(self) -> tuple[int, int]:
-        """(errno or one of the codes above, file offset) of a request that FAILED."""
-        return int(self._library.error(self.address)), int(self._library.error_offset(self.address))
-
-    def cuda_error(self) -> tuple[str, int]:
-        """(function, result) of a request that failed with CUDA_FAILED."""
-        return FUNCTIONS[self._library.cuda_function(self.address)], int(self._library.cuda_code(self.address))
-
-    def span(self) -> tuple[float, float]:
-        """Start of the first piece and end of the last, in seconds of time.perf_counter."""
-        return float(self._library.started(self.address)), float(self._library.ended(self.address))
-
-    def _seen(self, state: int) -> int:
-        if state != PENDING:
-            self._under_way.pop(self, None)
-            self._event = None
-        return state
+    _fields_ = (
+        ("error", ctypes.c_int),
+        ("where", ctypes.c_int64),
+        ("function", ctypes.c_int),
+        ("code", ctypes.c_int),
+        ("when", ctypes.c_double),
+    )
 
 
 class Pool:
-    """Executes requests. The caller keeps memory and descriptor alive until a request is final.
+    """Executes requests, with so many `threads` for each of its drives.
 
-    Raises: MemoryError if no thread can be started.
+    The caller keeps memory and descriptors alive until a request is final.
+    `transfers`: those whose requests are not final. The C code has pointers to memory that they own.
+
+    Raises: MemoryError if a drive has no thread.
     """
 
-    def __init__(self, library: Library, threads: int) -> None:
-        self._library = library
-        self._pool = library.create(threads)
+    def __init__(self, library: Library, drives: int, threads: int) -> None:
+        self.library = library
+        self._pool = library.create(drives, threads)
+        self._drives = drives
         self._closed = False
-        self._under_way: dict[Request, object] = {}  # the C code has pointers to these, and to memory of the values
+        self.transfers: dict[object, None] = {}
         if not self._pool:
-            raise MemoryError(f"could not start {threads} I/O threads")
+            raise MemoryError(f"could not start {drives * threads} I/O threads")
 
-    def request(
-        self,
-        write: bool,
-        fd: int,
-        address: int,
-        nbytes: int,
-        offset: int,
-        sums: Sums | None = None,
-        on_device: OnDevice | None = None,
-    ) -> Request:
-        """A transfer of `nbytes` between `address` and `offset` of `fd`, which the caller starts.
+    def request(self, write: bool, places: Words, device: int = 0) -> ctypes.Array[ctypes.c_char]:
+        """The memory of a request, to be started by its address.
 
-        `sums`: one number per block of `BLOCK` bytes, which a write fills and a read compares.
+        `places`: for each part the numbers of struct Place of pool.h.
+        `device`: the address of the `driver.Device` that has the memory; 0 for the host.
         """
-        made = Request(self._library, self._under_way, sums)
-        sums_at = sums.buffer_info()[0] if sums else None
-        device, content = on_device or (None, 0)
-        placing = (int(write), fd, address, nbytes, offset, sums_at, device, content)
-        self._library.init(made.address, self._pool, *placing)
+        at, numbers = places.buffer_info()
+        parts = numbers // WORDS
+        made: ctypes.Array[ctypes.c_char] = (ctypes.c_char * self.library.request_size(parts))()
+        self.library.init(made, self._pool, write, parts, at, device or None)
         return made
 
     def summed_bytes(self) -> int:
         """The bytes that checksums were computed of."""
-        return int(self._library.summed_bytes(self._pool))
+        return int(self.library.summed_bytes(self._pool))
+
+    def under_way(self) -> list[int]:
+        """The bytes that each drive was given and has not moved yet."""
+        return [self.library.under_way(self._pool, drive) for drive in range(self._drives)]
 
     def close(self) -> None:
         """Cancels what has not started, waits for what runs, ends the threads. May be called again."""
         if not self._closed:
             self._closed = True
-            self._library.destroy(self._pool)
-        self._under_way.clear()
+            self.library.destroy(self._pool)
+        self.transfers.clear()

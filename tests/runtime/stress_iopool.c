@@ -6,10 +6,10 @@
 
 #include <stdio.h>
 
-enum { PAIRS = 3, POOLS = 16, ROOM = 32 << 20 };
+enum { PAIRS = 3, POOLS = 16, ROOM = 32 << 20, DRIVES = 2 };
 
 extern int fake_set_context(void *), fake_stream_create(void **, unsigned), fake_stream_destroy(void *);
-extern int fake_event_synchronize(void *), fake_stream_synchronize(void *);
+extern int fake_event_synchronize(void *), fake_stream_synchronize(void *), fake_capture_mode(int *);
 extern int fake_copy(uint64_t, uint64_t, size_t, void *), fake_host_alloc(void **, size_t, unsigned), fake_host_free(void *);
 extern void fake_declare(void *, size_t), fake_forget(void *), fake_launch(void *, const void *, size_t), fake_finish(void);
 extern void *fake_event(void);
@@ -20,7 +20,7 @@ typedef struct Pair {
     Pool *pool;
     const Device *device;
     Request *request;
-    int fd, over;
+    int fd, over, drive;
     int64_t offset;
     long ok, cancelled, wrong;
     unsigned seed, second_seed;
@@ -64,15 +64,34 @@ static void free_bytes(Bytes b) {
     free(b.want);
 }
 
+/* A request for all drives, or for one. The parts begin at multiples of BLOCK, so the sums of each are in one place. */
+static Request *make_request(Pair *p, int operation, Bytes b, uint64_t *sums) {
+    Place places[DRIVES];
+    int parts = b.bytes > BLOCK ? DRIVES : 1;
+    for (int i = 0; i < parts; i++) {
+        size_t from = b.bytes / parts * i / BLOCK * BLOCK;
+        size_t end = i + 1 < parts ? b.bytes / parts * (i + 1) / BLOCK * BLOCK : b.bytes;
+        places[i] = (Place){(i + p->drive) % DRIVES, p->fd, (int64_t)(uintptr_t)(b.memory + from), end - from,
+                            p->offset + (int64_t)from, (int64_t)(uintptr_t)(sums + from / BLOCK), end - from};
+    }
+    Request *r = malloc(req_size(parts));
+    req_init(r, p->pool, operation, parts, places, b.event ? p->device : NULL);
+    return r;
+}
+
+static int first_error(Request *r) {
+    for (int i = 0; i < r->parts; i++) if (req_failure(r, i)->error) return req_failure(r, i)->error;
+    return 0;
+}
+
 /* Member 0's half of a transfer, in which member 1 takes part. */
 static int transfer_together(Pair *p, int operation, Bytes b, uint64_t *sums) {
-    Request *r = p->request = malloc(sizeof *r);
-    req_init(r, p->pool, operation, p->fd, b.memory, b.bytes, p->offset, sums, b.event ? p->device : NULL, b.bytes);
+    Request *r = p->request = make_request(p, operation, b, sums);
     pthread_barrier_wait(&p->meet); /* before the start, so that it may be cancelled before it */
     req_start(r, b.event);
     finish_somehow(r, next(&p->seed) % 3 ? 1 : next(&p->seed));
     pthread_barrier_wait(&p->meet);
-    int state = req_state(r), error = req_error(r);
+    int state = req_state(r), error = first_error(r);
     if (state == OK) p->ok++; else if (state == CANCELLED) p->cancelled++;
     if (state == FAILED || error) {
         p->wrong++;
@@ -119,18 +138,20 @@ int main(int count, char **arguments) {
     int fd = open(arguments[1], O_TMPFILE | O_RDWR, 0600);
     long ok = 0, cancelled = 0, wrong = 0;
     Device device = {{fake_set_context, fake_stream_create, fake_stream_destroy, fake_event_synchronize,
-                      fake_stream_synchronize, fake_copy, fake_host_alloc, fake_host_free}, (void *)0x1000, 0};
+                      fake_stream_synchronize, fake_copy, fake_host_alloc, fake_host_free, fake_capture_mode},
+                     (void *)0x1000, 0};
     if (fd < 0 || rounds > POOLS) return 2;
     for (int round = 0; round < rounds; round++) {
         Pair pairs[PAIRS];
         pthread_t threads[2 * PAIRS];
-        Pool *pool = pools[round] = pool_create(3);
+        Pool *pool = pools[round] = pool_create(DRIVES, 2);
         memset(pairs, 0, sizeof pairs);
         atomic_store(&stop, 0);
         for (int i = 0; i < PAIRS; i++) {
             Pair *p = &pairs[i];
             pthread_barrier_init(&p->meet, NULL, 2);
             p->pool = pool, p->device = &device, p->fd = fd, p->offset = (int64_t)i * ROOM;
+            p->drive = i % DRIVES;
             p->seed = (unsigned)(round * PAIRS + i + 1);
             p->second_seed = ~p->seed;
             pthread_create(&threads[2 * i], NULL, first_member, p);

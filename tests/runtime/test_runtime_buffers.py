@@ -82,7 +82,7 @@ def test_a_bounce_lives_while_its_request_runs_though_everybody_dropped_it(tmp_p
         ctypes.memset(other.address, 0, 70_000)
     before.wait()
     deadline = time.monotonic() + 30
-    while any(request.state() == PENDING for request in list(engine._pool._under_way)):
+    while any(transfer.state() == PENDING for transfer in list(engine._pool.transfers)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert buffers[-1].expired()

@@ -61,7 +61,7 @@ class Behind:
     """The engine's file through a descriptor of its own, with the page cache, so that any offset goes."""
 
     def __init__(self, engine):
-        self.fd = os.open(f"/proc/self/fd/{engine._file.fd}", os.O_RDWR)
+        self.fd = os.open(f"/proc/self/fd/{engine.drives.files[0].fd}", os.O_RDWR)
 
     def __enter__(self):
         return self

@@ -1,9 +1,12 @@
 """Compression: what is lossless is bitwise, what is lossy stays within the error that it reports."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from ssd_fx.runtime import codec, writer
+from ssd_fx.runtime.codec import bitpack, quantized
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
@@ -27,12 +30,12 @@ def decoded(x, name):
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64, N])
 def test_bits_survive(count):
     bools = torch.rand(count) < 0.5
-    assert torch.equal(codec.unpack_bits(codec.pack_bits(bools), count), bools)
+    assert torch.equal(bitpack.unpack_bits(bitpack.pack_bits(bools), count), bools)
 
 
 def test_every_byte_of_eight_bools():
     bools = (torch.arange(256).unsqueeze(1) >> torch.arange(8)).bitwise_and(1).bool().flatten()
-    assert torch.equal(codec.pack_bits(bools), torch.arange(256, dtype=torch.uint8))
+    assert torch.equal(bitpack.pack_bits(bools), torch.arange(256, dtype=torch.uint8))
 
 
 def test_a_mask_takes_an_eighth():
@@ -101,7 +104,11 @@ def test_lossy_blocks_have_scales_of_their_own(name):
 def test_sizes_that_are_known_before(name):
     """To the byte, of whole blocks."""
     for dtype, share in codec.shrinks(name).items():
-        x = torch.randn(64 * codec.BLOCK) > 0 if dtype is torch.bool else torch.randn(64 * codec.BLOCK).to(dtype)
+        x = (
+            torch.randn(64 * quantized.BLOCK) > 0
+            if dtype is torch.bool
+            else torch.randn(64 * quantized.BLOCK).to(dtype)
+        )
         payload, encoded = codec.encode(name, x)
         assert payload.numel() == encoded.nbytes == share * x.nbytes
 
@@ -241,3 +248,44 @@ def test_an_infinity_turns_a_lossy_codec_off_for_one_step(tmp_path):
     x.data[0] = 0.0
     h = store(x, config)
     assert lookup(h).encoded
+
+
+ONE_FILE = """
+import zlib
+import torch
+from ssd_fx.runtime.codec.base import Codec, Encoded
+
+def encode(x):
+    packed = bytearray(zlib.compress(x.numpy().tobytes()))
+    return torch.frombuffer(packed, dtype=torch.uint8), Encoded(len(packed), False, decode)
+
+def decode(payload, out):
+    out.copy_(torch.frombuffer(bytearray(zlib.decompress(payload.numpy().tobytes())), dtype=out.dtype))
+
+CODECS = (Codec("deflate", encode),)
+"""
+
+
+def test_a_codec_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "deflate.py").write_text(ONE_FILE)
+    monkeypatch.setattr(codec, "__path__", [*codec.__path__, str(tmp_path)])
+    found = codec.found()
+    assert set(found) == {"bitpack", "deflate", "fp8", "int8"}
+    for name, each in found.items():
+        monkeypatch.setitem(codec.CODECS, name, each)
+    config = config_json(tmp_path, compression={"ssd": "deflate"})
+    x = torch.zeros(N)
+    x[17] = 3.0
+    handle = store(x, config)
+    assert settle(handle).extent.nbytes < N
+    assert raw(load(handle, x)) == raw(x)
+
+
+def test_threads_encode_at_a_time():
+    """No codec needs a lock: each call has memory of its own."""
+    xs = [torch.randn(N).relu() * (torch.rand(N) < 0.3) for _ in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        for name in codec.CODECS:
+            alone = [codec.encode(name, x)[0] for x in xs]
+            together = list(threads.map(lambda x, name=name: codec.encode(name, x)[0], xs * 4))
+            assert all(torch.equal(a, b) for a, b in zip(alone * 4, together, strict=True))

@@ -135,7 +135,7 @@ def test_real_directory_that_fails_warns_once_and_is_left_alone(tmp_path):
     engine = get_store(config).engine
     for extent in [engine.alloc(4 * N) for _ in dirs]:
         engine.free(extent)  # both files have room: it is the write that fails
-    bad = engine._drives[0].engine._file
+    bad = engine.drives.files[0]
     fd, bad.fd = bad.fd, os.open(dirs[0], os.O_RDONLY)  # a directory: EBADF or EISDIR at every write
 
     def store_and_release(i):
@@ -221,7 +221,7 @@ def test_a_read_that_is_tried_again_finds_no_memory(tmp_path, monkeypatch):
     settle(h)
     release(h, x)
     y = start_load(h, x)
-    descriptor = get_store(config).engine._file.fd
+    descriptor = get_store(config).engine.drives.files[0].fd
     size = os.fstat(descriptor).st_size
     os.truncate(descriptor, 0)
     y = start_load(h, x)
@@ -252,7 +252,7 @@ def test_file_that_became_shorter(config, tmp_path):
     x = torch.randn(N)
     h = store(x, config)
     extent = settle(h).extent
-    os.ftruncate(get_store(config).engine._file.fd, extent.offset + 4096)
+    os.ftruncate(get_store(config).engine.drives.files[0].fd, extent.offset + 4096)
     expected = f"read of {4 * N} B at offset {extent.offset}.*end of the file at offset"
     with pytest.raises(OSError, match=expected) as caught:
         load(h, x)
@@ -264,7 +264,7 @@ def test_descriptor_that_went_bad(config):
     x = torch.randn(N)
     h = store(x, config)
     settle(h)
-    file = get_store(config).engine._file
+    file = get_store(config).engine.drives.files[0]
     fd, file.fd = file.fd, 10_000
     with pytest.raises(OSError, match="Bad file descriptor") as caught:
         load(h, x)
@@ -358,6 +358,6 @@ def test_cancelled_transfer_says_so(config):
     error = outcome(read)
     assert error.errno == errno.ECANCELED
     assert f"read of {4 * N} B at offset {extent.offset}" in str(error)
-    engine._pool = loader.make_pool(1)
+    engine._pool = loader.make_pool(1, 1)
     assert raw(load(h, x)) == raw(x)
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

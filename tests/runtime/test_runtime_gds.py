@@ -22,7 +22,7 @@ from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile, gds, registry
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.engines.striped import STRIPE
+from ssd_fx.runtime.engines.drives import STRIPE
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.store import close_stores, get_store
 from tests.runtime import stub_kvikio
@@ -360,12 +360,13 @@ def test_an_error_of_the_gpu_leaves_nothing_open(stub, gpu, tmp_path, monkeypatc
     def fail(event):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    kvikio_file = engine.drives.files[0].opened_by._file
     with monkeypatch.context() as broken:
         broken.setattr(FakeEvent, "synchronize", fail)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             engine.close()
     assert registry.disk_bytes() == 0
-    assert (engine._file.driver._file.closed, engine._host._pool._closed) == (True, True)
+    assert (kvikio_file.closed, engine._pool._closed) == (True, True)
     gpu.finish()
     gpu.violations.clear()  # the file was closed under a transfer, as after such an error it may be
 
@@ -382,7 +383,7 @@ def test_two_directories(stub, gpu, tmp_path):
     x = gpu.tensor(values)
     large = store(x, config, slot=4)
     release(large, x)
-    assert [part.extent.directory for part in lookup(large).extent.parts] == [str(path) for path in dirs]
+    assert [piece.file.directory for piece in lookup(large).extent.pieces] == [str(path) for path in dirs]
     for handle, expected in [*kept, (large, values)]:
         settle(handle)
         assert gpu.bytes_of(load(handle, expected)) == raw(expected)
@@ -398,7 +399,7 @@ def test_room_is_given_back(stub, gpu, config):
 
 
 def test_cpu_tensors_go_through_posix(gpu, stub, tmp_path):
-    """In files of their own; the driver does not see them."""
+    """To the same files, and kvikio does not see them."""
     engine = registry.make_engine(options(tmp_path))
     x, y = torch.randn(N), torch.empty(N)
     with pytest.MonkeyPatch.context() as patch:
@@ -407,14 +408,15 @@ def test_cpu_tensors_go_through_posix(gpu, stub, tmp_path):
         for transfer in (engine.write(extent, Memory.of(x)), engine.read(extent, Memory.of(y))):
             transfer.start()
             transfer.wait()
-        assert engine.alloc(4 * N).offset == extent.offset  # the GPU's room is free again
+        assert engine.alloc(4 * N).offset != extent.offset
         engine.free(extent)
+        assert engine.alloc(4 * N).offset == extent.offset
     assert torch.equal(x, y)
     assert stub.counts == {"write": WARM_UP, "read": WARM_UP}
     engine.close()
 
 
-def test_both_files_of_a_directory_are_within_the_limit(gpu, stub, tmp_path):
+def test_tensors_of_both_kinds_are_within_the_limit(gpu, stub, tmp_path):
     limit = 40 << 20
     engine = registry.make_engine(dataclasses.replace(options(tmp_path), disk_limit=limit))
     with pytest.MonkeyPatch.context() as patch:
@@ -424,7 +426,7 @@ def test_both_files_of_a_directory_are_within_the_limit(gpu, stub, tmp_path):
         write.wait()
     with pytest.warns(RuntimeWarning, match="keeps"), pytest.raises(OSError, match=f"disk_limit is {limit} B"):
         engine.alloc(limit - (1 << 20))
-    assert 10 << 20 < registry.disk_bytes() <= limit
+    assert 10 << 20 <= registry.disk_bytes() <= limit
     engine.close()
 
 
@@ -435,34 +437,49 @@ def test_the_streams_are_dealt_to_the_directories(gpu, stub, tmp_path):
         path.mkdir()
     engine = registry.make_engine(RuntimeConfig(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
     x = gpu.tensor(torch.ones(N))
-    for drive in engine._drives:
-        for _ in range(gds._LANES):
-            drive.engine.write(drive.engine.alloc(4 * N), Memory.of(x)).start()
+    for _ in range(4 * gds._LANES):
+        engine.write(engine.alloc(4 * N), Memory.of(x)).start()
     assert len(gpu.sides) == gds._LANES
     gpu.finish()
     engine.close()
 
 
-def test_no_room_for_a_cpu_tensor_is_not_held_against_the_gpus_file(gpu, stub, tmp_path):
+def test_what_passed_by_the_host_does_not_come_back_to_it(gpu, stub, tmp_path):
     engine = registry.make_engine(options(tmp_path))
+    x, extent = gpu.tensor(torch.ones(N)), engine.alloc(4 * N)
+    write = engine.write(extent, Memory.of(x))
+    write.start()
+    write.wait()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gds.streams, "BACKENDS", {})
-        patch.setattr(gds, "PosixEngine", lambda *args, **kwargs: _Full())
-        extent = engine.alloc(4 * N)
-        with pytest.raises(OSError, match="full") as raised:
-            engine.write(extent, Memory.of(torch.empty(N)))
-        engine.free(extent)
-        engine.failed(extent, raised.value)
-    assert engine.alloc(4 * N).offset == extent.offset
-    engine._host = None
+        with pytest.raises(NotImplementedError, match="stored from cuda cannot be loaded to cpu"):
+            engine.read(extent, Memory.of(torch.empty(N)))
     engine.close()
 
 
-class _Full:
-    disk_bytes = 0
-
-    def alloc(self, nbytes, tier=""):
-        raise OSError(28, "full", "/full")
+def test_one_stripe_that_fails_is_the_fault_of_its_directory(gpu, stub, tmp_path):
+    dirs = [tmp_path / name for name in "ab"]
+    for path in dirs:
+        path.mkdir()
+    engine = registry.make_engine(RuntimeConfig(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
+    x = gpu.tensor(torch.ones(2 * STRIPE // 4))
+    for fault in ("submit", "error", 123):
+        stub.faults["write", stub.counts["write"] + 1] = fault  # of the second stripe
+        extent = engine.alloc(2 * STRIPE)
+        write = engine.write(extent, Memory.of(x))
+        write.start()
+        with pytest.raises(OSError, match=f"write of {STRIPE} B at offset") as raised:
+            write.wait()
+        assert raised.value.filename == extent.pieces[1].file.directory
+        assert list(extent.errors) == [1]
+        assert engine.under_way() == [0, 0]
+        engine.free(extent)
+    with pytest.warns(RuntimeWarning, match="keeps activations in memory"):
+        engine.failed(extent, raised.value)
+    assert [bool(file.no_writes) for file in engine.drives.files] == [
+        file.directory == raised.value.filename for file in engine.drives.files
+    ]
+    engine.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -490,7 +507,7 @@ def test_a_forked_child_runs_no_destructor_of_the_engine(stub, gpu, config):
     settle(handle)
     gpu.finish()  # what is queued has the file
     engine = get_store(config).engine
-    file = weakref.ref(engine._file.driver._file)
+    file = weakref.ref(engine.drives.files[0].opened_by._file)
     del engine
     child = os.fork()
     if child == 0:

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.device import driver as cuda_driver
 from ssd_fx.runtime.device import streams
-from ssd_fx.runtime.engines import gds
 from ssd_fx.runtime.engines.base import Engine, Memory, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
-from ssd_fx.runtime.engines.striped import StripedEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.memory import numa
 from tests.runtime import stub_kvikio
@@ -57,26 +56,29 @@ def as_cuda(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make(gpu: FakeGpu, tmp_path, monkeypatch) -> Callable[[str], Engine]:
+def stub(gpu: FakeGpu, monkeypatch) -> stub_kvikio.Kvikio:
+    return stub_kvikio.install(monkeypatch, gpu)
+
+
+@pytest.fixture
+def make(gpu: FakeGpu, stub, tmp_path, monkeypatch) -> Callable[[str], Engine]:
     """An engine by the name that a user gives it, but for "striped": posix over two directories."""
 
-    def posix(directory: str) -> PosixEngine:
-        return PosixEngine(directory, allow_tmpfs=True, step=MIB, cuda=lambda: driver)
+    def posix(*directories: str) -> PosixEngine:
+        return PosixEngine(*directories, allow_tmpfs=True, step=MIB, cuda=lambda: driver)
 
     def made(name: str) -> Engine:
         if name == "striped":
             for part in "ab":
                 (tmp_path / part).mkdir()
-            return StripedEngine([posix(str(tmp_path / part)) for part in "ab"])
+            return posix(*(str(tmp_path / part) for part in "ab"))
         if name == "posix":
             return posix(str(tmp_path))
         config = RuntimeConfig(dirs=(str(tmp_path),), engine=name, allow_tmpfs=True)
         return make_engine(config)
 
     driver = Driver(gpu)
-    stub = stub_kvikio.install(monkeypatch, gpu)
-    stub.driver = True
-    monkeypatch.setattr(gds, "PosixEngine", lambda directory, **others: posix(directory))
+    monkeypatch.setattr(cuda_driver, "cuda", lambda: driver)  # which engine "kvikio" takes
     return made
 
 
@@ -205,12 +207,13 @@ def test_a_drive_that_has_no_room_for_it_leaves_it_in_host_memory(drive: Engine,
     assert loaded(engine, gpu, first) == data
 
 
-def test_gds_is_not_asked_for_what_it_never_had(make, gpu: FakeGpu, monkeypatch) -> None:
-    """The room of a moved tensor in the driver's file is free again, and reads of it go elsewhere."""
+def test_gds_is_not_asked_for_what_it_never_had(make, stub, gpu: FakeGpu, monkeypatch) -> None:
+    """What the I/O threads wrote they read, and compare with its checksums."""
     engine = make("kvikio")
     as_cuda(gpu, monkeypatch)
+    before = dict(stub.counts)
     tiers, extent = moved(engine, gpu, NOISE[:70_001])
-    assert isinstance(extent.drive, gds.GdsExtent)
-    assert extent.drive.from_cpu
+    assert not extent.drive.past_host
     assert loaded(tiers, gpu, extent) == NOISE[:70_001]
+    assert stub.counts == before
     engine.close()

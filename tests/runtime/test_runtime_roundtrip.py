@@ -181,7 +181,7 @@ def test_bytes_are_on_the_disk(config, nbytes, phase):
     """An independent read of the file finds all but a tail that is shorter than the alignment."""
     x = at_phase(noise(nbytes + 8192), phase, nbytes)
     h = store(x, config)
-    extent, file = settle(h).extent, get_store(config).engine._file
+    extent, file = settle(h).extent, get_store(config).engine.drives.files[0]
     align = file.align
     body = raw(x)[: extent.body_bytes]
     assert body + extent.tail == raw(x)
@@ -197,7 +197,7 @@ def test_padding_on_disk_is_zero(config):
     for value in (255, 1):
         x = torch.full((5,), value, dtype=torch.uint8)
         h = store(x, config)
-        extent, file = settle(h).extent, get_store(config).engine._file
+        extent, file = settle(h).extent, get_store(config).engine.drives.files[0]
         buffer = mmap.mmap(-1, 4096)
         os.preadv(file.fd, [buffer], extent.offset)
         assert buffer[5 : file.align].count(0) == file.align - 5
@@ -239,7 +239,7 @@ def test_buffered_where_direct_is_refused(tmp_path, monkeypatch):
     for nbytes in (1, 70_001, MIB):
         x = noise(nbytes)
         h = store(x, config_json(tmp_path))
-        extent, file = settle(h).extent, get_store(config_json(tmp_path)).engine._file
+        extent, file = settle(h).extent, get_store(config_json(tmp_path)).engine.drives.files[0]
         assert file.align == 1
         assert os.pread(file.fd, nbytes, extent.offset) == raw(x)
         assert torch.equal(load(h, x), x)

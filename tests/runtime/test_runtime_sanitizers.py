@@ -62,8 +62,8 @@ FAULTS = {  # what each sanitizer must see, so that its silence means something
         "    atomic_store(&r->state, state); r->ended = now();",
     ),
     "address,undefined": (
-        "    if (r->running || r->queued || atomic_load(&r->state) != PENDING) return;",
-        "    if (r->queued || atomic_load(&r->state) != PENDING) return;",
+        "    if (part->running || part->queued || part->over) return;",
+        "    if (part->queued || part->over) return;",
     ),
 }
 

@@ -16,9 +16,8 @@ from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import registry, staged
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.engines.chain import Chain
-from ssd_fx.runtime.engines.posix import PosixEngine
-from ssd_fx.runtime.engines.striped import STRIPE
+from ssd_fx.runtime.engines.drives import STRIPE
+from ssd_fx.runtime.engines.staged import Chain
 from tests.runtime.fake_gpu import installed
 from tests.runtime.harness import raw
 
@@ -200,7 +199,7 @@ def test_tensors_of_the_cpu_beside_those_of_the_device(monkeypatch, tmp_path, di
 def test_a_load_does_not_wait_for_kernels_that_are_queued_while_its_file_is_read(tmp_path):
     with installed("sides first") as gpu:
         with pytest.warns(RuntimeWarning, match="no fast way"):
-            engine = staged.StagedEngine(PosixEngine(str(tmp_path), allow_tmpfs=True), "cuda")
+            engine = staged.StagedEngine("cuda", str(tmp_path), allow_tmpfs=True)
         x, y = gpu.tensor(torch.ones(5000)), gpu.tensor(torch.zeros(5000))
         extent = engine.alloc(20_000)
         write = engine.write(extent, Memory.of(x))
@@ -223,7 +222,7 @@ def test_a_load_does_not_wait_for_kernels_that_are_queued_while_its_file_is_read
 
 def test_a_failed_write_retires_the_directory(tmp_path):
     with pytest.warns(RuntimeWarning, match="no fast way"):
-        engine = staged.StagedEngine(PosixEngine(str(tmp_path), allow_tmpfs=True), "xpu")
+        engine = staged.StagedEngine("xpu", str(tmp_path), allow_tmpfs=True)
     extent = engine.alloc(10)
     with pytest.warns(RuntimeWarning, match="keeps activations in memory"):
         engine.failed(extent, OSError(5, "broken", str(tmp_path)))

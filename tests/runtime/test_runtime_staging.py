@@ -96,7 +96,7 @@ def round_trips(engine, sizes=SIZES):
     for nbytes in sizes:
         data = NOISE[-nbytes:]
         extent = write(engine, data)
-        padding = -nbytes % engine._file.align
+        padding = -nbytes % engine.drives.files[0].align
         # Compared outside of the asserts: pytest's picture of how millions of bytes differ takes longer than all tests.
         with Behind(engine) as file:
             written = file.get(extent.offset, nbytes + padding) == data + bytes(padding)
@@ -112,7 +112,7 @@ def test_round_trip(make_engine, cuda, halves, checksums, scratch, monkeypatch):
     """A kernel launched before the write makes the bytes, one launched before the read still uses the target."""
     if halves == "1 MiB":
         small = with_small_halves(scratch)
-        monkeypatch.setattr(loader, "make_pool", lambda threads: pool.Pool(small, threads))
+        monkeypatch.setattr(loader, "make_pool", lambda drives, threads: pool.Pool(small, drives, threads))
     engine, before = make_engine(cuda, checksums=checksums), cuda.copied_bytes
     round_trips(engine)
     assert cuda.copied_bytes - before == 2 * sum(SIZES)
@@ -120,17 +120,20 @@ def test_round_trip(make_engine, cuda, halves, checksums, scratch, monkeypatch):
     assert cuda.unfinished == 0
 
 
-WAIT = "    int result = r->device->cuda.event_synchronize(r->event);"
+WAIT = "    int result = part->device->cuda.event_synchronize(part->request->event);"
 FAULTS = {
     "no wait for the event": (WAIT, "    int result = 0;"),
-    "no wait for the copy that is to be written": ("        if (!synchronize(r, at, stream, failure)) return 0;\n", ""),
+    "no wait for the copy that is to be written": (
+        "        if (!synchronize(part, at, stream, failure)) return 0;\n",
+        "",
+    ),
     "no wait before a half is read into again": (
-        "        if (at > from && !synchronize(r, at, stream, failure)) return 0;",
+        "        if (at > from && !synchronize(part, at, stream, failure)) return 0;",
         "        if (0) return 0;",
     ),
-    "no wait at the end of a read": ("    return synchronize(r, from, stream, failure);", "    return 1;"),
+    "no wait at the end of a read": ("    return synchronize(part, from, stream, failure);", "    return 1;"),
     "the padding is not zeroed": ("    if (write) memset(half + content, 0, bytes - content);\n", ""),
-    "the padding is copied": ("? 0 : (r->content - from < bytes ? r->content - from : bytes)", "? 0 : bytes"),
+    "the padding is copied": ("? 0 : (part->content - from < bytes ? part->content - from : bytes)", "? 0 : bytes"),
     "always the same half": ("    int turn = 0;\n    if (!ready", "    int turn = 1;\n    if (!ready"),
 }
 
@@ -140,7 +143,7 @@ def test_planted_faults_are_seen(make_engine, fault, tmp_path_factory, monkeypat
     """The tests of this file fail where the code does not do what it must."""
     directory = tmp_path_factory.mktemp("fault")
     faulty = built(directory, [FAULTS[fault]], ["-DHALF=((size_t)1<<20)"])
-    monkeypatch.setattr(loader, "make_pool", lambda threads: pool.Pool(faulty, threads))
+    monkeypatch.setattr(loader, "make_pool", lambda drives, threads: pool.Pool(faulty, drives, threads))
     with pytest.raises((AssertionError, OSError)):
         round_trips(make_engine(FakeDriver(), checksums=False), sizes=(4 * MIB + 1, 70_001))
 
@@ -247,7 +250,7 @@ def test_errors_of_the_driver(make_engine, cuda, function, nth, operation, code,
     earlier = make_engine(cuda, threads=1)
     first = write(earlier, NOISE[: 6 * MIB])
     engine = make_engine(cuda, threads=1)  # whose worker has no stream and no memory yet
-    os.dup2(earlier._file.fd, engine._file.fd)
+    os.dup2(earlier.drives.files[0].fd, engine.drives.files[0].fd)
     device = DeviceMemory(6 * MIB)
     device.write_late(NOISE[: 6 * MIB])
     extent = engine.alloc(6 * MIB) if operation == "write" else first
@@ -263,15 +266,15 @@ def test_errors_of_the_driver(make_engine, cuda, function, nth, operation, code,
 def test_errors_of_the_file_leave_no_copy_under_way(make_engine, cuda, scratch, monkeypatch):
     """The file ends in the middle of a piece, while the half before is on its way to the device."""
     small = with_small_halves(scratch)
-    monkeypatch.setattr(loader, "make_pool", lambda threads: pool.Pool(small, threads))
+    monkeypatch.setattr(loader, "make_pool", lambda drives, threads: pool.Pool(small, drives, threads))
     engine = make_engine(cuda)
     extent = write(engine, NOISE[: 6 * MIB])
-    os.ftruncate(engine._file.fd, extent.offset + 3 * MIB)
+    os.ftruncate(engine.drives.files[0].fd, extent.offset + 3 * MIB)
     target = DeviceMemory(6 * MIB)
     assert failing(engine.read(extent, target.memory), "hit the end of the file") == errno.EIO
     assert cuda.unfinished == 0
-    read_only = os.open(f"/proc/self/fd/{engine._file.fd}", os.O_RDONLY)
-    os.dup2(read_only, engine._file.fd)
+    read_only = os.open(f"/proc/self/fd/{engine.drives.files[0].fd}", os.O_RDONLY)
+    os.dup2(read_only, engine.drives.files[0].fd)
     os.close(read_only)
     device = DeviceMemory(6 * MIB)
     completion = engine.write(extent, device.memory)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import pytest
 import torch
@@ -16,19 +17,17 @@ from hypothesis import strategies as st
 
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.engines import striped
 from ssd_fx.runtime.engines.base import Memory, outcome
+from ssd_fx.runtime.engines.drives import STRIPE, FileExtent, stripes
 from ssd_fx.runtime.engines.extents import BackingFile
-from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
-from ssd_fx.runtime.engines.striped import STRIPE, StripedEngine
 from ssd_fx.runtime.entries import State, lookup
 from ssd_fx.runtime.memory.buffers import ALIGN
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.store import get_store
 from tests import fresh
-from tests.runtime.engines import DelayedEngine, FailingEngine, around
+from tests.runtime import gated_pool
 from tests.runtime.harness import config_json, load, raw, release, settle, store
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -45,19 +44,23 @@ def directories(tmp_path, count):
 
 
 @pytest.fixture
-def drives(tmp_path):
-    """A function of a count (and a function that wraps each engine) that gives the engines of as many directories."""
+def engine_on(tmp_path):
+    """A function of a count that gives an engine on as many directories."""
     made = []
 
-    def make(count, wrap=lambda engine, place: engine, **options):
-        options = {"allow_tmpfs": True, "step": MIB, **options}
-        plain = [PosixEngine(path, **options) for path in directories(tmp_path, count)]
-        made.extend(plain)
-        return [wrap(engine, place) for place, engine in enumerate(plain)]
+    def make(count, **options):
+        made.append(PosixEngine(*directories(tmp_path, count), allow_tmpfs=True, step=MIB, **options))
+        return made[-1]
 
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def gates():
+    with gated_pool.installed() as made:
+        yield made
 
 
 def memory_of(nbytes, seed=None):
@@ -88,26 +91,33 @@ def read(engine, extent):
     return bytes(array)
 
 
-def stripes(extent):
-    return [(part.extent.directory[-1], part.start, part.extent.nbytes) for part in extent.parts]
+def until(reached):
+    deadline = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def pieces(extent):
+    return [(piece.file.directory[-1], piece.start, piece.nbytes) for piece in extent.pieces]
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_round_trip_of_every_size(drives, count):
+def test_round_trip_of_every_size(engine_on, count):
     """Sizes around all borders of stripes, all stored before any is loaded."""
-    engine = StripedEngine(drives(count))
+    engine = engine_on(count)
     stored = [write(engine, nbytes, seed) for seed, nbytes in enumerate(SIZES)]
     for extent, expected in stored:
         assert read(engine, extent) == expected
-        assert len(extent.parts) == max(1, min(count, extent.nbytes // STRIPE))
+        assert len(extent.pieces) == max(1, min(count, extent.nbytes // STRIPE))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 200), st.integers(1, 2**40), st.integers(16, 21))
 def test_stripes_tile_the_tensor(count, nbytes, shift):
     """They are contiguous, begin at multiples of 64 KiB, and differ by that at most."""
-    drives = [striped._Drive(MemoryEngine()) for _ in range(count)][: max(1, nbytes >> shift)]
-    cut = striped._stripes(drives, nbytes)
+    drives = list(range(count))[: max(1, nbytes >> shift)]
+    cut = stripes(drives, nbytes)
     at = 0
     for drive, (used, start, size) in zip(drives, cut, strict=True):
         assert used is drive
@@ -119,71 +129,102 @@ def test_stripes_tile_the_tensor(count, nbytes, shift):
     assert max(sizes) - min(sizes) < 2 * ALIGN
 
 
-def test_a_large_tensor_uses_all_directories_and_a_small_one_the_idlest(drives):
-    engine = StripedEngine(drives(3))
-    assert stripes(engine.alloc(3 * MIB)) == [("a", 0, MIB), ("b", MIB, MIB), ("c", 2 * MIB, MIB)]
-    assert stripes(engine.alloc(2 * MIB)) == [("a", 0, MIB), ("b", MIB, MIB)]
-    assert [stripes(engine.alloc(1000))[0][0] for _ in range(3)] == ["c"] * 3  # which has less than a and b
-    assert stripes(engine.alloc(2 * MIB - 1)) == [("c", 0, 2 * MIB - 1)]
+def test_a_large_tensor_uses_all_directories_and_a_small_one_the_idlest(engine_on):
+    engine = engine_on(3)
+    assert pieces(engine.alloc(3 * MIB)) == [("a", 0, MIB), ("b", MIB, MIB), ("c", 2 * MIB, MIB)]
+    assert pieces(engine.alloc(2 * MIB)) == [("a", 0, MIB), ("b", MIB, MIB)]
+    assert [pieces(engine.alloc(1000))[0][0] for _ in range(3)] == ["c"] * 3  # which has less than a and b
+    assert pieces(engine.alloc(2 * MIB - 1)) == [("c", 0, 2 * MIB - 1)]
 
 
-def test_small_tensors_avoid_a_directory_that_is_behind(drives):
-    """Writes of the first directory begin a while late: what comes meanwhile goes to the others."""
-    slow = []
-
-    def wrap(engine, place):
-        if place:
-            return engine
-        slow.append(DelayedEngine(engine, 30, 30))
-        return slow[0]
-
-    engine = StripedEngine(drives(3, wrap))
+def test_small_tensors_avoid_a_directory_that_is_behind(engine_on, gates):
+    """Writes of the first directory wait for a while: what comes meanwhile goes to the others."""
+    engine = engine_on(3)
+    gates.hold(engine.drives.files[0])
     array, memory = memory_of(1000, 1)
     first = engine.alloc(1000)
     transfer = engine.write(first, memory)
     transfer.start()
-    used = [stripes(write(engine, 1000)[0])[0][0] for _ in range(8)]
-    assert (stripes(first)[0][0], sorted(used)) == ("a", list("bbbbcccc"))
-    assert transfer.cancel()
-    assert stripes(engine.alloc(1000))[0][0] == "a"  # it has nothing to do any more, and the least to keep
+    used = [pieces(write(engine, 1000)[0])[0][0] for _ in range(8)]
+    assert (pieces(first)[0][0], sorted(used)) == ("a", list("bbbbcccc"))
+    gates.let_go(engine.drives.files[0])
+    transfer.wait()
+    assert pieces(engine.alloc(1000))[0][0] == "a"  # it has nothing to do any more, and the least to keep
     assert len(array) == 1000
 
 
-def test_directories_get_about_the_same(drives):
-    engines = drives(3)
-    engine, rng = StripedEngine(engines), random.Random(0)
+def test_a_slow_directory_stops_no_other(engine_on, gates):
+    """Nor does a stripe that is done count as under way, because others of its tensor are not."""
+    engine = engine_on(2)
+    gates.hold(engine.drives.files[0])
+    _array, memory = memory_of(40 * MIB, 1)
+    large = engine.write(engine.alloc(40 * MIB), memory)
+    large.start()
+    until(lambda: not engine._pool.under_way()[1])
+    small, data = write(engine, 1000)
+    assert pieces(small)[0][0] == "b"
+    assert read(engine, small) == data
+    assert engine._pool.under_way()[0] == 20 * MIB
+    assert not large.done()
+    gates.let_go(engine.drives.files[0])
+    large.wait()
+    assert engine._pool.under_way() == [0, 0]
+
+
+def test_directories_get_about_the_same(engine_on):
+    engine, rng = engine_on(3), random.Random(0)
+    drives = engine.drives
     live = [engine.alloc(int(2 ** rng.uniform(10, 24))) for _ in range(200)]
-    bytes_of = [drive.live_bytes for drive in engine._drives]
-    assert sum(bytes_of) == sum(extent.nbytes for extent in live)
-    assert max(bytes_of) - min(bytes_of) < 2 * STRIPE
-    assert engine.disk_bytes == sum(each.disk_bytes for each in engines) >= sum(bytes_of)
+    assert sum(drives.live_bytes) == sum(extent.nbytes for extent in live)
+    assert max(drives.live_bytes) - min(drives.live_bytes) < 2 * STRIPE
+    assert engine.disk_bytes == sum(file.nbytes for file in drives.files) >= sum(drives.live_bytes)
     for extent in live:
         engine.free(extent)
-    assert [drive.live_bytes for drive in engine._drives] == [0, 0, 0]
-    assert [len(each._file._free._lengths) for each in engines] == [1, 1, 1]
+    assert drives.live_bytes == [0, 0, 0]
+    assert [len(file._free._lengths) for file in drives.files] == [1, 1, 1]
 
 
-def test_the_first_error_names_its_own_directory(drives):
-    engines = drives(3)
-    engine = StripedEngine(engines)
+def test_the_first_error_names_its_own_directory(engine_on):
+    engine = engine_on(3)
+    files = engine.drives.files
     extent, expected = write(engine, 6 * MIB)
-    file = engines[1]._file
-    os.ftruncate(file.fd, 4096)
-    offset = extent.parts[1].extent.offset
+    os.ftruncate(files[1].fd, 4096)
+    offset = extent.pieces[1].offset
     with pytest.raises(OSError, match=f"read of {2 * MIB} B at offset {offset} .*end of the file at offset") as caught:
         read(engine, extent)
     assert (caught.value.errno, caught.value.filename[-1]) == (errno.EIO, "b")
     engine.failed(extent, caught.value)  # of a read: nobody is retired
-    assert not any(each._file.no_writes for each in engines)
+    assert not any(file.no_writes for file in files)
     assert len(expected) == 6 * MIB
 
 
+def test_every_directory_whose_write_failed_is_retired(engine_on, gates):
+    """One error is raised, that of the drive that failed first; a drive that did its part goes on."""
+    engine = engine_on(3)
+    files = engine.drives.files
+    extent = engine.alloc(6 * MIB)
+    gates.fail(files[0], errno.EIO)
+    gates.fail(files[2], errno.EROFS)
+    gates.hold(files[0])
+    _array, memory = memory_of(6 * MIB, 1)
+    transfer = engine.write(extent, memory)
+    transfer.start()
+    until(lambda: not engine._pool.under_way()[2])
+    gates.let_go(files[0])
+    error = outcome(transfer)
+    assert (error.errno, error.filename) == (errno.EROFS, files[2].directory)
+    assert {index: each.errno for index, each in extent.errors.items()} == {0: errno.EIO, 2: errno.EROFS}
+    with pytest.warns(RuntimeWarning, match="keeps activations in memory") as warned:
+        engine.failed(extent, error)
+    assert len(warned) == 2
+    assert [bool(file.no_writes) for file in files] == [True, False, True]
+
+
 @pytest.mark.filterwarnings("error")
-def test_a_directory_that_fails_is_retired_and_stays_readable(drives):
-    engines = drives(3)
-    engine = StripedEngine(engines)
+def test_a_directory_that_fails_is_retired_and_stays_readable(engine_on):
+    engine = engine_on(3)
     before, expected = write(engine, 6 * MIB)
-    file = engines[1]._file
+    file = engine.drives.files[1]
     extent = engine.alloc(6 * MIB)
     fd, file.fd = file.fd, os.open(file.directory, os.O_RDONLY)  # a directory: every write fails
     _, memory = memory_of(6 * MIB, 2)
@@ -198,59 +239,71 @@ def test_a_directory_that_fails_is_retired_and_stays_readable(drives):
     assert len(warned) == 1
     os.close(file.fd)
     file.fd = fd
-    assert {directory for other, _ in later for directory, _, _ in stripes(other)} == {"a", "c"}
+    assert {directory for other, _ in later for directory, _, _ in pieces(other)} == {"a", "c"}
     for other, data in [(before, expected), *later]:
         assert read(engine, other) == data
 
 
-@pytest.mark.parametrize("operation", ["alloc", "submit", "write"])
+@pytest.mark.parametrize("operation", ["alloc", "write"])
 @pytest.mark.parametrize("nth", range(4))
-def test_a_failing_part_in_the_store(tmp_path, operation, nth):
+def test_a_failing_part_in_the_store(tmp_path, gates, monkeypatch, operation, nth):
     """One of two directories fails at its n-th call: the bytes are right, and only a write can keep a tensor back."""
-    failing = []
+    config = config_json(tmp_path, dirs=directories(tmp_path, 2))
+    engine = get_store(config).engine
+    file, calls = engine.drives.files[1], []
+    if operation == "write":
+        gates.fail(file, errno.EIO, nth)
+    else:
+        allocate = file.allocate
 
-    def wrap(engine):
-        bad = FailingEngine(engine._drives[1].engine, lambda what, count: (what, count) == (operation, nth))
-        failing.append(bad)
-        return StripedEngine([engine._drives[0].engine, bad])
+        def full(nbytes):
+            calls.append(nbytes)
+            if len(calls) == nth + 1:
+                raise OSError(errno.ENOSPC, "a planted failure", "/planted")
+            return allocate(nbytes)
 
-    config = config_json(tmp_path, around(wrap), dirs=directories(tmp_path, 2))
+        monkeypatch.setattr(file, "allocate", full)
     xs = [torch.full((700_000 + i,), float(i)) for i in range(5)]
-    handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
-    for h, x in zip(handles, xs, strict=True):
-        release(h, x, hand_over=False)
-        x.fill_(-1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        handles = []
+        for i, x in enumerate(xs):
+            handles.append(store(x, config, slot=i))
+            if write := lookup(handles[-1]).write:
+                outcome(write)  # one after the other, so that it is known which is the n-th
+            release(handles[-1], x, hand_over=False)
+            x.fill_(-1)
+    assert [str(each.message).split(" go to ")[1].split(":")[0] for each in warned] == [file.directory]
     kept = [i for i, h in enumerate(handles) if lookup(h).state is State.IN_MEMORY]
     assert kept == ([] if operation == "alloc" else [nth])
-    assert failing[0].refused == ([] if operation == "alloc" else [errno.EIO])
+    assert bool(file.no_writes) is (operation == "write")
     for i, h in enumerate(handles):
         assert (load(h, torch.empty(700_000 + i)) == i).all()
     handles.clear()
     del h
     assert entries.living() == []
-    engine = get_store(config).engine
-    assert [drive.live_bytes for drive in engine._drives] == [0, 0]
+    assert engine.drives.live_bytes == [0, 0]
 
 
-def test_one_full_directory_leaves_its_share_to_the_other(drives):
-    engine = StripedEngine(drives(2))
-    engine._drives[0].engine._file._limit = 2 * MIB
+def test_one_full_directory_leaves_its_share_to_the_other(engine_on):
+    engine = engine_on(2)
+    engine.drives.files[0]._limit = 2 * MIB
     with pytest.warns(RuntimeWarning, match=rf"storing {3 * MIB} B failed .*disk_limit is {2 * MIB} B") as warned:
         stored = [write(engine, 6 * MIB, seed) for seed in range(3)]
     assert len(warned) == 1
-    assert [stripes(extent) for extent, _ in stored] == [[("b", 0, 6 * MIB)]] * 3
-    assert len(stripes(engine.alloc(4 * MIB))) == 2  # a smaller share fits
+    assert [pieces(extent) for extent, _ in stored] == [[("b", 0, 6 * MIB)]] * 3
+    assert len(pieces(engine.alloc(4 * MIB))) == 2  # a smaller share fits
     for extent, expected in stored:
         assert read(engine, extent) == expected
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_warning_that_is_an_error_keeps_no_room(drives):
-    engine = StripedEngine(drives(2))
-    engine._drives[1].engine._file._limit = 2 * MIB
+def test_a_warning_that_is_an_error_keeps_no_room(engine_on):
+    engine = engine_on(2)
+    engine.drives.files[1]._limit = 2 * MIB
     with pytest.raises(RuntimeWarning, match="disk_limit"):
         engine.alloc(6 * MIB)
-    assert [drive.live_bytes for drive in engine._drives] == [0, 0]
+    assert engine.drives.live_bytes == [0, 0]
 
 
 @pytest.mark.filterwarnings("error")
@@ -273,41 +326,67 @@ def test_all_directories_full(tmp_path):
     assert stats().disk_bytes <= 2 * MIB
 
 
-def test_cancel_ends_all_parts(drives):
-    """Writes that begin late are cancelled: all parts say so, the memory is not looked at, room and drives are idle."""
-    engine = StripedEngine(drives(3, lambda inner, place: DelayedEngine(inner, 30, 30)))
+def behind_others(engine, gates, places):
+    """Writes that hold all threads of some drives until the gates are opened. Each drive has one."""
+    kept = []
+    for place in places:
+        gates.hold(engine.drives.files[place])
+        array, memory = memory_of(1000, 1)
+        extent = FileExtent(1000, [engine.drives.take(place, 0, 1000)])
+        kept.append((engine.write(extent, memory), array))
+        kept[-1][0].start()
+    return kept
+
+
+def test_cancel_ends_all_parts(engine_on, gates):
+    """Writes that wait are cancelled: all parts say so, the memory is not looked at, and no drive has it under way."""
+    engine = engine_on(3, threads=1)
+    kept = behind_others(engine, gates, range(3))
     array, memory = memory_of(6 * MIB, 1)
     extent = engine.alloc(6 * MIB)
     transfer = engine.write(extent, memory)
     transfer.start()
     assert not transfer.done()
-    assert [drive.busy()[0] for drive in engine._drives] == [2 * MIB] * 3
+    waiting = engine._pool.under_way()
+    assert all(nbytes > 2 * MIB for nbytes in waiting)
     assert transfer.cancel()
     assert transfer.done()
     assert outcome(transfer).errno == errno.ECANCELED
-    assert [drive.busy()[0] for drive in engine._drives] == [0] * 3
+    assert engine._pool.under_way() == [nbytes - 2 * MIB for nbytes in waiting]
     del array
     engine.free(extent)
+    gates.open_all()
+    for other, _ in kept:
+        other.wait()
+    assert engine._pool.under_way() == [0] * 3
 
 
-def test_cancelled_when_only_some_parts_were_done(drives):
-    engine = StripedEngine(drives(2, lambda inner, place: DelayedEngine(inner, 30, 30) if place else inner))
+def test_cancelled_when_only_some_parts_were_done(engine_on, gates):
+    engine = engine_on(2, threads=1)
+    kept = behind_others(engine, gates, [1])
     _array, memory = memory_of(4 * MIB, 1)
     transfer = engine.write(engine.alloc(4 * MIB), memory)
     transfer.start()
-    assert outcome(transfer._transfers[0]) is None
+    until(lambda: not engine._pool.under_way()[0])
     assert not transfer.done()
     assert transfer.cancel()
+    gates.open_all()
+    kept[0][0].wait()
 
 
-def test_span_covers_all_parts(drives):
-    engine = StripedEngine(drives(3))
+def test_span_covers_all_parts(engine_on, gates):
+    engine = engine_on(3)
+    gates.hold(engine.drives.files[0])
     _array, memory = memory_of(12 * MIB, 1)
     transfer = engine.write(engine.alloc(12 * MIB), memory)
+    before = time.perf_counter()
     transfer.start()
+    until(lambda: not any(engine._pool.under_way()[1:]))
+    others_ended = time.perf_counter()
+    gates.let_go(engine.drives.files[0])
     transfer.wait()
-    spans = [part.span() for part in transfer._transfers]
-    assert transfer.span() == (min(s for s, _ in spans), max(e for _, e in spans))
+    started, ended = transfer.span()
+    assert before <= started <= others_ended <= ended <= time.perf_counter()
 
 
 def test_an_engine_that_cannot_be_made_leaves_none(tmp_path):
@@ -333,12 +412,12 @@ def test_fork_and_close(tmp_path):
         config = config_json(sys.argv[1], dirs=sys.argv[1:])
         xs = [torch.full((1 << 20,), float(i)) for i in range(4)]
         handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
-        parent = {id(drive.engine) for drive in get_store(config).engine._drives}
+        parent = {id(file) for file in get_store(config).engine.drives.files}
         child = os.fork()
         if child == 0:
             h = store(xs[1], config)
-            assert len(settle(h).extent.parts) == 2
-            assert {id(drive.engine) for drive in get_store(config).engine._drives}.isdisjoint(parent)
+            assert len(settle(h).extent.pieces) == 2
+            assert {id(file) for file in get_store(config).engine.drives.files}.isdisjoint(parent)
             assert torch.equal(load(h, xs[1], consume=False), xs[1])
             del h
             print("child fine", flush=True)
@@ -453,24 +532,24 @@ def test_two_processes_leave_the_reserve_free_together(small_file_system, monkey
     ours.close()
 
 
-@pytest.mark.parametrize("when", ["before", "behind"])
-def test_a_ctrl_c_while_one_drive_is_closed_leaves_no_drive_open(drives, monkeypatch, when):
+@pytest.mark.parametrize("when", ["before", "behind", "the first file"])
+def test_a_ctrl_c_while_drives_are_closed_leaves_no_drive_open(engine_on, monkeypatch, when):
     """Closing waits for threads and for the file system, so that is when people press it.
 
     No thread may go on after its file is closed: another file of the process may get the number of the descriptor.
     """
-    engine = StripedEngine(drives(3))
-    pools = [drive.engine._pool for drive in engine._drives]
-    close = pools[-1].close
+    engine = engine_on(3)
+    closing = engine.drives.files[-1] if when == "the first file" else engine._pool
+    close = closing.close
 
     def interrupted():
-        monkeypatch.setattr(pools[-1], "close", close)
-        if when == "behind":
+        monkeypatch.setattr(closing, "close", close)
+        if when != "before":
             close()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pools[-1], "close", interrupted)
+    monkeypatch.setattr(closing, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
-    assert [drive.engine._file.fd for drive in engine._drives] == [-1] * 3
-    assert [pool._closed for pool in pools] == [True] * 3
+    assert [file.fd for file in engine.drives.files] == [-1] * 3
+    assert engine._pool._closed

@@ -337,7 +337,7 @@ def test_what_finds_no_host_memory_goes_to_the_drive(drive):
     engine = TieredEngine(NoMemory(), drive, 10 * B, 10 * B)
     x = torch.randn(N)
     extent = put(engine, x)
-    assert (extent.on_drive, extent.directory, engine.host_bytes) == (True, drive.alloc(1).directory, 0)
+    assert (extent.on_drive, extent.drive.directory, engine.host_bytes) == (True, drive.alloc(1).directory, 0)
     assert torch.equal(get(engine, extent), x)
     engine.free(extent)
 

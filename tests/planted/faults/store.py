@@ -133,7 +133,7 @@ FAULTS = (
     ),
     Fault(
         "integers_one_too_large",
-        "runtime/codec.py",
+        "runtime/codec/bitpack.py",
         "high <= limits.max:",
         "high <= limits.max + 1:",
         "the integer 256 comes back as 0: wrong rows of an embedding",

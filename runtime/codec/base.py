@@ -1,0 +1,53 @@
+"""What a codec is, and what codecs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ssd_fx.runtime.layout import TensorMeta, alias
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """How a tensor was encoded, in `nbytes`. `decode(payload, out)` fills `out`, which has its dense layout."""
+
+    nbytes: int
+    lossy: bool
+    decode: Callable[[Tensor, Tensor], None]
+
+
+Encode = Callable[[Tensor], tuple[Tensor, Encoded] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A codec by the `name` that the option `compression` gives it.
+
+    `encode`: the payload (uint8, 1-d, on the device) of a dense tensor, or None if it does not encode it. Several
+        threads may be in it, so it keeps nothing between calls, and only reads the tensor.
+    `lossy`: the types whose values it changes.
+    `shares`: of its bytes, in which a large tensor of a type is encoded, where that does not depend on the values.
+    """
+
+    name: str
+    encode: Encode
+    lossy: tuple[torch.dtype, ...] = ()
+    shares: Mapping[torch.dtype, float] = field(default_factory=dict)
+
+
+def relative_error(x: Tensor, decoded: Tensor) -> float:
+    """The root mean square of the difference over that of `x`; 0 for a tensor of zeros."""
+    exact = x.double()
+    norm = float(exact.norm())
+    return float((exact - decoded.double()).norm()) / norm if norm else 0.0
+
+
+def flatten(x: Tensor) -> Tensor:
+    """The elements of a dense tensor in memory order, as a view."""
+    return alias(x, TensorMeta((x.numel(),), (1,), x.dtype))
