@@ -42,7 +42,7 @@ help:
 	@echo "make ways      other people's packages: TRL, PEFT, torchtitan, torchtune, DeepSpeed, torchao, diffusers"
 	@echo "make matrix    the tests under torch $(VERSIONS), an environment for each (VERSIONS=...)"
 	@echo "make bigger-than-memory  train what saves three times the memory that the process may have (ten minutes)"
-	@echo "make planted   plant more than 60 faults in copies of the checkout, one by one: the tests must find each (an hour)"
+	@echo "make planted   plant the faults of tests/planted in copies of the checkout, one by one: the tests must find each (an hour)"
 	@echo "make peers     PyTorch's own test suites, stock and ours: TESTS=DIR, a checkout of pytorch (an hour)"
 	@echo "make compatibility  docs/compatibility.md, of what zoo, loops, peers and matrix found"
 	@echo "make pages     docs/options.md, and what programs print in the other pages"
@@ -129,7 +129,7 @@ compatibility: $(STAMP)
 matrix:
 	$(PYTHON) -m tests.matrix $(VERSIONS) --results $(RESULTS)/matrix.jsonl --pip "$(PIP_FLAGS)" --pytest "$(PYTEST_FLAGS)"
 
-# PAPER_FLAGS="--json-dir docs/results/paper --more" goes on with the results of docs/benchmarks.md instead.
+# PAPER_FLAGS="--json-dir docs/results/paper --more" goes on with the results there instead.
 paper: $(STAMP)
 	@mkdir -p demo-out/paper
 	$(PY) benchmarks/paper --dir demo-out --json-dir demo-out/paper $(if $(QUICK),--quick,--minutes $(MINUTES)) \

@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 FILES = sorted(path for path in Path("runtime", "native").iterdir() if path.suffix in (".c", ".h"))
 HASH = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]
 
-LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#]+)[^)]*\)")
+LINK = re.compile(r"!?\[([^\]]+)\]\((?!https?://)([^)#]+)[^)]*\)")
 README = Path("README.md").read_text(encoding="utf-8")
 
 # An editable install puts the checkout on the path and uses the links ssd_fx/passes and ssd_fx/runtime. With the other

@@ -32,7 +32,7 @@ WAYS = "{python} benchmarks/gpu_ways.py --dir {dir} --results {out} --turns {out
 LARGE = f"{WAYS} --bfloat16 --optimizer sgd"
 MEASURED = ("auto", "memory", "posix")
 # Shares for which the limit of the plan is the peak that a checkpoint per layer had on an H200, less what plans missed
-# of peaks there: 0.25 GiB, and 0.065 of the narrow GPT (docs/gpu.md). PyTorch's shares are those with the least peak.
+# of peaks there: 0.25 GiB, and 0.065 of the narrow GPT (docs/results/gpu). PyTorch has the shares of least peak.
 AT_CHECKPOINT = {
     "narrow": (
         "--layers 6 --width 4096 --heads 32 --batch 16",

@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 
 import ssd_fx  # noqa: F401 - registers the operators
-from ssd_fx.runtime import entries, layout, reader, stats, store
+from ssd_fx.runtime import entries, layout, reader, states, stats, stores
 from ssd_fx.runtime.device import device_trace, streams
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.posix import PosixEngine
@@ -134,7 +134,7 @@ def installed(late: bool) -> Iterator[Device]:
         finally:
             gpu.late = 0
             gpu.clock += 1
-            store.close_stores()
+            stores.close_stores()
 
 
 def backward(call: Callable[[], None]) -> None:
@@ -208,10 +208,10 @@ def parts() -> None:
         config = json.dumps({"engine": "memory", "adapt": False})
         x = torch.empty(N)
         seen = layout.TensorMeta(tuple(x.shape), x.stride(), x.dtype)
-        made = store.get_store(config)
+        made = stores.get_store(config)
 
-        def entry() -> entries.Entry:
-            return entries.Entry(made, "g", 0, 0, x.nbytes, x.data_ptr(), seen, seen, CPU, "", False, False)
+        def entry() -> states.Entry:
+            return states.Entry(made, "g", 0, 0, x.nbytes, x.data_ptr(), seen, seen, CPU, "", False, False)
 
         def registered() -> torch.Tensor:
             handle = entries.stand_in(x.shape, x.dtype, CPU)
@@ -231,7 +231,7 @@ def parts() -> None:
             "an operator that does nothing": lambda: ops.refuse_stand_ins([]),
             "check_not_captured": lambda: streams.check_not_captured(CPU),
             "device_trace.node": lambda: device_trace.node("release", "g", 0, 1, CPU),
-            "get_store": lambda: store.get_store(config),
+            "get_store": lambda: stores.get_store(config),
             "stand_in": lambda: entries.stand_in(x.shape, x.dtype, CPU),
             "Entry": entry,
             "stand-in, entry and death": registered,

@@ -43,7 +43,7 @@ from ssd_fx.report.rows import aligned
 from ssd_fx.runtime import ops  # noqa: F401  registers the operators
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 
 SIZES_MIB = (1, 8, 64)
 PIECE = 8 * MIB  # the largest request that the pool makes

@@ -23,7 +23,7 @@ import peak
 import svg
 from training import Model, Task, train
 
-from ssd_fx.runtime.store import _stores
+from ssd_fx.runtime.stores import stores
 
 MIB = 1 << 20
 
@@ -54,7 +54,7 @@ def steps(flags: argparse.Namespace) -> Iterator[Seen]:
     rates = {"write_bw": 1e12, "read_bw": 1e12}
     task = Task(Model.of(flags), "ssd_fx", options=options | {"machine": rates})
     for number, step in enumerate(islice(train(task), flags.steps)):
-        (store,) = _stores.values()
+        (store,) = stores.values()
         waited = step.write_stall_s + step.read_stall_s
         yield Seen(number, step.graph_s, waited, step.offloaded_bytes, store.residency.nbytes, step.peak_bytes)
         slow = flags.slow_from <= number + 1 < flags.fast_from

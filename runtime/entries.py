@@ -6,111 +6,20 @@ A handle is a stand-in whose storage carries the number of an entry, so views of
 dies with that storage; a weakref on the storage reports its death.
 """
 
-import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ssd_fx.runtime import errors, plans
-from ssd_fx.runtime.codec import Encoded
+from ssd_fx.runtime import errors
 from ssd_fx.runtime.deaths import Guard
-from ssd_fx.runtime.engines.base import Completion, Extent
-from ssd_fx.runtime.layout import TensorMeta
+from ssd_fx.runtime.states import Entry
 
 if TYPE_CHECKING:
-    from ssd_fx.runtime.device.streams import Stream
-    from ssd_fx.runtime.prefetch import Run
     from ssd_fx.runtime.store import Store
-
-
-class State(enum.Enum):
-    """Where the bytes of an entry are. The values are those of `where` in the trace."""
-
-    IN_MEMORY = "memory"
-    ON_DISK = "disk"
-    DONATED = "none"
-    LOST = "lost"
-
-
-@dataclass(eq=False, slots=True)
-class Load:
-    """A tensor that `load` returned and `wait_load_` has not made valid yet, or a prefetch."""
-
-    out: Tensor  # a wait finds its load by this tensor's address, which must not be reused meanwhile
-    landing: Tensor  # where the bytes arrive: `out`, a tensor of the stored layout, or encoded bytes
-    read: Completion | None  # None: forwarded, so the bytes are there
-    seq: int
-    same: bool = True  # False: `out` has other strides than the stored tensor, so the elements are copied one by one
-    counted: int = 0  # bytes of it in `Reader.outstanding_bytes`
-    stream: "Stream | None" = None  # of a prefetch: the compute stream whose memory `landing` is
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """One stored tensor.
-
-    `seen`: the layout of the forward's tensor. `layout`: the dense layout that is written and read. They differ where
-    the forward's tensor has gaps or overlaps: then `layout` is the range of memory that the tensor spans.
-    `held`: our reference, an alias of the tensor or its encoded bytes. None once the bytes are elsewhere.
-    `counter`: a tensor that shares the version counter, also after the bytes have gone. `version`: the version at the
-    store.
-    """
-
-    store: "Store"
-    graph: str
-    slot: int
-    seq: int
-    nbytes: int
-    ptr: int
-    layout: TensorMeta
-    seen: TensorMeta
-    device: torch.device
-    tier: str = ""  # where the plan wants it: "host", "ssd", or "" for either
-    binding: bool = False  # the plan needs its memory, so it is never resident
-    later: bool = False  # it is resident until the next forward begins, whatever the budget
-    stream: "Stream | None" = None  # the compute stream that made the tensor, where the device has streams
-    held: Tensor | None = None
-    borrowed: bool = False  # `held` is the caller's memory, which the caller may overwrite after the release
-    encoded: Encoded | None = None
-    counter: Tensor | None = None
-    version: int = 0
-    storage: StorageWeakRef | None = None  # of the stored tensor, until we have looked whether writing it freed memory
-    extent: Extent | None = None
-    on_drive: bool = False  # the write goes to a drive
-    write: Completion | None = None
-    address: int = 0  # where the write reads
-    early: bool = False  # it is written as soon as possible, and not only when the budget is full
-    strict: bool = False  # there is no memory to read it before the plan says
-    asked: bool = False  # a backward has loaded it
-    lost: bool = False  # its store ended, and the bytes were on the drive only
-    run: "Run | None" = None
-    ahead: Load | None = None  # its prefetch
-    loads: list[Load] = field(default_factory=list)
-
-    @property
-    def state(self) -> State:
-        if self.lost:
-            return State.LOST
-        if self.held is not None:
-            return State.IN_MEMORY
-        return State.ON_DISK if self.extent or not self.nbytes else State.DONATED
-
-    @property
-    def moved_bytes(self) -> int:
-        """The bytes that are written and read."""
-        return self.encoded.nbytes if self.encoded else self.nbytes
-
-    @property
-    def name(self) -> str:
-        """The slot, graph and bytes, and its place in the model if that is known, for messages."""
-        where = plans.where(self.graph, self.slot)
-        return f"slot {self.slot} of graph {self.graph!r} ({', '.join(filter(None, (where, f'{self.nbytes} B')))})"
 
 
 _entries: dict[int, Entry] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ssd_fx.runtime.entries import Entry
+    from ssd_fx.runtime.states import Entry
 
 
 def changed_in_place(entry: Entry, version: int) -> RuntimeError:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ssd_fx.runtime import entries, plans
 from ssd_fx.runtime.config import RuntimeConfig, parse
 from ssd_fx.runtime.deaths import Guard
-from ssd_fx.runtime.store import close_stores, end_unused
+from ssd_fx.runtime.stores import close_stores, end_unused
 
 
 class _Graph(NamedTuple):

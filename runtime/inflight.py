@@ -16,7 +16,7 @@ def inflight_bytes(device: torch.device) -> int:
     """How much of a device may be on its way out of memory at a time, where the option `inflight` does not say.
 
     Of a device with streams it is more. The host runs ahead of it, and a store that has to wait for room stops the
-    host. Where one tensor fills the room, the device soon has nothing to do (docs/gpu.md, "Steps on that H200").
+    host. Where one tensor fills the room, the device soon has nothing to do (docs/results/gpu, "Steps on that H200").
     """
     queued = streams.of(device)
     return max(LEAST_BYTES, queued.memory_bytes(device) // SHARE) if queued else LEAST_BYTES

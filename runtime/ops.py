@@ -32,7 +32,7 @@ from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
 from ssd_fx.runtime.layout import TensorMeta
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stats import counters, step, turn
-from ssd_fx.runtime.store import begin_later, get_store
+from ssd_fx.runtime.stores import forward_begins, get_store, go_on
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
@@ -53,15 +53,16 @@ _SCHEMAS = (
 def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, about: str = "") -> None:
     started = time.perf_counter()
     with device_trace.node("begin", graph, -1, -1, None):
+        store = None
         if offloaded_bytes:
             check_not_captured(token.device)  # writes of earlier forwards may begin
             CPU_ALLOCATOR.forward()
             store = get_store(config)  # raises for unusable directories before anything is computed
-            store.begin(graph, saved_bytes, token.device)
-        else:
-            begin_later()
         counters(graph).begin(saved_bytes, offloaded_bytes)
         number = step()
+        forward_begins()
+        if store:
+            store.begin(graph, saved_bytes, token.device, number)
         if about:
             plans.note(graph, config, about)
     live, now = CPU_ALLOCATOR.live_bytes, time.perf_counter()
@@ -83,7 +84,9 @@ def _store(
     check_not_captured(x.device)
     handle = stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
     with device_trace.node("store", graph, slot, seq, x.device):
-        get_store(config).store(x, handle, graph, slot, seq, tier, binding, later)
+        found = get_store(config)
+        found.store(x, handle, graph, slot, seq, tier, binding, later)
+        go_on(found)
     return handle
 
 

@@ -1,7 +1,7 @@
 """Tensors on their way back: from memory while they are still there, else from the disk.
 
 A load returns `alias(stored bytes, layout)`, whichever source the bytes come from.
-All methods but `complete` run under the lock of `entries`.
+All methods but `complete` and `find` run under the lock of `entries`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Stall
 from ssd_fx.runtime.device.streams import Queued
 from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
-from ssd_fx.runtime.entries import GUARD, Entry, Load, State
+from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.layout import TensorMeta, alias, is_alone, is_foreign, returned
 from ssd_fx.runtime.memory import tensors
+from ssd_fx.runtime.states import Entry, Ledger, Load, Stage, State
 from ssd_fx.runtime.stats import counters
-from ssd_fx.runtime.writer import Writer, drop
+from ssd_fx.runtime.writer import Writer
 
 ATTEMPTS = 3
 AHEAD = -1  # the `seq` of a prefetch
@@ -31,11 +32,10 @@ ALIGNMENT = 16  # bytes: Inductor's kernels for a device assume that tensors mad
 class Reader:
     """Begins loads and completes them."""
 
-    def __init__(self, engine: Engine, writer: Writer) -> None:
+    def __init__(self, engine: Engine, ledger: Ledger, writer: Writer) -> None:
         self._engine = engine
+        self._ledger = ledger
         self._writer = writer
-        self.outstanding_bytes = 0  # of reads that have begun and were not waited for yet
-        self.ahead_bytes = 0  # of these, prefetches that nobody has asked for yet
         self._stalls: deque[tuple[Stall, str, int, bool]] = deque()  # of which graph and slot; and whether it is strict
 
     def begin(self, entry: Entry, wanted: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
@@ -50,28 +50,39 @@ class Reader:
         if entry.counter is not None and entry.counter._version != entry.version:
             raise errors.changed_in_place(entry, entry.counter._version)
         match entry.state:
-            case State.DONATED:
+            case State.NEW | State.DONATED:
                 raise errors.donated(entry)
             case State.LOST:
                 raise errors.lost(entry)
-            case State.IN_MEMORY:
+            case State.KEPT | State.RESIDENT | State.ENCODING | State.WRITING:
                 load = self._from_memory(entry, layout, seq, consume, relies_on)
-                entry.loads.append(load)
+                self._ledger.turn(entry, load, Stage.ASKED)
                 return load
-            case State.ON_DISK if not entry.nbytes:
+            case State.EMPTY:
                 size, stride, dtype = layout
                 out = torch.empty_strided(size, stride, dtype=dtype, device=entry.device)
                 return Load(out, out, None, seq)
             case State.ON_DISK:
                 return self._read(entry, layout, seq)
 
+    def find(self, entry: Entry, x: Tensor) -> Load:
+        """The load that returned `x`. Needs no lock.
+
+        Raises: RuntimeError if there is none that was not waited for.
+        """
+        address = x.data_ptr()
+        for load in list(entry.loads):  # another thread may take its own out
+            if load.out.data_ptr() == address:
+                return load
+        raise errors.not_loaded(entry)
+
     def ahead(self, entry: Entry) -> None:
         """Starts a prefetch, which `begin` will find."""
         landing = self._landing(entry)
         read = self._engine.read(_extent(entry), Memory.of(landing))
-        entry.ahead = Load(landing, landing, read, AHEAD, stream=streams.current(entry.device))
+        load = Load(landing, landing, read, AHEAD, stream=streams.current(entry.device))
         try:
-            self._count(entry.ahead, entry.moved_bytes)
+            self._ledger.turn(entry, load, Stage.AHEAD)
             counters(entry.graph).prefetched_bytes += entry.moved_bytes
             read.start()
         except BaseException:  # the load that takes it over would wait for ever for a read that never started
@@ -80,25 +91,27 @@ class Reader:
 
     def drop_ahead(self, entry: Entry) -> None:
         """Ends the prefetch of an entry, if it has one. Called again if a signal ended it early."""
-        ahead = entry.ahead
-        if ahead is None:
-            return
-        _end(ahead)
-        self._count(ahead, 0)
-        entry.ahead = None  # last: until then it keeps the memory that is being read into
+        if entry.ahead:
+            self._end(entry, entry.ahead)
 
     def forget(self, entry: Entry) -> None:
         """Ends all reads of an entry that dies."""
         self.drop_ahead(entry)
-        for load in entry.loads:
-            _end(load)
-            self._count(load, 0)
-        entry.loads.clear()
+        for load in list(entry.loads):
+            self._end(entry, load)
 
     def done(self, entry: Entry, load: Load) -> None:
         """Forgets a load that was waited for."""
-        self._count(load, 0)  # first: once it is forgotten, nobody would count it off
-        entry.loads.remove(load)
+        self._ledger.turn(entry, load, Stage.OVER)
+
+    def _end(self, entry: Entry, load: Load) -> None:
+        """Ends a read that nobody wants any more, and then forgets it: until then it keeps what is being read into.
+
+        What it fills goes back to the stream that asked for it, which waits for a copy, so that the host need not.
+        """
+        if load.read and not (isinstance(load.read, Queued) and load.read.abandon()):
+            load.read.cancel()
+        self._ledger.turn(entry, load, Stage.OVER)
 
     def complete(self, entry: Entry, load: Load) -> OSError | None:
         """The last error of a load's read, None if its bytes are there. Waits, and reads again after an error.
@@ -112,7 +125,7 @@ class Reader:
             load.read.follow()
             if stall:
                 stall.end()
-                self._stalls.append((stall, entry.graph, entry.slot, entry.strict))
+                self._stalls.append((stall, entry.graph, entry.slot, load.strict))
             self._arrived(entry, load)
             return None
         error = outcome(load.read)
@@ -169,7 +182,8 @@ class Reader:
         if consume and same and _may_begin_there(held, relies_on) and is_alone(held) and not is_foreign(held):
             out = alias(held, layout)  # before `give_away`, which drops `held` if the write has ended meanwhile
             self._writer.give_away(entry)
-            drop(entry)
+            if entry.state is State.KEPT:  # else its write had ended
+                self._ledger.move(entry, State.DONATED)
             entry.storage = None  # it lives on in the backward, so it cannot show whether the write freed memory
             return Load(out, out, None, seq)
         out = self._new(entry, layout)
@@ -189,17 +203,13 @@ class Reader:
             out = self._new(entry, layout)
         else:
             out = landing if layout == entry.layout else alias(landing, layout)
-        if ahead:  # it stays in `entry.ahead` until the load is noted down: something may raise in between
-            load = Load(out, landing, ahead.read, seq, same)
-            entry.loads.append(load)
-            self._count(ahead, 0)  # while the entry has it, as in `done`
-            entry.ahead = None
-            self._count(load, entry.moved_bytes)
-            return load
+        if ahead:
+            ahead.out, ahead.seq, ahead.same = out, seq, same
+            self._ledger.turn(entry, ahead, Stage.ASKED)
+            return ahead
         read = self._engine.read(_extent(entry), Memory.of(landing))
         load = Load(out, landing, read, seq, same)
-        entry.loads.append(load)  # first: once it has started, somebody must know of it
-        self._count(load, entry.moved_bytes)
+        self._ledger.turn(entry, load, Stage.ASKED)
         read.start()
         return load
 
@@ -210,13 +220,6 @@ class Reader:
         stored = tensors.empty(entry.layout, entry.device)
         return stored if layout == entry.layout else alias(stored, layout)
 
-    def _count(self, load: Load, nbytes: int) -> None:
-        """Counts the load as `nbytes` of the bytes outstanding."""
-        self.outstanding_bytes += nbytes - load.counted
-        if load.seq == AHEAD:
-            self.ahead_bytes += nbytes - load.counted
-        load.counted = nbytes
-
     def _landing(self, entry: Entry) -> Tensor:
         """The tensor that a read fills."""
         if entry.encoded:
@@ -224,17 +227,8 @@ class Reader:
         return tensors.empty(entry.layout, entry.device)
 
 
-def _end(load: Load) -> None:
-    """Ends a read that nobody wants any more.
-
-    What it fills goes back to the stream that asked for it, which waits for a copy, so that the host need not.
-    """
-    if load.read and not (isinstance(load.read, Queued) and load.read.abandon()):
-        load.read.cancel()
-
-
 def _extent(entry: Entry) -> Extent:
-    if entry.lost:
+    if entry.state is State.LOST:
         raise errors.lost(entry)
     assert entry.extent, "on disk"
     return entry.extent

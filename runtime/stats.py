@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ssd_fx.runtime import stats_text, trace
 from ssd_fx.runtime.engines import registry
-from ssd_fx.runtime.pace import Pace
-from ssd_fx.runtime.wear import DAY_S, rated_days, wear
+from ssd_fx.runtime.step_clock import StepClock
+from ssd_fx.runtime.trace import Event
+from ssd_fx.runtime.wear import DAY_S, rated_days
 
 CHECKPOINT = "checkpoint"  # what `ssd_fx.checkpoint` counts as a graph: with the number of the call in its step
 
@@ -121,83 +123,12 @@ class Stats(GraphStats):
         return {name: getattr(self, name) for name in names} | {"running_graphs": len(self.graphs)} | derived
 
     def __str__(self) -> str:
-        """A table of the bytes per step, or the likely reason if nothing ran.
-
-        Rows that are 0 are left out, but for those in `_ALWAYS`. `repr` has every field, and those of every graph.
-        """
-        foot = f"on disk at the moment: {_mib(self.disk_bytes).strip()}"
-        if not self.graphs:
-            return f"{self.nothing_ran()}\n{foot}"
-        steps = max(self.steps, 1)
-        head = f"{self.steps} steps, {len(self.graphs)} graphs, {1e3 * self.stall_s / steps:.1f} ms of stall per step"
-        rows = []
-        for name, meaning in _MEANING.items():
-            nbytes = getattr(self, f"{name}_bytes") / steps
-            if name == "drive" and self.drive_bytes == self.written_bytes:
-                continue  # it says nothing new
-            if nbytes or name in _ALWAYS:
-                rows.append(f"{name:14}{_mib(nbytes)}   {meaning}")
-        whole = [f"not counted: {self._whole()}"] if self.whole_graphs else []
-        return "\n".join([f"{head}; bytes per step:", *rows, foot, *self._wear(), *whole])
-
-    def _wear(self) -> list[str]:
-        """A line about the life of the drives, once the speed is known and drives are written to."""
-        if not self.drive_bytes_s:
-            return []
-        daily, life = wear(self.drive_tbw, self.drive_bytes_s)
-        return [f"at this speed {daily} are written in a day; {life}"]
+        """A table of the bytes per step, or the likely reason if nothing ran. `repr` has every field of every graph."""
+        return stats_text.table(self)
 
     def nothing_ran(self) -> str:
         """The likely reason why no graph ran."""
-        if not self.whole_graphs:
-            return self._idle()
-        if self.whole_graphs == self.compiled_graphs:
-            return f"nothing is counted: {self._whole()}"
-        return f"{self._idle()}; or what runs is not counted: {self._whole()}"
-
-    def _idle(self) -> str:
-        if self.compiled_since_reset:
-            return (
-                f"nothing ran since the start or the last reset_stats(): of the {self.compiled_since_reset} graphs "
-                "that ssd_fx was asked to compile since then none has begun a forward that saves activations for a "
-                "backward, as none does under torch.no_grad(); TORCH_LOGS=recompiles,graph_breaks shows what runs "
-                "instead"
-            )
-        since, also = " in this process", ""
-        if self.compiled_graphs:
-            since, also = " since the last reset_stats()", f", and none of the {self.compiled_graphs} graphs before ran"
-        return (
-            f"nothing ran: torch.compile has not called ssd_fx{since}{also}, so whatever trains does so uncompiled; "
-            "TORCH_LOGS=+dynamo names what Dynamo is 'skipping' (of model.compile() the modules of torch itself, "
-            "such as nn.Sequential, which torch.compile(model) takes)"
-        )
-
-    def _whole(self) -> str:
-        which = f"{self.whole_graphs} of {self.compiled_graphs} compiled graphs"
-        return f"{which} run as without ssd_fx, and keep everything in memory: {self.whole_why}"
-
-
-_MEANING = {
-    "saved": "by the forward for the backward",
-    "offloaded": "of these, planned for the drive or host memory",
-    "written": "to the drive or host memory",
-    "drive": "of these, to the drive at once",
-    "read": "back from there",
-    "forwarded": "not read: still in memory when the backward asked",
-    "freed": "stored, and no longer in memory when the backward asked",
-    "kept": "in memory, because storing them failed",
-    "cancelled": "writes ended early, because the backward asked",
-    "wasted": "written in vain: somebody else held the tensor",
-    "held": "not written: known to be held by somebody else",
-    "prefetched": "of what was read, before the backward asked",
-    "encoded_from": "before compression",
-    "encoded_to": "after compression",
-}
-_ALWAYS = ("saved", "offloaded", "written", "read", "forwarded", "freed")
-
-
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / 2**20:10.2f} MiB"
+        return stats_text.nothing_ran(self)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,7 +152,7 @@ class SlotStats:
 
 @dataclass(slots=True, kw_only=True)
 class Counters(GraphStats):
-    """The counts of one graph while it runs, and the order of its nodes."""
+    """The counts of one graph: a fold over its nodes, its transfers, and what became of its tensors' memory."""
 
     slots: dict[int, SlotStats] = field(default_factory=dict)
     nodes: int = 0
@@ -229,6 +160,29 @@ class Counters(GraphStats):
     forward_seq: int = -1  # of the last node
     backward_seq: int = -1
     backward_first: int = 1 << 62  # the lowest seq in the backward so far: its node starts a run
+
+    def begin(self, saved_bytes: int, offloaded_bytes: int) -> None:
+        """Counts a forward that starts."""
+        _clock.begin(time.perf_counter(), _on_drives)
+        self.steps += 1
+        self.saved_bytes += saved_bytes
+        self.offloaded_bytes += offloaded_bytes
+        self.forward_seq = -1
+
+    def node(self, event: Event) -> None:
+        """Counts an operator that ended, but for the one that begins a forward."""
+        forward = event.kind in ("store", "release")
+        self.waited("write" if forward else "read", event.slot, event.waited)
+        if event.kind == "store":
+            self.stores += 1
+        elif event.kind == "load":
+            self.loads += 1
+            if event.where == "memory":
+                self.forwarded_bytes += event.nbytes
+        if forward:
+            self.forward_node(event.seq)
+        else:
+            self.backward(event.seq)
 
     def forward_node(self, seq: int) -> None:
         """Counts a node of the forward."""
@@ -242,7 +196,19 @@ class Counters(GraphStats):
             self.backward_seq = -1
         self._count(seq > self.backward_seq)
         self.backward_seq = seq
-        _pace.turn()
+        _clock.turn()
+
+    def written(self, nbytes: int, *, on_drive: bool) -> None:
+        """Counts a write that ended well. `on_drive`: it went to a drive at once."""
+        self.written_bytes += nbytes
+        if on_drive:
+            self.drive_bytes += nbytes
+
+    def encoded(self, from_bytes: int, to_bytes: int, error: float) -> None:
+        """Counts a tensor that was encoded. `error`: the relative one of its slot, as it was measured."""
+        self.encoded_from_bytes += from_bytes
+        self.encoded_to_bytes += to_bytes
+        self.encoding_error = max(self.encoding_error, error)
 
     def count(self, what: Literal["freed", "wasted", "held", "kept"], slot: int, nbytes: int, why: str = "") -> None:
         """Counts what became of a tensor's memory, for the graph and for the tensor's slot."""
@@ -265,26 +231,16 @@ class Counters(GraphStats):
             self.ordered += 1
         self.in_planned_order = self.ordered / self.nodes
 
-    def begin(self, saved_bytes: int, offloaded_bytes: int) -> None:
-        """Counts a forward that starts."""
-        _pace.begin(time.perf_counter(), _on_drives)
-        self.steps += 1
-        self.saved_bytes += saved_bytes
-        self.offloaded_bytes += offloaded_bytes
-        self.forward_seq = -1
-
 
 _SUMMED = [
     f.name for f in dataclasses.fields(GraphStats) if f.name not in ("steps", "encoding_error", "in_planned_order")
 ]
+
+
 _graphs: dict[str, Counters] = {}
-_pace = Pace()
-_compiled = _compiled_before_reset = 0
-_whole = 0
-_whole_why = ""
-_moved_bytes = 0
-_drive_tbw = 0.0
-_memory = (0, 0, 0)
+_clock = StepClock()
+_totals = Stats()
+"""What is not of one graph."""
 
 
 def counters(graph: str) -> Counters:
@@ -293,9 +249,15 @@ def counters(graph: str) -> Counters:
     return found if found is not None else _graphs.setdefault(graph, Counters())
 
 
+def record(event: Event) -> None:
+    """Counts an operator that ended, and notes it down for the trace."""
+    counters(event.graph).node(event)
+    trace.record(event)
+
+
 def _on_drives() -> int:
     """Bytes that drives got so far, of all graphs."""
-    return _moved_bytes + sum(c.drive_bytes for c in dict(_graphs).values())
+    return _totals.moved_bytes + sum(c.drive_bytes for c in dict(_graphs).values())
 
 
 def slots() -> dict[str, dict[int, SlotStats]]:
@@ -305,38 +267,38 @@ def slots() -> dict[str, dict[int, SlotStats]]:
 
 def turn() -> None:
     """Notes that a backward runs, where no node of ours but the first does."""
-    _pace.turn()
+    _clock.turn()
 
 
 def step() -> int:
-    """The number of the last forward's step, as in `Pace`."""
-    return _pace.step
+    """The number of the last forward's step, as in `StepClock`."""
+    return _clock.step
 
 
 def compiled(whole: str = "") -> None:
     """Counts a graph that the backend compiled. `whole`: why it keeps everything, whatever its plan would be."""
-    global _compiled, _whole, _whole_why
-    _compiled += 1
+    _totals.compiled_graphs += 1
+    _totals.compiled_since_reset += 1
     if whole:
-        _whole, _whole_why = _whole + 1, whole
+        _totals.whole_graphs += 1
+        _totals.whole_why = whole
 
 
 def moved(nbytes: int) -> None:
     """Counts bytes that moved on from host memory to a drive."""
-    global _moved_bytes
-    _moved_bytes += nbytes
+    _totals.moved_bytes += nbytes
 
 
 def rated(drive_tbw: float) -> None:
     """Takes the rated endurance of the drives, in 10^12 bytes; 0 if it is not known."""
-    global _drive_tbw
-    _drive_tbw = drive_tbw
+    _totals.drive_tbw = drive_tbw
 
 
 def limited(limit: int, peak: int, stayed: int) -> None:
     """Takes the limit of memory, and of the last step the most of all tensors and of what stayed, in bytes."""
-    global _memory
-    _memory = limit, peak, stayed
+    _totals.memory_limit_bytes = limit
+    _totals.memory_peak_bytes = peak
+    _totals.memory_stay_bytes = stayed
 
 
 def stats() -> Stats:
@@ -344,51 +306,40 @@ def stats() -> Stats:
 
     It takes no lock, so a signal handler may call it.
     """
-    graphs = dict(_graphs)
-    sums = {name: sum(getattr(c, name) for c in graphs.values()) for name in _SUMMED}
+    graphs, clock = dict(_graphs), _clock
     nodes = sum(c.nodes for c in graphs.values())
-    ordered = sum(c.ordered for c in graphs.values())
-    return Stats(
-        **sums,
-        steps=_pace.steps,
+    return dataclasses.replace(
+        _totals,
+        **{name: sum(getattr(c, name) for c in graphs.values()) for name in _SUMMED},
+        steps=clock.steps,
         encoding_error=max((c.encoding_error for c in graphs.values()), default=0.0),
-        in_planned_order=ordered / nodes if nodes else 1.0,
-        memory_limit_bytes=_memory[0],
-        memory_peak_bytes=_memory[1],
-        memory_stay_bytes=_memory[2],
+        in_planned_order=sum(c.ordered for c in graphs.values()) / nodes if nodes else 1.0,
         disk_bytes=registry.disk_bytes(),
-        moved_bytes=_moved_bytes,
-        drive_bytes_s=_pace.bytes_s(),
-        step_s=_pace.step_s(),
-        drive_tbw=_drive_tbw,
-        compiled_graphs=_compiled,
-        compiled_since_reset=_compiled - _compiled_before_reset,
-        whole_graphs=_whole,
-        whole_why=_whole_why,
+        drive_bytes_s=clock.bytes_s(),
+        step_s=clock.step_s(),
         graphs={name: _snapshot(c) for name, c in graphs.items()},
     )
 
 
 def reset_stats() -> None:
     """Set all counts to zero, but for `compiled_graphs` and `whole_graphs`."""
-    global _moved_bytes, _pace, _compiled_before_reset, _memory
-    _compiled_before_reset = _compiled
+    global _clock, _totals
+    kept = ("drive_tbw", "compiled_graphs", "whole_graphs", "whole_why")
+    _totals = Stats(**{name: getattr(_totals, name) for name in kept})
     _graphs.clear()
-    _moved_bytes = 0
-    _memory = (0, 0, 0)
-    _pace = Pace()
+    _clock = StepClock()
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """What runs inside counts for nobody."""
-    global _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw, _memory
-    before = _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw, _memory
-    _graphs, _pace = {}, Pace()
+    global _graphs, _clock, _totals
+    before = _graphs, _clock, _totals
+    _graphs, _clock, _totals = {}, StepClock(), dataclasses.replace(_totals)
     try:
         yield
     finally:
-        _graphs, _pace, _compiled, _whole, _whole_why, _moved_bytes, _drive_tbw, _memory = before
+        _graphs, _clock, _totals = before
 
 
 def _snapshot(c: Counters) -> GraphStats:

@@ -12,7 +12,7 @@ class Event(NamedTuple):
     `where`: the place of the bytes ("memory", "disk", "none", "lost"), or how a transfer ended ("ok", "failed",
     "cancelled"). `engine`: its name, empty for "begin". `live`: bytes of the large CPU tensors alive then; 0 for a
     transfer, and where they are not counted. `waited`: seconds at its end that an op waited for a transfer. `step`: of
-    a "begin", the number of its training step as `Pace` counts; 0 of a checkpoint's forward, which is in a backward.
+    a "begin", the number of its training step by `StepClock`; 0 of a checkpoint's forward, which is in a backward.
     """
 
     kind: str

@@ -1,18 +1,18 @@
-"""Tensors on their way out of memory: when each one is written, and who holds it until then.
+"""Tensors on their way out of memory: when each one is written.
 
     accept -> resident -> writing -> on disk
        |         `-- while the budget has room; the oldest is written first
        |             `later` ones: until the next forward begins, and then while the budget has room
-       `-> held for good: leaves that require grad, and slots whose tensors somebody else holds (`habits`)
+       `-> kept: leaves that require grad, and slots whose tensors somebody else holds (`habits`)
 
-All methods but `accept` run under the lock of `entries`.
+All methods but `accept`, `make_room` and `go_on` run under the lock of `entries`.
 """
 
 from __future__ import annotations
 
 import errno
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Literal
 
 import torch
@@ -20,40 +20,44 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssd_fx.runtime import codec, trace
+from ssd_fx.runtime.adapt.habits import Habits
+from ssd_fx.runtime.adapt.residency import Peak, Residency
 from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
-from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, cut_short, outcome
-from ssd_fx.runtime.entries import GUARD, Entry
-from ssd_fx.runtime.habits import PLAIN, Habits
+from ssd_fx.runtime.encoder import Encoder
+from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Memory, cut_short, outcome
+from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.inflight import CopiesInVain, inflight_bytes
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
-from ssd_fx.runtime.memory import tensors
-from ssd_fx.runtime.residency import Residency
+from ssd_fx.runtime.states import WAITING, Entry, Ledger, State
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` stops behind this many unfinished ones
 
 
 class Writer:
-    """Decides when a tensor is written, and holds it until its write is done."""
+    """Decides when a tensor is written."""
 
-    def __init__(self, engine: Engine, config: RuntimeConfig, habits: Habits, residency: Residency) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: Ledger,
+        config: RuntimeConfig,
+        habits: Habits,
+        residency: Residency,
+        peak: Peak,
+    ) -> None:
         self._engine = engine
+        self._ledger = ledger
         self._habits = habits
         self._residency = residency
+        self._peak = peak
+        self._encoder = Encoder(config, habits)
         self._inflight = config.inflight
         self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
-        codecs = dict(config.compression)
-        self._codec = codecs.get("ssd", "")
-        self._host_codec = codecs.get("host", "")
-        self._resident: OrderedDict[Entry, None] = OrderedDict()  # oldest first, but binding ones go before all
-        self._writing: dict[Entry, None] = {}  # oldest first
-        self.resident_bytes = 0
-        self.writing_bytes = 0
         self.in_vain = CopiesInVain()
         self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # not traced yet; oldest first
-        self._outstanding = _Outstanding()
         self._said_no_memory = False
         self._ended = False
         self._in_use: dict[Entry, None] = {}  # stored and not released
@@ -66,7 +70,9 @@ class Writer:
         """
         with GUARD.lock:
             self.reap()
-            self._hold(entry, x)
+            codec_first = self._hold(entry, x)
+        if codec_first:
+            self._encode(entry, codec_first, State.RESIDENT)
         return self.make_room(x.device)
 
     def make_room(self, device: torch.device) -> float:
@@ -74,31 +80,37 @@ class Writer:
 
         Called without the lock.
         """
-        with GUARD.lock:
-            self.reap()
-            before = self._start_due()
+        before = self.go_on()
         if before is None:
             return 0.0
         arrival = Arrival(device)
         while before:
             outcome(before)  # an error is left to `reap`
+            before = self.go_on()
+        return arrival.waited_s()
+
+    def go_on(self) -> Completion | None:
+        """Starts the writes that are due, as far as they find room in flight. Returns what holds the next one up.
+
+        Called without the lock. What another thread encodes just now is not waited for.
+        """
+        while True:
             with GUARD.lock:
                 self.reap()
-                before = self._start_due()
-        return arrival.waited_s()
+                found = self._start_due()
+            if not isinstance(found, Entry):
+                return found
+            self._encode(found, self._encoder.codec_of(found), State.WRITING)
 
     def forward_begins(self) -> None:
         """A forward begins, so what was to be written later may be now."""
-        self.reap()
-        for entry in self._resident:
+        for entry in self._ledger.resident:
             entry.later = False
-        self._start_due()
 
-    def go_on(self) -> None:
-        """Starts the writes that are due, as far as they find room in flight. It waits for none."""
-        if self._due():
-            self.reap()
-            self._start_due()
+    @property
+    def is_due(self) -> bool:
+        """Whether something should be written now."""
+        return self._due() is not None
 
     def reap(self) -> None:
         """Drops our references to the tensors that have been written. Nothing overtakes a copy to host memory."""
@@ -109,7 +121,7 @@ class Writer:
             trace.transfer("write", graph, slot, seq, copy.span(), nbytes, "ok", self._engine.name)
         unfinished = 0
         ended = []
-        for entry in self._writing:
+        for entry in self._ledger.writing:
             write = entry.write
             if write is not None and write.done():
                 ended.append((entry, write))
@@ -130,19 +142,15 @@ class Writer:
             error = OSError(errno.EFAULT, "its storage was given other memory while it was written")
         c = counters(entry.graph)
         if error is None:
-            self._forget_write(entry, "ok")
-            c.written_bytes += entry.moved_bytes
-            if entry.on_drive:
-                c.drive_bytes += entry.moved_bytes
-            drop(entry)
+            self._end_write(entry, State.ON_DISK, "ok")
+            c.written(entry.moved_bytes, on_drive=entry.on_drive)
             return
-        extent = self._forget_write(entry, "failed")
         c.count("kept", entry.slot, entry.nbytes, str(error))
         try:
-            if error.errno not in NOT_OF_THE_DRIVE:
-                self._engine.failed(extent, error)  # before `free`, after which an extent may not know its drive
+            if error.errno not in NOT_OF_THE_DRIVE and entry.extent is not None:
+                self._engine.failed(entry.extent, error)  # while it has its extent, which knows its drive
         finally:  # its warning may be an error
-            self._engine.free(extent)
+            self._end_write(entry, State.KEPT, "failed")
         if error.errno == errno.ENOMEM and not self._said_no_memory:
             self._said_no_memory = True
             warnings.warn(
@@ -155,11 +163,11 @@ class Writer:
     def cancel(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one. Afterwards nothing reads the tensor's memory.
 
-        The extent stays only if all bytes had been written.
+        It is on disk only if all bytes had been written.
         """
-        if entry in self._resident:
-            self._remove_resident(entry)
-        if entry not in self._writing:
+        if entry.state is State.RESIDENT or entry.state is State.ENCODING:
+            self._ledger.move(entry, State.KEPT)
+        if entry.state is not State.WRITING:
             return
         error = cut_short(entry.write)
         if error and error.errno == errno.ECANCELED:
@@ -174,13 +182,13 @@ class Writer:
     @property
     def held_bytes(self) -> int:
         """What is held for the backward alone: the graph has released it, and it is still in memory."""
-        in_use = sum(e.moved_bytes for e in self._in_use if e in self._resident or e in self._writing)
-        return self.resident_bytes + self.writing_bytes - in_use
+        in_use = sum(e.moved_bytes for e in self._in_use if e.state in WAITING)
+        return self._ledger.resident_bytes + self._ledger.writing_bytes - in_use
 
     @property
     def outstanding_bytes(self) -> int:
         """What the graph has released and the backward has not asked for, wherever it is."""
-        return self._outstanding.nbytes - sum(e.nbytes for e in self._in_use if not e.binding)
+        return self._peak.nbytes - sum(e.nbytes for e in self._in_use if not e.binding)
 
     def give_away(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
@@ -216,7 +224,10 @@ class Writer:
         What was copied in vain is held until `in_vain.end`.
         """
         self._ended = True
-        for entry in list(self._writing):
+        for entry in list(self._ledger.writing):
+            if entry.state is State.ENCODING:
+                self.cancel(entry)
+                continue
             if entry.write:
                 entry.write.cancel()
             self._cancelled(entry)
@@ -224,50 +235,85 @@ class Writer:
 
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
-        self._outstanding.remove(entry)
+        self._peak.remove(entry)
         self._in_use.pop(entry, None)
 
-    def _hold(self, entry: Entry, x: Tensor) -> None:
-        counter = versioned_alias(x)
-        entry.held = counter
+    def _hold(self, entry: Entry, x: Tensor) -> str:
+        """The codec that encodes the tensor before it is resident, empty for none."""
+        held = counter = versioned_alias(x)
         if entry.layout != entry.seen:  # a view of `counter` would keep the storage for as long as `counter` lives
-            entry.held = alias(x, entry.layout)
+            held = alias(x, entry.layout)
             drop_storage(counter)
-        entry.borrowed = True
         entry.stream = streams.current(x.device)
         if not x.is_inference():
             entry.counter = counter
             entry.version = x._version
-        entry.storage = StorageWeakRef(x.untyped_storage())
         if is_parameter(x) or self._habits.of(entry.graph, entry.slot).keep:
-            entry.storage = None
+            self._ledger.move(entry, State.KEPT, held)
             why = "a parameter or another leaf that requires a gradient" if is_parameter(x) else ""
             counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
-            return
+            return ""
+        entry.storage = StorageWeakRef(x.untyped_storage())
         if entry.binding:  # it goes at once, so it takes no part in the forecast
             entry.early = True
         else:
-            to_come = self._outstanding.add(entry)
+            to_come = self._peak.add(entry)
             entry.early = to_come > self._residency.nbytes  # they cannot all stay, and the oldest go first
-        if codec.is_lossy(self._codec_of(entry), x.dtype):
+        if codec.is_lossy(self._encoder.codec_of(entry), x.dtype):
             entry.later = False  # what is lost must not depend on other forwards
-        if self._residency.least and self._host_codec and not entry.early:
-            self._encode(entry, self._host_codec)
-        nbytes = entry.moved_bytes
         if self.limited:
             self._in_use[entry] = None
-        self._resident[entry] = None
-        self.resident_bytes += nbytes
+        stays = "" if entry.early or not self._residency.least else self._encoder.codecs.get("host", "")
+        if self._encoder.wants(entry, stays):
+            self._ledger.move(entry, State.ENCODING, held)
+            return stays
+        self._ledger.move(entry, State.RESIDENT, held)
         if entry.binding:
-            self._resident.move_to_end(entry, last=False)
+            self._ledger.resident.move_to_end(entry, last=False)
+        return ""
+
+    def _encode(self, entry: Entry, name: str, to: State) -> None:
+        """Encodes what an entry holds, without the lock, and then lets it be resident, or starts its write.
+
+        Meanwhile another thread may load the tensor, or bury it. If it had to be copied aside, it is encoded again.
+        """
+        held = entry.held
+        if held is None:
+            return
+        storage = held.untyped_storage()  # a codec that is queued on a stream reads it until the stream has turned
+        try:
+            with streams.in_turn_with(entry.stream, entry.device):
+                made = self._encoder.encode(entry, name, held)
+                with GUARD.lock:
+                    if entry.state is not State.ENCODING:
+                        return
+                    if entry.held is not held:
+                        self._ledger.move(entry, State.RESIDENT)
+                        self._ledger.resident.move_to_end(entry, last=False)
+                        return
+                    self._encoder.learn(entry, name, made)
+                    if made:
+                        self._ledger.move(entry, State.KEPT, made.tensor, made.encoded)
+                        entry.stream = streams.current(entry.device)  # the payload's memory is of this thread's stream
+                    if to is State.RESIDENT:
+                        self._ledger.move(entry, State.RESIDENT)
+                    else:
+                        self._start(entry)
+        except BaseException:  # Ctrl-C or no memory: it stays as it is
+            with GUARD.lock:
+                if entry.state is State.ENCODING:
+                    self._ledger.move(entry, State.KEPT)
+            raise
+        finally:
+            del storage
 
     def _due(self) -> Entry | None:
         """The resident entry that should be written next, or None. An early one waits for those before it."""
         if self._ended:
             return None
-        for entry in self._resident:  # no generator: when it ends it swallows a Ctrl-C
+        for entry in self._ledger.resident:  # no generator: when it ends it swallows a Ctrl-C
             if not entry.later:
-                return entry if entry.early or self.resident_bytes > self._residency.nbytes else None
+                return entry if entry.early or self._ledger.resident_bytes > self._residency.nbytes else None
         return None
 
     def _cap(self, device: torch.device) -> int:
@@ -276,20 +322,20 @@ class Writer:
             self._caps[device] = self._inflight or inflight_bytes(device)
         return self._caps[device]
 
-    def _start_due(self) -> Completion | None:
-        """Starts the writes that are due. Returns the write that holds the next one up, or None."""
+    def _start_due(self) -> Completion | Entry | None:
+        """Starts the writes that are due. Returns the write that holds the next one up, or what is to be encoded."""
         while entry := self._due():
-            if self.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
+            if self._ledger.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
                 oldest = self._oldest_under_way()
                 if not self.in_vain and self._follow_oldest():
                     continue
                 if oldest:  # else the tensor is larger than the cap, and goes alone
                     return oldest
-            assert entry.held is not None, "a resident entry holds its tensor"
-            storage = entry.held.untyped_storage()  # `_start` may drop it, and an encoding that is queued reads it
+            if self._encoder.wants(entry, self._encoder.codec_of(entry)):
+                self._ledger.move(entry, State.ENCODING)
+                return entry
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
-            del storage
         while self.limited and self.held_bytes > self._residency.nbytes:
             if not self._follow_oldest():
                 return self._oldest_under_way()
@@ -297,31 +343,23 @@ class Writer:
 
     def _follow_oldest(self) -> bool:
         """Whether the oldest write goes on without us."""
-        oldest = next((entry for entry in self._writing if entry.write), None)
+        oldest = next((entry for entry in self._ledger.writing if entry.write), None)
         return oldest is not None and self.follow(oldest)
 
     def _oldest_under_way(self) -> Completion | None:
         """The write whose end makes room next, None if nothing is under way."""
-        return self.in_vain.oldest() or next((entry.write for entry in self._writing if entry.write), None)
+        return self.in_vain.oldest() or next((e.write for e in self._ledger.writing if e.write), None)
 
     def _start(self, entry: Entry) -> None:
-        self._remove_resident(entry)
-        encoding = self._codec_of(entry)
-        if encoding and not entry.encoded:
-            self._encode(entry, encoding)
-        held = entry.held
-        nbytes = entry.moved_bytes
-        assert held is not None, "a resident entry holds its tensor"
         try:
-            extent = self._engine.alloc(nbytes, entry.tier)
+            self._ledger.move(entry, State.WRITING)
         except OSError as error:  # the engine warned; the tensor stays in memory
+            self._ledger.move(entry, State.KEPT)
             counters(entry.graph).count("kept", entry.slot, entry.nbytes, str(error))
             return
-        # No call between these three lines: a signal handler that raises (Ctrl-C) would separate the extent, the
-        # table and its sum.
-        entry.extent = extent
-        self._writing[entry] = None
-        self.writing_bytes += nbytes
+        held, extent = entry.held, entry.extent
+        assert held is not None, "what is being written is held"
+        assert extent, "a write has an extent"
         try:
             memory = Memory.of(held)
             entry.address = memory.ptr
@@ -330,113 +368,18 @@ class Writer:
             entry.write.start()
         except OSError as error:
             self.finish(entry, error)
-        except BaseException:  # Ctrl-C or no memory: without this the entry would stay in `_writing` for ever
+        except BaseException:  # Ctrl-C or no memory: without this the entry would be written for ever
             self.cancel(entry)
             raise
 
-    def _codec_of(self, entry: Entry) -> str:
-        """That of the plan's tier, even if the tensor ends up in another, or moves on."""
-        return self._host_codec if entry.tier == "host" else self._codec
-
     def _cancelled(self, entry: Entry) -> None:
-        extent = self._forget_write(entry, "cancelled")
+        self._end_write(entry, State.KEPT, "cancelled")
         counters(entry.graph).cancelled_bytes += entry.nbytes
-        self._engine.free(extent)
 
-    def _remove_resident(self, entry: Entry) -> None:
-        nbytes = entry.moved_bytes
-        del self._resident[entry]
-        self.resident_bytes -= nbytes
-
-    def _forget_write(self, entry: Entry, how: Literal["ok", "failed", "cancelled"]) -> Extent:
-        """Its extent, which the entry has no longer unless all bytes were written."""
-        nbytes = entry.moved_bytes
-        # No call until `write` is None: a signal handler that raises (Ctrl-C) would leave an entry that seems to be on
-        # the drive.
-        extent, write = entry.extent, entry.write
-        if how != "ok":
-            entry.extent = None
-        del self._writing[entry]
-        self.writing_bytes -= nbytes
-        entry.write = None
+    def _end_write(self, entry: Entry, to: State, how: Literal["ok", "failed", "cancelled"]) -> None:
+        write = entry.write
+        self._ledger.move(entry, to)
         if write and not (self._followed and self._followed[-1][0] is write):
             engine = self._engine.name
-            trace.transfer("write", entry.graph, entry.slot, entry.seq, write.span(), nbytes, how, engine)
-        assert extent, "a write has an extent"
-        return extent
-
-    def _encode(self, entry: Entry, name: str) -> None:
-        habit = self._habits.of(entry.graph, entry.slot)
-        if habit.is_plain(name):
-            return
-        x = entry.held
-        assert x is not None, "a resident entry holds its tensor"
-        lossy = codec.is_lossy(name, x.dtype)
-        if lossy and entry.layout != entry.seen:
-            return  # the values in the gaps of the tensor would change the scale of their block
-        made = codec.encode(name, x)
-        if made is None:
-            if not lossy:  # a lossy codec refuses infinities, which the next tensor of the slot may not have
-                habit.plain[name] = PLAIN
-            return
-        payload, encoded = made
-        c = counters(entry.graph)
-        c.encoded_from_bytes += entry.nbytes
-        c.encoded_to_bytes += encoded.nbytes
-        if encoded.lossy and habit.error is None:
-            decoded = tensors.empty(entry.layout, entry.device)
-            encoded.decode(payload, decoded)
-            habit.error = codec.relative_error(x, decoded)
-        c.encoding_error = max(c.encoding_error, habit.error or 0.0)
-        # No call between these three lines: a Ctrl-C would leave an entry that has neither the tensor nor its bytes.
-        entry.held = payload
-        entry.encoded = encoded
-        entry.borrowed = False
-        entry.stream = streams.current(entry.device)  # the payload's memory is of this thread's stream
-        _drop(entry, x)
-
-
-class _Outstanding:
-    """Forecasts the peak of the bytes outstanding in a step: stored, and not asked for yet.
-
-    The forecast is the peak of the step before. A step ends when the bytes outstanding have fallen to half of their
-    peak or less and rise again. They need not fall to 0, because a caller may keep a graph for ever.
-    """
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._entries: dict[Entry, None] = {}  # no set: a call may be interrupted before the sum follows
-        self.nbytes = 0
-        self._highest_bytes = 0  # of this step
-        self._falling = False
-
-    def add(self, entry: Entry) -> int:
-        """The bytes that are expected to be stored from this entry on until the peak, the entry included."""
-        before = self.nbytes
-        if self._falling and 2 * before <= self._highest_bytes:  # a new step
-            self.peak_bytes = self._highest_bytes
-            self._highest_bytes = before
-        self._falling = False
-        self._entries[entry] = None
-        self.nbytes += entry.nbytes
-        self._highest_bytes = max(self._highest_bytes, self.nbytes)
-        return self.peak_bytes - before
-
-    def remove(self, entry: Entry) -> None:
-        """The entry is outstanding no longer; an entry that was never added, or removed before, is ignored."""
-        if entry in self._entries:
-            del self._entries[entry]
-            self.nbytes -= entry.nbytes
-            self._falling = True
-
-
-def drop(entry: Entry) -> None:
-    """Drops our reference to the stored bytes. The entry still sees whether somebody writes into the tensor."""
-    held, entry.held = entry.held, None
-    _drop(entry, held)
-
-
-def _drop(entry: Entry, held: Tensor | None) -> None:
-    """Drops the storage of what the entry held, where the entry keeps the tensor as its counter."""
-    if held is not None and held is entry.counter:
-        drop_storage(held)
+            moved = entry.graph, entry.slot, entry.seq, write.span(), entry.moved_bytes
+            trace.transfer("write", *moved, how, engine)

@@ -13,7 +13,7 @@ import ssd_fx
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime import stats as counts
 from ssd_fx.runtime.device import device_trace
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests import sources
 from tests.alone import turn
 from tests.inductor import kernels_on_demand, start_at_once

@@ -31,9 +31,10 @@ from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.engines.tiered import TieredEngine, TieredExtent
-from ssd_fx.runtime.entries import Entry, Load, State, living
+from ssd_fx.runtime.entries import living
 from ssd_fx.runtime.layout import TensorMeta, alias
 from ssd_fx.runtime.reader import Reader
+from ssd_fx.runtime.states import Entry, Load, State
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer
 from tests.passes.lazy_engines import Lazy, LazyRead, Unending
@@ -257,9 +258,9 @@ def _before(entry: Entry, held_by: Writer) -> set[str]:
         return words | {"read"} | (_now.happened & {"late"})
     if not entry.borrowed and not entry.encoded:
         words.add("aside")
-    if entry in held_by._resident:
+    if entry in held_by._ledger.resident:
         return words | {"resident"}
-    return words | ({"writing"} if entry in held_by._writing else _now.happened)
+    return words | ({"writing"} if entry in held_by._ledger.writing else _now.happened)
 
 
 @contextmanager
@@ -322,9 +323,9 @@ def _encoded() -> Iterator[None]:
         stack.enter_context(mock.patch.object(codec, "encode", encode))
         hold = Writer._hold
 
-        def with_codec(self: Writer, entry: Entry, x: Tensor) -> None:
-            self._codec = "bitpack"
-            hold(self, entry, x)
+        def with_codec(self: Writer, entry: Entry, x: Tensor) -> str:
+            self._encoder.codecs["ssd"] = "bitpack"
+            return hold(self, entry, x)
 
         stack.enter_context(mock.patch.object(Writer, "_hold", with_codec))
         yield
@@ -334,9 +335,9 @@ def _encoded() -> Iterator[None]:
 def _without_codec() -> Iterator[None]:
     hold = Writer._hold
 
-    def plain(self: Writer, entry: Entry, x: Tensor) -> None:
-        self._codec = ""
-        hold(self, entry, x)
+    def plain(self: Writer, entry: Entry, x: Tensor) -> str:
+        self._encoder.codecs.pop("ssd", None)
+        return hold(self, entry, x)
 
     with mock.patch.object(Writer, "_hold", plain):
         yield

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ssd_fx
-from ssd_fx.runtime.entries import State, living
+from ssd_fx.runtime.entries import living
 from tests import sources
 from tests.bitwise import assert_same_bits
 
@@ -108,7 +108,7 @@ def test_a_hidden_state_that_is_changed_in_place(tmp_path: object, source: str) 
             x.add_(1)
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* at version 1; expected version 0"):
             y.sum().backward()
-    assert [entry.state for entry in stored] == {"": [], "read": [State.ON_DISK]}.get(source, [State.IN_MEMORY])
+    assert [entry.state.where for entry in stored] == {"": [], "read": ["disk"]}.get(source, ["memory"])
 
 
 @pytest.mark.parametrize("bytes_", [0, 4 * HIDDEN, 10 * HIDDEN])

@@ -601,7 +601,7 @@ def test_transfers_of_a_device_take_the_time_of_its_events(monkeypatch: pytest.M
 
 
 def test_what_the_host_does_costs_a_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan would otherwise recompute what could be offloaded for nothing (docs/gpu.md, "Steps on that H200")."""
+    """A plan would otherwise recompute what could be offloaded for nothing (docs/results/gpu, "Steps on that H200")."""
     with installed(1) as gpu:
         monkeypatch.setattr(torch, "full", lambda size, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
         monkeypatch.setattr(transfers.Transfers, "_start", slowly(transfers.Transfers._start))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ssd_fx
 from ssd_fx.runtime import entries
+from ssd_fx.runtime.states import Entry
 from tests import sources
 from tests.bitwise import assert_same_bits, prove_bitwise, run
 from tests.faults.toys import settle
@@ -202,7 +203,7 @@ def test_every_program_on_a_disk(program: Program, region: Region) -> None:
     assert not entries.living()
 
 
-def is_gone(entry: entries.Entry) -> bool:
+def is_gone(entry: Entry) -> bool:
     with entries.GUARD.lock:
         entry.store.writer.reap()
     return entry.held is None

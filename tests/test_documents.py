@@ -19,6 +19,8 @@ from ssd_fx.report import options
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+RECORDS = [*(ROOT / "docs" / "results").rglob("*.md")]  # of what was measured; pages of the site refer to them
+SOURCES = [path for room in ("passes", "runtime", "ssd_fx") for path in (ROOT / room).rglob("*.py")]
 
 
 def loaded(path: Path) -> ModuleType:
@@ -92,7 +94,7 @@ def test_what_varies_is_no_difference(excerpts: ModuleType) -> None:
     assert excerpts.masked(old) != excerpts.masked(new.replace("5 steps", "6 steps"))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS + RECORDS, ids=lambda path: path.name)
 def test_links_lead_to_files(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
     local = [target for target in targets if "://" not in target]
@@ -106,6 +108,34 @@ def test_the_readme_is_short_and_names_options_that_exist() -> None:
     named = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
     assert len(named) == 10
     assert set(named) <= {field.name for field in fields(Config)}
+
+
+@pytest.mark.parametrize(
+    ("page", "row", "record"),
+    [
+        ("README.md", r"^\| .*\| (?:time|live, MiB|process, MiB) \| .*$", "docs/results/measurements.md"),
+        ("docs/pareto.md", r"^\| .* GiB, .*$", "docs/results/pareto/2026-11-27.md"),
+    ],
+)
+def test_the_figures_of_a_table_are_those_of_a_record(page: str, row: str, record: str) -> None:
+    """A figure is measured or predicted once; the tables of other pages quote it."""
+    rows = re.findall(row, (ROOT / page).read_text(), re.MULTILINE)
+    quoted = [figure for line in rows for figure in re.findall(r"(?<![\w.])(?:\d+\.\d+|\d{3,})(?![\w.])", line)]
+    assert len(rows) == 3
+    assert len(quoted) >= 13
+    assert set(quoted) - set(re.findall(r"\d+(?:\.\d+)?", (ROOT / record).read_text())) == set()
+
+
+def test_every_word_of_the_glossary_is_used() -> None:
+    """What nobody says any more goes."""
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    entries = re.findall(r"^- (\*\*.*?):", page, re.MULTILINE)
+    words = [
+        word.lower() for entry in entries for bold in re.findall(r"\*\*(.+?)\*\*", entry) for word in bold.split(", ")
+    ]
+    said = "\n".join(path.read_text() for path in SOURCES).lower()
+    assert len(words) > 50
+    assert [word for word in words if word not in said and word.replace(" ", "_") not in said] == []
 
 
 def test_the_test_of_a_plan_that_users_are_shown() -> None:

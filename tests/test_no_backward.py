@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ssd_fx
-from ssd_fx.runtime.habits import UNREAD
+from ssd_fx.runtime.adapt.habits import UNREAD
 
 ROWS = 16
 Compiled = Callable[[Tensor], Tensor]

@@ -20,7 +20,7 @@ from ssd_fx.runtime import entries, graphs, ops
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines.extents import STEP
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
-from ssd_fx.runtime.store import _stores, get_store
+from ssd_fx.runtime.stores import get_store, stores
 from tests.bitwise import assert_same_bits
 from tests.faults.toys import Counting, Toy, compile_toy, descriptors, gradients, settle
 from tests.runtime.engines import DelayedEngine, around
@@ -46,7 +46,7 @@ def forget_graphs() -> None:
     I/O threads that are left are those of an engine which an earlier test did not close.
     """
     torch._dynamo.reset()
-    comes_true(lambda: gc.collect() >= 0 and not _stores and io_threads() == 0)
+    comes_true(lambda: gc.collect() >= 0 and not stores and io_threads() == 0)
 
 
 def io_threads() -> int:
@@ -152,14 +152,14 @@ def test_graphs_of_one_set_of_options_share_a_store_until_the_last_has_gone(
         compiled = torch.compile(model, backend=backend, options=options, dynamic=False)
         assert_same_bits(train(model, x, compiled), expected)
         torch._dynamo.reset()
-    (store,) = _stores.values()
+    (store,) = stores.values()
     backend.held.pop()
     gc.collect()
     time.sleep(0.2)  # the janitor has been there
-    assert list(_stores.values()) == [store]
+    assert list(stores.values()) == [store]
     backend.held.clear()
     gc.collect()
-    comes_true(lambda: not _stores)
+    comes_true(lambda: not stores)
 
 
 def test_a_graph_that_somebody_holds_outlives_a_reset(
@@ -170,14 +170,14 @@ def test_a_graph_that_somebody_holds_outlives_a_reset(
     options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0}
     compiled = torch.compile(model, backend=backend, options=options, dynamic=False)
     assert_same_bits(train(model, x, compiled), expected)
-    (store,) = _stores.values()
+    (store,) = stores.values()
     torch._dynamo.reset()
     gc.collect()
     time.sleep(0.2)
-    assert list(_stores.values()) == [store]
+    assert list(stores.values()) == [store]
     backend.held.clear()
     gc.collect()
-    comes_true(lambda: not _stores)
+    comes_true(lambda: not stores)
 
 
 def test_a_backward_still_comes_after_its_graph_has_gone(
@@ -191,25 +191,25 @@ def test_a_backward_still_comes_after_its_graph_has_gone(
     torch._dynamo.reset()
     gc.collect()
     time.sleep(0.2)
-    assert len(_stores) == 1
+    assert len(stores) == 1
     for _ in range(3):
         assert_same_bits(gradients(losses.pop(), model), expected)
         gc.collect()
-    comes_true(lambda: not _stores)
+    comes_true(lambda: not stores)
 
 
 def test_what_never_had_a_graph_lives_until_close(tmp_path: Path) -> None:
     config = ssd_fx.Config.make({"dirs": [str(tmp_path)]}).runtime_json()
     before = descriptors()
     handle = torch.ops.ssd_fx.store(torch.ones(2**20), config, "direct", 0, 0)
-    (store,) = _stores.values()
+    (store,) = stores.values()
     del handle
     torch._dynamo.reset()
     gc.collect()
     time.sleep(0.2)
     assert get_store(config) is store
     ssd_fx.close()
-    assert _stores == {}
+    assert stores == {}
     assert descriptors() == before
 
 
@@ -219,7 +219,7 @@ def test_a_store_that_is_needed_again_is_made_again(
     forget_graphs()
     for _ in range(3):
         assert_same_bits(train(model, x, compile_toy(model, tmp_path, "posix")), expected)
-        assert len(_stores) == 1
+        assert len(stores) == 1
         forget_graphs()
 
 
@@ -241,7 +241,7 @@ def test_explain_leaves_no_store(model: Toy, x: Tensor, tmp_path: Path) -> None:
     forget_graphs()
     before = held()
     ssd_fx.explain(model, options={"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0})(x)
-    comes_true(lambda: gc.collect() >= 0 and not _stores)
+    comes_true(lambda: gc.collect() >= 0 and not stores)
     comes_true(lambda: all(now <= before[what] for what, now in held().items()))
 
 
@@ -260,7 +260,7 @@ def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Te
             torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     assert_same_bits(train(model, x, compiled), expected)
     del loss
-    assert len(_stores) == 1
+    assert len(stores) == 1
 
 
 @pytest.mark.parametrize("options", [{"budget": "1GiB"}, {"engine": "late"}], ids=["resident", "being written"])
@@ -272,7 +272,7 @@ def test_close_loses_nothing_that_is_in_memory(
     compiled = compile_toy(model, tmp_path, engine, **options)
     loss = compiled(x.clone())
     ssd_fx.close()
-    assert _stores == {}
+    assert stores == {}
     assert_same_bits(gradients(loss, model), expected)
 
 
@@ -349,4 +349,4 @@ def test_graphs_are_told_apart_by_their_options(tmp_path: Path) -> None:
     with entries.GUARD.lock:
         del graph
         gc.collect()
-    comes_true(lambda: parse(config) not in _stores)
+    comes_true(lambda: parse(config) not in stores)

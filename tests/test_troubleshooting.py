@@ -113,7 +113,7 @@ def test_what_says_nothing_of_its_own_is_known() -> None:
     ("module", "kind", "said"),
     [
         ("runtime/engines/extents.py", "warning", "keeps activations in memory"),
-        ("runtime/habits.py", "log", "no longer written"),
+        ("runtime/adapt/habits.py", "log", "no longer written"),
         ("runtime/errors.py", "RuntimeError", "was given away"),
         ("runtime/engines/preflight.py", "OSError", "mounted read-only"),  # in a table that the function reads
         ("ssd_fx/fit.py", "ValueError", "failed before it trained"),  # made by another function

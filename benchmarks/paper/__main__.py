@@ -35,8 +35,7 @@ from paper.part import Part
 
 MODULES = (peaks, keep_or_not, instead, fits, micro, ablations, grows, bubbles)
 PARTS: tuple[Part, ...] = tuple(module.PART for module in MODULES)  # in the order of their value
-DOCS = system.ROOT / "docs"
-RESULTS = DOCS / "results" / "paper"
+RESULTS = system.ROOT / "docs" / "results" / "paper"
 PAPERS: tuple[Family, ...] = ("gpt", "bert", "t5")  # families of the paper
 SHAPES = ("512x4", "768x3", "1024x2")
 QUICK = {"shapes": [(64, 2)], "batch": 2, "seq": 64, "rounds": 2, "warmup": 1, "vocabulary": 256}
@@ -53,9 +52,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write_page(flags: argparse.Namespace) -> None:
-    to = DOCS / "benchmarks.md" if flags.json_dir == RESULTS else flags.json_dir / "benchmarks.md"
-    plots = "results/paper" if flags.json_dir == RESULTS else "."
-    to.write_text(page(PARTS, flags.json_dir, plots))
+    to = flags.json_dir / "benchmarks.md"
+    to.write_text(page(PARTS, flags.json_dir))
     print(f"wrote {to}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, of the results in a directory: one JSON file for each part, and its plot beside it."""
+"""The page of the results in a directory, beside them: one JSON file for each part, and its plot."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ everything runs. A part that has no figures here is marked as not measured.
 """
 
 
-def page(parts: Sequence[Part], results: Path, plots: str) -> str:
-    """The text. plots: where the page finds the directory of the results."""
-    sections = [section for part in parts for section in _section(part, results, plots)]
+def page(parts: Sequence[Part], results: Path) -> str:
+    """The text."""
+    sections = [section for part in parts for section in _section(part, results)]
     return "\n".join(_wrapped("\n\n".join([HEAD.strip(), *sections]))) + "\n"
 
 
-def _section(part: Part, results: Path, plots: str) -> Iterator[str]:
+def _section(part: Part, results: Path) -> Iterator[str]:
     yield f"## {part.title}"
     yield f"The paper: {part.paper}"
     path = results / f"{part.name}.json"
@@ -46,7 +46,7 @@ def _section(part: Part, results: Path, plots: str) -> Iterator[str]:
     yield from _runs(found)
     yield part.section(found)
     if (results / f"{part.name}.svg").exists():
-        yield f"![{part.title}]({plots}/{part.name}.svg)"
+        yield f"![{part.title}]({part.name}.svg)"
     yield f"Not shown: {part.not_shown}"
 
 

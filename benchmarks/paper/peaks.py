@@ -18,8 +18,8 @@ KEEP, ZERO, AUTO = "Inductor", "budget 0", "default (auto)"
 LEAST = """\
 "Least possible" is the peak with everything offloaded that can be and drives of infinite speed. With two to four layers
 the tensors of one layer are a quarter of all and more, and the new gradients count too. "In the median": the interval
-goes beyond what is aimed at, so more rounds could decide otherwise. A T5 of 12 layers is slower than these:
-[measurements.md](measurements.md)."""
+goes beyond what is aimed at, so more rounds could decide otherwise. A T5 of 12 layers is slower than these
+(docs/results/measurements.md)."""
 CLAIMS = {AUTO: (0.45, 1.02), ZERO: (0.80, 1.05)}  # of the peak below Inductor's, at a ratio of at most
 
 

@@ -7,7 +7,7 @@
 
 Step 4 sets the tags of selective checkpointing. What was chosen must be recomputed, the other saved tensors must be
 saved, and PyTorch's min-cut decides the rest. The new partition is planned and simulated like the first one; it is
-taken only if it is predicted to be faster. docs/planner.md says why we do not use `activation_memory_budget`.
+taken only if it is predicted to be faster. docs/decisions.md says why we do not use `activation_memory_budget`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The generated code launches a kernel in that many times what an operator of PyTorch takes in a row of equal ones. A
-# GPT of 12 layers has 838, and with 24 transfers a step took 28.6 ms of an H200's host: docs/gpu.md, "Steps on that
-# H200".
+# GPT of 12 layers has 838, and with 24 transfers a step took 28.6 ms of an H200's host: docs/results/gpu, "Steps on
+# that H200".
 _LAUNCH_PER_KERNEL = 2.5
 # Inductor draws by Philox, one number at a time without vectors. Eager mode's CPU generator, a Mersenne twister, is as
 # scalar, and needs no compiler here. CPU time of a number in one thread: 15.1 ns against 5.6 ns (Xeon at 2.5 GHz).

@@ -42,8 +42,8 @@ def _section(name: str, kind: str, text: str) -> str:
     """The part of the page about one option."""
     described, _, default = text.partition("Default:")
     shown = " ".join(default.split()).rstrip(".") or _default(name, kind)
-    facts = [f"- {' '.join(kind.split())}", f"- default: {shown}", f"- environment: `SSD_FX_{name.upper()}`"]
-    return "\n".join([f"## {name}\n", *facts, "", _filled(described), ""])
+    facts = _filled(f"*{kind}; default: {shown}*")
+    return "\n".join([f"## {name}\n", facts, "", _filled(described), ""])
 
 
 def _filled(text: str) -> str:

@@ -21,7 +21,7 @@ import training
 import workers
 from families import FAMILIES, batches, make, train_gpt
 from paper import ablations, bubbles, fits, instead, keep_or_not, micro, peaks, switches, text
-from paper.__main__ import DOCS, PARTS, RESULTS, main, parse, setup_of
+from paper.__main__ import PARTS, RESULTS, main, parse, setup_of
 from paper.measure import measure, measure_all
 from paper.page import page
 from paper.part import Part
@@ -41,11 +41,11 @@ SHAPE = train_gpt.Shape(layers=4, width=64, heads=2, seq=128, dropout=0.0)
 
 def test_the_page_is_that_of_the_results() -> None:
     """Else: python benchmarks/paper --page."""
-    assert (DOCS / "benchmarks.md").read_text() == page(PARTS, RESULTS, "results/paper")
+    assert (RESULTS / "benchmarks.md").read_text() == page(PARTS, RESULTS)
 
 
 def test_a_part_without_results_is_marked(tmp_path: Path) -> None:
-    assert page(PARTS, tmp_path, ".").count("**Not measured** (`python benchmarks/paper --only") == len(PARTS)
+    assert page(PARTS, tmp_path).count("**Not measured** (`python benchmarks/paper --only") == len(PARTS)
 
 
 BUBBLE = [(1.0, 0.7), (0.8, 0.7)]  # a step of two ranks: seconds, and those in which it computed

@@ -21,7 +21,7 @@ from torch._functorch import config as functorch_config
 
 import ssd_fx
 from ssd_fx.runtime.entries import living
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests.callers.blocks import BLOCKS, copy_of
 from tests.callers.caller import Blocks, Call, Caller, Outcome
 from tests.callers.compare import IN_PLACE, Comparison, Difference, Verdict

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import ssd_fx
 from ssd_fx.runtime import entries
-from ssd_fx.runtime.entries import Entry, Load
 from ssd_fx.runtime.layout import TensorMeta
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.reader import Reader
+from ssd_fx.runtime.states import Entry, Load
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.writer import Writer
 from tests.callers.caller import Caller
@@ -185,10 +185,11 @@ def given_away_though_the_graph_is_kept() -> AbstractContextManager[object]:
 def no_version_check() -> AbstractContextManager[object]:
     hold = Writer._hold
 
-    def broken(writer: Writer, entry: Entry, x: Tensor) -> None:
-        hold(writer, entry, x)
+    def broken(writer: Writer, entry: Entry, x: Tensor) -> str:
+        codec_first = hold(writer, entry, x)
         entry.version = x._version
         entry.counter = None
+        return codec_first
 
     return mock.patch.object(Writer, "_hold", broken)
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ssd_fx.runtime.device import clock, device_trace, streams
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests.runtime.fake_gpu import GARBAGE, Block, FakeGpu, FakeStream
 
 ALIGNMENT = 512  # bytes: CUDA's allocator has no other addresses and sizes

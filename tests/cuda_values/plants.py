@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.layout import drop_storage
 from ssd_fx.runtime.store import Store
-from ssd_fx.runtime.writer import drop
 from tests.cuda_values import cuda_names
 from tests.cuda_values.staged import LateDriver
 from tests.runtime.fake_gpu import FakeStream
@@ -39,7 +39,9 @@ def early_release() -> None:
     def released(self: Store, entry: Any, *args: Any, **named: Any) -> None:
         wait_store_(self, entry, *args, **named)
         if entry.write:
-            drop(entry)
+            held, entry.held = entry.held, None
+            if held is entry.counter:
+                drop_storage(held)
 
     Store.wait_store_ = released  # type: ignore[method-assign]
 

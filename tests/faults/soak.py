@@ -36,7 +36,7 @@ from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.entries import GUARD, living
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests.bitwise import assert_same_bits, differences
 from tests.faults.faultio import Action, Call, Faults
 from tests.faults.toys import (

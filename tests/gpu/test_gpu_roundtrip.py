@@ -15,7 +15,8 @@ from torch import Tensor
 import ssd_fx
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.device import device_trace, streams
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.states import State
 from tests.runtime.harness import in_backward
 
 op = torch.ops.ssd_fx

@@ -29,7 +29,7 @@ from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
 from ssd_fx.passes.partitioner import Partitioner
 from ssd_fx.runtime.engines.registry import ENGINES
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests import sources
 from tests.bitwise import differences
 from tests.faults.toys import settle

@@ -111,7 +111,7 @@ def test_operations_of_a_layer_of_gpt() -> None:
 
 
 def test_our_run_of_12_layers() -> None:
-    """docs/measurements.md: 1205.5 MiB written in a step, 67 bytes per s*b*h and layer; in 16 bits 34 for a layer."""
+    """In docs/results: 1205.5 MiB written in a step, 67 bytes per s*b*h and layer; in 16 bits 34 for a layer."""
     sbh = 512 * 8 * 384
     alone = layer_bytes(GPT, Parallelism(), 8)
     written = 12 * alone + outside_bytes(GPT, Parallelism(), 8)

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime.entries import GUARD, Entry, lookup
+from ssd_fx.runtime.entries import GUARD, lookup
+from ssd_fx.runtime.states import Entry
 
 op = torch.ops.ssd_fx
 CPU = torch.device("cpu")

@@ -13,11 +13,13 @@ from ssd_fx.runtime import account
 from ssd_fx.runtime.account import AUTO, limit_of
 from ssd_fx.runtime.allowance import Allowance
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory import gauge as gauges
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.memory.gauge import CpuGauge, DeviceGauge, gauge
-from ssd_fx.runtime.store import Store, get_store
+from ssd_fx.runtime.states import State
+from ssd_fx.runtime.store import Store
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, around
 from tests.runtime.harness import begin, config_json, load, raw, release, store
 
@@ -59,7 +61,7 @@ def backward(handles: list[torch.Tensor], found: Store, most: int) -> None:
         y = load(handles[i], torch.empty(N))
         assert raw(y) == raw(torch.full((N,), float(i)))
         del y, handles[i]
-        assert found.writer.held_bytes + found.reader.ahead_bytes <= most
+        assert found.writer.held_bytes + found.ledger.ahead_bytes <= most
 
 
 @pytest.mark.parametrize("most", [0, MIB // 2, MIB, 3 * MIB, 1 << 40])
@@ -78,7 +80,7 @@ def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path
     config = config_json(tmp_path, memory=str(1 << 40))
     allowed.append(1 << 40)
     handles, _ = forward(config)
-    assert [lookup(h).state for h in handles] == [State.IN_MEMORY] * 6
+    assert [lookup(h).state.where for h in handles] == ["memory"] * 6
     allowed.append(2 * MIB)
     begin(config, offloaded=MIB)
     assert get_store(config).writer.held_bytes <= 2 * MIB

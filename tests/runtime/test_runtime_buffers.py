@@ -12,7 +12,7 @@ import torch
 
 from ssd_fx.runtime.engines import memory, posix
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.buffers import PAGE, Buffer
 from ssd_fx.runtime.native.pool import PENDING
 from tests.runtime.harness import begin, config_json, load, store, watch
@@ -172,5 +172,5 @@ def test_a_tensor_without_memory_for_its_bounce_stays_in_memory(tmp_path, monkey
     x = noise(70_000)
     with pytest.warns(RuntimeWarning, match="keeps activations in memory"):
         handle = store(x, config)
-    assert lookup(handle).state is State.IN_MEMORY
+    assert lookup(handle).state.where == "memory"
     assert torch.equal(load(handle, x), x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ssd_fx.runtime import chrome, trace
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests.runtime.fake_gpu import installed
 from tests.runtime.harness import load, release, store
 

@@ -1,15 +1,17 @@
 """Compression: what is lossless is bitwise, what is lossy stays within the error that it reports."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from ssd_fx.runtime import codec, writer
+from ssd_fx.runtime import codec, encoder, entries
 from ssd_fx.runtime.codec import bitpack, quantized
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stats import stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime.harness import config_json, load, raw, release, settle, store, watch
 
 pytestmark = pytest.mark.usefixtures("no_device")
@@ -180,7 +182,7 @@ def test_encoded_load_in_another_layout(tmp_path):
 
 
 def test_what_does_not_shrink_is_tried_again_now_and_then(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "PLAIN", 4)
+    monkeypatch.setattr(encoder, "PLAIN", 4)
     config = config_json(tmp_path, compression={"ssd": "bitpack"})
     calls = []
     encode = codec.encode
@@ -202,7 +204,7 @@ def test_encoding_at_rest(tmp_path):
     settle(handles[0])
     for h, x in zip(handles, xs, strict=True):
         release(h, x)
-    assert [lookup(h).state for h in handles] == [State.ON_DISK, State.IN_MEMORY, State.IN_MEMORY]
+    assert [lookup(h).state.where for h in handles] == ["disk", "memory", "memory"]
     for h, x in zip(handles, xs, strict=True):
         assert torch.equal(load(h, x), x)
 
@@ -213,7 +215,7 @@ def test_what_rests_beyond_the_plan_is_not_encoded(tmp_path):
     get_store(config).residency.nbytes = 1 << 40
     x = torch.randn(N)
     handle = store(x, config)
-    assert (lookup(handle).state, lookup(handle).encoded) == (State.IN_MEMORY, None)
+    assert (lookup(handle).state, lookup(handle).encoded) == (State.RESIDENT, None)
     assert raw(load(handle, x)) == raw(x)
 
 
@@ -248,6 +250,92 @@ def test_an_infinity_turns_a_lossy_codec_off_for_one_step(tmp_path):
     x.data[0] = 0.0
     h = store(x, config)
     assert lookup(h).encoded
+
+
+class Encoding:
+    """A codec in the middle of its work: what `meanwhile` does comes from another thread."""
+
+    def __init__(self, monkeypatch, x, config):
+        self.started, self.goes_on = threading.Event(), threading.Event()
+        self.encode = codec.encode
+        monkeypatch.setattr(codec, "encode", self._encode)
+        self.handles = []
+        self.thread = threading.Thread(target=lambda: self.handles.append(store(x, config)))
+        self.thread.start()
+        assert self.started.wait(60)
+        with entries.GUARD.lock:
+            (self.entry,) = entries._entries.values()
+        assert self.entry.state is State.ENCODING
+
+    def _encode(self, name, x):
+        self.started.set()
+        assert self.goes_on.wait(60)
+        return self.encode(name, x)
+
+    def end(self):
+        self.goes_on.set()
+        self.thread.join()
+        return self.handles[0]
+
+
+@pytest.fixture(params=["ssd", "host"])
+def encoding_config(request, tmp_path):
+    """`ssd`: encoded when it is written. `host`: when it is stored, and then it is resident."""
+    return config_json(
+        tmp_path, compression={request.param: "bitpack"}, host_budget=N if request.param == "host" else 0
+    )
+
+
+def test_others_store_and_load_while_a_codec_works(monkeypatch, tmp_path, encoding_config):
+    x, y = torch.rand(N) < 0.5, torch.randn(N)
+    encoding = Encoding(monkeypatch, x, encoding_config)
+    other = store(y, config_json(tmp_path))
+    settle(other)
+    assert raw(load(other, y)) == raw(y)
+    handle = encoding.end()
+    assert lookup(handle).encoded
+    assert raw(load(handle, x)) == raw(x)
+    assert get_store(encoding_config).ledger.writing_bytes == 0
+
+
+def test_what_is_copied_aside_while_a_codec_works_is_encoded_again(monkeypatch, encoding_config):
+    """Its owner writes over it meanwhile."""
+    x = torch.rand(N) < 0.5
+    expected = x.clone()
+    encoding = Encoding(monkeypatch, x, encoding_config)
+    number = next(iter(entries._entries))
+    handle = entries.mark(entries.stand_in(x.shape, x.dtype, x.device), number)  # the op has not returned its own yet
+    release(handle, x, hand_over=False)
+    x.zero_()
+    handle = encoding.end()
+    settle(handle)
+    assert raw(load(handle, expected)) == raw(expected)
+    assert stats().encoded_to_bytes == (N + 7) // 8 * (encoding.entry.encoded is not None)
+
+
+def test_a_store_that_ends_while_a_codec_works(monkeypatch, encoding_config):
+    x = torch.rand(N) < 0.5
+    encoding = Encoding(monkeypatch, x, encoding_config)
+    ledger = get_store(encoding_config).ledger
+    close_stores()
+    handle = encoding.end()
+    assert lookup(handle).encoded is None
+    assert raw(load(handle, x)) == raw(x)
+    assert (ledger.writing_bytes, ledger.resident_bytes, stats().encoded_to_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_could_not_be_encoded_stays_as_it_is(monkeypatch, encoding_config, error):
+    x = torch.rand(N) < 0.5
+    with monkeypatch.context() as patched:
+        patched.setattr(codec, "encode", lambda *_: (_ for _ in ()).throw(error("planted")))
+        with pytest.raises(error):
+            store(x, encoding_config)
+    ledger = get_store(encoding_config).ledger
+    assert (ledger.writing_bytes, ledger.resident_bytes) == (0, 0)
+    handle = store(x, encoding_config)
+    assert lookup(handle).encoded
+    assert raw(load(handle, x)) == raw(x)
 
 
 ONE_FILE = """

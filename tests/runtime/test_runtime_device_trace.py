@@ -12,7 +12,7 @@ import torch
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.device import clock, device_trace
 from ssd_fx.runtime.device.streams import Queued
-from ssd_fx.runtime.store import close_stores, get_store
+from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime.fake_gpu import FakeEvent, installed
 from tests.runtime.harness import begin, config_json, load, release, settle, start_load, store, wait
 

@@ -14,10 +14,11 @@ from ssd_fx.runtime.engines import extents, memory, posix
 from ssd_fx.runtime.engines.base import Memory, outcome
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import make_engine
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.native import loader
+from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stats import stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests import fresh
 from tests.runtime.engines import FailingEngine, around
 from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait, watch
@@ -48,11 +49,11 @@ def test_a_failed_write_keeps_the_tensor(failing, operation, code, hand_over):
     del xs, x
     for i, h in enumerate(handles):
         assert torch.equal(load(h, torch.empty(N), consume=False), torch.full((N,), float(i)))
-    assert lookup(handles[1]).state is State.IN_MEMORY
+    assert lookup(handles[1]).state.where == "memory"
     assert stats().kept_bytes == 4 * N
     engine = get_store(config).engine
     assert engine.refused == ([] if operation == "alloc" else [code])
-    assert get_store(config).writer.writing_bytes <= 8 * N
+    assert get_store(config).ledger.writing_bytes <= 8 * N
     del handles, h
     assert entries.living() == []
 
@@ -76,7 +77,7 @@ def test_no_memory_for_a_bounce_is_not_the_drives_fault(tmp_path, monkeypatch, e
         with pytest.warns(RuntimeWarning, match="storing slot 0 .*no memory for a buffer"):
             first = store(x, config)
     second = store(y, config, slot=1)
-    assert lookup(first).state is State.IN_MEMORY
+    assert lookup(first).state.where == "memory"
     settle(second)
     release(second, y)
     assert lookup(second).state is State.ON_DISK
@@ -149,7 +150,7 @@ def test_real_directory_that_fails_warns_once_and_is_left_alone(tmp_path):
     assert len(warned) == 1
     assert str(dirs[0]) in str(warned[0].message)
     assert f"{4 * N} B" in str(warned[0].message)
-    assert [lookup(h).state is State.IN_MEMORY for h in handles].count(True) == 1
+    assert [lookup(h).state.where == "memory" for h in handles].count(True) == 1
     assert {lookup(h).extent.directory for h in handles if lookup(h).extent} == {str(dirs[1])}
     for i, h in enumerate(handles):
         assert (load(h, torch.empty(N)) == i).all()
@@ -295,7 +296,7 @@ def test_the_nth_call_fails(failing, operation, nth, forever):
         del handles, h
     assert get_store(config).engine.counts[operation] > nth, "the fault was met"
     assert entries.living() == []
-    assert get_store(config).writer.writing_bytes == 0
+    assert get_store(config).ledger.writing_bytes == 0
 
 
 # ---- directories

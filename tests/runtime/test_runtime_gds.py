@@ -23,8 +23,8 @@ from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile, gds, registry
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.drives import STRIPE
-from ssd_fx.runtime.entries import State, lookup
-from ssd_fx.runtime.store import close_stores, get_store
+from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import FakeEvent, installed
 from tests.runtime.harness import config_json, load, raw, release, settle, store
@@ -313,7 +313,7 @@ def test_a_failed_write_keeps_the_tensor(stub, gpu, config, tmp_path, fault, mes
     assert raised.value.filename == str(tmp_path)
     with pytest.warns(RuntimeWarning, match="keeps activations in memory that do not go to"):
         store(gpu.tensor(torch.ones(1)), config, slot=99)
-    assert lookup(handle).state is State.IN_MEMORY
+    assert lookup(handle).state.where == "memory"
     assert stats.stats().kept_bytes == 4 * N + 4  # nothing more goes to a directory that failed
     assert gpu.bytes_of(load(handle, values)) == raw(values)
 

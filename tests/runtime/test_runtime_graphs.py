@@ -8,7 +8,7 @@ import torch
 
 from ssd_fx.runtime import entries, graphs
 from ssd_fx.runtime.config import parse
-from ssd_fx.runtime.store import _stores, close_stores, get_store
+from ssd_fx.runtime.stores import close_stores, get_store, stores
 from tests.runtime.harness import config_json, load, raw, settle, store
 
 
@@ -25,7 +25,7 @@ def graph(config: str) -> Callable[[], None]:
 def has_ended(config: str) -> bool:
     entries.living()  # the deaths of handles first, which may be followed by that of their store
     graphs._GUARD.drain()
-    return parse(config) not in _stores
+    return parse(config) not in stores
 
 
 def test_it_ends_with_its_last_graph(tmp_path):
@@ -70,11 +70,11 @@ def test_close_in_a_signal_handler_that_interrupted_us(lock, tmp_path):
     get_store(config)
     with lock.lock:
         graphs.close()
-        assert parse(config) in _stores
+        assert parse(config) in stores
     until = time.monotonic() + 20
-    while parse(config) in _stores and time.monotonic() < until:
+    while parse(config) in stores and time.monotonic() < until:
         time.sleep(0.01)
-    assert parse(config) not in _stores
+    assert parse(config) not in stores
 
 
 def test_a_store_that_cannot_end_leaves_no_other_open(tmp_path, monkeypatch):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ssd_fx.runtime import entries, trace
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.stats import reset_stats, stats
-from ssd_fx.runtime.store import close_stores, get_store
+from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime.engines import DelayedEngine, LateWrite, Wrapped, around
 from tests.runtime.harness import (
     begin,
@@ -36,7 +36,7 @@ def where(handles):
         settle(h)
     store_of = lookup(handles[0]).store
     store_of.writer.reap()
-    return "".join("m" if lookup(h).state is State.IN_MEMORY else "d" for h in handles)
+    return "".join("m" if lookup(h).state.where == "memory" else "d" for h in handles)
 
 
 # --- resident in memory --------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_a_forward_that_ctrl_c_ends_leaves_all_to_be_loaded(tmp_path):
             assert raw(load(h, x)) == raw(x)
         del h, handles
     assert at > 10
-    assert get_store(config).writer.resident_bytes == 0
+    assert get_store(config).ledger.resident_bytes == 0
 
 
 def test_the_second_step_writes_at_once_what_will_not_fit(tmp_path):
@@ -196,7 +196,7 @@ def test_the_second_step_writes_at_once_what_will_not_fit(tmp_path):
 def test_the_peak_of_a_step_is_that_of_all_its_micro_batches(tmp_path):
     """Three tensors are outstanding, then two, then four. The four are forecast, once the step is over."""
     config = config_json(tmp_path, host_budget=10 * B)
-    outstanding = get_store(config).writer._outstanding
+    outstanding = get_store(config).peak
     x = torch.randn(N)
     handles = [store(x, config, slot=i) for i in range(3)]
     load(handles[2], x)
@@ -217,7 +217,7 @@ def test_a_resident_tensor_dies_without_a_trace(tmp_path, later):
     del x, h
     assert entries.living() == []
     assert gone.expired()
-    assert get_store(config).writer.resident_bytes == 0
+    assert get_store(config).ledger.resident_bytes == 0
 
 
 def test_release_without_hand_over_of_a_resident_tensor(tmp_path):
@@ -415,10 +415,10 @@ def test_reads_ahead_stay_within_the_window(tmp_path):
     """At most `prefetch` bytes are read and not waited for; in the order of the last backward."""
     config = config_json(tmp_path, prefetch=2 * B)
     steps = Steps(config)
-    reader = get_store(config).reader
+    ledger = get_store(config).ledger
     for _ in range(2):
         ahead = steps.backward(steps.forward(), [2, 1, 0])
-        assert reader.outstanding_bytes == 0
+        assert ledger.reading_bytes == 0
     assert ahead == [[], [0, 1], [0, 1]]
 
 
@@ -437,7 +437,7 @@ def test_a_graph_that_dies_ends_its_reads(tmp_path):
     assert lookup(runs[0][0]).ahead
     del runs
     assert entries.living() == []
-    assert get_store(config).reader.outstanding_bytes == 0
+    assert get_store(config).ledger.reading_bytes == 0
     assert steps.backward(steps.forward(), [1, 0]) == [[], [0, 1, 2]]
 
 
@@ -492,17 +492,17 @@ def test_an_entry_larger_than_the_window_is_read_alone(tmp_path):
 
 def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatch):
     """A caller may keep one for ever, as stored predictions do."""
-    monkeypatch.setattr("ssd_fx.runtime.prefetch.OLD", 64)
+    monkeypatch.setattr("ssd_fx.runtime.adapt.runs.OLD", 64)
     config = config_json(tmp_path, prefetch=1 << 30, host_budget=B)
     steps = Steps(config, blocks=3)
     kept = steps.forward()
     for _ in range(60):
         steps.backward(steps.forward(), [0, 1, 2])
-    prefetcher = get_store(config).prefetcher
-    assert len(prefetcher._runs) <= 3
-    assert len(prefetcher._order) <= 3 * 64
-    assert get_store(config).reader.outstanding_bytes == 0
-    assert get_store(config).writer._outstanding.peak_bytes > 0
+    found = get_store(config).runs
+    assert len(found._runs) <= 3
+    assert len(found._order) <= 3 * 64
+    assert get_store(config).ledger.reading_bytes == 0
+    assert get_store(config).peak.peak_bytes > 0
     assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
 
 
@@ -530,9 +530,9 @@ def test_no_signal_stops_the_learning(tmp_path, what):
             actions["store"]()
         came = interrupted(actions[what], at)
         die()
-        writer = get_store(config).writer
-        assert writer._outstanding.nbytes == writer.resident_bytes == writer.writing_bytes == 0, at
-        assert not get_store(config).prefetcher._runs, at
+        found, ledger = get_store(config), get_store(config).ledger
+        assert found.peak.nbytes == ledger.resident_bytes == ledger.writing_bytes == 0, at
+        assert not found.runs._runs, at
 
 
 def test_a_signal_in_a_load_leaves_no_bytes_that_were_not_written(tmp_path):
@@ -607,7 +607,7 @@ def test_no_signal_makes_a_backward_wait_for_a_read_ahead_that_never_started(tmp
             assert (load(h, torch.empty(FEW)) == slot).all(), at
         del runs, h
         entries.GUARD.drain()
-        assert get_store(config).reader.outstanding_bytes == 0, at
+        assert get_store(config).ledger.reading_bytes == 0, at
 
 
 def test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills(tmp_path):
@@ -634,7 +634,7 @@ def test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills(tmp_path):
         assert all(read.done() or not memory.expired() for read, memory in ahead), at
         entries.GUARD.drain()
         assert all(read.done() for read, _ in ahead), at
-        assert get_store(config).reader.outstanding_bytes == 0, at
+        assert get_store(config).ledger.reading_bytes == 0, at
 
 
 def test_no_signal_leaves_bytes_outstanding(tmp_path):
@@ -651,7 +651,7 @@ def test_no_signal_leaves_bytes_outstanding(tmp_path):
         came = interrupted(lambda h=first: wait(start_load(h, torch.empty(FEW)), h), at)
         del runs, first
         entries.GUARD.drain()
-        assert get_store(config).reader.outstanding_bytes == 0, at
+        assert get_store(config).ledger.reading_bytes == 0, at
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])  # RuntimeError: torch's, without memory
@@ -671,7 +671,7 @@ def test_a_read_ahead_that_cannot_be_is_not_the_fault_of_who_asked(tmp_path, mon
     assert steps.backward(runs, [1]) == [[]]
     monkeypatch.setattr(reader, "_landing", landing)
     assert steps.backward(runs, [0]) == [[]]
-    assert reader.outstanding_bytes == 0
+    assert get_store(config).ledger.reading_bytes == 0
 
 
 def test_what_is_raised_in_a_load_leaves_its_read_ahead_with_its_owner(tmp_path, monkeypatch):
@@ -706,5 +706,5 @@ def test_an_interrupted_write_is_not_under_way(tmp_path, monkeypatch, error):
     assert all(raw(load(h, x)) == raw(x) for h in handles)
     del handles  # a write of what was read from memory may still be under way
     assert len(entries.living()) == 1  # in the traceback; what is dropped has ended
-    assert get_store(config).writer.writing_bytes == 0
+    assert get_store(config).ledger.writing_bytes == 0
     del kept

@@ -15,8 +15,8 @@ import os, signal, sys, threading, time, torch
 from tests.runtime.engines import DelayedEngine, around
 from tests.runtime.harness import *
 from ssd_fx.runtime import entries
-from ssd_fx.runtime.entries import State
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.states import State
+from ssd_fx.runtime.stores import get_store
 where = sys.argv[1]
 torch.set_num_threads(1)  # OpenMP does not survive a fork
 N = 300_001
@@ -74,7 +74,7 @@ def test_fork(tmp_path):
             handles.clear()
             own = config_json(where)
             h = store(xs[2], own)
-            assert settle(h).state is State.IN_MEMORY
+            assert settle(h).state.where == "memory"
             assert torch.equal(load(h, xs[2]), xs[2])
             del h, pending
             print("child fine", flush=True)
@@ -170,7 +170,7 @@ def test_interrupts(tmp_path):
         gc.collect()
         store(x, config)
         assert entries.living() == [], entries.living()
-        assert get_store(config).writer.writing_bytes == 0
+        assert get_store(config).ledger.writing_bytes == 0
         h = store(x, config)
         settle(h)
         assert torch.equal(load(h, x), x)

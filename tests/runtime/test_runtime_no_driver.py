@@ -9,7 +9,7 @@ import torch
 from ssd_fx.runtime.device import driver, streams
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.harness import config_json, load, store
 
 N = 10_240  # ten pages, so that it is whole on the drive and a device could read it
@@ -64,7 +64,7 @@ def test_the_directory_is_not_to_blame(monkeypatch, tmp_path, operation):
     config = config_json(tmp_path)
     handle = store(x, config) if operation == "read" else None
     if handle is not None:
-        (entry,) = (e for e in get_store(config).writer._writing)
+        (entry,) = (e for e in get_store(config).ledger.writing)
         entry.write.wait()
         get_store(config).writer.reap()
         del x

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import ssd_fx
-from ssd_fx.runtime.entries import State, lookup
-from ssd_fx.runtime.residency import LONGEST, QUIET_STEPS, WAITS, WARM, Residency
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.adapt.residency import LONGEST, QUIET_STEPS, WAITS, WARM, Residency
+from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.step_clock import StepClock
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import Clock, HeldEngine, Lane, around
 from tests.runtime.harness import begin, config_json, load, raw, release, store
 
@@ -28,7 +29,8 @@ class Training:
         self.free = free  # bytes, when nothing is resident
         self.resident = 0
         self.residency = Residency(least, most, lambda: self.free - self.resident, lambda: self.now, waits)
-        self.residency.forward_begins()
+        self.number = 1
+        self.residency.begins(self.number)
 
     def step(self) -> float:
         """The seconds that the step waited."""
@@ -39,7 +41,8 @@ class Training:
         self.resident = 0
         self.residency.waited(waited)
         self.now += 1.0 + waited
-        self.residency.forward_begins()
+        self.number += 1
+        self.residency.begins(self.number)
         return waited
 
     def steps(self, count: int) -> list[float]:
@@ -179,16 +182,34 @@ def test_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
 def test_micro_batches_and_several_graphs() -> None:
     """A step goes from the first forward after a backward to the next one."""
     now = [0.0]
-    residency = Residency(0, sys.maxsize, lambda: 1 << 40, clock=lambda: now[0])
+    residency, steps = Residency(0, sys.maxsize, lambda: 1 << 40, clock=lambda: now[0]), StepClock()
     for _ in range(WARM + 3):
         for _ in range(3):
-            residency.forward_begins()
+            steps.begin(now[0], lambda: 0)
+            residency.begins(steps.step)
             residency.stored(MIB, 0)
             now[0] += 1
+        steps.turn()
         residency.loads(0)
         residency.waited(1.0)
         now[0] += 1
     assert residency.nbytes == pytest.approx(3 * MIB / 4, abs=2)
+
+
+def test_the_forward_of_a_checkpoint_is_in_no_step_of_its_own() -> None:
+    """It runs within a backward. Else the second half of each backward would be judged as a step that never waits."""
+    training = Training()
+    for _ in range(WARM + 3):
+        training.residency.stored(training.saved, 0)
+        training.residency.loads(0)
+        training.residency.waited(1.0)
+        training.now += 1.0
+        training.residency.begins(0)
+        training.residency.loads(0)
+        training.now += 1.0
+        training.number += 1
+        training.residency.begins(training.number)
+    assert training.residency.nbytes > 0
 
 
 class Worked(Clock):
@@ -237,7 +258,7 @@ def train(config: str) -> tuple[float, int]:
         release(handles[-1], x, seq=2 * i + 1)
         del x
         clock.now += 0.01
-    resident = sum(lookup(h).state is State.IN_MEMORY and lookup(h).write is None for h in handles)
+    resident = sum(lookup(h).state.where == "memory" and lookup(h).write is None for h in handles)
     for i in reversed(range(TENSORS)):
         y = load(handles[i], torch.empty(N))
         assert raw(y) == raw(torch.full((N,), float(i)))
@@ -270,11 +291,11 @@ def test_what_still_rests_is_no_room_to_read_ahead(tmp_path: Path) -> None:
     found.residency.nbytes = 3 * MIB
     xs = [torch.zeros(N) for _ in range(2)]
     handles = [store(x, config, slot=i) for i, x in enumerate(xs)]
-    assert [lookup(h).state for h in handles] == [State.IN_MEMORY] * 2
+    assert [lookup(h).state.where for h in handles] == ["memory"] * 2
     assert found._spare() == 0
     load(handles[1], xs[1])
     del handles[1]
-    assert lookup(handles[0]).state is State.IN_MEMORY
+    assert lookup(handles[0]).state.where == "memory"
     assert found._spare() == MIB
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.entries import State
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.states import State
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, around
 from tests.runtime.harness import CPU, begin, config_json, load, op, raw, release, settle, store, watch
 
@@ -213,7 +213,7 @@ def test_zero_bytes(any_config):
     y = load(h, x)
     assert y.shape == (0, 7)
     assert settle(h).extent is None
-    assert settle(h).state is State.ON_DISK
+    assert settle(h).state is State.EMPTY
 
 
 def test_scalar(config):

@@ -18,7 +18,7 @@ from ssd_fx.runtime import entries, graphs
 from ssd_fx.runtime.deaths import when_idle
 from ssd_fx.runtime.device import clock, device_trace
 from ssd_fx.runtime.memory import pinned
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests.runtime.fake_gpu import FakeEvent, FakeGpu, installed
 from tests.runtime.harness import begin, op, raw, start_load, store, wait
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_fx.runtime import entries, trace, writer
+from ssd_fx.runtime import entries, states, trace, writer
 from ssd_fx.runtime.engines import extents
 from ssd_fx.runtime.engines.base import Copy
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stats import counters, reset_stats, slots, stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, WritesOnDemand, around
 from tests.runtime.harness import (
     CPU,
@@ -214,7 +215,7 @@ def test_unconsumed_loads_copy_and_the_write_goes_on(slow):
         y = load(h, expected, consume=False)
         assert torch.equal(y, expected)
         y.zero_()
-    assert lookup(h).state is State.IN_MEMORY
+    assert lookup(h).state.where == "memory"
     settle(h)
     assert torch.equal(load(h, expected, consume=False), expected)
     assert lookup(h).state is State.ON_DISK
@@ -296,7 +297,7 @@ def test_release_with_hand_over_returns_at_once(tmp_path):
     late = around(lambda inner: DelayedEngine(inner, 20, 20))  # who waits fails, and does not hang
     h = store(x, config_json(tmp_path, late))
     release(h, x, hand_over=True)
-    assert lookup(h).state is State.IN_MEMORY
+    assert lookup(h).state.where == "memory"
     assert lookup(h).write is not None
 
 
@@ -456,7 +457,7 @@ def test_handle_dies_in_another_thread_that_holds_the_lock(config):
 def test_cap_blocks_until_there_is_room(tmp_path):
     config = config_json(tmp_path, around(DelayedEngine), inflight=2 * 4 * N)
     handles = [store(torch.full((N,), float(i)), config, slot=i) for i in range(6)]
-    most = get_store(config).writer.writing_bytes
+    most = get_store(config).ledger.writing_bytes
     assert most <= 2 * 4 * N
     assert stats().stall_s > 0.05
     for i, h in enumerate(handles):
@@ -527,7 +528,7 @@ def test_two_threads_hammer_one_store(config):
     assert errors == []
     assert stats().loads == 3 * 25 * 5
     assert entries.living() == []
-    assert get_store(config).writer.writing_bytes == 0
+    assert get_store(config).ledger.writing_bytes == 0
 
 
 # ---- what is reported
@@ -569,15 +570,18 @@ def test_counts_per_graph(config):
 
 
 class Interrupt:
-    """Ctrl-C at the `nth` call or return within the writer, where Python looks for signals; `at` is where it was."""
+    """Ctrl-C at the `nth` call or return within the writer and the ledger, where Python looks for signals.
+
+    `at` is where it was.
+    """
 
     def __init__(self, nth):
         self.left, self.at = nth, None
 
     def __call__(self, frame, event, arg):
         callers = {f.f_code.co_filename for f in (frame, frame.f_back) if f}
-        if writer.__file__ not in callers or frame.f_code.co_name == "__init__":  # of torch's weak references
-            return
+        if not {writer.__file__, states.__file__} & callers or frame.f_code.co_name == "__init__":
+            return  # __init__: of torch's weak references
         self.left -= event in ("call", "return", "c_return")
         if self.left == 0:
             self.at = f"{event} of {frame.f_code.co_name}, line {frame.f_lineno}"
@@ -596,7 +600,7 @@ def test_interrupts_anywhere_in_the_writer_leave_nothing_counted(config):
         load(h, torch.empty(1000))
 
     step()
-    ours, places = get_store(config).writer, []
+    ours, places = get_store(config).ledger, []
     for nth in itertools.count(1):
         interrupt = Interrupt(nth)
         with contextlib.suppress(KeyboardInterrupt):

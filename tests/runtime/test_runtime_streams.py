@@ -16,15 +16,16 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssd_fx.runtime import entries, inflight, stats, trace, writer
+from ssd_fx.runtime import encoder, entries, inflight, stats, trace, writer
 from ssd_fx.runtime.deaths import when_idle
 from ssd_fx.runtime.device import device_trace, streams
 from ssd_fx.runtime.engines import cufile, staged
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory import tensors
-from ssd_fx.runtime.store import close_stores, get_store
+from ssd_fx.runtime.states import State
+from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import ORDERS, FakeGpu, installed
 from tests.runtime.harness import begin, config_json, load, raw, release, settle, start_load, store, wait
@@ -785,7 +786,7 @@ def test_a_share_of_the_device_may_be_on_its_way_while_the_host_runs_ahead(monke
     monkeypatch.setattr(FakeGpu, "memory_bytes", lambda self, device: inflight.SHARE * memory_bytes)
     with installed("lazy") as gpu:
         handles = [store(gpu.tensor(numbers(N)), MEMORY, slot=i) for i in range(3)]
-        assert get_store(MEMORY).writer.writing_bytes == stand * 4 * N
+        assert get_store(MEMORY).ledger.writing_bytes == stand * 4 * N
         del handles
         close_stores()
 
@@ -904,7 +905,7 @@ def test_what_another_stream_encodes_stays_until_its_own_waits(gpu, tmp_path, mo
     config = config_json(tmp_path, "memory", resident=N, dirs=[], compression={"ssd": "bitpack"})
     encoded = SimpleNamespace(nbytes=N // 8, lossy=False)
     monkeypatch.setattr(
-        writer.codec, "encode", lambda name, x: (gpu.tensor(torch.ones(N // 8, dtype=torch.int8)), encoded)
+        encoder.codec, "encode", lambda name, x: (gpu.tensor(torch.ones(N // 8, dtype=torch.int8)), encoded)
     )
     x = gpu.tensor(torch.arange(N) % 2 == 0)
     handle = store(x, config)

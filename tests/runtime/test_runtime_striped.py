@@ -22,10 +22,10 @@ from ssd_fx.runtime.engines.drives import STRIPE, FileExtent, stripes
 from ssd_fx.runtime.engines.extents import BackingFile
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import make_engine
-from ssd_fx.runtime.entries import State, lookup
+from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.buffers import ALIGN
 from ssd_fx.runtime.stats import stats
-from ssd_fx.runtime.store import get_store
+from ssd_fx.runtime.stores import get_store
 from tests import fresh
 from tests.runtime import gated_pool
 from tests.runtime.harness import config_json, load, raw, release, settle, store
@@ -274,7 +274,7 @@ def test_a_failing_part_in_the_store(tmp_path, gates, monkeypatch, operation, nt
             release(handles[-1], x, hand_over=False)
             x.fill_(-1)
     assert [str(each.message).split(" go to ")[1].split(":")[0] for each in warned] == [file.directory]
-    kept = [i for i, h in enumerate(handles) if lookup(h).state is State.IN_MEMORY]
+    kept = [i for i, h in enumerate(handles) if lookup(h).state.where == "memory"]
     assert kept == ([] if operation == "alloc" else [nth])
     assert bool(file.no_writes) is (operation == "write")
     for i, h in enumerate(handles):
@@ -316,7 +316,7 @@ def test_all_directories_full(tmp_path):
         h = store(x, config)
     store(x, config)  # without another warning, which would be an error here
     assert sorted(str(w.message).split(" go to ")[1].split(":")[0] for w in warned) == dirs
-    assert lookup(h).state is State.IN_MEMORY
+    assert lookup(h).state.where == "memory"
     assert stats().kept_bytes == 8 * MIB
     small = torch.randn(1000)
     h2 = store(small, config)
@@ -405,7 +405,7 @@ def test_fork_and_close(tmp_path):
     """The child stripes over files of its own; the parent's handles work on; closing leaves no file and no thread."""
     code = """
         import os, sys, torch
-        from ssd_fx.runtime.store import close_stores, get_store
+        from ssd_fx.runtime.stores import close_stores, get_store
         from tests.runtime.harness import *
         torch.set_num_threads(1)  # OpenMP does not survive a fork
         before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

@@ -13,7 +13,7 @@ from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.entries import lookup
-from ssd_fx.runtime.store import close_stores
+from ssd_fx.runtime.stores import close_stores
 from tests.runtime.engines import DelayedEngine, FailingEngine, around
 from tests.runtime.fake_gpu import ORDERS, installed
 from tests.runtime.harness import config_json, load, op, raw, release, settle

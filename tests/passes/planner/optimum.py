@@ -2,7 +2,7 @@
 
 Every placement that `simulate` can play (stores delayed or not, releases that block or hand over, loads forwarded or
 read) fulfils every row, so the dual bound is a lower bound of any plan's seconds. What the program leaves out is only
-that a lane cannot be interrupted; docs/planner.md has the rows and why each holds.
+that a lane cannot be interrupted; README.md here has the rows and why each holds.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `optimum.Program` lets a lane interrupt a transfer for a more urgent one, and an operator start late for no reason. Here
 every store and load stands at an operator, every transfer begins when its lane is free, neither sooner nor later, and
-whatever stalls waits for one of them. The rows are those of docs/planner.md.
+whatever stalls waits for one of them. The rows are those of README.md here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where training steps begin, and how fast they come."""
+"""The step clock: where training steps begin, and how fast they come."""
 
 import itertools
 from collections import deque
@@ -10,12 +10,14 @@ PACE_STEPS = 16
 _numbers = itertools.count(1)
 
 
-class Pace:
-    """Bytes written to drives by the process, against the clock, at the starts of steps.
+class StepClock:
+    """Counts the steps of the process, and what drives got by the time they began.
 
     A step starts with the first forward behind a backward: a step of many graphs, or of one graph many times, is one.
-    A forward within a backward is a checkpoint's, and starts none. `starts` leaves out the first, whose step compiles.
-    `step`: the number of the last forward's step, which no other step of the process has; 0 if it was a checkpoint's.
+    A forward within a backward is a checkpoint's, and starts none.
+
+    `steps`: that have begun. `step`: the number of the last forward's step, which no other step of the process has; 0
+    if it was a checkpoint's. `starts`: seconds and bytes; the first step, which compiles, is left out.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class Pace:
         self.step = 0 if within and not new else self._number
 
     def bytes_s(self) -> float:
-        """Over the steps between the starts; 0 for fewer than two."""
+        """Bytes that drives get in a second, over the steps between the starts; 0 for fewer than two."""
         if len(self.starts) < 2:
             return 0.0
         (first_s, before), (last_s, after) = self.starts[0], self.starts[-1]

@@ -1,5 +1,7 @@
 """How many bytes may be resident: what the budget allows, and more while the graph waits for the drive.
 
+`Peak` forecasts how many bytes a step has outstanding.
+
 A plan is made for predicted rates. A drive that is slower, or busy with others' work, makes the graph wait. Then more
 tensors rest in memory, as many bytes as the drive could not move in time. While the graph does not wait, fewer bytes
 are tried now and then. Nothing is compiled again. Source: the adaptive offloading of SSDTrain (arXiv 2408.10013).
@@ -16,7 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from ssd_fx.runtime.habits import STALL_S
+from ssd_fx.runtime.adapt.habits import STALL_S
+from ssd_fx.runtime.states import Entry
 
 _log = logging.getLogger("ssd_fx")
 
@@ -52,6 +55,7 @@ class Residency:
         self._clock = clock
         self._waits = max(waits, WAITS)
         self._steps = 0
+        self._step = 0  # its number
         self._began = 0.0
         self._loads = False
         self._stored = 0
@@ -99,10 +103,14 @@ class Residency:
             self._free = self._available_bytes() + min(self.more, resident_bytes)
         self._loads = True
 
-    def forward_begins(self) -> None:
-        """A forward begins. The first one after a load begins a step, and the last step is judged."""
-        if self._steps and not self._loads:
+    def begins(self, step: int) -> None:
+        """A forward of a step begins. If the step is another than before, the one before is judged.
+
+        `step`: its number, as the step clock counts; 0 for a forward of no step.
+        """
+        if step in (0, self._step):
             return
+        self._step = step
         now = self._clock()
         if self._steps > WARM and self._most > self.least:
             self._judge(self._waited_s / max(now - self._began, 1e-9))
@@ -154,3 +162,37 @@ class Residency:
         if nbytes != self.nbytes:
             self.nbytes = nbytes
             _log.info("%s: %.1f MiB more than planned may now stay in memory", why, self.more / MIB)
+
+
+class Peak:
+    """Forecasts the peak of the bytes outstanding in a step: it is that of the step before.
+
+    Here a step ends when the bytes outstanding have fallen to half of their peak or less and rise again: several
+    micro-batches may have one peak. They need not fall to 0, because a caller may keep a graph for ever.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.nbytes = 0
+        self._entries: dict[Entry, None] = {}  # no set: a call may be interrupted before the sum follows
+        self._highest_bytes = 0  # of this step
+        self._falling = False
+
+    def add(self, entry: Entry) -> int:
+        """The bytes that are expected to be stored from this entry on until the peak, the entry included."""
+        before = self.nbytes
+        if self._falling and 2 * before <= self._highest_bytes:  # a new step
+            self.peak_bytes = self._highest_bytes
+            self._highest_bytes = before
+        self._falling = False
+        self._entries[entry] = None
+        self.nbytes += entry.nbytes
+        self._highest_bytes = max(self._highest_bytes, self.nbytes)
+        return self.peak_bytes - before
+
+    def remove(self, entry: Entry) -> None:
+        """The entry is outstanding no longer; an entry that was never added, or removed before, is ignored."""
+        if entry in self._entries:
+            del self._entries[entry]
+            self.nbytes -= entry.nbytes
+            self._falling = True

@@ -1,6 +1,4 @@
-"""What was learned about each slot, so that the next step does better without compiling again.
-
-How many bytes of all slots may be resident is learned in `residency.py`.
+"""What was learned about each slot.
 
 * A tensor that somebody else still holds when it is read back was written in vain. After two such steps in a row its
   slot is no longer written.
@@ -14,6 +12,9 @@ import logging
 from dataclasses import dataclass, field
 
 from ssd_fx.runtime import plans
+from ssd_fx.runtime.layout import is_alone
+from ssd_fx.runtime.states import Entry
+from ssd_fx.runtime.stats import counters
 
 _log = logging.getLogger("ssd_fx")
 
@@ -56,17 +57,21 @@ class Habits:
         """The habit of a slot, made at its first use."""
         return self._slots.setdefault((graph, slot), Habit())
 
-    def asked(self, graph: str) -> None:
-        """Records that a backward of `graph` loads."""
-        self._unread.pop(graph, None)
+    def asked(self, entry: Entry) -> None:
+        """Records that a backward asks for an entry, which is where it was."""
+        entry.asked = True
+        self._unread.pop(entry.graph, None)
+        self.judge(entry)
 
-    def died_unread(self, graph: str, slot: int) -> None:
-        """Records that a tensor died that was written, or being written, and that no backward loaded.
+    def dies(self, entry: Entry) -> None:
+        """Records that an entry dies, whose I/O has not ended yet.
 
-        Each forward stores a slot once, so the deaths of one slot count the forwards.
+        It may have been written, or being written, and no backward loaded it. Each forward stores a slot once, so the
+        deaths of one slot count the forwards.
         """
+        graph, slot = entry.graph, entry.slot
         counted, deaths = self._unread.get(graph, (slot, 0))
-        if slot != counted:
+        if entry.asked or entry.extent is None or slot != counted:
             return
         self._unread[graph] = slot, deaths + 1
         if deaths + 1 >= UNREAD and graph not in self._told:
@@ -79,8 +84,28 @@ class Habits:
                 UNREAD,
             )
 
-    def freed(self, graph: str, slot: int, nbytes: int, freed: bool) -> None:
-        """Records, when a written tensor is loaded or dies, whether its memory had been freed meanwhile."""
+    def judge(self, entry: Entry) -> None:
+        """Learns whether writing an entry freed memory, or would have freed memory if it was not written.
+
+        Called when it is loaded, and when its I/O has ended because it dies. A slot that is not written is written
+        again once nobody else holds its tensor.
+        """
+        if entry.held is None:
+            if entry.extent and entry.storage:
+                self.freed(entry, entry.storage.expired())
+            return
+        habit = self.of(entry.graph, entry.slot)
+        if habit.keep and is_alone(entry.held):
+            habit.keep = False
+            habit.wasted = 0
+
+    def freed(self, entry: Entry, freed: bool) -> None:
+        """Records, once for each entry, whether writing it freed its memory."""
+        if entry.storage is None:
+            return
+        entry.storage = None
+        graph, slot, nbytes = entry.graph, entry.slot, entry.nbytes
+        counters(graph).count("freed" if freed else "wasted", slot, nbytes)
         habit = self.of(graph, slot)
         habit.wasted = 0 if freed else habit.wasted + 1
         if self.adapt and habit.wasted == WASTES:
@@ -92,16 +117,6 @@ class Habits:
                 graph,
                 ", ".join(filter(None, (plans.where(graph, slot), f"{nbytes} B"))),
             )
-
-    def kept(self, graph: str, slot: int, alone: bool) -> None:
-        """Records, when a tensor that was not written is loaded or dies, whether we alone hold it.
-
-        Then its slot is written again.
-        """
-        habit = self.of(graph, slot)
-        if alone and habit.keep:
-            habit.keep = False
-            habit.wasted = 0
 
     def waited(self, graph: str, slot: int, stall_s: float) -> None:
         """Records how long the graph waited for a read of this slot."""

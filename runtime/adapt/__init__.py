@@ -1,0 +1,1 @@
+"""What the runtime learns from step to step, so that the next step does better without compiling again."""

@@ -1,0 +1,223 @@
+"""Where the bytes of a stored tensor are, and the two functions that change that.
+
+    NEW -+-> RESIDENT --> ENCODING --> WRITING --> ON_DISK --> LOST      each: its handle dies --> NEW
+         |       `-----------v------------'
+         `-----------------> KEPT --> DONATED
+
+`Ledger.move` takes an entry from state to state, `Ledger.turn` a load. Both hold the sums of bytes right, and both bear
+a Ctrl-C: Python notices one where something is called, so neither calls anything between its first change and its last.
+Whatever is interrupted leaves an entry in one of its states, from which the next op, or its death, goes on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ssd_fx.runtime import plans
+from ssd_fx.runtime.codec import Encoded
+from ssd_fx.runtime.engines.base import Completion, Engine, Extent
+from ssd_fx.runtime.layout import TensorMeta, drop_storage
+
+if TYPE_CHECKING:
+    from ssd_fx.runtime.adapt.runs import Run
+    from ssd_fx.runtime.device.streams import Stream
+    from ssd_fx.runtime.store import Store
+
+
+class State(enum.Enum):
+    """Where the bytes of an entry are. `where`: what the trace says of it."""
+
+    NEW = 0, "none"  # not stored yet, or dead
+    EMPTY = 1, "disk"  # there are no bytes
+    KEPT = 2, "memory"  # it stays there: nobody writes it
+    RESIDENT = 3, "memory"  # until it is written, if it is
+    ENCODING = 4, "memory"  # by a thread that does not hold the lock
+    WRITING = 5, "memory"
+    ON_DISK = 6, "disk"
+    DONATED = 7, "none"  # the backward has it as its own
+    LOST = 8, "lost"  # its store ended, and the bytes were on the drive only
+
+    def __init__(self, number: int, where: str) -> None:
+        self.where = where
+
+
+class Stage(enum.Enum):
+    """How far a load is."""
+
+    MADE = 0
+    AHEAD = 1  # nobody has asked for it yet
+    ASKED = 2  # the graph has it, and will wait for it
+    OVER = 3
+
+
+# Python 3.10 calls a function to find a member of an enum.
+_NEW, _RESIDENT, _WRITING = State.NEW, State.RESIDENT, State.WRITING
+_GOING = State.ENCODING, State.WRITING
+WAITING = _RESIDENT, *_GOING
+_HOLDING = State.KEPT, *WAITING
+_WITH_ROOM = State.ON_DISK, State.LOST
+_AHEAD, _ASKED = Stage.AHEAD, Stage.ASKED
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """A tensor that `load` returned and `wait_load_` has not made valid yet, or a prefetch."""
+
+    out: Tensor  # a wait finds its load by this tensor's address, which must not be reused meanwhile
+    landing: Tensor  # where the bytes arrive: `out`, a tensor of the stored layout, or encoded bytes
+    read: Completion | None  # None: forwarded, so the bytes are there
+    seq: int
+    same: bool = True  # False: `out` has other strides than the stored tensor, so the elements are copied one by one
+    strict: bool = False  # there is no memory to read it before the plan says
+    stream: Stream | None = None  # of a prefetch: the compute stream whose memory `landing` is
+    stage: Stage = Stage.MADE
+    counted: int = 0  # bytes of it in the sums of the ledger
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One stored tensor.
+
+    `seen`: the layout of the forward's tensor. `layout`: the dense layout that is written and read. They differ where
+    the forward's tensor has gaps or overlaps: then `layout` is the range of memory that the tensor spans.
+    `counter`: a tensor that shares the version counter, also after the bytes have gone. `version`: the version at the
+    store.
+
+    Only the ledger changes what is under "state".
+    """
+
+    store: Store
+    graph: str
+    slot: int
+    seq: int
+    nbytes: int
+    ptr: int
+    layout: TensorMeta
+    seen: TensorMeta
+    device: torch.device
+    tier: str = ""  # where the plan wants it: "host", "ssd", or "" for either
+    binding: bool = False  # the plan needs its memory, so it is never resident
+    later: bool = False  # it is resident until the next forward begins, whatever the budget
+
+    # State.
+    state: State = State.NEW
+    held: Tensor | None = None  # our reference while we are in memory: an alias of the tensor, or its encoded bytes
+    borrowed: bool = False  # `held` is the caller's memory, which the caller may overwrite after the release
+    encoded: Encoded | None = None
+    moved_bytes: int = 0  # that are written and read: fewer than `nbytes` if it is encoded
+    extent: Extent | None = None  # while it is written, and when it is on the drive
+    ahead: Load | None = None  # its prefetch
+    loads: dict[Load, None] = field(default_factory=dict)  # that were asked for and not waited for yet
+
+    write: Completion | None = None  # while it is written, but for the moments before it was made
+    address: int = 0  # where the write reads
+    on_drive: bool = False  # the write goes to a drive
+    early: bool = False  # it is written as soon as possible, and not only when the budget is full
+    stream: Stream | None = None  # the compute stream that made the tensor, where the device has streams
+    counter: Tensor | None = None
+    version: int = 0
+    storage: StorageWeakRef | None = None  # of the stored tensor, until we have looked whether writing it freed memory
+    asked: bool = False  # a backward has loaded it
+    run: Run | None = None
+
+    def __post_init__(self) -> None:
+        self.moved_bytes = self.nbytes
+        if not self.nbytes:
+            self.state = State.EMPTY
+
+    @property
+    def name(self) -> str:
+        """The slot, graph and bytes, and its place in the model if that is known, for messages."""
+        where = plans.where(self.graph, self.slot)
+        return f"slot {self.slot} of graph {self.graph!r} ({', '.join(filter(None, (where, f'{self.nbytes} B')))})"
+
+
+class Ledger:
+    """The entries of one store that are in memory to be written, and the bytes of all that moves.
+
+    All methods run under the lock of `entries`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.resident: OrderedDict[Entry, None] = OrderedDict()  # in the order in which they will be written
+        self.writing: dict[Entry, None] = {}  # oldest first
+        self.resident_bytes = 0
+        self.writing_bytes = 0
+        self.reading_bytes = 0  # of reads that have begun and were not waited for yet
+        self.ahead_bytes = 0  # of these, prefetches that nobody has asked for yet
+
+    def move(self, entry: Entry, to: State, held: Tensor | None = None, encoded: Encoded | None = None) -> None:
+        """Changes where the bytes of an entry are.
+
+        A write gets room from the engine, and what is neither written nor on the drive any more gives its room back.
+        `held`: what is held from here on, if that changes. After the store it is memory of ours. `encoded`: how it was
+        encoded, if it was just now.
+
+        Raises: OSError if there is no room for a write. Nothing has changed then.
+        """
+        before, was, write, had = entry.state, entry.held, entry.write, entry.extent
+        old_bytes = entry.moved_bytes
+        new_bytes = encoded.nbytes if encoded else old_bytes
+        extent = had if to in _WITH_ROOM else None
+        if to is _WRITING:
+            extent = self._engine.alloc(new_bytes, entry.tier)
+        # No call from here on. `was`, `write` and `had` keep alive what a change drops: its end could call something.
+        if before is not to:
+            if before is _RESIDENT:
+                del self.resident[entry]
+                self.resident_bytes -= old_bytes
+            elif before in _GOING:
+                del self.writing[entry]
+                self.writing_bytes -= old_bytes
+                entry.write = None
+            if to is _RESIDENT:
+                self.resident[entry] = None
+                self.resident_bytes += new_bytes
+            elif to in _GOING:
+                self.writing[entry] = None
+                self.writing_bytes += new_bytes
+            entry.state = to
+        entry.extent = extent
+        entry.held = was if to in _HOLDING else None
+        if held is not None:
+            entry.held = held
+            entry.borrowed = before is _NEW
+        if encoded:
+            entry.encoded = encoded
+            entry.moved_bytes = new_bytes
+        # Calls may follow from here on.
+        del write
+        if was is not None and was is not entry.held and was is entry.counter:
+            drop_storage(was)  # the entry keeps the tensor itself, which says whether somebody writes into it
+        if had is not None and extent is not had:
+            self._engine.free(had)
+
+    def turn(self, entry: Entry, load: Load, to: Stage) -> None:
+        """Changes how far a load is. A transfer starts behind the turn that makes it known, and ends before the last.
+
+        Whoever is interrupted in between leaves it to the death of the entry.
+        """
+        before, was = load.stage, load.counted
+        nbytes = entry.moved_bytes if load.read and (to is _AHEAD or to is _ASKED) else 0
+        # No call from here on.
+        self.reading_bytes += nbytes - was
+        if before is _AHEAD:
+            self.ahead_bytes -= was
+            entry.ahead = None
+        elif before is _ASKED:
+            del entry.loads[load]
+        if to is _AHEAD:
+            self.ahead_bytes += nbytes
+            entry.ahead = load
+        elif to is _ASKED:
+            entry.loads[load] = None
+        load.counted = nbytes
+        load.stage = to

@@ -1,0 +1,136 @@
+"""The stores of this process, by their configuration: made at the first use, and ended with their last graph or all.
+
+What concerns all of them is here too: a forward, the child of a fork, the end of the process.
+"""
+
+import atexit
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from ssd_fx.runtime import entries
+from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.runtime.deaths import before_work, janitor, when_idle
+from ssd_fx.runtime.device import clock, device_trace, driver, streams
+from ssd_fx.runtime.engines import registry
+from ssd_fx.runtime.entries import GUARD
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from ssd_fx.runtime.store import Store
+
+stores: dict[RuntimeConfig, Store] = {}
+
+
+def get_store(config: str) -> Store:
+    """The store of a configuration, made at the first use.
+
+    Raises: ValueError for a bad configuration; OSError if its directories cannot be used.
+    """
+    parsed = parse(config)
+    found = stores.get(parsed)
+    if found is None:
+        with GUARD.lock:
+            found = stores.get(parsed) or stores.setdefault(parsed, Store(parsed))
+        janitor()  # this thread follows up the death of the store's last graph
+    return found
+
+
+def forward_begins() -> None:
+    """A forward begins, of any options: the backwards of those before come later, so what waits for it is written.
+
+    In the capture of a CUDA graph nothing may be written.
+    """
+    if any(streams.is_captured(store.device) for store in list(stores.values())):
+        return
+    GUARD.drain()
+    with GUARD.lock:
+        for store in list(stores.values()):
+            store.writer.forward_begins()
+    for store in list(stores.values()):
+        store.writer.go_on()
+
+
+def go_on(but: Store) -> None:
+    """Starts what found no room in flight when the last forward began, of all stores but one."""
+    if len(stores) > 1:
+        with GUARD.lock:
+            due = [store for store in stores.values() if store is not but and store.writer.is_due]
+        for store in due:
+            store.writer.go_on()
+
+
+def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
+    """Ends the store of a configuration that no graph uses any more.
+
+    A store that has entries does not end, because a backward may come. It then calls `when_left` under the lock after
+    the death of each entry.
+    """
+    GUARD.drain()
+    with GUARD.lock:
+        store = stores.get(config)
+        if store is None:
+            return
+        if entries.of(store):
+            store.when_left = when_left
+            return
+        del stores[config]  # first, as in `_end`
+        try:
+            store.end()
+        except BaseException:
+            store.close()
+            raise
+    store.close()  # without the lock
+    if not stores:
+        CPU_ALLOCATOR.trim()
+
+
+def close_stores() -> None:
+    """Ends the I/O, threads and files of all stores. What is in memory can still be loaded, and nothing else."""
+    GUARD.drain()
+    with GUARD.lock, ExitStack() as ending:  # if one fails, or a Ctrl-C comes, the others end too
+        for config in stores:
+            ending.callback(_end, config)
+    CPU_ALLOCATOR.trim()
+
+
+def _end(config: RuntimeConfig) -> None:
+    store = stores.pop(config)  # first: whatever interrupts the end, no later step finds a store that writes nothing
+    try:
+        store.end()
+    finally:
+        store.close()
+
+
+_inherited: list[object] = []
+"""In the child of a fork: what has events of a device. The destructor of a CUDA event would end the child, which cannot
+use CUDA."""
+
+
+def _after_fork() -> None:
+    inherited = list(stores.values())
+    held = entries.after_fork()
+    events = [*clock.forget(), *device_trace.clear()]
+    if events or any(streams.of(store.device) for store in inherited):
+        _inherited.extend((inherited, held, events))
+    stores.clear()
+    registry.forget_engines()
+
+
+def _at_exit() -> None:
+    entries.close()
+    try:
+        close_stores()
+    finally:
+        entries.forget()
+
+
+def _let_go() -> None:
+    """For a process that trains no more, or only evaluates: no op comes that would drop what was given away."""
+    with GUARD.lock:
+        for store in list(stores.values()):
+            store.writer.in_vain.let_go()
+
+
+when_idle += [CPU_ALLOCATOR.tick, _let_go]
+before_work += [driver.capture_apart]
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)
