@@ -21,7 +21,7 @@ from ssd_fx.config import Config
 from ssd_fx.runtime import graphs, stats, trace
 from ssd_fx.runtime.config import RuntimeConfig, parse
 from ssd_fx.runtime.device import device_trace, streams
-from ssd_fx.runtime.store import end_unused
+from ssd_fx.runtime.stores import end_unused
 from ssd_fx.sizes import format_bytes
 
 _TENSORS, _TENSOR_BYTES = 16, 16 << 20
