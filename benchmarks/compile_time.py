@@ -38,7 +38,7 @@ from system import announce, write_json
 from training import train_gpt
 
 import ssd_fx
-from ssd_fx.passes import partitioner, pipeline
+from ssd_fx.passes import decide, partitioner, pipeline, proposals
 from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.lowering import order
 
@@ -67,7 +67,7 @@ class Clock:
 @contextmanager
 def installed(clock: Clock) -> Iterator[None]:
     """Every function of the pipeline under the clock."""
-    partition, decide = partitioner.Partitioner.__call__, pipeline.decide
+    partition, plan_of = partitioner.Partitioner.__call__, decide.decide
 
     def timed_passes(passes: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
         return lambda *args, **kwargs: tuple(clock.timed(module_name(each), each) for each in passes(*args, **kwargs))
@@ -77,19 +77,19 @@ def installed(clock: Clock) -> Iterator[None]:
         return partition(self, gm, *args, **kwargs)
 
     def planning(*args: Any, **kwargs: Any) -> Any:
-        plan = decide(*args, **kwargs)
+        plan = plan_of(*args, **kwargs)
         clock.groups = max(clock.groups, len(plan.groups))
         return plan
 
     changes: list[tuple[Any, str, Any]] = [
         (partitioner.Partitioner, "__call__", clock.timed(growth.PLANNING, counting)),
         (order.PinOrder, "__call__", clock.timed(growth.ORDER, order.PinOrder.__call__)),
-        (pipeline, "analyses", timed_passes(pipeline.analyses)),
-        (pipeline, "decisions", timed_passes(pipeline.decisions)),
-        (pipeline, "decide", planning),
+        (decide, "analyses", timed_passes(decide.analyses)),
+        (decide, "decisions", timed_passes(decide.decisions)),
+        (proposals, "decide", planning),
     ]
-    found = [(recompute, "min_cut_rematerialization_partition", growth.PARTITION), (pipeline, "fingerprint", "name")]
-    found += [(pipeline, "insert", "insert"), (pipeline, "verify_plan", "verify")]
+    found = [(recompute, "min_cut_rematerialization_partition", growth.PARTITION), (decide, "fingerprint", "name")]
+    found += [(pipeline, "insert", "insert"), (decide, "verify_plan", "verify")]
     found += [(pipeline, "verify_graphs", "verify")]
     changes += [(place, name, clock.timed(title, getattr(place, name))) for place, name, title in found]
     before = [(place, name, getattr(place, name)) for place, name, _ in changes]

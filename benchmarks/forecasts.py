@@ -16,11 +16,11 @@ from torch import nn
 
 from ssd_fx import fake
 from ssd_fx.estimate import Look, T, surveyed
-from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.plan import Forecast, Limits, Plan
+from ssd_fx.passes.plan import Limits, Plan, replay_of
 from ssd_fx.passes.planner.solve import BudgetError
+from ssd_fx.passes.proposals import cut, decide_for_all
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,8 @@ class Figure:
 
     @staticmethod
     def of(plan: Plan) -> Figure:
-        found = plan.forecast
-        assert isinstance(found, Forecast), "every plan has one"
-        return Figure(found.peak, found.seconds, found.written, found.floor)
+        found = replay_of(plan)
+        return Figure(found.peak, found.seconds, found.written, found.step.floor)
 
 
 Budget = float | Limits
@@ -55,10 +54,10 @@ def planned_at(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) ->
     The planner gets all of them at once. If it cannot meet one, that is the tightest limit, and the others are asked
     again.
     """
-    own, asked = pipeline.cut(joint, options), list(budgets)
+    own, asked = cut(joint, options), list(budgets)
     while asked:
         try:
-            plans = [plan for _, plan in pipeline.decide_for_all(joint, own, options, asked)]
+            plans = [plan for _, plan in decide_for_all(joint, own, options, asked)]
         except BudgetError:
             asked.remove(min(asked, key=_tightness))
             continue

@@ -74,7 +74,7 @@ def compare_small(seed: int, share: float) -> Row:
     begin = time.perf_counter()
     plan = solve(step, instance.machine, limit=at.memory, share_bytes=at.kept)
     middle = time.perf_counter()
-    seconds = plan.outcome.seconds
+    seconds = plan.seconds
     bound = least_seconds(step, instance.machine, at.memory, at.kept, seconds)
     return Row(instance.name, share, seconds, bound, bound, middle - begin, time.perf_counter() - middle)
 
@@ -89,7 +89,7 @@ def compare(instance: Instance, share: float, rows: int | None, time_limit: floa
     begin = time.perf_counter()
     plan = solve(step, machine, limit=at.memory, share_bytes=at.kept)
     middle = time.perf_counter()
-    seconds, kept = plan.outcome.seconds, None if whole else at.kept
+    seconds, kept = plan.seconds, None if whole else at.kept
     best = optimum(step, machine, at.memory, kept, rows=rows, time_limit=time_limit, plan_s=seconds)
     found = min(best.seconds, seconds)
     return Row(instance.name, share, seconds, best.lower_bound, found, middle - begin, time.perf_counter() - middle)

@@ -23,6 +23,7 @@ from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Names, Partition, node_names
 from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.proposals import ranks_agree
 from ssd_fx.passes.stages import Stages
 from ssd_fx.passes.user_errors import user_errors
 
@@ -108,7 +109,7 @@ class Partitioner(CustomPartitionerFn):
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
         lasting = None if self.lasting is None else sorted(self.lasting)
         parts = [repr(self.options), str(self.keeps_all), str(lasting), torch.__version__]
-        if self.report is not None or pipeline.ranks_agree():
+        if self.report is not None or ranks_agree():
             # Another process has no report of ours. And where ranks exchange what they save, all must partition: with a
             # cached result one rank would go on to a collective of the forward, while others wait in the exchange.
             parts.append(_PROCESS)

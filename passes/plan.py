@@ -1,6 +1,6 @@
 """The plan: what is decided for every alias group, and where its nodes go.
 
-    Plan(graph) -> alias -> mark -> merge_copies -> time -> lifetime -> select -> insert
+    Plan(graph) -> alias -> keep_compared -> mark -> merge_copies -> time -> lifetime -> price -> select -> insert
 
 Each pass reads a `Partition` and returns a `Plan` with more of its fields filled. `insert` obeys the plan and decides
 nothing. Node names are opaque keys, shared by forward and backward.
@@ -8,12 +8,14 @@ nothing. Node names are opaque keys, shared by forward and backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from ssd_fx.passes.groups import AliasGroup
+from ssd_fx.passes.schedule import EMPTY, Item, Replay, Schedule, Span
 
 if TYPE_CHECKING:
     from ssd_fx.passes.partition import Partition
@@ -68,41 +70,6 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Lifetime:
-    """Positions are indices of nodes in their graph."""
-
-    produced: int
-    last_fwd_use: int
-    first_bwd_use: int
-    last_bwd_use: int
-
-
-@dataclass(frozen=True, slots=True)
-class Points:
-    """Where the four nodes of an offloaded group go, as indices into the graphs before insertion.
-
-    `block`: the release waits for the write, because the budget needs the memory then. `strict`: the budget has no
-    memory for an earlier load. `later`: the write begins only if another forward does before the load.
-    """
-
-    store_after: int
-    release_after: int
-    load_before: int
-    wait_before: int
-    block: bool = False
-    strict: bool = False
-    later: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The predicted start of every node in ms, for both graphs. The last entry, one more than nodes, is the end."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Price:
     """What it costs to compute a group again.
 
@@ -126,122 +93,61 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A budget in bytes.
+    """What a budget allows, in bytes.
 
-    `memory`: the peak, above the level before the step. `kept`: what may be kept although it could be offloaded.
+    `memory`: the peak, above the level before the step. `kept`: what may be kept although it could be offloaded. The
+    runtime obeys the others: `resident` may stay in the same memory beyond the peak. `shared` is a budget in bytes for
+    the latest tensors of all graphs, which stay.
     """
 
     memory: float
     kept: float
+    resident: int = 0
+    shared: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """What the simulator predicts for a plan. Bytes are above the level before the step: parameters do not count.
-
-    `seconds`: of the step, of them `compute_s` without transfers and recomputing. `peak_node`: the index of the node at
-    the peak; nodes of the backward follow those of the forward. `kept`: what is kept although it could be offloaded.
-    `written`: bytes to the drives, those included whose write the backward may cut short.
-    `limits`: what the budget allows. `floor`: the peak with infinitely fast I/O. `everything`: the peak with everything
-    kept. `resident`: bytes that may stay resident in the same memory beyond the peak. `shared`: a budget in bytes for
-    the latest tensors of all graphs, which stay resident. `host_speedup`: how many times as fast as the drives host
-    memory would be, beside a device with memory of its own; 0 without one, and where there is a `host_budget`.
-    """
-
-    seconds: float
-    compute_s: float
-    write_stall_s: float
-    read_stall_s: float
-    peak: int
-    peak_node: int
-    kept: int
-    written: int
-    limits: Limits
-    floor: int
-    everything: int
-    host_peak: int
-    host_budget: int
-    resident: int
-    shared: int
-    host_speedup: float
-
-    @property
-    def transfer_s(self) -> float:
-        """What the step takes beyond computing and waiting: starting transfers, and computing slower beside them."""
-        return max(0.0, self.seconds - self.compute_s - self.write_stall_s - self.read_stall_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Stock:
-    """PyTorch's own partition with everything kept, which is the step without ssd_fx.
-
-    `saved_bytes`: as in `Plan`. `floor`, `peak`: bytes above the level before the step. `starts`: seconds at which
-    the operators of forward and backward start, and the end. `memory`: bytes alive during each. `forward`: how many of
-    them are the forward's.
-    """
-
-    saved_bytes: int
-    floor: int
-    peak: int
-    starts: tuple[float, ...]
-    memory: tuple[int, ...]
-    forward: int
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """The predicted times of one group, in seconds from the start of the step; None for what does not happen.
-
-    `released`: the forward reads it no more. `used`, `last_used`: by the backward. `write`, `read`: begin and end.
-    `gone`: begin and end of the time in which its memory is free. `write_wait_s`, `read_wait_s`: what the step waits
-    behind `released`, and before `used`.
-    """
-
-    produced: float
-    released: float
-    used: float
-    last_used: float
-    write: tuple[float, float] | None = None
-    read: tuple[float, float] | None = None
-    gone: tuple[float, float] | None = None
-    write_wait_s: float = 0.0
-    read_wait_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """The predicted step over time: as `Stock` has it, with the transfers of the plan.
-
-    `lives`: by slot, of the groups that have a lifetime.
-    """
-
-    starts: tuple[float, ...]
-    memory: tuple[int, ...]
-    forward: int
-    lives: MappingProxyType[int, Life]
+NodeTimes = tuple[tuple[float, ...], tuple[float, ...]]
+"""The predicted start of every node in ms, of the forward and of the backward. The last entry of either is its end."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything that was decided for one partitioned graph. Each pass fills its fields; mappings are by slot.
 
-    `graph`: the graph's name. `stock`: stays that of PyTorch's own partition in a partition that recomputes.
-    `recomputed`: what this partition was made to compute again, in the order of production.
+    `graph`: the graph's name. `items`: the groups that can be offloaded, on the axis of nodes. `schedule`: where their
+    nodes go, on the same axis. `replay`: the predicted step, and `baseline` with everything kept, on that of operators.
+    Of a partition that recomputes more than PyTorch's own, `proposal` is the plan that asked for it, and `own` one of
+    PyTorch's own.
     """
 
     graph: str
     groups: tuple[AliasGroup, ...] = ()
     marks: MappingProxyType[int, Mark] = field(default_factory=lambda: MappingProxyType({}))
     modules: MappingProxyType[int, str] = field(default_factory=lambda: MappingProxyType({}))
-    timeline: Timeline | None = None
-    lifetimes: MappingProxyType[int, Lifetime] = field(default_factory=lambda: MappingProxyType({}))
-    decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))
-    points: MappingProxyType[int, Points] = field(default_factory=lambda: MappingProxyType({}))
+    node_ms: NodeTimes | None = None
+    items: MappingProxyType[int, Item] = field(default_factory=lambda: MappingProxyType({}))
     prices: MappingProxyType[int, Price] = field(default_factory=lambda: MappingProxyType({}))
-    forecast: Forecast | None = None
-    course: Course | None = None
-    stock: Stock | None = None
-    recomputed: tuple[Recomputed, ...] = ()
+    decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))
+    schedule: Schedule = EMPTY
+    limits: Limits = Limits(math.inf, math.inf)
+    replay: Replay | None = None
+    baseline: Replay | None = None
+    proposal: Plan | None = None
+    own: Plan | None = None
+
+    @property
+    def origin(self) -> Plan:
+        """A plan of PyTorch's own partition, whose baseline is the step without ssd_fx."""
+        return self.own or self
+
+    @property
+    def recomputed(self) -> tuple[Recomputed, ...]:
+        """What this partition was made to compute again, in the order of production."""
+        asked = self.proposal
+        if asked is None:
+            return ()
+        groups = [g for g in asked.groups if isinstance(asked.decisions.get(g.slot), Recompute)]
+        return tuple(Recomputed(g.base, asked.modules[g.slot], g.nbytes, asked.prices[g.slot].seconds) for g in groups)
 
     @property
     def saved_bytes(self) -> int:
@@ -284,11 +190,48 @@ class Plan:
         """Bytes of all storages that stay in memory between forward and backward."""
         return self.saved_bytes - self.offloaded_bytes
 
+    def times(self, slot: int) -> dict[str, Span]:
+        """What is predicted of a group that can be offloaded: begin and end in seconds from the start of the step.
+
+        `store`: it is produced. `release`: the forward reads it no more, and may wait for its write. `wait`: the step
+        waits for its read until the backward uses it. `last`: the backward has used it. Where it happens, `write` and
+        `read`: its transfers; `gone`: its memory is free.
+        """
+        found, item = replay_of(self), self.items[slot]
+        step, starts, ends = found.step, found.starts, found.ends
+        produced, last = ends[step.operator(item.produced)], ends[step.operator(item.last_bwd_use)]
+        used, released = starts[step.operator(item.first_use)], ends[step.operator(item.last_use)]
+        i = step.slots.index(slot) if slot in self.schedule else -1
+        trip = found.schedule.get(i)
+        if trip is None:
+            return {"store": (produced, produced), "release": (released,) * 2, "wait": (used,) * 2, "last": (last,) * 2}
+        released, load, write = ends[trip.release.at], starts[trip.load.at], found.writes[i]
+        until = max(released, write[1]) if trip.blocks else released
+        wait_s = max(0.0, found.waits.get(i, 0.0) - (until - released))
+        spans = {
+            "store": (produced, produced),
+            "release": (released, until),
+            "wait": (used - wait_s, used),
+            "last": (last, last),
+        }
+        if i in found.reads:
+            gone = max(released, write[1])
+            spans |= {"write": write, "read": found.reads[i], "gone": (gone, max(load, gone))}
+        elif not self.schedule[slot].is_later:  # the load cuts it short
+            spans["write"] = (min(write[0], load), load)
+        return spans
+
     def undecided(self) -> Plan:
         """What the analyses found, with nothing decided."""
-        return self.with_(decisions={}, points={}, prices={}, forecast=None, course=None)
+        return self.with_(prices={}, decisions={}, schedule=EMPTY, replay=None, baseline=None)
 
     def with_(self, **changes: object) -> Plan:
         """A copy with some fields replaced; dictionaries become read-only."""
         frozen = {k: MappingProxyType(v) if isinstance(v, dict) else v for k, v in changes.items()}
         return replace(self, **frozen)  # type: ignore[arg-type]
+
+
+def replay_of(plan: Plan) -> Replay:
+    """The replay of a plan that is decided."""
+    assert plan.replay is not None, "select fills it"
+    return plan.replay

@@ -16,47 +16,30 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
+from ssd_fx.passes.decide import analyse, decide
 from ssd_fx.passes.joint.collectives import communication
 from ssd_fx.passes.joint.compared import compares_again
-from ssd_fx.passes.joint.recompute import CutError, Joint, recomputed
+from ssd_fx.passes.joint.layers import between_layers
+from ssd_fx.passes.joint.recompute import CutError, Joint
+from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Forecast, Limits, Plan, Recompute
-from ssd_fx.passes.planner.budget import Budget
-from ssd_fx.passes.planner.solution import EQUAL
+from ssd_fx.passes.plan import Limits, Plan, Recompute, replay_of
+from ssd_fx.passes.planner.budget import AUTO, SHARES, Budget
+from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE
+from ssd_fx.passes.planner.select import over
 from ssd_fx.passes.planner.solve import BudgetError
+from ssd_fx.passes.schedule import Replay
 
 ROUNDS = 4  # proposals; each takes a short search, and a partition by PyTorch
 GAIN = 1e-2  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
 SPARED = 0.1  # the share of the bytes written by which recomputing must be predicted to write less, in the same time
-
-
-class Decide(Protocol):
-    """Plans a partition with a short search.
-
-    `priced`: groups may be computed again, but for those of the slots `saved`.
-    `analysed`: an earlier, undecided plan of the partition, whose analyses are used.
-    """
-
-    def __call__(
-        self,
-        partition: Partition,
-        *,
-        budget: Budget,
-        priced: bool = False,
-        saved: Collection[int] = (),
-        analysed: Plan | None = None,
-    ) -> Plan: ...
-
-
-class Over(Protocol):
-    """Names of what a partition computes again where it needs more than a limit in bytes, whatever leaves memory."""
-
-    def __call__(self, partition: Partition, plan: Plan, limit: float) -> frozenset[str]: ...
 
 
 @dataclass(frozen=True)
@@ -68,29 +51,64 @@ class Candidate:
     again: frozenset[str] = frozenset()
 
     @property
-    def forecast(self) -> Forecast:
-        assert self.plan.forecast is not None
-        return self.plan.forecast
+    def replay(self) -> Replay:
+        return replay_of(self.plan)
 
     def is_within(self, limits: Limits) -> bool:
-        return self.forecast.peak <= limits.memory and self.forecast.kept <= limits.kept
+        return self.replay.peak <= limits.memory and self.replay.kept_bytes <= limits.kept
+
+
+def cut(joint: Joint, options: PlanOptions) -> Candidate:
+    """PyTorch's own partition, with what the analyses find in it: where the plan for any budget begins.
+
+    Nothing is decided in its plan, so it has no replay.
+    """
+    own = joint.partition(again=_may_cut_again(joint, options))
+    return Candidate(own, analyse(own, options))
+
+
+def decide_for_all(
+    joint: Joint, own: Candidate, options: PlanOptions, budgets: Sequence[Budget]
+) -> list[tuple[Partition, Plan]]:
+    """The best partition of a graph that is cut already, and its plan, for each of the budgets: no looser one takes
+    longer than a tighter.
+
+    Plans of a short search compare the partitions. The best one gets a plan of the full search.
+    """
+    # limits are no budget of a user's, so nothing of the options depends on them
+    asked = [replace(options, budget=0.0 if isinstance(budget, Limits) else budget) for budget in budgets]
+    if not _may_cut_again(joint, options):
+        pairs = zip(asked, budgets, strict=True)
+        return [(own.partition, decide(own.partition, o, budget=b, analysed=own.plan)) for o, b in pairs]
+    proposals = Proposals(joint, own, options)
+    first = [proposals.propose(o, b) for o, b in zip(asked, budgets, strict=True)]
+    found: dict[int, Candidate] = {}
+    for i in sorted(range(len(asked)), key=lambda i: first[i].limits.memory):  # the tightest first
+        found[i] = proposals.best(asked[i], budgets[i], first[i])
+        proposals.found.append(found[i])
+    return [(found[i].partition, found[i].plan) for i in range(len(asked))]
 
 
 class Proposals:
     """The partitions of one joint graph that were tried, for all budgets of a call.
 
-    `own`: PyTorch's partition, with what the analyses find in it. `layered`: makes the layered one, None if there is
-    none. `found`: every partition with a plan, so that a loose budget is offered what a tight one has found.
+    `own`: PyTorch's partition, with what the analyses find in it. `found`: every partition with a plan, so that a loose
+    budget is offered what a tight one has found. Methods get the `options` with the budget that they are for.
     """
 
-    def __init__(self, joint: Joint, own: Candidate, layered: Callable[[], Candidate | None]) -> None:
-        self.joint, self.own = joint, own
-        self.layered = functools.cache(layered)
+    def __init__(self, joint: Joint, own: Candidate, options: PlanOptions) -> None:
+        self.joint, self.own, self.options = joint, own, options
+        self.first: Plan | None = None  # of `own`, once it is decided
         self.found: list[Candidate] = []
         self._cut: dict[frozenset[str], Partition | None] = {}
 
+    @functools.cached_property
+    def layered(self) -> Candidate | None:
+        """The partition that saves what lies between layers, None if there is none."""
+        return _layered(self.joint, self.own, self.options)
+
     def propose(
-        self, decide: Decide, budget: Budget, saved: Collection[int] = (), base: Candidate | None = None
+        self, options: PlanOptions, budget: Budget, saved: Collection[int] = (), base: Candidate | None = None
     ) -> Plan:
         """A plan of `base` in which groups may be computed again, but for those of the slots `saved`.
 
@@ -98,27 +116,71 @@ class Proposals:
             BudgetError: no plan meets the budget.
         """
         base = base or self.own
-        return decide(base.partition, budget=budget, priced=True, saved=saved, analysed=base.plan)
+        plan = decide(base.partition, options, budget=budget, priced=True, saved=saved, quick=True, analysed=base.plan)
+        if base is self.own:
+            self.first = plan
+        return plan
 
-    def within(self, limits: Limits, proposal: Plan, decide: Decide, over: Over) -> Candidate | None:
+    def best(self, options: PlanOptions, budget: Budget, proposal: Plan) -> Candidate:
+        """The best partition for a budget, with a plan of the full search, unless a plan of the short one is better.
+
+        `proposal`: a plan of PyTorch's partition for this budget in which groups may be computed again.
+        """
+        limits, own = proposal.limits, self.own
+        best = self.within(options, limits, proposal)
+        if best is None:  # only a partition that computes again would have met it, and there is none
+            plan = decide(own.partition, options, budget=budget, quick=True, analysed=own.plan)
+            best, limits = Candidate(own.partition, plan), plan.limits
+        if budget == AUTO:
+            best, limits = self._fast_enough(options, best, limits, proposal)
+        try:
+            plan = decide(best.partition, options, budget=limits, analysed=best.plan)
+        except BudgetError:  # what a tighter budget has found
+            return best
+        full = Candidate(best.partition, plan)
+        if isinstance(options.budget, int) and options.budget:
+            return full  # with the bytes that stay resident over all graphs, which plans for other budgets do not have
+        return best_within([best, full], limits) or full
+
+    def _fast_enough(
+        self, options: PlanOptions, best: Candidate, limits: Limits, proposal: Plan
+    ) -> tuple[Candidate, Limits]:
+        """For "auto": the best partition under the least limits, from those of the proposal on, that is as fast as it
+        says.
+
+        The proposal is; but what is computed again may take longer than its price.
+        """
+        own = replay_of(proposal)
+        for shares in (1, 2, 4):
+            if best.replay.seconds <= (1 + options.slowdown + TOLERANCE) * own.compute_s:
+                return best, limits
+            more = shares * (own.step.everything - own.step.floor) / SHARES
+            limits = replace(limits, memory=limits.memory + more, kept=limits.kept + more)
+            try:
+                proposal = self.propose(options, limits)
+            except BudgetError:
+                break
+            best = self.within(options, limits, proposal) or best
+        return best, limits
+
+    def within(self, options: PlanOptions, limits: Limits, proposal: Plan) -> Candidate | None:
         """The best partition within limits, with a plan of a short search; None if no plan meets them.
 
         `proposal`: of PyTorch's partition, where to begin.
         """
-        first = self._planned(decide, self.own.partition, limits, self.own.plan)
+        first = self._planned(options, limits, self.own.partition, analysed=self.own.plan)
         if not _gains(proposal, first):
             return best_within(self.found, limits)
-        layered = self.layered()
-        if layered is not None:
+        if self.layered is not None:
             with suppress(BudgetError):
-                begin = self.propose(decide, limits, base=layered)
-                self._improve(layered, limits, begin, first, decide, over)
+                begin = self.propose(options, limits, base=self.layered)
+                self._improve(options, limits, self.layered, begin, first)
         if _gains(proposal, best_within(self.found, limits)):
-            self._improve(self.own, limits, proposal, first, decide, over)
+            self._improve(options, limits, self.own, proposal, first)
         return best_within(self.found, limits)
 
     def _improve(
-        self, base: Candidate, limits: Limits, proposal: Plan, first: Candidate | None, decide: Decide, over: Over
+        self, options: PlanOptions, limits: Limits, base: Candidate, proposal: Plan, first: Candidate | None
     ) -> None:
         """Look for partitions within limits, by proposals that begin from `base`."""
         tight, saved = limits, frozenset[int]()
@@ -126,33 +188,39 @@ class Proposals:
             partition = self._partition_for(proposal, base) if _gains(proposal, first) else None
             if partition is None:
                 break
-            again = self._planned(decide, partition, limits, None, proposal)
-            if again is not None and again.forecast.seconds <= (1 + GAIN) * forecast_of(proposal).seconds:
+            again = self._planned(options, limits, partition, proposal=proposal)
+            if again is not None and again.replay.seconds <= (1 + GAIN) * replay_of(proposal).seconds:
                 break
-            plan = decide(partition, budget=1.0) if again is None else again.plan
-            floor, own_floor = forecast_of(plan).floor, forecast_of(proposal).floor
+            plan = decide(partition, options, budget=1.0, quick=True) if again is None else again.plan
+            floor, own_floor = replay_of(plan).step.floor, replay_of(proposal).step.floor
             before = tight, saved
             if floor > limits.memory:
-                saved |= _made_by(proposal, over(partition, plan, limits.memory))
+                saved |= _made_by(proposal, over(partition, plan, limits.memory, options))
             else:
-                tight = Limits(max(tight.memory - max(floor - own_floor, 0), own_floor), limits.kept)
+                tight = replace(tight, memory=max(tight.memory - max(floor - own_floor, 0), own_floor))
             if (tight, saved) == before:
                 break
             try:
-                proposal = self.propose(decide, tight, saved, base)
+                proposal = self.propose(options, tight, saved, base)
             except BudgetError:
                 break
 
     def _planned(
-        self, decide: Decide, partition: Partition, limits: Limits, analysed: Plan | None, proposal: Plan | None = None
+        self,
+        options: PlanOptions,
+        limits: Limits,
+        partition: Partition,
+        *,
+        analysed: Plan | None = None,
+        proposal: Plan | None = None,
     ) -> Candidate | None:
         """A partition with a plan, which is one more that was found; None if no plan meets the limits."""
         try:
-            plan = decide(partition, budget=limits, analysed=analysed)
+            plan = decide(partition, options, budget=limits, quick=True, analysed=analysed)
         except BudgetError:
             return None
         if proposal is not None:
-            plan = plan.with_(recomputed=recomputed(proposal), stock=proposal.stock)
+            plan = plan.with_(proposal=proposal, own=self.first)
         self.found.append(Candidate(partition, plan))
         return self.found[-1]
 
@@ -163,32 +231,27 @@ class Proposals:
         return self._cut[again]
 
 
-def forecast_of(plan: Plan) -> Forecast:
-    assert plan.forecast is not None
-    return plan.forecast
-
-
 def best_within(found: Iterable[Candidate], limits: Limits) -> Candidate | None:
     """The fastest of the candidates that keep to the limits; of those about as fast, the one that writes least."""
     able = [candidate for candidate in found if candidate.is_within(limits)]
     if not able:
         return None
-    enough_s = (1 + EQUAL) * min(candidate.forecast.seconds for candidate in able)
-    near = [candidate for candidate in able if candidate.forecast.seconds <= enough_s]
-    return min(near, key=lambda candidate: (candidate.forecast.written, candidate.forecast.seconds))
+    enough_s = (1 + EQUAL) * min(candidate.replay.seconds for candidate in able)
+    near = [candidate for candidate in able if candidate.replay.seconds <= enough_s]
+    return min(near, key=lambda candidate: (candidate.replay.written, candidate.replay.seconds))
 
 
 def _gains(proposal: Plan, first: Candidate | None) -> bool:
     """Whether to cut the graph again: for a step that is faster by more than figures are coarse, or as fast and spares
     the drive.
     """
-    assert proposal.forecast is not None
     if not proposal.recomputed_nodes:
         return False
-    if first is None or proposal.forecast.seconds < (1 - GAIN) * first.forecast.seconds:
+    found = replay_of(proposal)
+    if first is None or found.seconds < (1 - GAIN) * first.replay.seconds:
         return True
-    spares = proposal.forecast.written < (1 - SPARED) * first.forecast.written
-    return spares and proposal.forecast.seconds <= (1 + EQUAL) * first.forecast.seconds
+    spares = found.written < (1 - SPARED) * first.replay.written
+    return spares and found.seconds <= (1 + EQUAL) * first.replay.seconds
 
 
 def _made_by(proposal: Plan, names: Collection[str]) -> frozenset[int]:
@@ -216,3 +279,40 @@ def _cut_so(joint: Joint, first: Candidate, again: frozenset[str], proposal: Pla
     if compares_again(partition):
         return None
     return partition if partition.shared_with_caller <= first.partition.shared_with_caller else None
+
+
+def _layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | None:
+    """The partition that saves what lies between layers, with what the analyses find in it; None if it cannot be made.
+
+    Nothing is decided in its plan. Proposals begin from it, and it is never used as it is.
+    """
+    between = between_layers(own.partition)
+    if not between.saved:
+        return None
+    try:
+        partition = joint.partition_again(between.again, between.saved)
+    except CutError as error:
+        text = f"ssd_fx begins no plan of graph {own.plan.graph} from its layers, for PyTorch cannot partition it so: "
+        warnings.warn(text + str(error), RuntimeWarning, stacklevel=2)
+        return None
+    return Candidate(partition, analyse(partition, options), between.again)
+
+
+def _may_cut_again(joint: Joint, options: PlanOptions) -> bool:
+    return options.recompute and not _is_partitioned_once() and not joint.has_own_budget
+
+
+def _is_partitioned_once() -> bool:
+    """Whether a setting of PyTorch forbids several partitions of one graph.
+
+    * The user has PyTorch recompute.
+    * The ranks agree on what is saved: each partition exchanges it, so all ranks must make equally many.
+    * PyTorch quantizes what is saved, and notes that in the graph.
+    """
+    quantizes = "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
+    return functorch_config.activation_memory_budget != 1 or ranks_agree() or quantizes
+
+
+def ranks_agree() -> bool:
+    """Whether the ranks exchange what they save, each time that they partition a graph with a collective."""
+    return bool(getattr(functorch_config, "_sync_decision_cross_ranks", False))

@@ -30,13 +30,12 @@ from torch._dynamo.exc import Unsupported
 
 from ssd_fx import fake
 from ssd_fx.backend import NoBackward, check_options, compile_graph
-from ssd_fx.passes import pipeline
 from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
-from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.proposals import forecast_of
+from ssd_fx.passes.plan import Plan, replay_of
+from ssd_fx.passes.proposals import cut, decide_for_all
 from ssd_fx.report.budgets import MEMORY, Estimate, Prediction
 from ssd_fx.report.limit import largest_at
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
@@ -139,7 +138,7 @@ def tabulated(
     counts = Counter(run.own.graph for run in runs)
     name = ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in counts.items())
     rates = " and ".join(dict.fromkeys(run.rates for run in runs))
-    highest = max(runs, key=lambda run: forecast_of(run.lowest).peak)
+    highest = max(runs, key=lambda run: replay_of(run.lowest).peak)
     more: dict[str, Any] = {"rates": rates, "rivals": others, "note": note, "largest": highest.largest}
     return Estimate(name, None, saved, input_bytes, state, rows, memory=memory, **more)
 
@@ -203,12 +202,12 @@ class Found:
 def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, options: PlanOptions) -> Found:
     """Plan the joint graph for every budget and for budget 0, and for every share of PyTorch's budget."""
     alone = tuple(kept_under(share, joint, options) for share in shares)
-    own = pipeline.cut(joint, options)
+    own = cut(joint, options)
     asked = list(dict.fromkeys([*budgets, 0]))
-    found = pipeline.decide_for_all(joint, own, options, asked)
+    found = decide_for_all(joint, own, options, asked)
     plans = tuple(found[asked.index(budget)][1] for budget in budgets)
     partition, lowest = found[asked.index(0)]
-    largest = largest_at(partition, forecast_of(lowest).peak_node, options.roots)
+    largest = largest_at(partition, replay_of(lowest).peak_node, options.roots)
     input_bytes = _input_bytes(own.partition)
     return Found(own.plan, input_bytes, plans, lowest, alone, options.rates, largest)
 
@@ -219,8 +218,8 @@ def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, 
     `room`: of the limit, above the level before the step, where there are `there` bytes. What the plans leave of it
     stays in memory and is not written, and what that would cost is saved in proportion.
     """
-    found, row = [forecast_of(plan) for plan in lowest], _prediction(MEMORY, lowest, there)
-    everything = _highest([plan.saved_bytes for plan in lowest], [each.everything for each in found])
+    found, row = [replay_of(plan) for plan in lowest], _prediction(MEMORY, lowest, there)
+    everything = _highest([plan.saved_bytes for plan in lowest], [each.step.everything for each in found])
     stays = min(room, max(everything, row.peak_bytes)) - row.peak_bytes
     if stays < 0:
         return ()
@@ -427,12 +426,12 @@ def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Predictio
     which is one under a limit that is higher by so much. The runtime lets so many bytes of what was stored last stay
     over all graphs, unwritten.
     """
-    found = [forecast_of(plan) for plan in plans]
-    last = found[-1]
+    found = [replay_of(plan) for plan in plans]
+    last = plans[-1].limits
     stays, saved = ([getattr(p, name) for p in plans] for name in ("kept_bytes", "saved_bytes"))
     peak = _highest(stays, [each.peak for each in found])
-    limit = _highest(stays, [int(each.limits.memory) for each in found])
-    everything = _highest(saved, [each.everything for each in found])
+    limit = _highest(stays, [int(plan.limits.memory) for plan in plans])
+    everything = _highest(saved, [each.step.everything for each in found])
     filled = limit if last.shared else peak  # the runtime fills a budget in bytes
     whole = max(peak, min(filled + last.resident, everything))
     return Prediction(
@@ -443,7 +442,7 @@ def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Predictio
         compute_s=math.fsum(each.compute_s for each in found),
         stall_s=math.fsum(each.write_stall_s + each.read_stall_s for each in found),
         written_bytes=max(sum(each.written for each in found) - last.shared - last.resident, 0),
-        floor_bytes=_highest(stays, [(p.stock or each).floor for p, each in zip(plans, found, strict=True)]),
+        floor_bytes=_highest(stays, [replay_of(plan.origin).step.floor for plan in plans]),
         limit_bytes=limit,
     )
 

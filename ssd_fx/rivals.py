@@ -20,10 +20,11 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
-from ssd_fx.passes import pipeline
+from ssd_fx.passes.decide import decide
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.proposals import cut
 
 CHECKPOINT, BUDGETED = "checkpoint per layer", "PyTorch's budget"
 SHARES = (0.5, 0.75)  # of PyTorch's budget; each is one more cut of the joint graph
@@ -38,8 +39,8 @@ def budgeted(share: float) -> str:
 def kept(joint: Joint, options: PlanOptions) -> Plan:
     """The plan of PyTorch's own partition with everything kept, whatever the options and the model's marks say."""
     alone = replace(options, budget=1.0, recompute=False)
-    own = pipeline.cut(joint, alone)
-    return pipeline.decide(own.partition, alone, budget=1.0, analysed=own.plan.with_(marks={}))
+    own = cut(joint, alone)
+    return decide(own.partition, alone, budget=1.0, analysed=own.plan.with_(marks={}))
 
 
 def kept_under(share: float, joint: Joint, options: PlanOptions) -> Plan:

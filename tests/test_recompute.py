@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import ssd_fx
 from ssd_fx.config import Config
 from ssd_fx.passes import pipeline, proposals
+from ssd_fx.passes.decide import decide
 from ssd_fx.passes.joint import compared, recompute
 from ssd_fx.passes.partition import changed_inputs, storage_of
 from ssd_fx.passes.verify.errors import VerifyError
@@ -151,7 +152,7 @@ def test_attention_runs_again_only_without_dropout(dropout: float, again: bool) 
 
     def targets(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[bool, set[str]]:
         joint = pipeline.joint_of(gm, inputs, kwargs)
-        own = pipeline.cut(joint, toys.options(recompute=True))
+        own = proposals.cut(joint, toys.options(recompute=True))
         plan = all_priced(own.partition, own.plan)
         partition = joint.partition_again(plan.recomputed_nodes, plan.saved_nodes)
         names = [str(n.target) for n in partition.backward.graph.nodes]
@@ -205,7 +206,7 @@ def test_what_is_computed_again_is_not_saved_as_a_view_or_a_copy(toy: toys.Toy) 
     def saved_before_and_after(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[set[int | None], ...]:
         joint = pipeline.joint_of(gm, inputs, kwargs)
         partition = joint.partition()
-        decided = all_priced(partition, pipeline.decide(partition, toys.options()))
+        decided = all_priced(partition, decide(partition, toys.options()))
         again = joint.partition_again(decided.recomputed_nodes, decided.saved_nodes)
         chosen = [g for g in decided.groups if g.slot in decided.decisions]
         of_groups = {name for g in chosen for name in (g.base, *(m.name for m in g.members))}
@@ -316,7 +317,7 @@ def test_one_warning_however_many_partitions_are_planned() -> None:
 def priced(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> set[str]:
     """The saved tensors of a joint graph that have a price."""
     partition = pipeline.joint_of(gm, inputs, kwargs).partition()
-    plan = pipeline.decide(partition, toys.options(), priced=True)
+    plan = decide(partition, toys.options(), priced=True)
     return {group.base for group in plan.groups if group.slot in plan.prices}
 
 
@@ -483,7 +484,7 @@ def test_what_the_backward_compares_is_not_computed_again(what: str) -> None:
 
     def looked_at(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> set[str]:
         partition = pipeline.joint_of(gm, inputs, kwargs).partition()
-        plan = pipeline.decide(partition, toys.options(), priced=True)
+        plan = decide(partition, toys.options(), priced=True)
         exact = compared.compared(partition)
         assert not [g.base for g in plan.groups for m in g.members if g.slot in plan.prices and m.name in exact]
         return set(exact)
@@ -775,15 +776,8 @@ CHANGING = (clone_of_a_changed_input, items_of_a_clone_of_a_changed_input, view_
 CHANGING += (read_by_the_backward_alone,)
 
 
-@pytest.mark.parametrize(
-    ("inner", "dynamic"),
-    [
-        ("aot_eager", False),
-        ("aot_eager", True),
-        ("inductor", False),
-        pytest.param("inductor", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("toy", CHANGING, ids=toys.name)
 def test_the_backward_has_a_changed_input_as_it_was(toy: toys.Toy, inner: str, dynamic: bool) -> None:
     """Inductor takes the clone out, and with it plain Inductor of torch 2.13 has wrong gradients here."""

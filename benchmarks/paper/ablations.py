@@ -13,7 +13,7 @@ import ssd_fx
 from paper import text
 from paper.measure import Case, Result, Setup, measure_all
 from paper.part import Part
-from ssd_fx.passes import pipeline
+from ssd_fx.passes import decide
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
 
@@ -72,11 +72,11 @@ def saved(about: Model) -> Result:
         found.update(group_bytes=sum(g.nbytes for g in groups), stored_bytes=sum(g.stored_nbytes for g in groups))
         return plan
 
-    analyses = pipeline.analyses
+    analyses = decide.analyses
     shape = train_gpt.Shape(about.layers, about.width, about.heads, about.seq, about.dropout)
     inputs = torch.zeros(about.batch, about.seq, dtype=torch.int64)
     model = families.make(about.family, shape, about.vocabulary)
-    with mock.patch.object(pipeline, "analyses", lambda *rest: (*analyses(*rest), noting)):
+    with mock.patch.object(decide, "analyses", lambda *rest: (*analyses(*rest), noting)):
         ssd_fx.estimate(model, (inputs, inputs), budgets=[0], options={"recompute": False}, rivals=False)
     return found
 

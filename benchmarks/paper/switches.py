@@ -9,15 +9,14 @@ import functools
 from typing import Any
 from unittest import mock
 
-from ssd_fx.passes import pipeline
+from ssd_fx.passes import decide
 from ssd_fx.passes.alias import packing, storages
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.lowering import order
 from ssd_fx.passes.plan import Limits
 from ssd_fx.passes.planner import select
-from ssd_fx.passes.planner.items import Choice, Step, Transfer
-from ssd_fx.passes.planner.simulate import simulate
-from ssd_fx.passes.planner.solution import Solution
+from ssd_fx.passes.planner.replay import replay
+from ssd_fx.passes.schedule import Choice, Replay, Schedule, Step, Trip
 
 
 def off(part: str) -> None:
@@ -38,7 +37,7 @@ def _whole(pack: Any, owner: Any, members: Any, *, part: bool, restride: bool) -
 
 
 def _copies() -> None:
-    mock.patch.object(pipeline, "merge_copies", lambda partition, plan: plan).start()
+    mock.patch.object(decide, "merge_copies", lambda partition, plan: plan).start()
 
 
 def _functions() -> None:
@@ -49,16 +48,16 @@ def _planner() -> None:
     mock.patch.object(select, "solve_for", _at_once).start()
 
 
-def _at_once(step: Step, budget: object, machine: Machine, *rest: object, **more: object) -> tuple[Solution, Limits]:
+def _at_once(step: Step, budget: object, machine: Machine, *rest: object, **more: object) -> tuple[Replay, Limits]:
     """Everything is stored where it is made, released behind its last use, and loaded where it is used."""
     choices = tuple(Choice.OFFLOAD if Choice.OFFLOAD in item.choices else Choice.KEEP for item in step.items)
-    transfers = {
-        i: Transfer(item.produced, item.last_use, block=False, load_before=item.first_use)
+    trips = [
+        Trip.of(i, store=item.produced, release=item.last_use, load=item.first_use, wait=item.first_use)
         for i, item in enumerate(step.items)
         if choices[i] is Choice.OFFLOAD
-    }
-    outcome = simulate(step, choices, transfers, machine)
-    return Solution(choices, transfers, outcome), Limits(outcome.peak, 0)
+    ]
+    found = replay(step, choices, Schedule(trips, step.items), machine)
+    return found, Limits(found.peak, 0)
 
 
 SWITCHES = {

@@ -11,11 +11,12 @@ from torch import fx
 from ssd_fx.passes.cost.footprint import both_buffers
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition, storage_key, tensors_of
-from ssd_fx.passes.plan import Lifetime, Plan
+from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.schedule import Item
 
 
 def lifetime(partition: Partition, plan: Plan) -> Plan:
-    """Fill `plan.lifetimes` for every group that can be offloaded. Needs `plan.groups`."""
+    """Fill `plan.items` for every group that can be offloaded. Needs `plan.groups`."""
     forward, backward = list(partition.forward.graph.nodes), list(partition.backward.graph.nodes)
     fwd_position = {n: i for i, n in enumerate(forward)}
     bwd_position = {n: i for i, n in enumerate(backward)}
@@ -25,7 +26,7 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
 
     last_input = max((i for i, n in enumerate(forward) if n.op == "placeholder"), default=0)
 
-    def of(group: AliasGroup) -> Lifetime:
+    def of(group: AliasGroup) -> Item:
         base = fwd_by_name[group.base]
         key = storage_key(base.meta["val"])
         assert key is not None
@@ -42,9 +43,16 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         first = min([first_read(placeholders[m.name], bwd_position) for m in group.members] + reads)
         last_bwd = max(first, *(bwd_buffers.last[k] for k in keys if k is not None))
         # Nothing stands between the inputs of a graph: one of them is produced where the last one is.
-        return Lifetime(max(fwd_position[base], last_input), max(last, last_input), first, last_bwd)
+        return Item(
+            nbytes=group.nbytes,
+            produced=max(fwd_position[base], last_input),
+            last_use=max(last, last_input),
+            first_use=len(forward) + first,
+            last_bwd_use=len(forward) + last_bwd,
+            stored_nbytes=group.stored_nbytes,
+        )
 
-    return plan.with_(lifetimes={g.slot: of(g) for g in plan.groups if not g.obstacle})
+    return plan.with_(items={g.slot: of(g) for g in plan.groups if not g.obstacle})
 
 
 def first_read(placeholder: fx.Node, position: dict[fx.Node, int]) -> int:

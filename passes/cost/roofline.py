@@ -21,7 +21,7 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.operators import has_flops, is_attention, operator_of
 from ssd_fx.passes.cost.traffic import Traffic, traffic
 from ssd_fx.passes.partition import Partition, arguments_of, called, tensors_of
-from ssd_fx.passes.plan import Plan, Timeline
+from ssd_fx.passes.plan import Plan
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -53,9 +53,9 @@ _RANDOM = (prims.inductor_random, aten.native_dropout, aten.rand, aten.randn, at
 
 
 def time(partition: Partition, plan: Plan, *, machine: Machine) -> Plan:
-    """Fill `plan.timeline`."""
+    """Fill `plan.node_ms`."""
     forward, backward = partition.once(both_kernels)
-    return plan.with_(timeline=Timeline(_starts(forward, machine), _starts(backward, machine)))
+    return plan.with_(node_ms=(_starts(forward, machine), _starts(backward, machine)))
 
 
 def _starts(kernels: Kernels, machine: Machine) -> tuple[float, ...]:

@@ -43,7 +43,7 @@ from ssd_fx.passes.partition import (
     tensors_of,
     untrained_names,
 )
-from ssd_fx.passes.plan import Plan, Price, Recompute, Recomputed
+from ssd_fx.passes.plan import Plan, Price
 
 # A key in the annotations of nodes, from torch 2.13 on.
 _REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
@@ -208,11 +208,11 @@ def price(partition: Partition, plan: Plan, *, saved: Collection[int] = ()) -> P
 
     Groups of the slots `saved` get no price.
     The graph's outputs are no source: they are alive in the backward, but the caller may have written into them.
-    Needs `plan.groups` and `plan.timeline`.
+    Needs `plan.groups` and `plan.node_ms`.
     """
-    assert plan.timeline is not None
+    assert plan.node_ms is not None
     nodes = {n.name: n for n in partition.forward.graph.nodes}
-    starts = plan.timeline.forward
+    starts, _ = plan.node_ms
     seconds = {n: (starts[i + 1] - starts[i]) / 1e3 for i, n in enumerate(nodes.values())}
     slots: dict[int | None, int | None] = {storage_of(n): None for n in partition.saved}
     slots |= {storage_of(nodes[g.base]): g.slot for g in plan.groups}
@@ -230,12 +230,6 @@ def price(partition: Partition, plan: Plan, *, saved: Collection[int] = ()) -> P
         if cost is not None:
             found[group.slot] = cost
     return plan.with_(prices=found)
-
-
-def recomputed(plan: Plan) -> tuple[Recomputed, ...]:
-    """What a plan asks the next partition to compute again."""
-    groups = [g for g in plan.groups if isinstance(plan.decisions.get(g.slot), Recompute)]
-    return tuple(Recomputed(g.base, plan.modules[g.slot], g.nbytes, plan.prices[g.slot].seconds) for g in groups)
 
 
 def _price(

@@ -12,21 +12,21 @@ from __future__ import annotations
 import math
 
 from ssd_fx.passes.cost.machine import TIERS, Machine
-from ssd_fx.passes.planner.items import Choice, Item, Step
-from ssd_fx.passes.planner.place import everything
+from ssd_fx.passes.planner.replay import own_s
+from ssd_fx.passes.schedule import Choice, Item, Step
 
 
 def least_bytes(step: Step, limit: float, share_bytes: float) -> float:
     """The bytes that must be offloaded or recomputed, so that memory stays below `limit` and no more than `share_bytes`
     are kept of what may be."""
     free = sum(item.nbytes for item in step.items if len(item.choices) > 1)
-    return max(everything(step) - limit, free - share_bytes, 0)
+    return max(step.everything - limit, free - share_bytes, 0)
 
 
 def lower_bound(step: Step, machine: Machine, limit: float, share_bytes: float) -> float:
     """Seconds; no choices and no placement of them take less."""
     tiers = TIERS if step.host_budget else TIERS[:1]
-    own = [min(pair) for pair in zip(*(step.seconds_of(machine, tier).own for tier in tiers), strict=True)]
+    own = [min(pair) for pair in zip(*(step.once(own_s, machine)[tier] for tier in tiers), strict=True)]
     costs = [(item, _least(item, *pair)) for item, *pair in zip(step.items, own, step.own_again_s, strict=True)]
     forced = [(item, cost) for item, cost in costs if Choice.KEEP not in item.choices]
     seconds = math.fsum(step.seconds) + math.fsum(cost for _, cost in forced)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.plan import Limits
-from ssd_fx.passes.planner.items import Choice, Step
-from ssd_fx.passes.planner.place import everything, floor
-from ssd_fx.passes.planner.solution import TOLERANCE, Solution, better
+from ssd_fx.passes.planner.compare import TOLERANCE, better
 from ssd_fx.passes.planner.solve import BudgetError, solve
+from ssd_fx.passes.schedule import Choice, Replay, Step
 
 Budget = int | float | str | Limits
 AUTO = "auto"
@@ -29,7 +28,7 @@ HEADROOM = 1.05
 RUNGS = (1.0, 1.01, 1.02, 1.03, HEADROOM, 1.1, 1.2, 1.5, 2.0, math.inf)  # limits that are tried for 0, to the floor
 MORE_PEAK, LESS_TIME = 0.05, 0.1  # a higher peak by less than the first is taken for a shorter step by the second
 
-Solved = tuple[Solution, Limits]
+Solved = tuple[Replay, Limits]
 
 
 def solve_for(
@@ -42,7 +41,7 @@ def solve_for(
     slowdown: float = 0.0,
     whole: bool = False,
 ) -> Solved:
-    """The solution for a budget as the options give it, and the limits that follow from it.
+    """The best replay for a budget as the options give it, and the limits that follow from it.
 
     `whole`: the graph is a whole training step, whose backward follows its forward. Then a budget is about the peak
     alone, and what does not lower it stays. The saved tensors of other graphs, such as one of many blocks, pile up. So
@@ -51,29 +50,26 @@ def solve_for(
     Raises:
         BudgetError: no choices meet the limits.
     """
-
-    def solved(at: Limits, *, quick: bool = True) -> Solved:
-        return solve(step, machine, limit=at.memory, share_bytes=at.kept, prefetch=prefetch, quick=quick), at
-
+    solver = _Solver(step, machine, prefetch, whole)
     if isinstance(budget, Limits):
-        return solved(budget, quick=quick)
+        return solver.solved(budget, quick=quick)
     if budget not in (AUTO, 0):
-        return solved(limits(step, budget, whole=whole), quick=quick)
+        return solver.solved(limits(step, budget, whole=whole), quick=quick)
     # the short search finds the limits, which takes several; they get one plan of the full search
-    found = _auto(step, machine, solved, slowdown, whole) if budget == AUTO else _lowest(step, solved, whole)
-    full = found if quick else solved(found[1], quick=False)
-    return full if better(full[0].outcome, found[0].outcome) else found
+    found = solver.auto(slowdown) if budget == AUTO else solver.lowest()
+    full = found if quick else solver.solved(found[1], quick=False)
+    return full if better(full[0], found[0]) else found
 
 
 def limits(step: Step, budget: int | float | str, *, whole: bool = False) -> Limits:
     """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor."""
-    least = floor(step)
+    least = step.floor
     enough = HEADROOM * least
     if not isinstance(budget, float):
         return Limits(max(enough, least + int(budget)), 0)
     movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
     kept = math.inf if whole else budget * movable
-    return Limits(max(enough, least + budget * (everything(step) - least)), kept)
+    return Limits(max(enough, least + budget * (step.everything - least)), kept)
 
 
 def is_worth(peak: float, seconds: float, higher_peak: float, other_seconds: float) -> bool:
@@ -81,60 +77,74 @@ def is_worth(peak: float, seconds: float, higher_peak: float, other_seconds: flo
     return higher_peak <= (1 + MORE_PEAK) * peak and other_seconds <= (1 - LESS_TIME) * seconds
 
 
-def _lowest(step: Step, solved: Callable[[Limits], Solved], whole: bool) -> Solved:
-    """The solution with the lowest peak, or one that is hardly higher and much faster.
+@dataclass(frozen=True)
+class _Solver:
+    """Solves one step under several limits."""
 
-    Raises:
-        BudgetError: no limit can be met.
-    """
-    least, most, kept = floor(step), HEADROOM * everything(step), math.inf if whole else 0
-    lowest: Solved | None = None
-    best: Solved | None = None
-    for limit in dict.fromkeys(min(rung * least, most) if least else most for rung in RUNGS):
-        at = Limits(limit, kept)
-        if lowest is not None and at.memory > (1 + MORE_PEAK) * lowest[1].memory:
-            break
-        try:
-            found = solved(at)
-        except BudgetError:
-            if limit == most:
-                raise
-            continue
-        if lowest is None or best is None:
-            lowest = best = found
-        if found[0].outcome.seconds < best[0].outcome.seconds:
-            best = found
-        if (1 - LESS_TIME) * lowest[0].outcome.seconds < sum(step.seconds):
-            return lowest  # nothing can be faster by so much
-    assert lowest is not None
-    assert best is not None
-    worth = is_worth(lowest[1].memory, lowest[0].outcome.seconds, best[1].memory, best[0].outcome.seconds)
-    return best if worth else lowest
+    step: Step
+    machine: Machine
+    prefetch: float
+    whole: bool
 
+    def solved(self, at: Limits, *, quick: bool = True) -> Solved:
+        found = solve(
+            self.step, self.machine, limit=at.memory, share_bytes=at.kept, prefetch=self.prefetch, quick=quick
+        )
+        return found, at
 
-def _auto(step: Step, machine: Machine, solved: Callable[[Limits], Solved], slowdown: float, whole: bool) -> Solved:
-    """The least share whose step takes at most `slowdown` longer than the one with everything kept.
+    def lowest(self) -> Solved:
+        """The solution with the lowest peak, or one that is hardly higher and much faster.
 
-    All counts: waits, what is computed again, starting transfers, and a host that has more to do than the device.
-    The share is found by doubling and bisection, since less memory does not take less time.
-    """
+        Raises:
+            BudgetError: no limit can be met.
+        """
+        least, most, kept = self.step.floor, HEADROOM * self.step.everything, math.inf if self.whole else 0
+        lowest: Solved | None = None
+        best: Solved | None = None
+        for limit in dict.fromkeys(min(rung * least, most) if least else most for rung in RUNGS):
+            at = Limits(limit, kept)
+            if lowest is not None and at.memory > (1 + MORE_PEAK) * lowest[1].memory:
+                break
+            try:
+                found = self.solved(at)
+            except BudgetError:
+                if limit == most:
+                    raise
+                continue
+            if lowest is None or best is None:
+                lowest = best = found
+            if found[0].seconds < best[0].seconds:
+                best = found
+            if (1 - LESS_TIME) * lowest[0].seconds < sum(self.step.seconds):
+                return lowest  # nothing can be faster by so much
+        assert lowest is not None
+        assert best is not None
+        worth = is_worth(lowest[1].memory, lowest[0].seconds, best[1].memory, best[0].seconds)
+        return best if worth else lowest
 
-    @functools.cache
-    def searched(share: int) -> Solved:
-        return solved(limits(step, share / SHARES, whole=whole)) if share else _lowest(step, solved, whole)
+    def auto(self, slowdown: float) -> Solved:
+        """The least share whose step takes at most `slowdown` longer than the one with everything kept.
 
-    allowed_s = (1 + slowdown + TOLERANCE) * searched(SHARES)[0].outcome.seconds
+        All counts: waits, what is computed again, starting transfers, and a host that has more to do than the device.
+        The share is found by doubling and bisection, since less memory does not take less time.
+        """
 
-    def is_cheap(share: int) -> bool:
-        try:
-            return searched(share)[0].outcome.seconds <= allowed_s
-        except BudgetError:  # tensors wait too long for their writes
-            return False
+        @functools.cache
+        def searched(share: int) -> Solved:
+            return self.solved(limits(self.step, share / SHARES, whole=self.whole)) if share else self.lowest()
 
-    low, high = -1, 0
-    while high < SHARES and not is_cheap(high):
-        low, high = high, min(max(2 * high, 1), SHARES)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_cheap(middle) else (middle, high)
-    return searched(high)
+        allowed_s = (1 + slowdown + TOLERANCE) * searched(SHARES)[0].seconds
+
+        def is_cheap(share: int) -> bool:
+            try:
+                return searched(share)[0].seconds <= allowed_s
+            except BudgetError:  # tensors wait too long for their writes
+                return False
+
+        low, high = -1, 0
+        while high < SHARES and not is_cheap(high):
+            low, high = high, min(max(2 * high, 1), SHARES)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_cheap(middle) else (middle, high)
+        return searched(high)

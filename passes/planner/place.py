@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd_fx.passes.cost.machine import Machine, Tier
-from ssd_fx.passes.planner.items import Choice, Step, Transfer
-from ssd_fx.passes.planner.simulate import Outcome, again, first_uses
+from ssd_fx.passes.planner.replay import again, first_uses
+from ssd_fx.passes.schedule import Choice, Replay, Schedule, Step, Trip
 
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
 # is early costs some memory within the limit while one that is late costs a stall.
@@ -35,57 +35,43 @@ TOGETHER = 3
 FloatArray = npt.NDArray[np.float64]
 
 
-def place(
-    step: Step,
-    choices: Sequence[Choice],
-    machine: Machine,
-    *,
-    limit: float,
-    prefetch: float = float("inf"),
-    played: Outcome | None = None,
-    margin: float = LOAD_MARGIN,
-    deferred: AbstractSet[int] = frozenset(),
-    hosted: AbstractSet[int] = frozenset(),
-) -> dict[int, Transfer] | None:
-    """The transfers of the offloaded items, or None where memory would exceed `limit` bytes whatever is waited for.
-
-    At most `prefetch` bytes are loaded before their use, or `TOGETHER` items. `played`: the simulation of an earlier
-    placement, which says when the operators start; without it nothing is taken to stall. `margin`: a load starts that
-    many times its predicted duration before it is due. `deferred`: items that are written when there is nothing else to
-    write. They are forwarded if the backward begins before that, so memory is kept for them. `hosted`: items that go to
-    host memory if they are offloaded.
-    """
-    return _Placing(step, choices, machine, limit, prefetch, played, margin, deferred, hosted).run()
-
-
 @dataclass
-class _Placing:
-    """What `place` is given, and what it has found so far."""
+class Placer:
+    """Places the transfers of the items that `choices` offload, with memory never above `limit` bytes.
+
+    At most `prefetch` bytes are loaded before their use, or `TOGETHER` items. `hosted`: the items that go to host
+    memory. Items that are deferred are forwarded if the backward begins before they are written, so memory is kept for
+    them.
+    """
 
     step: Step
     choices: Sequence[Choice]
     machine: Machine
     limit: float
-    prefetch: float
-    played: Outcome | None
-    margin: float
-    deferred: AbstractSet[int]
-    hosted: AbstractSet[int]
+    prefetch: float = float("inf")
+    hosted: AbstractSet[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.firsts = first_uses(self.step, self.choices)
-        self.offloaded = [i for i, c in enumerate(self.choices) if c is Choice.OFFLOAD]
-        self.starts = self._starts() if self.played is None else self.played.starts
-        self.ends = self.starts[1:] if self.played is None else self.played.ends
-        self.free = free_bytes(self.step, self.choices, self.limit, self.firsts, self.deferred)
+        self.deferred = {i for i, c in enumerate(self.choices) if c is Choice.DEFER}
+        self.offloaded = [i for i, c in enumerate(self.choices) if c is Choice.OFFLOAD or c is Choice.DEFER]
+        self.room = free_bytes(self.step, self.choices, self.limit, self.firsts)
+
+    def place(self, played: Replay | None = None, margin: float = LOAD_MARGIN) -> Schedule | None:
+        """The schedule, or None where the limit cannot be met whatever is waited for.
+
+        `played`: the replay of an earlier placement, which says when the operators start; without it nothing is taken
+        to stall. `margin`: a load starts that many times its predicted duration before it is due.
+        """
+        self.starts = self._starts() if played is None else played.starts
+        self.ends = self.starts[1:] if played is None else played.ends
+        self.margin, self.free = margin, self.room.copy()
         self.written: dict[int, float] = {}
         self.store_after: dict[int, int] = {}
         self.release_after: dict[int, int] = {}
         self.blocking: set[int] = set()  # their releases wait for their writes
         self.load_before: dict[int, int] = {}
         self.strict: set[int] = set()  # only memory keeps their loads from standing earlier
-
-    def run(self) -> dict[int, Transfer] | None:
         if len(self.free) and self.free.min() < 0:
             return None
         order = self._write_order()
@@ -93,14 +79,16 @@ class _Placing:
             return None
         self._release_when_written(order)
         self._load()
-        return {i: self._transfer(i) for i in self.offloaded}
+        return Schedule(map(self._trip, self.offloaded), self.step.items)
 
-    def _transfer(self, i: int) -> Transfer:
-        return Transfer(
-            store_after=self.store_after[i],
-            release_after=self.release_after[i],
+    def _trip(self, i: int) -> Trip:
+        return Trip.of(
+            i,
+            store=self.store_after[i],
+            release=self.release_after[i],
+            load=self.load_before[i],
+            wait=self.firsts[i],
             block=i in self.blocking,
-            load_before=self.load_before[i],
             strict=i in self.strict,
             tier=self._tier(i),
         )
@@ -113,11 +101,11 @@ class _Placing:
         seconds, machine = list(self.step.seconds), self.machine
         for first, again_s in again(self.step, self.choices, self.firsts):
             seconds[first] += again_s
-        for i, (item, first, choice) in enumerate(zip(self.step.items, self.firsts, self.choices, strict=True)):
-            if choice is Choice.OFFLOAD:
-                own = machine.own_s(item.moved_nbytes, self._tier(i))
-                seconds[item.produced] += own
-                seconds[first] += own
+        for i in self.offloaded:
+            item = self.step.items[i]
+            own = machine.own_s(item.moved_nbytes, self._tier(i))
+            seconds[item.produced] += own
+            seconds[self.firsts[i]] += own
         return [0.0, *itertools.accumulate(seconds)]
 
     def _write_order(self) -> list[int]:
@@ -237,23 +225,18 @@ class _Placing:
         return wanted
 
 
-def free_bytes(
-    step: Step,
-    choices: Sequence[Choice],
-    limit: float,
-    firsts: Sequence[int] | None = None,
-    deferred: AbstractSet[int] = frozenset(),
-) -> FloatArray:
-    """Bytes under the limit during every operator, with each item gone as soon and as long as it can be.
+def free_bytes(step: Step, choices: Sequence[Choice], limit: float, firsts: Sequence[int] | None = None) -> FloatArray:
+    """Bytes under the limit during every operator, with each item gone as soon and as long as it can be, if it is not
+    deferred.
 
     `firsts`: as `first_uses` has them.
     """
     firsts = first_uses(step, choices) if firsts is None else firsts
-    change, columns = step.columns.change.copy(), step.columns
+    change = step.change.copy()
     for i, choice in enumerate(choices):
-        if choice is not Choice.KEEP and i not in deferred:
-            change[columns.last_use[i] + 1] -= columns.nbytes[i]
-            change[firsts[i]] += columns.nbytes[i]
+        if choice is not Choice.KEEP and choice is not Choice.DEFER:
+            change[step.last_use[i] + 1] -= step.nbytes[i]
+            change[firsts[i]] += step.nbytes[i]
     return limit - np.cumsum(change[:-1], dtype=np.float64)
 
 
@@ -262,10 +245,10 @@ def least_head(step: Step, choices: Sequence[Choice], order: Sequence[int], limi
 
     All of them if that is not enough.
     """
-    firsts, columns = first_uses(step, choices), step.columns
+    firsts = first_uses(step, choices)
     free = free_bytes(step, choices, limit, firsts)
-    nbytes = np.array([columns.nbytes[i] if choices[i] is Choice.KEEP else 0 for i in order], dtype=np.int64)
-    gone = np.array([columns.last_use[i] + 1 for i in order], dtype=np.int64)
+    nbytes = np.array([step.nbytes[i] if choices[i] is Choice.KEEP else 0 for i in order], dtype=np.int64)
+    gone = np.array([step.last_use[i] + 1 for i in order], dtype=np.int64)
     back = np.array([firsts[i] for i in order], dtype=np.int64)
 
     def is_enough(count: int) -> bool:
@@ -275,18 +258,3 @@ def least_head(step: Step, choices: Sequence[Choice], order: Sequence[int], limi
         return bool((free - np.cumsum(change[:-1])).min(initial=0) >= 0)
 
     return bisect_left(range(len(order)), True, key=is_enough)
-
-
-def floor(step: Step) -> int:
-    """The peak in bytes with all that can be offloaded or recomputed gone, and infinitely fast I/O."""
-    change = step.columns.change.copy()
-    for item in step.items:
-        if item.choices != {Choice.KEEP}:
-            change[item.last_use + 1] -= item.nbytes
-            change[item.first_use] += item.nbytes
-    return max(itertools.accumulate(change[:-1]), default=0)
-
-
-def everything(step: Step) -> int:
-    """The peak in bytes with everything kept."""
-    return max(itertools.accumulate(step.columns.change[:-1]), default=0)

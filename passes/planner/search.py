@@ -5,30 +5,28 @@
     keep        the rest
 
 The best plan is one of these or near one. A checkpoint per layer is one of these: all but what lies between layers is
-recomputed. The simulator says what the placement of choices costs.
+recomputed. A replay says what the placement of choices costs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from ssd_fx.passes.cost.machine import TIERS, Machine
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner import host_tier
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
-from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
-from ssd_fx.passes.planner.place import LOAD_MARGIN, free_bytes, least_head, place
+from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE, better, fits, loses_time, stalls
+from ssd_fx.passes.planner.place import LOAD_MARGIN, Placer, free_bytes, least_head
+from ssd_fx.passes.planner.replay import first_uses, own_s, replay
 from ssd_fx.passes.planner.segments import boundaries
-from ssd_fx.passes.planner.simulate import Outcome, first_uses, simulate
-from ssd_fx.passes.planner.solution import EQUAL, TOLERANCE, Solution, better, fits, kept_bytes, size
+from ssd_fx.passes.schedule import Choice, Item, Replay, Schedule, Step
 
-# Simulations, in the time that one takes; each visits all operators and items of the step. So the search is a constant
+# Replays, in the time that one takes; each visits all operators and items of the step. So the search is a constant
 # part of compiling, which is in proportion to the size of the step too. Small steps, which cost nothing, get more.
 TRIALS, QUICK_TRIALS = 200, 50
 LEAST_EFFORT = 60_000
@@ -39,8 +37,7 @@ MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 STRIDES = (1, 2, 3, 4, 8)  # checkpoints at every boundary between layers, at every second one, and so on
 
 
-Wish = tuple[Choice, bool]  # what the search asks for: a choice for an item, and whether it is deferred (see `place`)
-Wishes = tuple[Wish, ...]
+Choices = tuple[Choice, ...]
 Order = Callable[[int], tuple[float, ...]]  # of items, as a key to sort by
 
 
@@ -50,12 +47,11 @@ class Search:
     ) -> None:
         self.step, self.machine, self.limit = step, machine, limit
         self.share_bytes, self.prefetch = share_bytes, prefetch
-        self.best: Solution | None = None
-        self.asked: Wishes = ()  # what led to the best
+        self.best: Replay | None = None
         self.effort = effort_of(step, quick=quick) // (2 if step.host_budget else 1)
         self.left = self.effort
         self.waits = False  # whether every release waits for its write
-        self.seen: dict[Wishes, Solution | None] = {}
+        self.seen: dict[Choices, Replay | None] = {}
         self.allowed = [_allowed(item) for item in step.items]
         self.preferred = [_preferred(item) for item in step.items]
         self.must = least_bytes(step, limit, share_bytes)
@@ -130,7 +126,7 @@ class Search:
             self.left -= len(self.step.items)
             if self.left < least:
                 return  # what is left is not looked at one by one
-            choices = _choices(self._with({*fit, *more}, self._movable({*fit, *more}), len(self.step.items), False))
+            choices = self._with({*fit, *more}, self._movable({*fit, *more}), len(self.step.items), False)
             if free_bytes(self.step, choices, self.limit).min(initial=0) >= 0:
                 fit.extend(more)
             elif len(more) > 1:
@@ -156,7 +152,7 @@ class Search:
             if count not in found and 0 <= count <= len(cheap):
                 gains = self._may_gain(cheap[:count])
                 shortest = self._shortest(set(cheap[:count]), key, defer) if gains else None
-                found[count] = shortest.outcome.seconds if shortest else math.inf
+                found[count] = shortest.seconds if shortest else math.inf
             return found.get(count, math.inf)
 
         quarters = (len(cheap) * part // 4 for part in (0, 4, 3, 2, 1))
@@ -181,7 +177,7 @@ class Search:
     def _may_gain(self, recomputed: Sequence[int]) -> bool:
         """Whether the step can be faster than the best even with nothing to wait for."""
         seconds = sum(self.step.seconds) + self.step.again_s(recomputed)
-        return self.best is None or seconds <= (1 + TOLERANCE) * self.best.outcome.seconds
+        return self.best is None or seconds <= (1 + TOLERANCE) * self.best.seconds
 
     def wait_for_writes(self) -> None:
         """Look again with releases that wait for their writes, so that memory is as placed however late they are."""
@@ -195,17 +191,15 @@ class Search:
         longer than the lower bound, or neither stalls nor recomputes where no transfer costs more than recomputing."""
         if self.best is None:
             return False
-        outcome = self.best.outcome
-        fast = outcome.seconds <= self.enough_s or not (self.best.loses_time or self._dear_transfers())
-        gone = sum(self.step.items[i].nbytes for i, t in self.best.transfers.items() if t.tier == "ssd")
+        fast = self.best.seconds <= self.enough_s or not (loses_time(self.best) or self._dear_transfers())
+        gone = sum(self.step.nbytes[i] for i, trip in self.best.schedule.items() if trip.tier == "ssd")
         return fast and gone <= 1.01 * max(self.must - self.step.host_budget, 0)
 
     def _dear_transfers(self) -> bool:
         """Whether a transfer of the best takes more from the compute lane than recomputing its item would."""
         assert self.best is not None
-        own = {tier: self.step.seconds_of(self.machine, tier).own for tier in TIERS}  # at the store, and at the load
-        again_s = self.step.own_again_s
-        return any(again_s[i] < 2 * own[t.tier][i] for i, t in self.best.transfers.items())
+        own, again_s = self.step.once(own_s, self.machine), self.step.own_again_s  # own: at the store, and at the load
+        return any(again_s[i] < 2 * own[trip.tier][i] for i, trip in self.best.schedule.items())
 
     def _orders(self) -> Iterator[Order]:
         items = self.step.items
@@ -213,14 +207,14 @@ class Search:
         yield lambda i: ((items[i].produced - items[i].first_use) * items[i].nbytes, i)  # most idle bytes first
         yield lambda i: (items[i].last_use, i)  # soonest free to go
 
-    def _shortest(self, recomputed: set[int], key: Order, defer: bool) -> Solution | None:
+    def _shortest(self, recomputed: set[int], key: Order, defer: bool) -> Replay | None:
         """Offload the shortest head of an order that meets the budget: more offloaded is less memory."""
         order = sorted(self._movable(recomputed), key=key)
 
-        def offloaded(count: int) -> Solution | None:
+        def offloaded(count: int) -> Replay | None:
             return self.solution(self._with(recomputed, order, count, defer))
 
-        low = least_head(self.step, _choices(self._with(recomputed, order, 0, False)), order, self.limit)
+        low = least_head(self.step, self._with(recomputed, order, 0, False), order, self.limit)
         high, more = low, 1
         while high < len(order) and offloaded(high) is None:
             low, high, more = high + 1, min(high + more, len(order)), 2 * more
@@ -230,146 +224,150 @@ class Search:
         found = offloaded(low)
         return found and self._not_in_vain(found, self._with(recomputed, order, low, defer))
 
-    def _not_in_vain(self, found: Solution, wishes: Wishes) -> Solution:
-        """The better of a solution and the one that keeps what it recomputes though there is memory for it.
+    def _not_in_vain(self, found: Replay, choices: Choices) -> Replay:
+        """The better of a replay and the one that keeps what it recomputes though there is memory for it.
 
         What is dearest per byte is kept first. Of the logits nothing is gained: the loss reads them at the end of the
         forward, and its gradient at the begin of the backward.
         """
-        items, columns = self.step.items, self.step.columns
-        free, firsts = self.limit - np.array(found.outcome.memory), first_uses(self.step, found.choices)
-        room = self.share_bytes - kept_bytes(self.step, found.choices)
+        items = self.step.items
+        free, firsts = self.limit - np.array(found.memory), first_uses(self.step, choices)
+        room = self.share_bytes - self.step.kept_bytes(choices)
         kept = set[int]()
-        recomputed = (i for i, choice in enumerate(found.choices) if choice is Choice.RECOMPUTE)
+        recomputed = (i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE)
         for i in sorted(recomputed, key=self._again_per_byte, reverse=True):
-            gone = free[columns.last_use[i] + 1 : firsts[i]]
+            gone = free[items[i].last_use + 1 : firsts[i]]
             if Choice.KEEP in items[i].choices and gone.size and items[i].nbytes <= min(room, gone.min()):
                 gone -= items[i].nbytes
                 room -= items[i].nbytes
                 kept.add(i)
         if not kept:
             return found
-        other = self.solution(tuple((Choice.KEEP, False) if i in kept else wish for i, wish in enumerate(wishes)))
-        return other if other is not None and better(other.outcome, found.outcome) else found
+        other = self.solution(tuple(Choice.KEEP if i in kept else choice for i, choice in enumerate(choices)))
+        return other if other is not None and better(other, found) else found
 
     def _again_per_byte(self, i: int) -> float:
         """Seconds to recompute an item, per byte; a size that only the run knows is 0."""
         return round(self.step.fair_again_s[i] / max(self.step.items[i].nbytes, 1), 15)
 
-    def _with(self, recomputed: set[int], order: list[int], count: int, defer: bool) -> Wishes:
+    def _with(self, recomputed: set[int], order: list[int], count: int, defer: bool) -> Choices:
         """Offload the first `count` of `order`. With `defer`, the next ones are deferred until the share is met."""
-        wishes = self.preferred.copy()
+        choices = self.preferred.copy()
         for i in recomputed:
-            wishes[i] = (Choice.RECOMPUTE, False)
+            choices[i] = Choice.RECOMPUTE
         for i in order[:count]:
-            wishes[i] = (Choice.OFFLOAD, False)
+            choices[i] = Choice.OFFLOAD
         if defer:
-            self._defer(wishes, order[count:])
-        return tuple(wishes)
+            self._defer(choices, order[count:])
+        return tuple(choices)
 
-    def _defer(self, wishes: list[Wish], others: list[int]) -> None:
+    def _defer(self, choices: list[Choice], others: list[int]) -> None:
         """Defer the first of `others` until the share is met, and all of them that are offloaded."""
-        over = kept_bytes(self.step, _choices(wishes)) - self.share_bytes
+        over = self.step.kept_bytes(choices) - self.share_bytes
         for i in others:
-            choice, _ = wishes[i]
-            if over > 0 or choice is Choice.OFFLOAD:
-                wishes[i] = (Choice.OFFLOAD, True)
-                if choice is Choice.KEEP:
-                    over -= self.step.items[i].nbytes
+            if over > 0 or choices[i] is Choice.OFFLOAD:
+                if choices[i] is Choice.KEEP:
+                    over -= self.step.nbytes[i]
+                choices[i] = Choice.DEFER
 
-    def solution(self, wishes: Wishes) -> Solution | None:
-        """The wishes placed and simulated; None where the budget is not met. The best is remembered."""
-        if wishes in self.seen:
+    def solution(self, choices: Choices) -> Replay | None:
+        """The choices placed and replayed; None where the budget is not met. The best is remembered."""
+        if choices in self.seen:
             self.left -= 1  # `better` is not transitive: without this a circle of ever better ones would not end
-            return self.seen[wishes]
+            return self.seen[choices]
         found = None
-        self.left -= len(wishes)  # wishes that are not placed take time too
-        if kept_bytes(self.step, _choices(wishes)) <= self.share_bytes:
-            play = partial(self._placed_with, wishes)
-            found = host_tier.filled(self.step, _choices(wishes), play)
-        self.seen[wishes] = found
-        if found is not None and (self.best is None or better(found.outcome, self.best.outcome)):
-            self.best, self.asked = found, wishes
+        self.left -= len(choices)  # choices that are not placed take time too
+        if self.step.kept_bytes(choices) <= self.share_bytes:
+            found = self._filled(choices)
+        self.seen[choices] = found
+        if found is not None and (self.best is None or better(found, self.best)):
+            self.best = found
         return found
 
-    def least_written(self) -> Solution:
+    def least_written(self) -> Replay:
         """Of all that was found about as fast as the best, what writes least."""
         assert self.best is not None
-        enough_s = (1 + EQUAL) * self.best.outcome.seconds
-        near = (found for found in self.seen.values() if found is not None and found.outcome.seconds <= enough_s)
-        return min((self.best, *near), key=lambda found: (found.outcome.written, found.outcome.seconds))
+        enough_s = (1 + EQUAL) * self.best.seconds
+        near = (found for found in self.seen.values() if found is not None and found.seconds <= enough_s)
+        return min((self.best, *near), key=lambda found: (found.written, found.seconds))
+
+    def _filled(self, choices: Choices) -> Replay | None:
+        """The best of three: in host memory is only what is bound to be there, or what else fits, in two orders."""
+        best = self._placed(choices, host_tier.bound(self.step, choices))
+        if not self.step.host_budget or best is None:
+            return best
+        for hosted in host_tier.fillings(self.step, choices, best.waits):
+            found = self._placed(choices, hosted)
+            if found is not None and better(found, best):
+                best = found
+            if not stalls(best):
+                break  # others hardly write less
+        return best
 
     def exchange_hosted(self) -> None:
-        """Give the best choices other items in host memory, one by one."""
-        assert self.best is not None
-        if self.step.host_budget:
-            self.left = self.effort // 2
-            play = partial(self._placed_with, self.asked)
-            self.best = host_tier.exchanged(self.step, self.best, play, lambda: self.left > 0)
+        """Give the best choices other items in host memory, one by one, as long as each makes the step better."""
+        if not self.step.host_budget:
+            return
+        self.left = self.effort // 2
+        better_one = self.best
+        while better_one is not None:
+            now = self.best = better_one
+            tries = (self._placed(now.choices, h) for h in host_tier.exchanges(now) if self.left > 0)
+            better_one = next((found for found in tries if found is not None and better(found, now)), None)
 
-    def _placed_with(self, wishes: Wishes, hosted: host_tier.Hosted) -> Solution | None:
-        """The best of some placements: one as if nothing stalled, then some with the simulated times."""
-        choices, deferred = _choices(wishes), {i for i, (_, is_deferred) in enumerate(wishes) if is_deferred}
-        best: Solution | None = None
-        played: Outcome | None = None
+    def _placed(self, choices: Sequence[Choice], hosted: host_tier.Hosted) -> Replay | None:
+        """The best of some placements: one as if nothing stalled, then some with the times of the one before."""
+        step, best, played = self.step, None, None
+        placer = Placer(step, choices, self.machine, self.limit, self.prefetch, hosted)
         for margin in MARGINS:
-            transfers = place(
-                self.step,
-                choices,
-                self.machine,
-                limit=self.limit,
-                prefetch=self.prefetch,
-                played=played,
-                margin=margin,
-                deferred=deferred,
-                hosted=hosted,
-            )
-            if transfers is None:
+            schedule = placer.place(played, margin)
+            if schedule is None:
                 break
             if self.waits:
-                transfers = {i: replace(t, block=True) for i, t in transfers.items()}
-            played = self._played(choices, transfers)
+                schedule = schedule.edited(lambda _, trip: trip.moved(block=True), step.items)
+            played = self._played(choices, schedule)
             if played.idle_lane:  # the order was made for other times; storing at once leaves no lane idle
-                transfers = {i: replace(t, store_after=self.step.items[i].produced) for i, t in transfers.items()}
-                played = self._played(choices, transfers)
-            if fits(self.step, played, self.limit) and (best is None or better(played, best.outcome)):
-                best = Solution(choices, transfers, played)
-            if played.stall_s <= TOLERANCE * played.seconds:
+                schedule = schedule.edited(lambda i, trip: trip.moved(store=step.produced[i]), step.items)
+                played = self._played(choices, schedule)
+            if fits(played, self.limit) and (best is None or better(played, best)):
+                best = played
+            if not stalls(played):
                 break
         return best
 
-    def _played(self, choices: tuple[Choice, ...], transfers: Mapping[int, Transfer]) -> Outcome:
+    def _played(self, choices: Sequence[Choice], schedule: Schedule) -> Replay:
         self.left -= size(self.step)
-        return simulate(self.step, choices, transfers, self.machine)
+        return replay(self.step, choices, schedule, self.machine)
 
     def improve(self) -> None:
         """Try every choice of a small step; of others, change single items while the step gets better."""
         if self.is_small:
-            for wishes in itertools.product(*self.allowed):
+            for choices in itertools.product(*self.allowed):
                 if self.left > 0:
-                    self.solution(wishes)
+                    self.solution(choices)
         else:
             self._descend()
 
     def _descend(self) -> None:
         """From the best, change to better neighbours: over all items again and again, until none is better."""
-        wishes = self.asked
-        now = self.solution(wishes)
+        assert self.best is not None
+        choices = tuple(self.best.choices)
+        now = self.solution(choices)
         assert now is not None
         unchanged = 0
         for i in itertools.cycle(self._dearest_first(now)):
             unchanged += 1
             for other in self.allowed[i]:
-                neighbour = (*wishes[:i], other, *wishes[i + 1 :])
-                found = self.solution(neighbour) if other != wishes[i] else None
-                if found is not None and better(found.outcome, now.outcome):
-                    wishes, now, unchanged = neighbour, found, 0
-            if self.left <= 0 or unchanged >= len(wishes):
+                neighbour = (*choices[:i], other, *choices[i + 1 :])
+                found = self.solution(neighbour) if other is not choices[i] else None
+                if found is not None and better(found, now):
+                    choices, now, unchanged = neighbour, found, 0
+            if self.left <= 0 or unchanged >= len(choices):
                 return
 
-    def _dearest_first(self, now: Solution) -> list[int]:
+    def _dearest_first(self, now: Replay) -> list[int]:
         """The items by what they cost in the step: waits, and seconds to recompute them."""
-        items, waits = self.step.items, now.outcome.waits
+        items, waits = self.step.items, now.waits
 
         def cost_s(i: int) -> float:
             return waits.get(i, 0.0) + (items[i].recompute_s if now.choices[i] is Choice.RECOMPUTE else 0.0)
@@ -377,17 +375,18 @@ class Search:
         return sorted(range(len(items)), key=lambda i: (-cost_s(i), i))
 
 
-def _allowed(item: Item) -> list[Wish]:
-    wishes = [(choice, False) for choice in sorted(item.choices, key=lambda c: c.value)]
-    return [*wishes, (Choice.OFFLOAD, True)] if Choice.OFFLOAD in item.choices else wishes
+def _allowed(item: Item) -> list[Choice]:
+    choices = sorted(item.choices, key=lambda c: c.value)
+    return [*choices, Choice.DEFER] if Choice.OFFLOAD in choices else choices
 
 
-def _preferred(item: Item) -> Wish:
-    return next(c for c in (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE) if c in item.choices), False
+def _preferred(item: Item) -> Choice:
+    return next(c for c in (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE) if c in item.choices)
 
 
-def _choices(wishes: Sequence[Wish]) -> tuple[Choice, ...]:
-    return tuple(choice for choice, _ in wishes)
+def size(step: Step) -> int:
+    """What replaying the step costs, counted in operators."""
+    return len(step.seconds) + 4 * len(step.items)
 
 
 def effort_of(step: Step, quick: bool = False) -> int:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from ssd_fx.passes.joint.layers import valleys
-from ssd_fx.passes.planner.items import Step
+from ssd_fx.passes.schedule import Step
 
 
 def boundaries(step: Step) -> list[frozenset[int]]:

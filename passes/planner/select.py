@@ -1,4 +1,4 @@
-"""Keep, recompute or offload, per alias group, under a budget of memory; and the points of what is offloaded.
+"""Keep, recompute or offload, per alias group, under a budget of memory; and the schedule of what is offloaded.
 
 forward    base [store]  ...last use... [release]
 backward   [load] ... [wait] first use
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Set
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -19,14 +19,13 @@ from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.marks import forced, prefers_offload
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Decision, Forecast, Keep, Limits, Offload, Plan, Points, Recompute
+from ssd_fx.passes.plan import Decision, Keep, Offload, Plan, Recompute
 from ssd_fx.passes.planner.budget import Budget, solve_for
-from ssd_fx.passes.planner.course import course, stock
-from ssd_fx.passes.planner.items import Choice, Transfer
-from ssd_fx.passes.planner.place import everything, floor, free_bytes
-from ssd_fx.passes.planner.solution import Solution, kept_bytes
+from ssd_fx.passes.planner.place import free_bytes
+from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import BudgetError
-from ssd_fx.passes.planner.step import Modelled, computed_again, model
+from ssd_fx.passes.planner.step import computed_again, model
+from ssd_fx.passes.schedule import CHOICES, EMPTY, Choice, Replay, Schedule, Step, Trip
 
 LISTED = 3  # groups that an error names
 
@@ -41,7 +40,7 @@ def select(
     host_tier: bool,
     quick: bool,
 ) -> Plan:
-    """Fill `plan.decisions`, `plan.points` and `plan.forecast`.
+    """Fill `plan.decisions`, `plan.schedule`, `plan.limits`, `plan.replay` and `plan.baseline`.
 
     `budget`: a share, bytes, 0 or "auto" (`planner/budget.py`), or limits. Groups under `options.min_bytes` and those
     with an obstacle are kept. Those with a price may be recomputed. Marks come before all that. A group that only
@@ -55,15 +54,14 @@ def select(
     """
     min_bytes = options.min_bytes
     host_budget = options.host_budget if host_tier else 0
-    shrinks = {} if host_budget else dict(options.shrinks)  # the search chooses the tier, and so the codec
     if isinstance(budget, int) and budget:
         _check_room(plan, budget, min_bytes)
     # `budget` may be the limits of an earlier plan. The options say what the user wants.
     keep_all = isinstance(options.budget, float) and options.budget == 1.0
     allowed = {g.slot: _allowed(plan, g, min_bytes, keep_all=keep_all) for g in plan.groups}
-    modelled = _with_host(_compressed(model(partition, plan, allowed), plan, shrinks), plan, host_budget)
-    solution, at = solve_for(
-        modelled.step,
+    step = _moved(model(partition, plan, allowed), plan, options, host_budget)
+    found, at = solve_for(
+        step,
         budget,
         machine,
         options.prefetch,
@@ -71,20 +69,21 @@ def select(
         slowdown=options.slowdown,
         whole=options.spare and partition.is_whole_step,
     )
-    copied = _copied(solution, options) if host_tier else set()
-    later = _later(plan, modelled, solution, options, copied)
-    chosen = dict(zip(modelled.slots, solution.choices, strict=True))
-    in_order = _in_order(modelled.step.forward, solution) if options.copied and host_tier else solution.transfers
-    transfers = {modelled.slots[i]: t for i, t in in_order.items()}
-    tiers = {slot: t.tier for slot, t in transfers.items()} if host_budget else {}
-    host_speedup = machine.lanes("host").write_bw / machine.write_bw if host_tier and not options.host_budget else 0.0
+    later = _later(plan, found, options) if host_tier else set()
+    schedule = _in_order(found) if options.copied and host_tier else found.schedule
+    chosen = dict(zip(step.slots, found.choices, strict=True))
+    tiers = {step.slots[i]: trip.tier for i, trip in schedule.items()} if host_budget else {}
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
     return plan.with_(
         decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups},
-        points={slot: _points(plan, modelled, slot, transfer, slot in later) for slot, transfer in transfers.items()},
-        forecast=_forecast(plan, modelled, solution, at, options, host_speedup),
-        course=course(plan, modelled, solution, machine, later),
-        stock=plan.stock if plan.recomputed else stock(plan, modelled),
+        schedule=_of_nodes(plan, step, schedule, later),
+        limits=replace(
+            at,
+            resident=options.host_budget - host_budget,  # all of it where host memory is no tier
+            shared=options.budget if isinstance(options.budget, int) else 0,
+        ),
+        replay=found,
+        baseline=replay(step, (Choice.KEEP,) * len(step.items), EMPTY, machine),
     )
 
 
@@ -92,18 +91,12 @@ def over(partition: Partition, plan: Plan, limit: float, options: PlanOptions) -
     """Names of what the backward computes again by our choice, and has in memory where that is over a limit in bytes
     whatever leaves memory."""
     allowed = {g.slot: _allowed(plan, g, options.min_bytes, keep_all=False) for g in plan.groups}
-    modelled = model(partition, plan, allowed)
-    gone = [Choice.KEEP if item.choices == {Choice.KEEP} else Choice.OFFLOAD for item in modelled.step.items]
-    free = free_bytes(modelled.step, gone, limit)
-    return computed_again(partition, [(modelled.begins[p], modelled.ends[p]) for p in np.flatnonzero(free < 0)])
+    step = model(partition, plan, allowed)
+    gone = [Choice.KEEP if item.choices == {Choice.KEEP} else Choice.OFFLOAD for item in step.items]
+    return computed_again(partition, [step.nodes[p] for p in np.flatnonzero(free_bytes(step, gone, limit) < 0)])
 
 
-def _copied(found: Solution, options: PlanOptions) -> set[int]:
-    """The items of a device that are copied to host memory, in a stream."""
-    return {i for i, transfer in found.transfers.items() if options.copied or transfer.tier == "host"}
-
-
-def _later(plan: Plan, modelled: Modelled, found: Solution, options: PlanOptions, copied: Set[int]) -> set[int]:
+def _later(plan: Plan, found: Replay, options: PlanOptions) -> set[int]:
     """The slots of what would be copied to host memory in vain: its load comes before the copy has ended.
 
     Its memory is never free within the step. A copy in a stream cannot be cut short, as a write to a drive can. So it
@@ -112,10 +105,10 @@ def _later(plan: Plan, modelled: Modelled, found: Solution, options: PlanOptions
     """
     groups = {g.slot: g for g in plan.groups}
     later = set()
-    for i in copied & found.outcome.forwarded:
-        slot = modelled.slots[i]
+    for i in found.forwarded:
+        slot, is_copied = found.step.slots[i], options.copied or found.schedule[i].tier == "host"
         lossy = options.lossy and groups[slot].stored.dtype.is_floating_point
-        if not lossy and Choice.KEEP in modelled.step.items[i].choices:
+        if is_copied and not lossy and Choice.KEEP in found.step.items[i].choices:
             later.add(slot)
     return later
 
@@ -163,105 +156,73 @@ def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, keep_all: bool) -
         return frozenset({Choice.OFFLOAD})
     if prefers_offload(plan, group) and not keep_all:
         return frozenset({Choice.OFFLOAD})
-    both = {Choice.KEEP, Choice.OFFLOAD}
-    return frozenset(both | {Choice.RECOMPUTE} if group.slot in plan.prices else both)
+    return CHOICES if group.slot in plan.prices else CHOICES - {Choice.RECOMPUTE}
 
 
-def _compressed(modelled: Modelled, plan: Plan, shrinks: Mapping[str, float]) -> Modelled:
-    """With the bytes that are written of the items, where compression makes fewer of their dtype."""
-    if not shrinks:
-        return modelled
-    dtypes = {g.slot: dtype_name(g.layout.dtype) for g in plan.groups if g.layout}
-    shares = [shrinks.get(dtypes.get(slot, ""), 1.0) for slot in modelled.slots]
-    pairs = zip(modelled.step.items, shares, strict=True)
-    items = tuple(replace(item, stored_nbytes=math.ceil(share * item.moved_nbytes)) for item, share in pairs)
-    return replace(modelled, step=replace(modelled.step, items=items))
+def _moved(step: Step, plan: Plan, options: PlanOptions, host_budget: int) -> Step:
+    """With what is moved of the items, and where to.
 
-
-def _with_host(modelled: Modelled, plan: Plan, host_budget: int) -> Modelled:
-    """With the budget of host memory, and the tiers that marks name. A tensor of the CPU can only go to the drive."""
-    if not host_budget:
-        return modelled
-    groups, items = {g.slot: g for g in plan.groups}, []
-    for slot, item in zip(modelled.slots, modelled.step.items, strict=True):
+    With a budget of host memory marks name tiers, and a tensor of the CPU can only go to the drive. The search chooses
+    the other tiers, and so the codec. Without one fewer bytes are written of a dtype that compression makes smaller.
+    """
+    groups, shrinks, items = {g.slot: g for g in plan.groups}, dict(options.shrinks), []
+    for slot, item in zip(step.slots, step.items, strict=True):
         layout, mark = groups[slot].layout, plan.marks.get(slot)
-        if layout is not None and layout.device.type == "cpu":
-            items.append(replace(item, tier="ssd"))
-        else:
-            items.append(replace(item, tier=(mark.tier if mark else "") or None))
-    return replace(modelled, step=replace(modelled.step, items=tuple(items), host_budget=host_budget))
+        if host_budget:
+            is_host = layout is not None and layout.device.type == "cpu"
+            item = replace(item, tier="ssd" if is_host else (mark.tier if mark else "") or None)
+        elif layout is not None and dtype_name(layout.dtype) in shrinks:
+            share = shrinks[dtype_name(layout.dtype)]
+            item = replace(item, stored_nbytes=math.ceil(share * item.moved_nbytes))
+        items.append(item)
+    return replace(step, items=tuple(items), host_budget=host_budget)
 
 
 def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: int, gone: Offload) -> Decision:
     match chosen:
         case None | Choice.KEEP:
             return Keep(_stays(plan, group, min_bytes) or "within the budget")
-        case Choice.OFFLOAD:
+        case Choice.OFFLOAD | Choice.DEFER:
             return gone
         case Choice.RECOMPUTE:
             return Recompute(plan.prices[group.slot].nodes)
     assert_never(chosen)
 
 
-def _in_order(forward: int, found: Solution) -> dict[int, Transfer]:
-    """The transfers, with their releases where the copies are to have ended, in the `forward` first operators.
+def _in_order(found: Replay) -> Schedule:
+    """The schedule, with the releases where the copies are to have ended in the forward.
 
     A device's memory goes back in the order of its stream, which waits there for a copy that is late. The host runs far
     ahead: without such a release it would find most copies under way, and hold their tensors. This is for copies only,
     which nobody but the stream waits for. The host would wait for a drive.
     """
-    outcome, made = found.outcome, dict(found.transfers)
-    for i, transfer in found.transfers.items():
-        ended = bisect_left(outcome.starts, outcome.write_ends[i]) - 1
-        if i not in outcome.forwarded and not transfer.block and ended < forward:
-            made[i] = replace(transfer, release_after=max(transfer.release_after, ended), block=True)
-    return made
+
+    def edit(i: int, trip: Trip) -> Trip:
+        ended = bisect_left(found.starts, found.writes[i][1]) - 1
+        if i in found.forwarded or trip.blocks or ended >= found.step.forward:
+            return trip
+        return trip.moved(release=max(trip.release.at, ended), block=True)
+
+    return found.schedule.edited(edit, found.step.items)
 
 
-def _points(plan: Plan, modelled: Modelled, slot: int, transfer: Transfer, later: bool) -> Points:
-    """From operators of the simulated step to nodes of the graphs."""
-    assert plan.timeline is not None
-    begins, ends = modelled.begins, modelled.ends
-    output = len(plan.timeline.forward) - 2  # the timeline has one entry more than the forward has nodes
-    last = output - 1
-    return Points(
-        store_after=min(ends[transfer.store_after], last),
-        release_after=min(ends[transfer.release_after], last),
-        load_before=begins[transfer.load_before],
-        wait_before=plan.lifetimes[slot].first_bwd_use,
-        block=transfer.block,
-        strict=transfer.strict,
-        later=later,
-    )
-
-
-def _forecast(
-    plan: Plan,
-    modelled: Modelled,
-    solution: Solution,
-    at: Limits,
-    options: PlanOptions,
-    host_speedup: float,
-) -> Forecast:
-    step, outcome = modelled.step, solution.outcome
-    assert plan.timeline is not None
-    peak = outcome.memory.index(outcome.peak)
-    before = 0 if peak < step.forward else len(plan.timeline.forward) - 1
-    return Forecast(
-        seconds=outcome.seconds,
-        compute_s=sum(step.seconds),
-        write_stall_s=outcome.write_stall_s,
-        read_stall_s=outcome.read_stall_s,
-        peak=outcome.peak,
-        peak_node=before + modelled.begins[peak],
-        kept=kept_bytes(step, solution.choices),
-        written=outcome.written,
-        limits=at,
-        floor=floor(step),
-        everything=everything(step),
-        host_peak=outcome.host_peak,
-        host_budget=step.host_budget,
-        resident=options.host_budget - step.host_budget,  # all of it where host memory is no tier
-        shared=options.budget if isinstance(options.budget, int) else 0,
-        host_speedup=host_speedup,
-    )
+def _of_nodes(plan: Plan, step: Step, schedule: Schedule, later: Collection[int]) -> Schedule:
+    """From operators of the step to nodes of the graphs. `later`: the slots whose writes begin with another forward."""
+    assert plan.node_ms is not None
+    last = len(plan.node_ms[0]) - 3  # the node before the output; the times have the end as well
+    trips = []
+    for i, found in schedule.items():
+        slot = step.slots[i]
+        trip = Trip.of(
+            slot,
+            store=min(step.nodes[found.store.at][1], last),
+            release=min(step.nodes[found.release.at][1], last),
+            load=step.nodes[found.load.at][0],
+            wait=plan.items[slot].first_use,
+            later=slot in later,
+            block=found.blocks,
+            strict=found.is_strict,
+            tier=found.tier,
+        )
+        trips.append(trip)
+    return Schedule(trips, plan.items)

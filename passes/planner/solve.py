@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.items import Step
-from ssd_fx.passes.planner.place import floor
+from ssd_fx.passes.planner.compare import better
 from ssd_fx.passes.planner.search import Search
-from ssd_fx.passes.planner.solution import Solution, better
+from ssd_fx.passes.schedule import Choice, Replay, Step
 
 
 class BudgetError(ValueError):
@@ -35,33 +34,32 @@ def solve(
     share_bytes: float,
     prefetch: float = float("inf"),
     quick: bool = False,
-) -> Solution:
-    """The best choices found with memory never above `limit` bytes, and at most `share_bytes` kept of the items that
-    have a choice.
+) -> Replay:
+    """The replay of the best choices found, with memory never above `limit` bytes, and at most `share_bytes` kept of
+    the items that have a choice.
 
     `quick`: only the families are looked at, unless the step is small; what is found is no faster than without.
 
     Raises:
         BudgetError: no choices meet `limit`; the message says the least that can be met.
     """
-    least = floor(step)
-    if limit < least:
-        raise BudgetError(limit, least)
+    if limit < step.floor:
+        raise BudgetError(limit, step.floor)
     search = Search(step, machine, limit, share_bytes, prefetch, quick=quick)
     plain = None
     if step.host_budget and all(item.tier != "host" for item in step.items):  # never slower than without
         plain = solve(
             replace(step, host_budget=0), machine, limit=limit, share_bytes=share_bytes, prefetch=prefetch, quick=quick
         )
-        search.solution(tuple((choice, False) for choice in plain.choices))
+        search.solution(tuple(Choice.OFFLOAD if c is Choice.DEFER else c for c in plain.choices))
     search.families()
     if search.best is None:  # what is handed over was held for longer than the placement reckoned with
         search.wait_for_writes()
     if search.best is None:
-        raise BudgetError(limit, least)
+        raise BudgetError(limit, step.floor)
     if not search.is_cheapest() and (search.is_small or not quick):
         search.improve()
     if not (quick or search.is_cheapest()):
         search.exchange_hosted()
     found = search.least_written()
-    return found if plain is None or better(found.outcome, plain.outcome) else plain
+    return found if plain is None or better(found, plain) else plain

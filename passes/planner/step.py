@@ -1,4 +1,4 @@
-"""A partitioned graph with its alias groups -> the `Step` that the simulator plays.
+"""A partitioned graph with its alias groups -> the `Step` that is replayed.
 
 Nodes are merged into operators as far as nothing happens between them: an operator ends behind a node that takes time,
 and where a group is produced or read last; it begins where one is read first. What a library call returns is there when
@@ -17,60 +17,48 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ssd_fx.passes.cost.footprint import Buffers, both_buffers
-from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.planner.items import Choice, Item, Shared, Step
+from ssd_fx.passes.schedule import Choice, Item, Shared, Step
 
 
-@dataclass(frozen=True)
-class Modelled:
-    """`step`, the slot of each of its items, and per operator the first and last node of its graph.
-
-    `places`: by slot, the operators of every group with a lifetime, also of those that are no item.
-    """
-
-    step: Step
-    slots: tuple[int, ...]
-    places: Mapping[int, Item]
-    begins: tuple[int, ...]
-    ends: tuple[int, ...]
-
-
-def model(partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]]) -> Modelled:
-    """`choices`: what is allowed for every slot with a lifetime; a group that may only be kept is no item."""
+def model(partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]]) -> Step:
+    """The step of a partition. `choices`: what is allowed for every slot of `plan.items`; what may only be kept is no
+    item of the step."""
     return _Modelling(partition, plan, choices).run()
 
 
 @dataclass
 class _Modelling:
+    """Cuts either graph into operators. `behind`: how many nodes the forward has."""
+
     partition: Partition
     plan: Plan
     choices: Mapping[int, frozenset[Choice]]
 
     def __post_init__(self) -> None:
-        assert self.plan.timeline is not None
-        self.timeline = self.plan.timeline
-        self.lifetimes = self.plan.lifetimes
-        self.groups = [g for g in self.plan.groups if g.slot in self.lifetimes]
+        assert self.plan.node_ms is not None
+        self.fwd_ms, self.bwd_ms = self.plan.node_ms
+        self.behind = len(self.fwd_ms) - 1
 
-    def run(self) -> Modelled:
+    def run(self) -> Step:
         forward, backward = self._forward_cuts(), self._backward_cuts()
-        found = {group.slot: self._item(group, forward, backward) for group in self.groups}
+        found = {slot: self._item(slot, item, forward, backward) for slot, item in self.plan.items.items()}
         kept = [item for item in found.values() if item.choices == {Choice.KEEP}]
         items = {slot: item for slot, item in found.items() if item.choices != {Choice.KEEP}}
-        step = Step(
+        operators = [*itertools.pairwise(forward), *itertools.pairwise(self.behind + cut for cut in backward)]
+        return Step(
             self._seconds(forward, backward),
             self._alive(forward, backward, kept),
             len(forward) - 1,
             self._linked(items),
             shared=self._shared(tuple(items)),
+            slots=tuple(items),
+            nodes=tuple((begin, end - 1) for begin, end in operators),
         )
-        operators = [*itertools.pairwise(forward), *itertools.pairwise(backward)]
-        return Modelled(step, tuple(items), found, tuple(b for b, _ in operators), tuple(e - 1 for _, e in operators))
 
     def _seconds(self, forward: list[int], backward: list[int]) -> tuple[float, ...]:
-        pairs = ((forward, self.timeline.forward), (backward, self.timeline.backward))
+        pairs = ((forward, self.fwd_ms), (backward, self.bwd_ms))
         return tuple((starts[e] - starts[b]) / 1e3 for cuts, starts in pairs for b, e in itertools.pairwise(cuts))
 
     def _alive(self, forward: list[int], backward: list[int], kept: list[Item]) -> tuple[int, ...]:
@@ -95,7 +83,7 @@ class _Modelling:
             price = self.plan.prices.get(slot)
             for name in price.nodes if price else ():
                 needed_by.setdefault(name, []).append(i)
-        starts, seconds = self.timeline.forward, dict[tuple[int, ...], float]()
+        starts, seconds = self.fwd_ms, dict[tuple[int, ...], float]()
         for at, node in enumerate(self.partition.forward.graph.nodes if needed_by else ()):
             items = tuple(needed_by.get(node.name, ()))
             if len(items) > 1 and starts[at + 1] > starts[at]:
@@ -104,40 +92,39 @@ class _Modelling:
 
     def _forward_cuts(self) -> list[int]:
         """Indices at which operators of the forward begin, and the number of nodes."""
-        starts = self.timeline.forward
+        starts = self.fwd_ms
         ends = {i for i in range(1, len(starts)) if starts[i] > starts[i - 1]}
-        for group in self.groups:
-            life = self.lifetimes[group.slot]
-            ends |= {life.produced + 1, life.last_fwd_use + 1}
+        for item in self.plan.items.values():
+            ends |= {item.produced + 1, item.last_use + 1}
         count = len(starts) - 1
         ends = _behind_items(self.partition.forward.graph, ends)
         return sorted({0, *ends, count - 1, count})  # nothing of ours stands behind the output
 
     def _backward_cuts(self) -> list[int]:
-        starts = self.timeline.backward
+        starts = self.bwd_ms
         begin = next(i for i, n in enumerate(self.partition.backward.graph.nodes) if n.op != "placeholder")
         cuts = {i for i in range(begin + 1, len(starts)) if starts[i] > starts[i - 1]}
-        for group in self.groups:
-            life = self.lifetimes[group.slot]
-            cuts |= {max(life.first_bwd_use, begin), max(life.last_bwd_use, begin) + 1}
+        for item in self.plan.items.values():
+            first, last = item.first_use - self.behind, item.last_bwd_use - self.behind
+            cuts |= {max(first, begin), max(last, begin) + 1}
         return sorted({begin, *_behind_items(self.partition.backward.graph, cuts), len(starts) - 1})
 
-    def _item(self, group: AliasGroup, forward: list[int], backward: list[int]) -> Item:
-        life, price = self.lifetimes[group.slot], self.plan.prices.get(group.slot)
+    def _item(self, slot: int, item: Item, forward: list[int], backward: list[int]) -> Item:
+        """An item of nodes as one of operators."""
+        price = self.plan.prices.get(slot)
         count = len(forward) - 1
 
         def at(cuts: list[int], node: int) -> int:
             return max(bisect_right(cuts, node) - 1, 0)
 
-        return Item(
-            nbytes=group.nbytes,
-            produced=at(forward, life.produced),
-            last_use=at(forward, life.last_fwd_use),
-            first_use=count + at(backward, life.first_bwd_use),
-            last_bwd_use=count + at(backward, life.last_bwd_use),
+        return replace(
+            item,
+            produced=at(forward, item.produced),
+            last_use=at(forward, item.last_use),
+            first_use=count + at(backward, item.first_use - self.behind),
+            last_bwd_use=count + at(backward, item.last_bwd_use - self.behind),
             recompute_s=price.seconds if price else math.inf,
-            choices=self.choices[group.slot],
-            stored_nbytes=group.stored_nbytes,
+            choices=self.choices[slot],
         )
 
     def _needs(self, slot: int, index: Mapping[int, int]) -> tuple[int, ...]:
@@ -152,7 +139,7 @@ class _Modelling:
 
     def _forward_base(self, buffers: Buffers) -> list[int]:
         graph = self.partition.forward.graph
-        ours = {m.name for group in self.groups for m in group.members}
+        ours = {m.name for group in self.plan.groups if group.slot in self.plan.items for m in group.members}
         elsewhere = {storage_of(n) for n in self.partition.saved if n.name in ours}  # counted as items
         given = {storage_of(n) for n in self.partition.activation_inputs} - elsewhere  # the caller has them that long
         elsewhere |= {storage_of(n) for n in graph.find_nodes(op="placeholder")}  # there before the step
@@ -163,20 +150,21 @@ class _Modelling:
     def _backward_base(self, buffers: Buffers) -> list[int]:
         graph = self.partition.backward.graph
         placeholders = graph.find_nodes(op="placeholder")
-        stuck = {m.name for g in self.plan.groups if g.slot not in self.lifetimes for m in g.members}
+        stuck = {m.name for g in self.plan.groups if g.slot not in self.plan.items for m in g.members}
         kept = {storage_of(n) for n in placeholders if n.name in stuck}
         elsewhere = {storage_of(n) for n in placeholders} - kept
         return buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
 
 
 def computed_again(partition: Partition, spans: Sequence[tuple[int, int]]) -> frozenset[str]:
-    """Names of what the backward computes again by our choice, and has in memory between any pair of its nodes."""
+    """Names of what the backward computes again by our choice, and has in memory in any of `spans`: the first and the
+    last nodes of some operators."""
     _, buffers = partition.once(both_buffers)
-    found = set()
+    behind, found = len(partition.forward.graph.nodes), set()
     for node in partition.backward.graph.nodes:
         key = storage_of(node)
         if RECOMPUTED in node.meta and key is not None and key in buffers.first:
-            first, last = buffers.first[key], buffers.last[key]
+            first, last = behind + buffers.first[key], behind + buffers.last[key]
             if any(first <= end and begin <= last for begin, end in spans):
                 found.add(node.name)
     return frozenset(found)

@@ -11,7 +11,7 @@ from ssd_fx.passes.groups import AliasGroup, Copy, Layout, Member
 from ssd_fx.passes.partition import Partition, storage_key
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.rewrite import rebuild
-from ssd_fx.passes.rewrite.nodes import Insertion, first_compute, insert_all, stand_in
+from ssd_fx.passes.schedule import LOAD, Event
 
 ops = torch.ops.ssd_fx
 
@@ -38,16 +38,14 @@ class BackwardWriter:
         for group in self.plan.offloaded:
             received = [self._receive(member, replacements[member.name].name) for member in group.members]
             self.handles[group.slot] = received[0]
-        with self.graph.inserting_before(first_compute(self.nodes)):
+        with self.graph.inserting_before(rebuild.first_compute(self.nodes)):
             self.sizes = rebuild.Sizes(self.graph)
             self.sizes.prepare(i for g in self.plan.offloaded for layout in _layouts(g) for i in layout.numbers)
-        todo = []
-        for group in self.plan.offloaded:
-            points = self.plan.points[group.slot]
-            rank = (0, points.wait_before)  # soonest needed, as in `simulate`
-            todo.append(Insertion(points.load_before, rank, group, self._load))
-            todo.append(Insertion(points.wait_before, (1,), group, self._wait))
-        insert_all(self.graph, self.nodes, todo)
+        groups = {group.slot: group for group in self.plan.offloaded}
+        for seq, event in enumerate(self.plan.schedule.backward):
+            build = self._load if event.kind is LOAD else self._wait
+            with self.graph.inserting_before(self.nodes[event.at - len(self.forward)]):
+                build(groups[event.slot], event, seq)
         for group in self.plan.offloaded:  # last: it moves views, before which others of our nodes were to stand
             self._copy_again(group)
         for group in self.plan.offloaded:
@@ -59,28 +57,27 @@ class BackwardWriter:
         saved = self.placeholders[member.name]
         with self.graph.inserting_before(saved):
             node = self.graph.create_node("placeholder", name, name=name)
-        node.meta["val"] = stand_in(self.fake_mode, saved.meta["val"])
+        node.meta["val"] = rebuild.stand_in(self.fake_mode, saved.meta["val"])
         if "desc" in saved.meta:
             node.meta["desc"] = saved.meta["desc"]
         return node
 
-    def _load(self, group: AliasGroup, seq: int) -> None:
+    def _load(self, group: AliasGroup, event: Event, seq: int) -> None:
         layout = group.stored
         where = (self.sizes.of(layout.size), self.sizes.of(layout.stride), layout.dtype, layout.device)
-        strict = self.plan.points[group.slot].strict
         no_default = () if may_be_donated(group, self.forward[group.base]) else (False,)
-        args = (self.handles[group.slot], *where, seq, strict, _relies_on(group), *no_default)
+        args = (self.handles[group.slot], *where, seq, event.flag, _relies_on(group), *no_default)
         self.loads[group.slot] = load = self.graph.call_function(ops.load.default, args)
         with self.fake_mode:  # equal to what the operator returns, in a third of the time
             load.meta["val"] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
-    def _wait(self, group: AliasGroup, seq: int) -> None:
+    def _wait(self, group: AliasGroup, event: Event, seq: int) -> None:
         loaded = self.loads[group.slot]
         node = self.graph.call_function(ops.wait_load_.default, (loaded, self.handles[group.slot], seq))
         node.meta["val"] = None
         for member in group.members:
             if member.copy is None:
-                self._replace(member, loaded, group.stored, self.plan.points[group.slot].wait_before)
+                self._replace(member, loaded, group.stored, event.at - len(self.forward))
 
     def _copy_again(self, group: AliasGroup) -> None:
         """Make each copy of the group right before it is first needed, and rebuild its members from it."""

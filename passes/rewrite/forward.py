@@ -14,7 +14,7 @@ from ssd_fx.passes.groups import AliasGroup, Member
 from ssd_fx.passes.partition import NOT_CHECKED, STORED, Partition
 from ssd_fx.passes.plan import Offload, Plan
 from ssd_fx.passes.rewrite import rebuild
-from ssd_fx.passes.rewrite.nodes import Insertion, first_compute, insert_all, stand_in
+from ssd_fx.passes.schedule import STORE, Event
 
 ops = torch.ops.ssd_fx
 aten = torch.ops.aten
@@ -43,17 +43,15 @@ class ForwardWriter:
 
     def write(self) -> None:
         self._begin()
-        todo = []
-        for group in self.plan.offloaded:
-            points, life = self.plan.points[group.slot], self.plan.lifetimes[group.slot]
-            rank = (0, not points.block, life.last_fwd_use)  # what is waited for first, as in `simulate`
-            todo.append(Insertion(points.store_after + 1, rank, group, self._store))
-            todo.append(Insertion(points.release_after + 1, (1,), group, self._release))
-        insert_all(self.graph, self.nodes, todo)
+        groups = {group.slot: group for group in self.plan.offloaded}
+        for seq, event in enumerate(self.plan.schedule.forward):
+            build = self._store if event.kind is STORE else self._release
+            with self.graph.inserting_before(self.nodes[event.at + 1]):
+                build(groups[event.slot], event, seq)
         self._replace_outputs()
 
     def _begin(self) -> None:
-        with self.graph.inserting_before(first_compute(self.nodes)):
+        with self.graph.inserting_before(rebuild.first_compute(self.nodes)):
             device = next((g.layout.device for g in self.plan.offloaded if g.layout), torch.device("cpu"))
             token = rebuild.call(self.graph, aten.empty.memory_format, [0], dtype=torch.int64, device=device)
             totals = (_nbytes(self.plan.groups), _nbytes(self.plan.offloaded))
@@ -64,11 +62,11 @@ class ForwardWriter:
             begin = self.graph.call_function(ops.begin_.default, args)
             begin.meta["val"] = None
 
-    def _store(self, group: AliasGroup, seq: int) -> None:
+    def _store(self, group: AliasGroup, event: Event, seq: int) -> None:
         stored = rebuild.packed(self.graph, self.by_name[group.base], group)
         self.stored[group.slot] = stored
         saved = [self.by_name[m.name].meta["val"] for m in group.members]
-        optional = self._optional(group, stored.meta["val"], saved[0])
+        optional = self._optional(group, event.flag, stored.meta["val"], saved[0])
         args: tuple[Argument, ...] = (stored, self.config, self.plan.graph, group.slot, seq, *optional)
         name = f"ssd_fx_handle_{group.slot}"
         self.handles[group.slot] = self._save_instead(group.members[0], ops.store.default, args, name)
@@ -84,9 +82,9 @@ class ForwardWriter:
         named = saved[1:] if is_base else saved
         return [val.shape for val in named]
 
-    def _optional(self, group: AliasGroup, stored: torch.Tensor, first: torch.Tensor) -> list[Any]:
+    def _optional(self, group: AliasGroup, later: bool, stored: torch.Tensor, first: torch.Tensor) -> list[Any]:
         """The optional arguments of a store, up to the last that is no default; `first`: the first member."""
-        decision, later = self.plan.decisions[group.slot], self.plan.points[group.slot].later
+        decision = self.plan.decisions[group.slot]
         assert isinstance(decision, Offload)
         if not _is_alike(stored, first):
             return [decision.tier, decision.binding, later, self.sizes.of(first.shape), first.dtype]
@@ -102,17 +100,16 @@ class ForwardWriter:
         """The node that is saved instead of a member; it has the member's shape, dtype and device."""
         node = self.graph.create_node("call_function", target, args, name=name)
         saved = self.by_name[member.name]
-        node.meta["val"] = stand_in(self.fake_mode, saved.meta["val"])
+        node.meta["val"] = rebuild.stand_in(self.fake_mode, saved.meta["val"])
         saved.meta[STORED] = True
         if NOT_CHECKED in saved.meta:
             node.meta[NOT_CHECKED] = saved.meta[NOT_CHECKED]
         self.replacements[member.name] = node
         return node
 
-    def _release(self, group: AliasGroup, seq: int) -> None:
-        block = self.plan.points[group.slot].block
+    def _release(self, group: AliasGroup, event: Event, seq: int) -> None:
         hand_over = True  # the lowering makes it False where the generated code cannot drop its reference
-        args = (self.handles[group.slot], self.stored[group.slot], seq, hand_over, block)
+        args = (self.handles[group.slot], self.stored[group.slot], seq, hand_over, event.flag)
         node = self.graph.call_function(ops.wait_store_.default, args)
         node.meta["val"] = None
 

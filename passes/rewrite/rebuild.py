@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.utils._pytree import tree_map_only
 
+import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
 from ssd_fx.passes.groups import AliasGroup, Layout
 from ssd_fx.passes.partition import storage_key, tensor_of, tensors_of
 
@@ -31,6 +32,17 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     mode = detect_fake_mode(next((n.meta["val"] for n in graph.nodes if tensor_of(n) is not None), None))
     assert mode is not None, "a partitioned graph has FakeTensors"
     return mode
+
+
+def first_compute(nodes: list[fx.Node]) -> fx.Node:
+    return next(n for n in nodes if n.op != "placeholder")
+
+
+def stand_in(mode: FakeTensorMode, saved: torch.Tensor) -> torch.Tensor:
+    """The FakeTensor of what is saved instead of `saved`."""
+    with mode:
+        made: torch.Tensor = torch.ops.ssd_fx.stand_in(saved.shape, saved.dtype, saved.device)
+    return made
 
 
 def call(graph: fx.Graph, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ssd_fx.passes.partition import Partition, tensor_of
-from ssd_fx.passes.rewrite.nodes import first_compute
+from ssd_fx.passes.rewrite import rebuild
 
 ops = torch.ops.ssd_fx
 
@@ -23,7 +23,7 @@ def refuse_stand_ins(partition: Partition) -> None:
     read = kept_activations(partition)
     if not read:
         return
-    with graph.inserting_before(first_compute(list(graph.nodes))):
+    with graph.inserting_before(rebuild.first_compute(list(graph.nodes))):
         graph.call_function(ops.refuse_stand_ins.default, (read,)).meta["val"] = None
     partition.recompile()
 

@@ -1,7 +1,8 @@
 """The rules of the rewritten graphs.
 
-    forward    store -> one release;  no node writes the storage after the store, or reads it after the release
-    backward   load -> one wait;      no node reads the loaded tensor before the wait
+    both       our nodes are the events of the schedule, in its order
+    forward    no node writes a stored storage after its store, or reads it after its release
+    backward   no node reads a loaded tensor before its wait
 
 Two things are checked elsewhere. `lowering/audit.py` checks what Inductor makes of the graphs. The runtime's allocator
 sees to it that extents of live groups do not overlap (`runtime/engines/extents.py`).
@@ -10,7 +11,7 @@ sees to it that extents of live groups do not overlap (`runtime/engines/extents.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from ssd_fx.passes.partition import (
     written,
 )
 from ssd_fx.passes.plan import Offload, Plan
+from ssd_fx.passes.schedule import LOAD, RELEASE, STORE, WAIT, Event, Kind
 from ssd_fx.passes.verify.errors import require
 from ssd_fx.passes.verify.interface import Before
 
@@ -42,8 +44,12 @@ def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
     for module in (partition.forward, partition.backward):
         module.graph.lint()
     _verify_saved(partition, plan, before)
-    _verify_forward(partition, plan)
-    _verify_backward(partition, plan)
+    forward, backward = list(partition.forward.graph.nodes), list(partition.backward.graph.nodes)
+    slots = {n.name: arguments_of(n)["slot"] for n in forward if n.target is ops.store.default}
+    ours = _verify_order(forward, plan.schedule.forward, slots, "forward")
+    ours |= _verify_order(backward, plan.schedule.backward, slots, "backward")
+    _verify_forward(partition, plan, ours)
+    _verify_backward(partition, plan, ours)
     before.verify(partition, copied=any(g.pack is not None and g.pack.copy for g in plan.offloaded))
     before.reads.verify(partition, plan)
 
@@ -63,19 +69,51 @@ def _verify_saved(partition: Partition, plan: Plan, before: Before) -> None:
     require(not left, f"{sorted(left)} are offloaded and saved too", "insert", partition.fwd_output)
 
 
-def _verify_forward(partition: Partition, plan: Plan) -> None:
-    """Each offloaded group has one store, and each store one release. Stored storages are not touched too late."""
+def _verify_order(
+    nodes: list[fx.Node], events: Sequence[Event], slots: Mapping[str, int], name: str
+) -> dict[tuple[Kind, int], fx.Node]:
+    """Our nodes of a graph by kind and slot. They are the events of the schedule, in its order: of the same kinds and
+    groups, with their flags and positions.
+
+    `slots`: of the groups, by the names of their handles.
+    """
+    ours = [n for n in nodes if n.target in _KINDS]
+    require(len(ours) == len(events), f"the {name} has {len(ours)} nodes of ours instead of {len(events)}", "insert")
+    for position, (node, event) in enumerate(zip(ours, events, strict=True)):
+        given, (kind, index, flag) = arguments_of(node), _KINDS[node.target]
+        text = f"{name} nodes are out of order: {node.name!r} has seq {given['seq']} and stands at {position}"
+        require(given["seq"] == position, text, "insert", node)
+        slot = given["slot"] if kind is STORE else slots.get(getattr(node.args[index], "name", ""))
+        text = f"{node.name!r} stands where the plan has the {event.kind.name.lower()} of slot {event.slot}"
+        require((kind, slot) == (event.kind, event.slot), text, "insert", node)
+        if flag:
+            text = f"{node.name!r} says {flag}={given[flag]}, and the plan says {event.flag}"
+            require(given[flag] is event.flag, text, "insert", node)
+    return {(event.kind, event.slot): node for node, event in zip(ours, events, strict=True)}
+
+
+_KINDS: dict[object, tuple[Kind, int, str]] = {
+    ops.store.default: (STORE, 0, "later"),
+    ops.wait_store_.default: (RELEASE, 0, "block"),
+    ops.load.default: (LOAD, 0, "strict"),
+    ops.wait_load_.default: (WAIT, 1, ""),
+}
+"""Of our operators: the kind of event, which argument has the handle, and which one the flag."""
+
+
+def _verify_forward(partition: Partition, plan: Plan, ours: Mapping[tuple[Kind, int], fx.Node]) -> None:
+    """Stores do what the plan says, releases hold what was stored, and no stored storage is touched too late."""
     nodes = list(partition.forward.graph.nodes)
-    position = {n: i for i, n in enumerate(nodes)}
-    stores = [n for n in nodes if n.target is ops.store.default]
-    require(len(stores) == len(plan.offloaded), "stores and offloaded groups differ in number", "insert")
-    slots = {arguments_of(n)["slot"] for n in stores}
-    require(slots == {g.slot for g in plan.offloaded}, f"slots {slots} are stored, others planned", "insert")
-    by_storage = nodes_by_storage(nodes)
+    position, by_storage = {n: i for i, n in enumerate(nodes)}, nodes_by_storage(nodes)
     saved, outputs = Counter(partition.saved), set(partition.caller_outputs)
-    for store in stores:
+    for slot in plan.schedule:
+        store, release, given = ours[STORE, slot], ours[RELEASE, slot], arguments_of(ours[STORE, slot])
         require(saved[store] == 1, f"the handle {store.name!r} is not saved", "insert", partition.fwd_output)
-        release = _verify_store(store, plan)
+        planned, (tier, binding) = plan.decisions[slot], (given["tier"], given["binding"])
+        text = f"store {store.name!r} goes to tier {tier!r}, binding {binding}, and the plan says {planned}"
+        require(planned == Offload(tier, binding), text, "insert", store)
+        text = f"release of {store.name!r} holds another tensor than was stored"
+        require(release.args[1] is store.args[0], text, "insert", release)
         key = storage_of(release.args[1])  # type: ignore[arg-type]
         assert key is not None
         for alias in by_storage[key]:
@@ -88,47 +126,18 @@ def _verify_forward(partition: Partition, plan: Plan) -> None:
                 require(not is_late, f"{alias.name!r} is written after its store", "alias", user)
                 is_late = user.op != "output" and position[user] > position[release]
                 require(not is_late, f"{alias.name!r} is read after its release {release.name!r}", "select", user)
-    _verify_sequence(nodes, (ops.store.default, ops.wait_store_.default), "forward")
 
 
-def _verify_store(store: fx.Node, plan: Plan) -> fx.Node:
-    """The release of a store. The store does what the plan says, and the release holds the tensor that was stored."""
-    given = arguments_of(store)
-    tier = given["tier"]
-    binding = given["binding"]
-    planned = plan.decisions[given["slot"]]
-    text = f"store {store.name!r} goes to tier {tier!r}, binding {binding}, and the plan says {planned}"
-    require(planned == Offload(tier, binding), text, "insert", store)
-    later = plan.points[given["slot"]].later
-    text = f"store {store.name!r} says later={given['later']}, and the plan says {later}"
-    require(given["later"] is later, text, "insert", store)
-    releases = [u for u in store.users if u.target is ops.wait_store_.default]
-    text = f"store {store.name!r} has {len(releases)} releases instead of one"
-    require(len(releases) == 1, text, "insert", store)
-    text = f"release of {store.name!r} holds another tensor than was stored"
-    require(releases[0].args[1] is store.args[0], text, "insert", releases[0])
-    return releases[0]
-
-
-def _verify_backward(partition: Partition, plan: Plan) -> None:
-    """Each store has one load, and each load one wait. Nothing uses a loaded tensor before its wait."""
-    nodes = list(partition.backward.graph.nodes)
-    position = {n: i for i, n in enumerate(nodes)}
-    loads = [n for n in nodes if n.target is ops.load.default]
-    require(len(loads) == len(plan.offloaded), "loads and offloaded groups differ in number", "insert")
-    handles = {n.name for n in partition.forward.graph.nodes if n.target is ops.store.default}
-    loaded = [getattr(n.args[0], "name", "") for n in loads]
-    require(sorted(loaded) == sorted(handles), f"{sorted(loaded)} are loaded, {sorted(handles)} stored", "insert")
-    for load in loads:
-        waits = [u for u in load.users if u.target is ops.wait_load_.default]
-        require(len(waits) == 1, f"load {load.name!r} has {len(waits)} waits instead of one", "insert", load)
-        wait = waits[0]
-        require(wait.args[1] is load.args[0], f"wait of {load.name!r} has the handle of another", "insert", wait)
+def _verify_backward(partition: Partition, plan: Plan, ours: Mapping[tuple[Kind, int], fx.Node]) -> None:
+    """Waits are for what was loaded, loads say what they yield, and nothing uses a loaded tensor before its wait."""
+    position = {n: i for i, n in enumerate(partition.backward.graph.nodes)}
+    for slot in plan.schedule:
+        load, wait = ours[LOAD, slot], ours[WAIT, slot]
+        require(wait.args[0] is load, f"wait of {load.name!r} has the tensor of another", "insert", wait)
         for user in load.users:  # a reader of a view comes after the view, which is a user
             text = f"load {load.name!r} is used by {user.name!r} before its wait"
             require(user is wait or position[user] > position[wait], text, "select", user)
         require(_is_as_given(load), f"load {load.name!r} says another layout than its value has", "insert", load)
-    _verify_sequence(nodes, (ops.load.default, ops.wait_load_.default), "backward")
 
 
 def _is_as_given(load: fx.Node) -> bool:
@@ -152,11 +161,3 @@ def _same(sizes: Iterable[object], given: object) -> bool:
 def _writes(user: fx.Node, alias: fx.Node) -> bool:
     """Whether a node other than ours writes into `alias` in place."""
     return not calls_ours(user) and alias in written(user)
-
-
-def _verify_sequence(nodes: list[fx.Node], targets: tuple[object, object], name: str) -> None:
-    """Our nodes are in the order of their `seq` argument, which counts from 0 without a gap."""
-    for expected, node in enumerate(n for n in nodes if n.target in targets):
-        seq = arguments_of(node)["seq"]
-        text = f"{name} nodes are out of order: {node.name!r} has seq {seq} and stands at {expected}"
-        require(seq == expected, text, "insert", node)

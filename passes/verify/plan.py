@@ -1,6 +1,6 @@
 """The rules of a plan, checked after every pass that decides.
 
-produced <= store <= release, last forward read <= release        load <= wait <= first backward read
+produced <= store, last forward read <= release        wait <= first backward read
 predicted peak, kept bytes, host memory within their limits
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from ssd_fx.passes.alias.packing import is_dense, span
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Forecast, Offload, Plan
+from ssd_fx.passes.plan import Offload, Plan, replay_of
 from ssd_fx.passes.verify.errors import require
 
 
@@ -29,31 +29,32 @@ def verify_plan(partition: Partition, plan: Plan) -> None:
     require(set(plan.decisions) <= slots, "a decision is about no alias group", "select")
     require(not plan.decisions or set(plan.decisions) == slots, "an alias group has no decision", "select")
     offloaded = {g.slot for g in plan.offloaded}
-    require(set(plan.points) == offloaded, "points and offloaded groups differ", "select")
+    require(set(plan.schedule) == offloaded, "schedule and offloaded groups differ", "select")
     for group in plan.groups:
         require(group.base in forward, f"base {group.base!r} of slot {group.slot} is not in the forward", "alias")
         if isinstance(plan.decisions.get(group.slot), Offload):
             require(not group.obstacle, f"{group.base!r} is offloaded but {group.obstacle}", "select")
             _verify_members(group)
-            _verify_points(plan, group)
-    if plan.forecast is not None:
-        _verify_limits(partition, plan.forecast)
-        _verify_host(plan, plan.forecast)
+            _verify_trip(plan, group)
+    if plan.replay is not None:
+        _verify_limits(partition, plan)
+        _verify_host(plan)
 
 
-def _verify_limits(partition: Partition, found: Forecast) -> None:
+def _verify_limits(partition: Partition, plan: Plan) -> None:
     """The predicted peak, and the bytes that are kept although they could be offloaded, are within the limits."""
-    limits = found.limits
+    found, limits = replay_of(plan), plan.limits
     at = [*partition.forward.graph.nodes, *partition.backward.graph.nodes][found.peak_node]
     text = f"{found.peak} B are predicted at {at.name!r}, and the budget allows {limits.memory:.0f} B"
     require(found.peak <= limits.memory, text, "select", at)
-    text = f"{found.kept} B are kept, and the budget allows {limits.kept:.0f} B"
-    require(found.kept <= limits.kept, text, "select")
+    text = f"{found.kept_bytes} B are kept, and the budget allows {limits.kept:.0f} B"
+    require(found.kept_bytes <= limits.kept, text, "select")
 
 
-def _verify_host(plan: Plan, found: Forecast) -> None:
+def _verify_host(plan: Plan) -> None:
     """The predicted peak in host memory fits there, and equals the bytes that the plan puts there."""
-    peak, budget = found.host_peak, found.host_budget
+    found = replay_of(plan)
+    peak, budget = found.host_peak, found.step.host_budget
     require(peak <= budget, f"the plan has {peak} B in host memory, where {budget} B may be", "select")
     hosted = sum(g.stored_nbytes for g in plan.offloaded if plan.tier(g.slot) == "host")
     text = f"{hosted} B are to go to host memory, and {peak} B are predicted there"
@@ -73,16 +74,14 @@ def _verify_members(group: AliasGroup) -> None:
         require(inside, f"member {member.name!r} lies outside of what is stored of {group.base!r}", "alias")
 
 
-def _verify_points(plan: Plan, group: AliasGroup) -> None:
-    """The nodes of a group have the order of the module's picture."""
-    name, points, life = group.base, plan.points[group.slot], plan.lifetimes[group.slot]
+def _verify_trip(plan: Plan, group: AliasGroup) -> None:
+    """The nodes of a group have the order of the module's picture; among each other a schedule holds theirs."""
+    name, item, trip = group.base, plan.items[group.slot], plan.schedule[group.slot]
     rules = (
-        (points.store_after >= life.produced, f"store of {name!r} comes before the tensor is produced"),
-        (points.release_after >= points.store_after, f"release of {name!r} comes before its store"),
-        (points.release_after >= life.last_fwd_use, f"{name!r} is read in the forward after its release"),
-        (points.load_before <= points.wait_before, f"load of {name!r} comes after its wait"),
-        (points.wait_before <= life.first_bwd_use, f"{name!r} is used in the backward before its wait"),
-        (not (points.later and points.block), f"release of {name!r} waits for a write that begins later"),
+        (trip.store.at >= item.produced, f"store of {name!r} comes before the tensor is produced"),
+        (trip.release.at >= item.last_use, f"{name!r} is read in the forward after its release"),
+        (trip.wait.at <= item.first_use, f"{name!r} is used in the backward before its wait"),
+        (not (trip.is_later and trip.blocks), f"release of {name!r} waits for a write that begins later"),
     )
     for holds, text in rules:
         require(holds, text, "select")

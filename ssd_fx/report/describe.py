@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ssd_fx.passes.cost.kernels import hint
+from ssd_fx.passes.decide import device_of, machine_of
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import enclosing, source_line
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of
-from ssd_fx.passes.plan import Course, Forecast, Keep, Life, Offload, Plan, Stock
+from ssd_fx.passes.plan import Keep, Offload, Plan, replay_of
+from ssd_fx.passes.schedule import Replay
 from ssd_fx.report.model import GraphReport, GroupRow, Times
 from ssd_fx.report.step import Step, thinned
 from ssd_fx.runtime.config import parse
@@ -46,9 +48,8 @@ def describe(
     arguments: the names of the Dynamo graph's inputs. function: what they are the arguments of.
     """
     sources = source_lines(partition, arguments, function)
-    assert plan.stock is not None, "select fills it"
-    assert plan.course is not None, "select fills it"
-    assert plan.forecast is not None, "select fills it"
+    baseline = plan.origin.baseline
+    assert baseline is not None, "select fills it"
     return GraphReport(
         graph=plan.graph,
         budget=options.budget,
@@ -59,10 +60,10 @@ def describe(
         saved_bytes=int(plan.saved_bytes),
         offloaded_bytes=int(plan.offloaded_bytes),
         predicted=predicted(plan),
-        host_speedup=round(plan.forecast.host_speedup, 1),
+        host_speedup=round(_host_speedup(partition, options), 1),
         whole=partition.is_whole_step,
-        stock=_step(plan.graph, plan.stock, int(plan.stock.saved_bytes)),
-        own=_step(plan.graph, plan.course, int(plan.kept_bytes)),
+        stock=_step(plan.graph, baseline, int(plan.origin.saved_bytes)),
+        own=_step(plan.graph, replay_of(plan), int(plan.kept_bytes)),
         rows=(*_groups(partition, plan, sources), *_outputs(partition, plan.graph, options, sources)),
         recomputed=recomputed(plan, sources),
     )
@@ -70,8 +71,7 @@ def describe(
 
 def predicted(plan: Plan) -> dict[str, float]:
     """The simulator's predictions for the plan: seconds, and bytes above the level before the step."""
-    found = plan.forecast
-    assert found is not None, "select fills it"
+    found, limits = replay_of(plan), plan.limits
     return {
         "step_s": found.seconds,
         "compute_s": found.compute_s,
@@ -79,19 +79,29 @@ def predicted(plan: Plan) -> dict[str, float]:
         "write_stall_s": found.write_stall_s,
         "read_stall_s": found.read_stall_s,
         "peak_bytes": found.peak,
-        "limit_bytes": int(found.limits.memory),
-        "floor_bytes": found.floor,
-        "kept_peak_bytes": found.everything,
+        "limit_bytes": int(limits.memory),
+        "floor_bytes": found.step.floor,
+        "kept_peak_bytes": found.step.everything,
         "written_bytes": found.written,
-        **({"shared_budget_bytes": found.shared} if found.shared else {}),
-        **_host(found),
+        **({"shared_budget_bytes": limits.shared} if limits.shared else {}),
+        **_host(plan),
     }
 
 
-def _host(found: Forecast) -> dict[str, float]:
-    if found.host_budget:
-        return {"host_peak_bytes": found.host_peak, "host_budget_bytes": found.host_budget}
-    return {"resident_bytes": found.resident} if found.resident else {}
+def _host(plan: Plan) -> dict[str, float]:
+    found, resident = replay_of(plan), plan.limits.resident
+    if found.step.host_budget:
+        return {"host_peak_bytes": found.host_peak, "host_budget_bytes": found.step.host_budget}
+    return {"resident_bytes": resident} if resident else {}
+
+
+def _host_speedup(partition: Partition, options: PlanOptions) -> float:
+    """How many times as fast as the drives host memory would be, beside a device with memory of its own; 0 without one,
+    and where there is a host budget."""
+    if device_of(partition).type == "cpu" or options.host_budget:
+        return 0.0
+    machine = machine_of(partition, options)
+    return machine.lanes("host").write_bw / machine.write_bw
 
 
 def recomputed(plan: Plan, sources: Sources) -> list[dict[str, Any]]:
@@ -134,30 +144,21 @@ def decided(plan: Plan, group: AliasGroup, sources: Sources, shared: str = "", t
 
 
 def _groups(partition: Partition, plan: Plan, sources: Sources) -> Iterator[GroupRow]:
-    assert plan.course is not None, "select fills it"
     inputs = {storage_of(n) for n in partition.activation_inputs} - {None}
     by_name = {n.name: n for n in partition.forward.graph.nodes}
     for group in plan.groups:
-        life = plan.course.lives.get(group.slot)
         shared = "input" if storage_of(by_name[group.base]) in inputs else ""
-        yield decided(plan, group, sources, shared, _times(life) if life else None)
+        yield decided(plan, group, sources, shared, _times(plan, group.slot) if group.slot in plan.items else None)
 
 
-def _times(life: Life) -> Times:
+def _times(plan: Plan, slot: int) -> Times:
     """Begin and end of what is predicted of a group."""
-    released, used, for_write, for_read = _rounded(life.released, life.used, life.write_wait_s, life.read_wait_s)
-    return {
-        "store": _rounded(life.produced, life.produced),
-        "release": _rounded(released, released + for_write),
-        "wait": _rounded(used - for_read, used),
-        "last": _rounded(life.last_used, life.last_used),
-        **{kind: _rounded(*span) for kind in ("write", "read", "gone") if (span := getattr(life, kind))},
-    }
+    return {kind: _rounded(*span) for kind, span in plan.times(slot).items()}
 
 
-def _step(graph: str, over: Course | Stock, stays: int) -> Step:
+def _step(graph: str, over: Replay, stays: int) -> Step:
     """The curve of memory has the highest value of each of at most `POINTS` parts of either direction."""
-    starts, memory, turned = over.starts, over.memory, over.forward
+    starts, memory, turned = over.starts, over.memory, over.step.forward
     points = (*_curve(starts[:turned], memory[:turned]), *_curve(starts[turned:-1], memory[turned:]))
     turn, end = _rounded(starts[turned], starts[-1])
     return Step((graph,), memory=points, turn_s=turn, end_s=end, stays=stays)

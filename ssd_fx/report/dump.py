@@ -80,8 +80,9 @@ def _before_recomputing(plan: Plan) -> list[str]:
     """The figures that the limit follows from, where those of this partition are others."""
     if not plan.recomputed:
         return []
-    assert plan.stock is not None, "select fills it"
-    least, most = format_bytes(plan.stock.floor), format_bytes(plan.stock.peak)
+    baseline = plan.origin.baseline
+    assert baseline is not None, "select fills it"
+    least, most = format_bytes(baseline.step.floor), format_bytes(baseline.peak)
     return [f"allowed is of PyTorch's own partition, which recomputes less: floor {least}, everything kept {most}"]
 
 
@@ -116,15 +117,16 @@ def _size(group: AliasGroup) -> str:
 
 def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
     """The nodes that a group's nodes stand behind (`>`) or before (`<`); empty of a group that is kept."""
-    points, (forward, backward) = plan.points.get(group.slot), names
-    if points is None:
+    trip, (forward, backward) = plan.schedule.get(group.slot), names
+    if trip is None:
         return {}
+    at = [*forward, *backward]
     return {
-        "store>": forward[points.store_after],
-        "release>": forward[points.release_after],
-        "load<": backward[points.load_before],
-        "wait<": backward[points.wait_before],
-        **({"later": ""} if points.later else {}),
+        "store>": at[trip.store.at],
+        "release>": at[trip.release.at],
+        "load<": at[trip.load.at],
+        "wait<": at[trip.wait.at],
+        **({"later": ""} if trip.is_later else {}),
     }
 
 

@@ -14,7 +14,7 @@ from ssd_fx.passes.joint.modules import enclosing, source_line
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
 from ssd_fx.passes.partitioner import About
-from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.plan import Plan, replay_of
 from ssd_fx.runtime.account import limit_of
 from ssd_fx.runtime.memory.gauge import gauge
 from ssd_fx.sizes import format_bytes
@@ -86,15 +86,15 @@ def told(
 
 def parts(partition: Partition, plan: Plan, roots: tuple[str, ...], there_bytes: int) -> Parts:
     """Of a graph that is not rewritten yet, and its plan. The state is that of an optimizer such as Adam."""
-    assert plan.forecast is not None, "select fills it"
+    found = replay_of(plan)
     owners = nodes_by_storage(partition.forward.graph.find_nodes(op="placeholder")).values()
     inputs = {nodes[0]: _bytes(nodes[0]) for nodes in owners}
     made = partition.backward.graph.output_node().all_input_nodes
     gradients = sum(_bytes(nodes[0]) for nodes in nodes_by_storage(made).values())
     lasting = sum(nbytes for node, nbytes in inputs.items() if node not in partition.activation_inputs)
     state = COPIES * min(gradients, lasting)
-    largest = largest_at(partition, plan.forecast.peak_node, roots)
-    return Parts(sum(inputs.values()), gradients, state, there_bytes, plan.forecast.peak, largest)
+    largest = largest_at(partition, found.peak_node, roots)
+    return Parts(sum(inputs.values()), gradients, state, there_bytes, found.peak, largest)
 
 
 def _bytes(node: fx.Node) -> int:

@@ -13,7 +13,7 @@ from torch import fx, nn
 import ssd_fx
 from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
-from ssd_fx.passes import partitioner, pipeline
+from ssd_fx.passes import decide, partitioner, pipeline, proposals
 from ssd_fx.passes.cost import roofline
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.joint import recompute
@@ -24,7 +24,7 @@ from ssd_fx.passes.verify.plan import verify_plan
 
 def functions() -> list[object]:
     from_partitioner = (partitioner.Partitioner.__call__, recompute.min_cut_rematerialization_partition)
-    from_pipeline = (pipeline.analyses, pipeline.decisions, pipeline.decide, pipeline.insert, pipeline.fingerprint)
+    from_pipeline = (decide.analyses, decide.decisions, proposals.decide, pipeline.insert, decide.fingerprint)
     return [*from_partitioner, *from_pipeline, verify_plan, verify_graphs, order.PinOrder.__call__]
 
 
@@ -47,8 +47,8 @@ def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert functions() == before
     machine = Machine.default(torch.device("cpu"), 1)
     plan = plan_options(Config.make(options), torch.device("cpu"))
-    decisions = pipeline.decisions(plan, machine, 0, priced=False, saved=(), host_tier=False, quick=False)
-    passes = [module_name(each) for each in pipeline.analyses(plan, machine) + decisions]
+    decisions = decide.decisions(plan, machine, 0, priced=False, saved=(), host_tier=False, quick=False)
+    passes = [module_name(each) for each in decide.analyses(plan, machine) + decisions]
     timed = [growth.PARTITION, "name", passes[0], "verify", *passes[1:], "insert", growth.PLANNING]
     assert list(clock.seconds) == list(clock.cpu) == timed
     parts = [seconds for name, seconds in clock.seconds.items() if name != growth.PLANNING]
@@ -57,4 +57,4 @@ def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_pass_goes_by_its_module() -> None:
-    assert [module_name(each) for each in (pipeline.alias, roofline.time)] == ["storages", "roofline"]
+    assert [module_name(each) for each in (decide.alias, roofline.time)] == ["storages", "roofline"]

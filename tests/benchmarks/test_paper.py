@@ -31,7 +31,7 @@ from ways import Hooks, Way, blocks, compiled, disk_hooks
 from workers import Ended
 
 import ssd_fx
-from ssd_fx.passes import pipeline
+from ssd_fx.passes import decide
 from ssd_fx.passes.alias import storages
 from ssd_fx.passes.planner import select
 from tests.bitwise import assert_same_bits
@@ -251,7 +251,7 @@ def test_a_task_of_another_family_survives_the_command_line() -> None:
 
 OFF: dict[str, tuple[Any, str]] = {
     "planner": (select, "solve_for"),
-    "copies": (pipeline, "merge_copies"),
+    "copies": (decide, "merge_copies"),
     "packing": (storages, "pack"),
 }
 

@@ -22,8 +22,8 @@ from ssd_fx.passes.cost.roofline import time
 from ssd_fx.passes.joint.recompute import price
 from ssd_fx.passes.partition import Partition, activation_names, untrained_names
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.planner.items import Choice, Step
 from ssd_fx.passes.planner.step import model as step_of
+from ssd_fx.passes.schedule import Choice, Step
 from tests.passes.planner.instances import LANES, Instance
 
 Model = tuple[nn.Module, Callable[[Any], Any]]  # the model, and how it is run
@@ -136,4 +136,4 @@ def _modelled(partition: Partition, recompute: bool) -> Step:
         if not group.obstacle and group.nbytes >= smallest:
             allowed |= {Choice.OFFLOAD, Choice.RECOMPUTE} if group.slot in plan.prices else {Choice.OFFLOAD}
         choices[group.slot] = frozenset(allowed)
-    return step_of(partition, plan, choices).step
+    return step_of(partition, plan, choices)

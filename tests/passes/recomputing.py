@@ -11,7 +11,7 @@ from unittest import mock
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from ssd_fx.passes import pipeline, proposals
+from ssd_fx.passes import proposals
 from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.joint.layers import between_layers
 from ssd_fx.passes.partition import Partition
@@ -38,7 +38,7 @@ def everything_recomputed(least: int = 0, *, by_layers: bool = False) -> Iterato
     None were where a second partition was not made, or must not be used. No graph comes out of a cache, where no pass
     would run, and none goes into one, where others would find this plan.
     """
-    decide, cut_so, improve_from = pipeline.decide, proposals._cut_so, Proposals._improve
+    decide, cut_so, improve_from = proposals.decide, proposals._cut_so, Proposals._improve
     groups = list[int]()
 
     def all_that_can(partition: Partition, options: Any, *, priced: bool = False, **more: Any) -> Plan:
@@ -52,7 +52,7 @@ def everything_recomputed(least: int = 0, *, by_layers: bool = False) -> Iterato
             plan = plan.with_(decisions={slot: d for slot, d in plan.decisions.items() if slot not in between})
         groups.append(len(plan.decisions))
         own = decide(partition, options, analysed=more["analysed"])
-        return plan.with_(forecast=own.forecast, stock=own.stock)
+        return plan.with_(replay=own.replay, limits=own.limits, baseline=own.baseline)
 
     def counted(*args: Any) -> Partition | None:
         partition = cut_so(*args)
@@ -60,9 +60,9 @@ def everything_recomputed(least: int = 0, *, by_layers: bool = False) -> Iterato
             groups[-1] = 0
         return partition
 
-    def improve(self: Proposals, base: Candidate, *args: Any) -> None:
-        if base is not self.own or self.layered() is None:
-            improve_from(self, base, *args)
+    def improve(self: Proposals, options: Any, limits: Limits, base: Candidate, *args: Any) -> None:
+        if base is not self.own or self.layered is None:
+            improve_from(self, options, limits, base, *args)
 
     def no_layers(*_: object) -> None:
         return None
@@ -71,14 +71,13 @@ def everything_recomputed(least: int = 0, *, by_layers: bool = False) -> Iterato
         return found[-1]
 
     with (
-        mock.patch.object(pipeline, "decide", all_that_can),
+        mock.patch.object(proposals, "decide", all_that_can),
         mock.patch.object(proposals, "GAIN", -math.inf),
         mock.patch.object(proposals, "ROUNDS", 1),
         mock.patch.object(proposals, "best_within", last),
-        mock.patch.object(pipeline, "best_within", last),
         mock.patch.object(proposals, "_cut_so", counted),
         mock.patch.object(Proposals, "_improve", improve),
-        nullcontext() if by_layers else mock.patch.object(pipeline, "_layered", no_layers),
+        nullcontext() if by_layers else mock.patch.object(proposals, "_layered", no_layers),
         inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
     ):

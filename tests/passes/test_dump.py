@@ -11,9 +11,11 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import source_line
 from ssd_fx.passes.partition import node_names
-from ssd_fx.passes.plan import Recomputed
+from ssd_fx.passes.plan import Plan, Price, Recompute
+from ssd_fx.passes.schedule import Schedule
 from ssd_fx.report import describe, dump
 from ssd_fx.report.rows import Row, fold
 from ssd_fx.sizes import format_bytes, format_seconds
@@ -114,8 +116,13 @@ def test_all_detail_is_in_the_json() -> None:
 
 def test_what_is_computed_again_has_rows_of_its_own() -> None:
     planned = toys.planned(toys.relu_chain)
-    again = tuple(Recomputed(f"gelu_{i}", f"blocks.{i}.mlp", 1024, 1.32e-5) for i in range(3))
-    text = dump.table(planned.plan.with_(points={}, recomputed=again), ([], []))
+    groups = tuple(AliasGroup(i, f"gelu_{i}", None, (), nbytes=1024, stored_nbytes=1024) for i in range(3))
+    proposal = Plan("graph", groups, baseline=planned.plan.baseline).with_(
+        modules={i: f"blocks.{i}.mlp" for i in range(3)},
+        decisions=dict.fromkeys(range(3), Recompute(frozenset())),
+        prices=dict.fromkeys(range(3), Price(1.32e-5, frozenset())),
+    )
+    text = dump.table(planned.plan.with_(schedule=Schedule(), proposal=proposal), ([], []))
     head, *lines = text.splitlines()
     assert head.endswith(", 1 groups and 256 B offloaded (100.0%), 3 tensors and 3072 B recomputed")
     assert_expected_inline(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ssd_fx
-from ssd_fx.passes import pipeline
+from ssd_fx.passes.decide import decide
 from tests.bitwise import Compile, assert_same_bits, ours, prove_bitwise, run
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
@@ -95,7 +95,7 @@ def test_what_comes_of_a_tuple_may_be_computed_again_where_sizes_are_symbolic() 
     priced = []
     for args in (toys.inputs(), (x, w)):
         partition = toys.partitioned(normalised, *args)
-        plan = pipeline.decide(partition, toys.options(), priced=True)
+        plan = decide(partition, toys.options(), priced=True)
         priced.append(sorted(group.base for group in plan.groups if group.slot in plan.prices))
     assert priced[0] == priced[1]
     assert any(base.startswith("getitem") for base in priced[1])

@@ -23,14 +23,14 @@ from ssd_fx.passes.proposals import Candidate
 from tests.passes import toys
 
 
-def forecast(seconds: float, *, peak: int = 100, floor: int = 60, written: int = 10) -> Any:
-    """Of a graph that computes for 1 s, under a limit of 100 bytes."""
-    values = {"limits": Limits(100, 50), "peak": peak, "kept": 0, "floor": floor, "everything": 200, "written": written}
-    return SimpleNamespace(seconds=seconds, compute_s=1.0, **values)
+def replayed(seconds: float, *, peak: int = 100, floor: int = 60, written: int = 10) -> Any:
+    """Of a graph that computes for 1 s."""
+    step = SimpleNamespace(floor=floor, everything=200)
+    return SimpleNamespace(seconds=seconds, compute_s=1.0, peak=peak, kept_bytes=0, written=written, step=step)
 
 
 class Decisions:
-    """Stands in for `pipeline.decide`; `asked` has the limit of every proposal, and the slots that it must save.
+    """Stands in for `decide`; `asked` has the limit of every proposal, and the slots that it must save.
 
     A step takes 2 s in PyTorch's partition, `proposed_s` where groups may be computed again, and `again_s` in the
     partition that does so, whose floor is `floor`; it fails where that is more than the limit of 100.
@@ -48,23 +48,18 @@ class Decisions:
             nodes = {slot: f"relu_{slot}" for slot in range(3) if slot not in self.asked[-1][1]}
             decisions = {slot: Recompute(frozenset({name})) for slot, name in nodes.items()}
             names = frozenset({*nodes.values(), f"limit {self.asked[-1][0]}"})
-            return plan(forecast(self.proposed_s), recomputed_nodes=names, decisions=decisions)
+            return plan(replayed(self.proposed_s), recomputed_nodes=names, decisions=decisions)
         if more.get("analysed") is not None:
-            return plan(forecast(2.0))
+            return plan(replayed(2.0))
         if isinstance(budget, Limits) and budget.memory < self.floor:
             raise BudgetError(budget.memory, self.floor)
-        return plan(forecast(self.again_s, floor=self.floor))
+        return plan(replayed(self.again_s, floor=self.floor))
 
 
-def plan(forecast: Any, **values: Any) -> Any:
-    defaults = {
-        "recomputed_nodes": frozenset(),
-        "saved_nodes": frozenset(),
-        "decisions": {},
-        "groups": (),
-        "stock": None,
-    }
-    found = SimpleNamespace(graph="g", forecast=forecast, **(defaults | values))
+def plan(replay: Any, **values: Any) -> Any:
+    """Under a limit of 100 bytes."""
+    defaults = {"recomputed_nodes": frozenset(), "saved_nodes": frozenset(), "decisions": {}, "groups": ()}
+    found = SimpleNamespace(graph="g", replay=replay, limits=Limits(100, 50), **(defaults | values))
     found.with_ = lambda **changes: SimpleNamespace(**(vars(found) | changes))
     return found
 
@@ -111,7 +106,7 @@ def test_a_partition_that_is_slower_than_proposed_is_proposed_for_a_lower_limit(
 ) -> None:
     """By what its floor is higher than that of PyTorch's partition, and not below that one."""
     decisions, joint = Decisions(again_s=again_s, floor=floor), joint_of(exchanging("a", "b"), exchanging("a", "b"))
-    with mock.patch.object(pipeline, "decide", decisions):
+    with mock.patch.object(proposals, "decide", decisions):
         pipeline.decide_joint(joint, toys.options(recompute=True))
     assert decisions.asked == [(memory, set()) for memory in asked]
 
@@ -119,7 +114,7 @@ def test_a_partition_that_is_slower_than_proposed_is_proposed_for_a_lower_limit(
 def test_what_is_computed_again_where_memory_is_short_is_saved_in_the_next_proposal() -> None:
     decisions, joint = Decisions(floor=110), joint_of(exchanging("a", "b"), exchanging("a", "b"))
     over = mock.Mock(side_effect=[frozenset({"relu_1"}), frozenset({"relu_2"}), frozenset()])
-    with mock.patch.object(pipeline, "decide", decisions), mock.patch.object(pipeline, "over", over):
+    with mock.patch.object(proposals, "decide", decisions), mock.patch.object(proposals, "over", over):
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
     assert decisions.asked == [(100, set()), (100, {1}), (100, {1, 2})]
     assert partition is joint.partition.return_value
@@ -127,7 +122,7 @@ def test_what_is_computed_again_where_memory_is_short_is_saved_in_the_next_propo
 
 @pytest.mark.parametrize(
     ("proposed", "cuts"),
-    [(forecast(1.96), 1), (forecast(1.985), 0), (forecast(2.0), 0), (forecast(2.0, written=8), 1)],
+    [(replayed(1.96), 1), (replayed(1.985), 0), (replayed(2.0), 0), (replayed(2.0, written=8), 1)],
     ids=["faster", "hardly faster", "as fast", "writes less"],
 )
 def test_a_proposal_that_gains_too_little_is_not_cut(proposed: Any, cuts: int) -> None:
@@ -137,7 +132,7 @@ def test_a_proposal_that_gains_too_little_is_not_cut(proposed: Any, cuts: int) -
     def decide(*args: Any, priced: bool = False, **more: Any) -> Any:
         return plan(proposed, recomputed_nodes=frozenset({"relu"})) if priced else decisions(*args, **more)
 
-    with mock.patch.object(pipeline, "decide", decide):
+    with mock.patch.object(proposals, "decide", decide):
         pipeline.decide_joint(joint, toys.options(recompute=True))
     assert joint.partition_again.call_count == cuts
 
@@ -145,7 +140,7 @@ def test_a_proposal_that_gains_too_little_is_not_cut(proposed: Any, cuts: int) -
 def test_a_partition_that_pytorch_cannot_make_is_done_without_aloud() -> None:
     decisions, joint = Decisions(), joint_of(exchanging("a", "b"), exchanging("a", "b"))
     joint.partition_again.side_effect = CutError("AOT Autograd failed to partition")
-    with mock.patch.object(pipeline, "decide", decisions), pytest.warns(RuntimeWarning, match="failed to partition"):
+    with mock.patch.object(proposals, "decide", decisions), pytest.warns(RuntimeWarning, match="failed to partition"):
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
     assert joint.partition_again.call_count == 1
     assert partition is joint.partition.return_value
@@ -155,9 +150,9 @@ def test_layers_that_pytorch_cannot_cut_at_are_done_without_aloud() -> None:
     joint = joint_of(exchanging("a", "b"), exchanging("a", "b"))
     joint.partition_again.side_effect = CutError("no")
     own = Candidate(joint.partition.return_value, Plan("g"))
-    between = mock.patch.object(pipeline, "between_layers", return_value=Between(frozenset({"x"}), frozenset()))
+    between = mock.patch.object(proposals, "between_layers", return_value=Between(frozenset({"x"}), frozenset()))
     with between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its layers, .*: no"):
-        assert pipeline._layered(joint, own, toys.options()) is None
+        assert proposals._layered(joint, own, toys.options()) is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +163,7 @@ def test_layers_that_pytorch_cannot_cut_at_are_done_without_aloud() -> None:
 def test_a_partition_that_communicates_in_another_order_is_not_planned(again: Partition) -> None:
     """Other ranks may not take it, and would wait for what this one does later."""
     decisions, joint = Decisions(), joint_of(exchanging("a", "b", backward="cd"), again)
-    with mock.patch.object(pipeline, "decide", decisions):
+    with mock.patch.object(proposals, "decide", decisions):
         partition, _ = pipeline.decide_joint(joint, toys.options(recompute=True))
     assert joint.partition_again.call_count == 1
     assert len(decisions.asked) == 1
@@ -186,7 +181,7 @@ def test_a_partition_that_reads_more_of_the_callers_is_not_planned(inputs: str, 
 
 
 def candidate(seconds: float, *, peak: int = 100, written: int = 10) -> Candidate:
-    return Candidate(exchanging("a", "b"), plan(forecast(seconds, peak=peak, written=written)))
+    return Candidate(exchanging("a", "b"), plan(replayed(seconds, peak=peak, written=written)))
 
 
 def test_of_plans_within_the_limits_the_fastest_is_taken_and_of_those_the_one_that_writes_least() -> None:
@@ -201,7 +196,7 @@ def test_of_plans_within_the_limits_the_fastest_is_taken_and_of_those_the_one_th
 def test_auto_allows_more_memory_where_a_partition_is_slower_than_it_may_be(slowdown: float, limits: list[int]) -> None:
     """By one share of the range from the floor to everything kept, then two, then four."""
     decisions, joint = Decisions(), joint_of(exchanging("a", "b"), exchanging("a", "b"))
-    with mock.patch.object(pipeline, "decide", decisions):
+    with mock.patch.object(proposals, "decide", decisions):
         pipeline.decide_joint(joint, toys.options(recompute=True, budget="auto", slowdown=slowdown))
     assert [memory for memory, _ in decisions.asked] == limits
 

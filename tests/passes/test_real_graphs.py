@@ -19,8 +19,8 @@ def near_the_optimum(name: str, speed: str, share: float, most: float) -> None:
     at = limits(instance.step, share)
     found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
     bound = optimum(instance.step, instance.machine, at.memory, at.kept, rows=ROWS, time_limit=SECONDS)
-    assert found.outcome.peak <= at.memory
-    assert 1 - 2e-3 <= found.outcome.seconds / bound.lower_bound <= most
+    assert found.peak <= at.memory
+    assert 1 - 2e-3 <= found.seconds / bound.lower_bound <= most
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.decide import decide
 from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.partition import Partition, node_names
 from ssd_fx.passes.plan import Plan
@@ -417,7 +418,7 @@ def planned(toy: Toy, *args: torch.Tensor, **changes: object) -> Planned:
     names = node_names(partition)
     before = Before.of(partition)
     chosen = options(**changes)
-    plan = pipeline.decide(partition, chosen)
+    plan = decide(partition, chosen)
     pipeline.rewrite(partition, plan, chosen)
     table = dump.table(plan, names)
     lines = table.splitlines()

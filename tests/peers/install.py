@@ -22,6 +22,7 @@ from torch._functorch import partitioners
 from ssd_fx.backend import plan_options
 from ssd_fx.config import Config
 from ssd_fx.passes import pipeline
+from ssd_fx.passes.decide import decide
 from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.lowering import compiled_autograd, inductor, order
 from ssd_fx.passes.partition import Partition, activation_names, untrained_names
@@ -121,7 +122,7 @@ class _Default:
         forward, backward = _instead["default_partition"].stock(gm, inputs, **kwargs)  # type: ignore[attr-defined]
         untrained = untrained_names(gm)
         partition = Partition(forward, backward, kwargs["num_fwd_outputs"], activations, untrained)
-        plan = pipeline.decide(partition, self._options)
+        plan = decide(partition, self._options)
         pipeline.rewrite(partition, plan, self._options)
         return partition.forward, partition.backward
 

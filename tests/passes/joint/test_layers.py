@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
+from ssd_fx.passes import pipeline, proposals
 from ssd_fx.passes.cost.operators import is_extern
 from ssd_fx.passes.joint.layers import between_layers, valleys
 from ssd_fx.passes.joint.spread import spread
@@ -109,6 +111,23 @@ def _forward_as_backward(toy: toys.Toy) -> Partition:
     partition = toys.partitioned(toy, *toys.inputs())
     partition.backward = partition.forward
     return partition
+
+
+def test_the_step_without_ssd_fx_is_of_the_partition_that_nobody_asked_layers_of() -> None:
+    """Reports show it beside the plan. The partition that the proposal is of saves other tensors than PyTorch's own."""
+
+    def saved(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[int, int, int]:
+        joint, options = pipeline.joint_of(gm, inputs, kwargs), toys.options(recompute=True)
+        own = proposals.cut(joint, options)
+        with everything_recomputed(by_layers=True):
+            ((_, plan),) = proposals.decide_for_all(joint, own, options, [0])
+        assert plan.recomputed
+        assert plan.proposal is not None
+        return own.plan.saved_bytes, plan.proposal.saved_bytes, plan.origin.saved_bytes
+
+    own, layered, told = toys.with_joint(residual, arguments(), saved)
+    assert own != layered
+    assert told == own
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

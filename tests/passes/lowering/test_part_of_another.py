@@ -6,7 +6,6 @@ of its own. So a write of the caller before the backward must change no gradient
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,12 +105,12 @@ def gradients(step: Step, run: Step) -> list[Tensor | None]:
     return [x.grad for x in given]
 
 
-def late(points: Callable[..., Any]) -> Callable[..., Any]:
+def late(of_nodes: Callable[..., Any]) -> Callable[..., Any]:
     """Every store behind the last kernel, as a plan for a busy drive may have it."""
 
     def planned(plan: Any, *rest: Any) -> Any:
-        last = len(plan.timeline.forward) - 3
-        return dataclasses.replace(points(plan, *rest), store_after=last, release_after=last)
+        last = len(plan.node_ms[0]) - 3
+        return of_nodes(plan, *rest).edited(lambda _, trip: trip.moved(store=last, release=last), plan.items)
 
     return planned
 
@@ -125,7 +124,7 @@ def test_a_write_of_the_caller_changes_no_gradient(
     """In four steps: from the third on a slot is not written any more, if the caller holds its memory."""
     torch._dynamo.reset()
     if stored == "late":
-        monkeypatch.setattr(select, "_points", late(select._points))
+        monkeypatch.setattr(select, "_of_nodes", late(select._of_nodes))
     for found in trained(step, budget, tmp_path):
         assert is_close(found, gradients(step, step))
     assert ssd_fx.stats().offloaded_bytes > 0
@@ -155,7 +154,7 @@ def test_an_output_that_is_made_of_a_stored_tensor(
 ) -> None:
     """The gradient is eager's. Autograd's error comes only where plain Inductor has it too."""
     torch._dynamo.reset()
-    monkeypatch.setattr(select, "_points", late(select._points))
+    monkeypatch.setattr(select, "_of_nodes", late(select._of_nodes))
     step = output_of(make)
     expected = unless_refused(lambda: gradients(step, step))
     if not expected:
@@ -183,7 +182,7 @@ def unless_refused(run: Callable[[], list[Any]]) -> list[Any]:
 def test_the_audit_refuses_a_part_that_is_stored(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the copy that the lowering makes."""
     torch._dynamo.reset()
-    monkeypatch.setattr(select, "_points", late(select._points))
+    monkeypatch.setattr(select, "_of_nodes", late(select._of_nodes))
     monkeypatch.setattr(inductor, "_is_in_memory_of_another", lambda *_: False)
     options = {"dirs": [tmp_path], "allow_tmpfs": True, "budget": 0, "min_bytes": 0, "recompute": False}
     with kernels_on_demand(), torch._inductor.config.patch(force_disable_caches=True):

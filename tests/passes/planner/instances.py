@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.budget import limits as limits  # what a share is in bytes
-from ssd_fx.passes.planner.items import Choice, Item, Shared, Step
+from ssd_fx.passes.planner.replay import first_uses
+from ssd_fx.passes.schedule import CHOICES, Choice, Item, Schedule, Shared, Step, Trip
 
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 LANES = {"fast": (0.2, 0.6), "balanced": (0.8, 1.3), "slow": (1.6, 4.0)}  # seconds of the lane per second of compute
@@ -84,10 +86,10 @@ def random_item(rng: random.Random, seconds: tuple[float, ...], forward: int, ki
     dear = rng.choice([0.1, 0.5, 1.0, 4.0]) * seconds[produced]
     recompute_s, choices = math.inf, {Choice.KEEP, Choice.OFFLOAD}
     if kind == "recompute" and rng.random() < 0.5:
-        recompute_s, choices = dear, {*Choice}
+        recompute_s, choices = dear, {*CHOICES}
     elif kind == "restricted":
         recompute_s = dear
-        sets = [{Choice.KEEP}, {Choice.OFFLOAD}, {Choice.RECOMPUTE}, {Choice.RECOMPUTE, Choice.OFFLOAD}, {*Choice}]
+        sets = [{Choice.KEEP}, {Choice.OFFLOAD}, {Choice.RECOMPUTE}, {Choice.RECOMPUTE, Choice.OFFLOAD}, {*CHOICES}]
         choices = rng.choice([*sets, {Choice.KEEP, Choice.RECOMPUTE}, {Choice.KEEP, Choice.OFFLOAD}])
         recompute_s = dear if Choice.RECOMPUTE in choices else math.inf
     return Item(nbytes, produced, last, first, until, recompute_s, frozenset(choices))
@@ -109,6 +111,17 @@ def cases(count: int) -> Iterator[tuple[Instance, float]]:
         instance = random_instance(seed)
         for share in BUDGETS:
             yield instance, share
+
+
+def scheduled(step: Step, choices: Sequence[Choice], placed: Mapping[int, Mapping[str, Any]]) -> Schedule:
+    """What is offloaded at these places, as `Trip.of` takes them, and waited for where it is used."""
+    firsts = first_uses(step, choices)
+    return Schedule([Trip.of(i, wait=firsts[i], **each) for i, each in placed.items()], step.items)
+
+
+def undeferred(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """What is deferred is offloaded."""
+    return tuple(Choice.OFFLOAD if choice is Choice.DEFER else choice for choice in choices)
 
 
 instances = st.integers(0, 2**32 - 1).map(random_instance)

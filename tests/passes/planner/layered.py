@@ -14,7 +14,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from ssd_fx.passes.planner.items import Choice, Item, Step
+from ssd_fx.passes.schedule import CHOICES, Choice, Item, Step
 from tests.passes.planner.instances import Instance, random_machine, shared_nodes
 
 BLOCKS = {"attention": ["attention"], "plain": ["plain"], "gated": ["gated"], "both": ["attention", "plain"]}
@@ -55,7 +55,7 @@ class Forward:
             last = max(p for p, op in enumerate(self.operators) if name in op.reads or name in op.makes)
             users = [2 * count - 1 - p for p, op in enumerate(self.operators) if name in op.needs]
             needs = {read for p in chain for read in self.operators[p].reads if read in saved}
-            again_s, choices = math.fsum(self.operators[p].seconds for p in chain), frozenset(Choice)
+            again_s, choices = math.fsum(self.operators[p].seconds for p in chain), CHOICES
             if not chain:  # the input
                 again_s, choices = math.inf, frozenset({Choice.KEEP, Choice.OFFLOAD})
             needed = tuple(sorted(saved.index(each) for each in needs))

@@ -1,6 +1,6 @@
 """The exact optimum of a training step as a mixed-integer program, solved by HiGHS: what the planner is compared with.
 
-Every placement that `simulate` can play (stores delayed or not, releases that block or hand over, loads forwarded or
+Every placement that `replay` can play (stores delayed or not, releases that block or hand over, loads forwarded or
 read) fulfils every row, so the dual bound is a lower bound of any plan's seconds. What the program leaves out is only
 that a lane cannot be interrupted; README.md here has the rows and why each holds.
 """
@@ -17,7 +17,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.items import Choice, Step
+from ssd_fx.passes.schedule import Choice, Step
 from tests.passes.planner.memory_rows import memory_rows
 
 Terms = list[tuple[int, float]]  # (column, coefficient)

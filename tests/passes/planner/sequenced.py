@@ -11,9 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.items import Choice, Step, Transfer
+from ssd_fx.passes.schedule import Choice, Schedule, Step
+from tests.passes.planner.instances import scheduled
 from tests.passes.planner.optimum import Program, Terms, at, negative, optimum
 
 NEAR = 1.02
@@ -249,22 +251,23 @@ class Sequenced(Program):
 
     # Solution
 
-    def transfers(self, solution: Sequence[float]) -> dict[int, Transfer]:
+    def schedule(self, solution: Sequence[float], choices: Sequence[Choice]) -> Schedule:
         """Where the nodes stand of what is offloaded."""
         last = self.step.forward - 1
-        found: dict[int, Transfer] = {}
+        found: dict[int, dict[str, Any]] = {}
         for i in (i for i, column in self.offloaded.items() if solution[column] > 0.5):
             store = max(self.paid[i], key=lambda p: solution[self.paid[i][p]])
             if solution[self.left[i]] < 0.5:
-                found[i] = Transfer(store, last, False, last + 1)
+                found[i] = {"store": store, "release": last, "load": last + 1}
                 continue
             load = max(self.loaded[i], key=lambda q: solution[self.loaded[i][q]])
             block = solution[self.blocking[i]] > 0.5
             until = [p for (p, k), column in self.stalls.items() if k == i and solution[column] > 0.5]
             until += [m - 1 for m, column in self.gone[i].items() if m <= last and solution[column] > 0.5]
             soonest = max(store, self.step.items[i].last_use)
-            found[i] = Transfer(store, min(until, default=last) if block else soonest, block, load)
-        return found
+            release = min(until, default=last) if block else soonest
+            found[i] = {"store": store, "release": release, "load": load, "block": block}
+        return scheduled(self.step, choices, found)
 
 
 def _all(columns: Mapping[int, int], first: int = 0) -> Terms:

@@ -8,12 +8,13 @@ import pytest
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
-from ssd_fx.passes.planner.items import Choice, Item, Step
+from ssd_fx.passes.planner.replay import own_s
 from ssd_fx.passes.planner.solve import solve
+from ssd_fx.passes.schedule import CHOICES, Choice, Item, Step
 from tests.passes.planner.instances import BUDGETS, limits, random_instance
 
 NODES = Machine(1, 1, write_bw=1e9, read_bw=1e9, latency_s=0.0, node_s=0.5)  # an offload costs twice as much
-ALL = frozenset(Choice)
+ALL = CHOICES
 
 
 def step(*items: Item) -> Step:
@@ -24,16 +25,16 @@ def step(*items: Item) -> Step:
 def test_the_cheapest_bytes_go_first_and_the_last_item_in_part() -> None:
     """15 of 30 B must go: 10 B are computed again in 0.2 s, and of 20 B a quarter costs a quarter of two nodes."""
     made = step(Item(10, 0, 0, 3, 3, recompute_s=0.2, choices=ALL), Item(20, 0, 0, 3, 3, choices=ALL))
-    own_s = 2 * made.seconds_of(NODES, "ssd").own[1]
+    both_s = 2 * own_s(made, NODES)["ssd"][1]
     assert least_bytes(made, 15, math.inf) == 15
-    assert lower_bound(made, NODES, 15, math.inf) == pytest.approx(4 + 0.2 + own_s / 4)
+    assert lower_bound(made, NODES, 15, math.inf) == pytest.approx(4 + 0.2 + both_s / 4)
 
 
 def test_what_is_bound_to_go_costs_in_any_case() -> None:
     made = step(Item(10, 0, 0, 3, 3, choices=frozenset({Choice.OFFLOAD})))
-    own_s = 2 * made.seconds_of(NODES, "ssd").own[0]
-    assert own_s > 0
-    assert lower_bound(made, NODES, 1000, math.inf) == pytest.approx(4 + own_s)
+    both_s = 2 * own_s(made, NODES)["ssd"][0]
+    assert both_s > 0
+    assert lower_bound(made, NODES, 1000, math.inf) == pytest.approx(4 + both_s)
 
 
 def test_a_share_is_a_bound_as_well() -> None:
@@ -46,4 +47,4 @@ def test_no_plan_is_below(share: float) -> None:
         made = random_instance(seed)
         at = limits(made.step, share)
         found = solve(made.step, made.machine, limit=at.memory, share_bytes=at.kept)
-        assert lower_bound(made.step, made.machine, at.memory, at.kept) <= found.outcome.seconds * (1 + 1e-12)
+        assert lower_bound(made.step, made.machine, at.memory, at.kept) <= found.seconds * (1 + 1e-12)

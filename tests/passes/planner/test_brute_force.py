@@ -9,8 +9,8 @@ import pytest
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner import budget
-from ssd_fx.passes.planner.items import Choice, Item, Step
 from ssd_fx.passes.planner.solve import solve
+from ssd_fx.passes.schedule import Choice, Item, Step
 from tests.passes.planner.brute_force import SLOWDOWN, TINY, all_kept_s, best_of_all, least_that_is_cheap
 from tests.passes.planner.instances import limits, random_instance
 
@@ -19,7 +19,7 @@ def ratio(seed: int, share: float) -> float:
     """The planner's predicted seconds over those of the best of all plans."""
     step, machine = (tiny := random_instance(seed, *TINY)).step, tiny.machine
     at = limits(step, share)
-    found = solve(step, machine, limit=at.memory, share_bytes=at.kept).outcome
+    found = solve(step, machine, limit=at.memory, share_bytes=at.kept)
     assert found.peak <= at.memory
     return found.seconds / best_of_all(step, machine, at.memory, at.kept)
 
@@ -39,7 +39,7 @@ def test_auto_meets_whatever_is_allowed(choices: set[Choice]) -> None:
     for step in (replace(tiny.step, items=items), replace(tiny.step, items=())):
         for slowdown in (0.0, 1.0):
             solution, at = budget.solve_for(step, "auto", tiny.machine, slowdown=slowdown)
-            assert solution.outcome.peak <= at.memory
+            assert solution.peak <= at.memory
             assert all(choice in choices for choice in solution.choices)
 
 
@@ -52,7 +52,7 @@ def test_auto_is_the_least_share_that_costs_little(seed: int) -> None:
     assert at.kept is not None
     share = at.kept / sum(item.nbytes for item in tiny.step.items)
     assert share == pytest.approx(math.ceil(20 * best) / 20)
-    assert solution.outcome.seconds <= (1 + 1.1 * SLOWDOWN) * all_kept_s(tiny.step, tiny.machine)
+    assert solution.seconds <= (1 + 1.1 * SLOWDOWN) * all_kept_s(tiny.step, tiny.machine)
 
 
 @pytest.mark.parametrize(("host_node_s", "offloaded"), [(0.0, 4), (0.05, 4), (0.2, 2), (5.0, 0)])
@@ -62,4 +62,4 @@ def test_auto_leaves_a_busy_host_alone(host_node_s: float, offloaded: int) -> No
     step = Step((1.0,) * 16, (0,) * 16, 8, items)
     machine = Machine(1.0, 1.0, 1e12, 1e12, 0.0, launch_s=15 / 16, host_node_s=host_node_s)
     solution, _ = budget.solve_for(step, "auto", machine, slowdown=1 / 16)
-    assert len(solution.transfers) == offloaded
+    assert len(solution.schedule) == offloaded

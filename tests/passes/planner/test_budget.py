@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ssd_fx
-from ssd_fx.passes import pipeline
+from ssd_fx.passes.decide import decide
 from tests.passes import toys
 
 
@@ -30,7 +30,7 @@ def test_what_does_not_lower_the_peak_leaves_other_graphs_all_the_same() -> None
     """Of a block there may be many, whose tensors pile up. `spare=False` says that of a whole step."""
 
     def offloaded(toy: toys.Toy, spare: bool) -> int:
-        plan = pipeline.decide(toys.partitioned(toy, *toys.inputs()), toys.options(spare=spare))
+        plan = decide(toys.partitioned(toy, *toys.inputs()), toys.options(spare=spare))
         return len(plan.offloaded)
 
     block = offloaded(two_products, spare=False)

@@ -15,18 +15,18 @@ from expecttest import assert_expected_inline
 from torch.utils.checkpoint import CheckpointPolicy
 
 import ssd_fx
-from ssd_fx.passes import pipeline
+from ssd_fx.passes import decide, pipeline
 from ssd_fx.passes.cost.machine import Machine, Tier
 from ssd_fx.passes.partition import Partition, arguments_of, node_names
-from ssd_fx.passes.plan import Offload, Plan
-from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
+from ssd_fx.passes.plan import Offload, Plan, replay_of
+from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.select import _in_order
-from ssd_fx.passes.planner.simulate import Outcome, simulate
-from ssd_fx.passes.planner.solution import Solution
 from ssd_fx.passes.planner.solve import solve
+from ssd_fx.passes.schedule import Choice, Item, Replay, Schedule, Step, Trip
 from ssd_fx.passes.verify.errors import VerifyError
 from ssd_fx.passes.verify.plan import verify_plan
 from ssd_fx.report import dump
+from ssd_fx.report.describe import describe
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.store import Store
 from tests.passes import toys
@@ -39,11 +39,11 @@ MACHINE = replace(MACHINE, host_latency_s=0.0)
 OFFLOAD = frozenset({Choice.OFFLOAD})
 
 
-def two_items(*tiers: Tier) -> tuple[Step, dict[int, Transfer]]:
+def two_items(*tiers: Tier) -> tuple[Step, Schedule]:
     """Of 8 bytes each, produced by the first two of three operators, stored at once, waited for, read in reverse."""
     items = tuple(Item(8, p, p, 5 - p, 5 - p, choices=OFFLOAD) for p in range(2))
-    transfers = {p: Transfer(p, p, True, 5 - p, tier=tier) for p, tier in enumerate(tiers)}
-    return Step((1.0,) * 6, (0,) * 6, 3, items, host_budget=16), transfers
+    trips = [Trip.of(p, p, p, 5 - p, 5 - p, block=True, tier=tier) for p, tier in enumerate(tiers)]
+    return Step((1.0,) * 6, (0,) * 6, 3, items, host_budget=16), Schedule(trips, items)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_lanes_bytes_and_the_host_curve(
     written: int,
     host: tuple[int, ...],
 ) -> None:
-    step, transfers = two_items(*tiers)
-    found = simulate(step, [Choice.OFFLOAD] * 2, transfers, MACHINE)
+    step, schedule = two_items(*tiers)
+    found = replay(step, [Choice.OFFLOAD] * 2, schedule, MACHINE)
     assert (found.write_stall_s, found.read_stall_s, found.written) == (write_stall_s, read_stall_s, written)
     assert found.seconds == 6.0 + write_stall_s + read_stall_s + drag_s
     assert (found.host, found.host_peak) == (host, max(host, default=0))
@@ -78,8 +78,9 @@ def test_the_lanes_do_not_wait_for_each_other() -> None:
     step = replace(step, items=(item, item))
     ends = []
     for tiers in (("ssd", "ssd"), ("host", "ssd"), ("host", "host")):
-        transfers = {i: Transfer(0, 1, True, 5, tier=tier) for i, tier in enumerate(tiers)}  # type: ignore[arg-type]
-        found = simulate(step, [Choice.OFFLOAD] * 2, transfers, replace(MACHINE, drag_s_per_byte=0.0))
+        trips = [Trip.of(i, 0, 1, 5, 5, block=True, tier=tier) for i, tier in enumerate(tiers)]  # type: ignore[arg-type]
+        schedule = Schedule(trips, step.items)
+        found = replay(step, [Choice.OFFLOAD] * 2, schedule, replace(MACHINE, drag_s_per_byte=0.0))
         ends.append((found.write_stall_s, found.read_stall_s))
     assert ends == [(15.0, 15.0 + 1.0), (7.0, 8.0), (3.0, 4.0)]
 
@@ -104,11 +105,11 @@ def solved(instance: Instance, share: float, part: float) -> tuple[Step, Machine
     machine = replace(machine, to_host_bw=5 * machine.write_bw, from_host_bw=5 * machine.read_bw)
     step, at = replace(instance.step, host_budget=int(part * total)), limits(instance.step, share)
     found = solve(step, machine, limit=at.memory, share_bytes=at.kept)
-    assert found.outcome.host_peak <= step.host_budget
-    assert found.outcome.peak <= at.memory
-    hosted = sum(step.items[i].moved_nbytes for i, t in found.transfers.items() if t.tier == "host")
-    assert found.outcome.host_peak == hosted  # all are there at the end of the forward
-    return step, machine, found.outcome.seconds, found.outcome.written
+    assert found.host_peak <= step.host_budget
+    assert found.peak <= at.memory
+    hosted = sum(step.items[i].moved_nbytes for i, trip in found.schedule.items() if trip.tier == "host")
+    assert found.host_peak == hosted  # all are there at the end of the forward
+    return step, machine, found.seconds, found.written
 
 
 @pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])])
@@ -130,7 +131,7 @@ def test_without_a_stall_host_memory_spares_the_drive() -> None:
     for room in (0, 4, 5, 8, 11, 13, 19):
         at = replace(step, items=items, host_budget=room)
         found = solve(at, fast, limit=1000, share_bytes=0)
-        written.append(found.outcome.written)
+        written.append(found.written)
     assert written == [19, 19, 14, 11, 11, 6, 0]  # the largest first: at 11 it is 8, though 6 and 5 would fit
 
 
@@ -143,7 +144,7 @@ def test_marks_bind_items_to_a_tier() -> None:
         marked = tuple(replace(item, tier=mark) for item, mark in zip(items, marks, strict=True))
         at = replace(step, base=(0, 14, 14, 14, 14, 0), items=marked, host_budget=room)
         found = solve(at, machine, limit=14, share_bytes=0)  # both must be gone in between
-        return [found.transfers[i].tier for i in range(2)]
+        return [found.schedule[i].tier for i in range(2)]
 
     assert tiers(8, None, None) == ["host", "ssd"]
     assert tiers(8, None, "host") == ["ssd", "host"]
@@ -178,7 +179,7 @@ def planned(toy: toys.Toy, *args: torch.Tensor, **changes: object) -> tuple[str,
     changes = {"machine": QUICK} | changes
     partition = toys.partitioned(toy, *(args or device_inputs()))
     names = node_names(partition)
-    plan = pipeline.decide(partition, toys.options(**changes))
+    plan = decide.decide(partition, toys.options(**changes))
     pipeline.rewrite(partition, plan, toys.options(**changes))
     lines = dump.table(plan, names).splitlines()[1:]
     told = ("predicted step", "predicted peak")
@@ -189,7 +190,7 @@ def details(toy: toys.Toy, **changes: object) -> Any:
     """What `<graph>.plan.json` says."""
     changes = {"machine": QUICK} | changes
     partition = toys.partitioned(toy, *device_inputs())
-    plan = pipeline.decide(partition, toys.options(**changes))
+    plan = decide.decide(partition, toys.options(**changes))
     return dump.dump(partition, plan, node_names(partition)).plan
 
 
@@ -225,20 +226,17 @@ LATE = replace(toys.MACHINE, latency_s=1.0, host_latency_s=1.0)
 def test_a_copy_that_would_be_in_vain_begins_later(way: dict[str, object]) -> None:
     """It cannot be cut short, so it must not begin, unless another forward comes and needs the memory."""
     text, plan, partition = planned(chain, machine=LATE, **way)
-    slots = [group.slot for group in plan.groups if plan.points[group.slot].later]
+    slots = [group.slot for group in plan.groups if plan.schedule[group.slot].is_later]
     assert slots
     assert text.count(" later ") == len(slots)
     assert [node.args[3] for node in stores(partition) if arguments_of(node)["later"]] == slots
     told = details(chain, machine=LATE, **way)["groups"]
     assert [group["slot"] for group in told if group.get("later")] == slots
     assert plan.offloaded == plan.groups  # budget 0 holds
-    assert plan.course is not None
-    assert [plan.course.lives[slot].write for slot in slots] == [None] * len(slots)
+    assert not any("write" in plan.times(slot) for slot in slots)
     at_once, before, _ = planned(chain, machine=LATE)
     assert "later" not in at_once  # a write to a drive is cut short
-    assert before.forecast is not None
-    assert plan.forecast is not None
-    assert plan.forecast.peak <= before.forecast.peak
+    assert replay_of(plan).peak <= replay_of(before).peak
 
 
 def test_what_is_marked_is_copied_at_once_though_in_vain() -> None:
@@ -258,7 +256,7 @@ def test_under_a_lossy_codec_no_float_begins_later(way: dict[str, object]) -> No
     assert not any(arguments_of(node)["later"] for node in stores(partition))
     assert plan.offloaded
     _, plan, _ = planned(ordered, machine=LATE, lossy=True, **way)
-    assert [group.stored.dtype for group in plan.groups if plan.points[group.slot].later] == [torch.int64]
+    assert [group.stored.dtype for group in plan.groups if plan.schedule[group.slot].is_later] == [torch.int64]
 
 
 def test_on_the_cpu_nothing_begins_later() -> None:
@@ -295,9 +293,9 @@ def test_host_memory_that_could_be_a_tier_is_told_of() -> None:
     machine = replace(Machine.default(torch.device("cpu"), 2), write_bw=2e9, to_host_bw=50e9)
 
     def told(*args: torch.Tensor, **changes: object) -> float:
-        _, plan, _ = planned(chain, *args, machine=machine, **changes)
-        assert plan.forecast is not None
-        return plan.forecast.host_speedup
+        options = toys.options(machine=machine, **changes)
+        partition = toys.partitioned(chain, *(args or device_inputs()))
+        return describe(partition, decide.decide(partition, options), options).host_speedup
 
     assert told() == 24.0
     assert told(host_budget=600) == 0.0
@@ -359,10 +357,10 @@ def test_a_plan_that_overfills_host_memory_is_broken() -> None:
     _, plan, _ = planned(chain, host_budget=600)
     partition = toys.partitioned(chain, *device_inputs())
     verify_plan(partition, plan)
-    assert plan.forecast is not None
-    small = replace(plan.forecast, host_budget=500)
+    found = replay_of(plan)
+    small = replace(found, step=replace(found.step, host_budget=500))
     with pytest.raises(VerifyError, match=r"the plan has 512 B in host memory, where 500 B may be; see pass 'select'"):
-        verify_plan(partition, plan.with_(forecast=small))
+        verify_plan(partition, plan.with_(replay=small))
     more = dict.fromkeys(plan.decisions, Offload("host"))
     with pytest.raises(VerifyError, match="768 B are to go to host memory, and 512 B are predicted there"):
         verify_plan(partition, plan.with_(decisions=more))
@@ -375,7 +373,8 @@ def test_the_tier_reaches_the_store_that_runs(tmp_path: Path, inner: str, monkey
     options |= {"dirs": [str(tmp_path)], "allow_tmpfs": True}
     plain = toys.inputs()
     chain(*plain).backward()
-    monkeypatch.setattr(pipeline, "_device", lambda partition: torch.device("meta"))
+    for module in (decide, pipeline):
+        monkeypatch.setattr(module, "device_of", lambda partition: torch.device("meta"))
     store, tiers = Store.store, []
 
     def noted(self: Store, *args: Any) -> None:
@@ -418,7 +417,8 @@ def test_what_one_forward_keeps_for_a_quick_backward_does_not_add_up(
     forwards: str, budget: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each forward's backward would need all before it is copied. Those of seven others come in between."""
-    monkeypatch.setattr(pipeline, "_device", lambda partition: torch.device("meta"))
+    for module in (decide, pipeline):
+        monkeypatch.setattr(module, "device_of", lambda partition: torch.device("meta"))
     options = {"engine": "memory", "inner": "aot_eager", "min_bytes": 0, "budget": budget, "machine": GPU}
     blocks = [Block() for _ in range(8 if forwards == "of blocks" else 1)]
     for block in blocks:
@@ -438,17 +438,16 @@ def test_what_one_forward_keeps_for_a_quick_backward_does_not_add_up(
 
 def test_releases_of_copies_stand_where_the_copies_end() -> None:
     """A device's stream waits there. What ends in the backward, or is needed before, is released as before."""
-    soon, late, in_vain, blocking = (Transfer(0, 0, block, 5) for block in (False, False, False, True))
-    outcome = Outcome(
+    soon, late, in_vain, blocking = trips = [Trip.of(i, 0, 0, 5, 5, block=i == 3) for i in range(4)]
+    step = Step((1.0,) * 6, (0,) * 6, 3, (Item(8, 0, 0, 5, 5),) * 4)
+    found = Replay(
+        step=step,
+        choices=(Choice.OFFLOAD,) * 4,
+        schedule=Schedule(trips, step.items),
         seconds=6.0,
-        write_stall_s=0.0,
-        read_stall_s=0.0,
         memory=(0,) * 6,
-        written=0,
         starts=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
-        write_ends={0: 1.5, 1: 4.5, 2: 1.5, 3: 1.5},
+        writes={0: (0.5, 1.5), 1: (3.5, 4.5), 2: (0.5, 1.5), 3: (0.5, 1.5)},
         forwarded={2},
     )
-    found = Solution((Choice.OFFLOAD,) * 4, {0: soon, 1: late, 2: in_vain, 3: blocking}, outcome)
-    moved = replace(soon, release_after=1, block=True)
-    assert _in_order(3, found) == {0: moved, 1: late, 2: in_vain, 3: blocking}
+    assert dict(_in_order(found)) == {0: soon.moved(release=1, block=True), 1: late, 2: in_vain, 3: blocking}

@@ -11,14 +11,13 @@ import pytest
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.plan import Limits
 from ssd_fx.passes.planner.budget import is_worth, limits, solve_for
-from ssd_fx.passes.planner.items import Choice, Item, Shared, Step
-from ssd_fx.passes.planner.place import everything, floor
+from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.segments import boundaries
-from ssd_fx.passes.planner.simulate import Outcome, simulate
 from ssd_fx.passes.planner.solve import solve
+from ssd_fx.passes.schedule import CHOICES, Choice, Item, Replay, Schedule, Shared, Step
 from tests.passes.planner.layered import layered_instance
 
-ALL = frozenset(Choice)
+ALL = CHOICES
 LAYERS, PER_LAYER = 6, 4
 
 
@@ -39,10 +38,10 @@ def layered() -> Step:
     return Step((1.0,) * count + (2.0,) * count, (5,) * (2 * count), count, tuple(items))
 
 
-def checkpointed(step: Step) -> Outcome:
+def checkpointed(step: Step) -> Replay:
     """Every layer's input is kept, and all else recomputed."""
     choices = [Choice.KEEP if i % PER_LAYER == 0 else Choice.RECOMPUTE for i in range(len(step.items))]
-    return simulate(step, choices, {}, machine(1.0))
+    return replay(step, choices, Schedule(), machine(1.0))
 
 
 def machine(bandwidth: float) -> Machine:
@@ -59,7 +58,7 @@ def test_layers_meet_where_few_bytes_are_needed() -> None:
 @pytest.mark.parametrize("bandwidth", [0.1, 1.0, 5.0, 20.0, 1000.0])
 def test_a_checkpoint_of_every_layer_is_never_better(bandwidth: float) -> None:
     step, rival = layered(), checkpointed(layered())
-    found = solve(step, machine(bandwidth), limit=rival.peak, share_bytes=math.inf).outcome
+    found = solve(step, machine(bandwidth), limit=rival.peak, share_bytes=math.inf)
     assert found.peak <= rival.peak
     assert found.seconds <= 1.005 * rival.seconds
 
@@ -75,15 +74,15 @@ def test_a_whole_layer_is_recomputed_where_its_norm_leaves_no_memory_for_that(
     instance = layered_instance(seed)
     at = limits(instance.step, share, whole=True)
     found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept, quick=True)
-    assert found.outcome.seconds <= 1.06 * optimum_s
+    assert found.seconds <= 1.06 * optimum_s
 
 
 @pytest.mark.parametrize("bandwidth", [1.0, 5.0, 20.0])
 @pytest.mark.parametrize("quick", [True, False])
 def test_more_memory_takes_no_more_time(bandwidth: float, quick: bool) -> None:
     step = layered()
-    at = [floor(step) + share * (everything(step) - floor(step)) / 10 for share in range(1, 11)]
-    found = [solve(step, machine(bandwidth), limit=m, share_bytes=math.inf, quick=quick).outcome.seconds for m in at]
+    at = [step.floor + share * (step.everything - step.floor) / 10 for share in range(1, 11)]
+    found = [solve(step, machine(bandwidth), limit=m, share_bytes=math.inf, quick=quick).seconds for m in at]
     assert all(looser <= 1.005 * tighter for tighter, looser in itertools.pairwise(found)), found
 
 
@@ -95,7 +94,7 @@ def test_what_several_need_to_be_recomputed_is_computed_once() -> None:
     assert step.again_s([1]) == 3.5
     assert step.own_again_s == [0.5, 0.5]
     assert step.fair_again_s == [2.0, 2.0]
-    played = simulate(step, [Choice.RECOMPUTE] * 2, {}, machine(1.0))
+    played = replay(step, [Choice.RECOMPUTE] * 2, Schedule(), machine(1.0))
     assert played.seconds == 8.0
 
 
@@ -104,12 +103,12 @@ def test_what_does_not_lower_the_peak_of_a_whole_step_stays() -> None:
     items = tuple(Item(25, i, i, 5 - i, 5 - i) for i in range(2))
     step = Step((1.0,) * 6, (0, 0, 0, 100, 0, 0), 3, items)
     kept, at = solve_for(step, 0.5, machine(1000.0), whole=True)
-    assert (kept.outcome.peak, len(kept.transfers), at.kept) == (125, 1, math.inf)
+    assert (kept.peak, len(kept.schedule), at.kept) == (125, 1, math.inf)
     gone, at = solve_for(step, 0.0, machine(1000.0), whole=False)
-    assert (len(gone.transfers), at.kept) == (2, 0)
+    assert (len(gone.schedule), at.kept) == (2, 0)
     low_peak = Step((1.0,) * 6, (0, 0, 100, 100, 0, 0), 3, tuple(Item(25, i, i, 3, 3) for i in range(2)))
     stays, _ = solve_for(low_peak, Limits(150, math.inf), machine(1000.0), whole=True)
-    assert not stays.transfers
+    assert not stays.schedule
 
 
 @pytest.mark.parametrize(
@@ -123,15 +122,15 @@ def test_budget_0_takes_a_peak_that_is_hardly_higher_for_much_less_time() -> Non
     """At the floor of 100 bytes the tensor of 4 can only be loaded late, and its load takes 10 s."""
     step = Step((1.0,) * 6, (0, 0, 0, 100, 96, 0), 3, (Item(4, 0, 0, 4, 4),))
     slow = Machine(1.0, 1.0, write_bw=4.0, read_bw=0.4, latency_s=0.0)
-    at_floor = solve(step, slow, limit=100, share_bytes=math.inf).outcome
+    at_floor = solve(step, slow, limit=100, share_bytes=math.inf)
     found, at = solve_for(step, 0, slow, whole=True)
-    assert at_floor.seconds > found.outcome.seconds
+    assert at_floor.seconds > found.seconds
     assert 100 < at.memory <= 105
 
 
 def test_a_share_is_of_the_range_from_the_floor_to_everything_kept() -> None:
     step = layered()
-    least, most = floor(step), everything(step)
+    least, most = step.floor, step.everything
     assert limits(step, 0.5, whole=True) == Limits(least + 0.5 * (most - least), math.inf)
     assert limits(step, 0.5).kept == 0.5 * sum(item.nbytes for item in step.items)
 
@@ -143,6 +142,6 @@ def test_what_is_read_on_both_sides_of_the_loss_is_not_recomputed() -> None:
     seconds = (*step.seconds[:logits], 1.0, 1.0, 2.0, *step.seconds[logits:])
     later = [replace(i, first_use=i.first_use + 3, last_bwd_use=i.last_bwd_use + 3) for i in step.items]
     whole = Step(seconds, (5,) * len(seconds), logits + 2, (*later, large))
-    found = solve(whole, machine(0.1), limit=floor(whole) + 60, share_bytes=math.inf, quick=True)
+    found = solve(whole, machine(0.1), limit=whole.floor + 60, share_bytes=math.inf, quick=True)
     assert found.choices[-1] is Choice.KEEP
     assert Choice.RECOMPUTE in found.choices

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.plan import Limits
-from ssd_fx.passes.planner.items import Choice, Item, Shared, Step, Transfer
-from ssd_fx.passes.planner.place import everything, floor
-from ssd_fx.passes.planner.simulate import simulate
+from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import solve
+from ssd_fx.passes.schedule import Choice, Item, Shared, Step
 from tests.passes.planner.brute_force import TINY, best_of_all
-from tests.passes.planner.instances import Instance, chained_instance, instances, limits, random_instance
+from tests.passes.planner.instances import Instance, chained_instance, instances, limits, random_instance, scheduled
 from tests.passes.planner.memory_rows import memory_rows
 from tests.passes.planner.optimum import Program, optimum
 from tests.passes.planner.sequenced import Sequenced, least_seconds
@@ -34,8 +33,8 @@ def compared(
     At the floor itself: with the planner's headroom above it many an instance has nothing to decide.
     """
     tiny = made(seed, *TINY)
-    least = floor(tiny.step)
-    memory = least + share * (everything(tiny.step) - least)
+    least = tiny.step.floor
+    memory = least + share * (tiny.step.everything - least)
     at = Limits(memory, share * sum(item.nbytes for item in tiny.step.items if item.choices != {Choice.KEEP}))
     best = best_of_all(tiny.step, tiny.machine, at.memory, at.kept)
     bound = optimum(tiny.step, tiny.machine, at.memory, at.kept, gap=1e-6, program=program)
@@ -186,10 +185,11 @@ def test_what_the_drive_can_write_leaves() -> None:
     item = Item(10, 0, 0, 3, 3, choices=MOVABLE)
     step = Step((1.0, 1.0, 1.0, 1.0), (0, 0, 0, 0), 2, (item,))
     machine = Machine(1, 1, write_bw=20, read_bw=5, latency_s=0.0)
-    late = simulate(step, (Choice.OFFLOAD,), {0: Transfer(1, 1, False, 2)}, machine)
+    choices = (Choice.OFFLOAD,)
+    late = replay(step, choices, scheduled(step, choices, {0: {"store": 1, "release": 1, "load": 2}}), machine)
     assert (late.seconds, late.idle_lane) == (4.0, True)
     assert optimum(step, machine, 10, 0).seconds == 5.0 == best_of_all(step, machine, 10, 0)
-    assert solve(step, machine, limit=10, share_bytes=0).outcome.seconds == 5.0
+    assert solve(step, machine, limit=10, share_bytes=0).seconds == 5.0
 
 
 def test_what_cannot_fit_is_proven_so() -> None:
@@ -213,7 +213,7 @@ def test_fewer_rows_never_raise_the_bound() -> None:
 def ratio(instance: Instance, share: float) -> float:
     """The planner's predicted seconds over the least that any plan can take."""
     step, machine, at = instance.step, instance.machine, limits(instance.step, share)
-    found = solve(step, machine, limit=at.memory, share_bytes=at.kept).outcome
+    found = solve(step, machine, limit=at.memory, share_bytes=at.kept)
     assert found.peak <= at.memory
     return found.seconds / least_seconds(step, machine, at.memory, at.kept, found.seconds)
 

@@ -6,12 +6,12 @@ import pickle
 
 import pytest
 
-from ssd_fx.passes import pipeline
-from ssd_fx.passes.plan import Keep
+from ssd_fx.passes.decide import decide
+from ssd_fx.passes.plan import Keep, replay_of
 from ssd_fx.passes.planner.budget import solve_for
-from ssd_fx.passes.planner.items import Choice
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.planner.step import model
+from ssd_fx.passes.schedule import Choice
 from tests.passes import toys
 
 
@@ -51,18 +51,17 @@ def test_the_error_survives_a_process() -> None:
 def test_nodes_stand_where_memory_was_predicted(toy: toys.Toy, budget: float) -> None:
     """They release no later and load no earlier than in the simulated step whose peak the plan names."""
     partition = toys.partitioned(toy)
-    plan = pipeline.decide(partition, toys.options(budget=budget))
-    modelled = model(partition, plan, {g.slot: frozenset({Choice.KEEP, Choice.OFFLOAD}) for g in plan.groups})
-    found, _ = solve_for(modelled.step, budget, toys.MACHINE, toys.options().prefetch)
-    assert plan.forecast is not None
-    assert plan.forecast.peak == found.outcome.peak
-    highest = found.outcome.memory.index(found.outcome.peak)
-    half = partition.forward if highest < modelled.step.forward else partition.backward
+    plan = decide(partition, toys.options(budget=budget))
+    step = model(partition, plan, {g.slot: frozenset({Choice.KEEP, Choice.OFFLOAD}) for g in plan.groups})
+    found, _ = solve_for(step, budget, toys.MACHINE, toys.options().prefetch)
+    assert replay_of(plan).peak == found.peak
+    highest = found.memory.index(found.peak)
+    half = partition.forward if highest < step.forward else partition.backward
     nodes = [*partition.forward.graph.nodes, *partition.backward.graph.nodes]
-    assert nodes[plan.forecast.peak_node] is list(half.graph.nodes)[modelled.begins[highest]]
-    assert set(plan.points) == {modelled.slots[i] for i in found.transfers}
-    for i, transfer in found.transfers.items():
-        points = plan.points[modelled.slots[i]]
-        assert points.release_after <= modelled.ends[transfer.release_after]
-        assert points.load_before >= modelled.begins[transfer.load_before]
-        assert (points.block, points.strict) == (transfer.block, transfer.strict)
+    assert nodes[replay_of(plan).peak_node] in list(half.graph.nodes)
+    assert set(plan.schedule) == {step.slots[i] for i in found.schedule}
+    for i, trip in found.schedule.items():
+        planned = plan.schedule[step.slots[i]]
+        assert planned.release.at <= step.nodes[trip.release.at][1]
+        assert planned.load.at >= step.nodes[trip.load.at][0]
+        assert (planned.blocks, planned.is_strict) == (trip.blocks, trip.is_strict)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
 
 import pytest
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.items import Choice, Step, Transfer
-from ssd_fx.passes.planner.simulate import Outcome, first_uses, simulate
-from ssd_fx.passes.planner.solution import kept_bytes
+from ssd_fx.passes.planner.replay import first_uses, replay
 from ssd_fx.passes.planner.solve import BudgetError, solve
-from tests.passes.planner.instances import BUDGETS, Instance, chained_instance, limits, random_instance
+from ssd_fx.passes.schedule import Choice, Replay, Schedule, Step, Trip
+from tests.passes.planner.instances import BUDGETS, Instance, chained_instance, limits, random_instance, undeferred
 from tests.passes.planner.layered import layered_instance
 from tests.passes.planner.optimum import Program, Terms, optimum
 from tests.passes.planner.sequenced import Sequenced
@@ -25,37 +24,37 @@ INFEASIBLE = 2  # of scipy.optimize.milp
 SAME = 1e-5  # narrower, HiGHS ends with errors of its own
 
 
-def random_plan(random: Random, instance: Instance) -> tuple[tuple[Choice, ...], dict[int, Transfer], Outcome]:
+def random_plan(random: Random, instance: Instance) -> Replay:
     """Any choices, with nodes anywhere they may stand; nothing is held back."""
     step, forward = instance.step, instance.step.forward
     while True:
         choices = tuple(random.choice(sorted(item.choices, key=lambda c: c.value)) for item in step.items)
-        transfers, firsts = {}, first_uses(step, choices)
+        trips, firsts = [], first_uses(step, choices)
         for i, item in enumerate(step.items):
             if choices[i] is Choice.OFFLOAD:
                 store = random.choice((item.produced, random.randrange(item.produced, forward)))
                 release = random.choice((forward - 1, random.randrange(max(store, item.last_use), forward)))
                 load = random.randint(forward, firsts[i])
-                transfers[i] = Transfer(store, release, random.random() < 0.5, load)
-        outcome = simulate(step, choices, transfers, instance.machine)
-        if not outcome.idle_lane:
-            return choices, transfers, outcome
+                trips.append(Trip.of(i, store, release, load, firsts[i], block=random.random() < 0.5))
+        found = replay(step, choices, Schedule(trips, step.items), instance.machine)
+        if not found.idle_lane:
+            return found
 
 
-def solves(program: Program, choices: tuple[Choice, ...], transfers: Mapping[int, Transfer], outcome: Outcome) -> bool:
-    """Whether the program has a solution with these choices and nodes, in which every operator starts as simulated."""
-    fixed: Terms = [(program.chosen[i][choice], 1.0) for i, choice in enumerate(choices)]
+def solves(program: Program, found: Replay) -> bool:
+    """Whether the program has a solution with these choices and nodes, in which every operator starts as replayed."""
+    fixed: Terms = [(program.chosen[i][choice], 1.0) for i, choice in enumerate(undeferred(found.choices))]
     for i in program.moved:
-        transfer = transfers.get(i)
-        fixed.append((program.left[i], float(transfer is not None and i not in outcome.forwarded)))
-        if transfer and isinstance(program, Sequenced):
-            fixed.append((program.paid[i][transfer.store_after], 1.0))
-            if i not in outcome.forwarded:
-                fixed.append((program.loaded[i][transfer.load_before], 1.0))
+        trip = found.schedule.get(i)
+        fixed.append((program.left[i], float(trip is not None and i not in found.forwarded)))
+        if trip and isinstance(program, Sequenced):
+            fixed.append((program.paid[i][trip.store.at], 1.0))
+            if i not in found.forwarded:
+                fixed.append((program.loaded[i][trip.load.at], 1.0))
     for column, value in fixed:
         program._add([(column, 1.0)], value, value)
     for p, column in program.start.items():
-        start = outcome.starts[p] / program.unit_s
+        start = found.starts[p] / program.unit_s
         program._add([(column, 1.0)], start - SAME, start + SAME)
     return bool(program.solve(gap=1.0, time_limit=60.0).success)
 
@@ -67,10 +66,9 @@ def not_solutions(
     found = []
     for seed, plan in itertools.product(seeds, range(plans)):
         instance = made(seed)
-        choices, transfers, outcome = random_plan(Random(1000 * seed + plan), instance)
-        kept = kept_bytes(instance.step, choices)
-        built = program(instance.step, instance.machine, outcome.peak, kept)
-        if not solves(built, choices, transfers, outcome):
+        played = random_plan(Random(1000 * seed + plan), instance)
+        built = program(instance.step, instance.machine, played.peak, played.kept_bytes)
+        if not solves(built, played):
             found.append((seed, plan))
     return found
 
@@ -108,7 +106,7 @@ def test_plans_of_the_planner_are_solutions(made: Callable[[int], Instance], pro
             assert not optimum(instance.step, instance.machine, at.memory, at.kept).feasible, (seed, share)
             continue
         built = program(instance.step, instance.machine, at.memory, at.kept)
-        assert solves(built, found.choices, found.transfers, found.outcome), (seed, share)
+        assert solves(built, found), (seed, share)
 
 
 def played(seed: int, share: float, made: Callable[[int], Instance] = random_instance) -> None:
@@ -119,12 +117,12 @@ def played(seed: int, share: float, made: Callable[[int], Instance] = random_ins
     result = program.solve(gap=1e-3, time_limit=60.0)
     if result.status == INFEASIBLE:
         return
-    choices, transfers = program.choices(result.x), program.transfers(result.x)
-    outcome = simulate(step, choices, transfers, machine)
-    assert outcome.seconds == pytest.approx(result.fun * program.unit_s, rel=EXACT), (seed, share)
-    assert not outcome.idle_lane
-    assert outcome.peak <= at.memory
-    assert kept_bytes(step, choices) <= at.kept
+    choices = program.choices(result.x)
+    found = replay(step, choices, program.schedule(result.x, choices), machine)
+    assert found.seconds == pytest.approx(result.fun * program.unit_s, rel=EXACT), (seed, share)
+    assert not found.idle_lane
+    assert found.peak <= at.memory
+    assert found.kept_bytes <= at.kept
 
 
 def all_played(seeds: Iterable[int], made: Callable[[int], Instance] = random_instance) -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ssd_fx.passes import pipeline
+from ssd_fx.passes.decide import analyse
 from ssd_fx.passes.partition import calls_ours
-from ssd_fx.passes.planner.items import Choice
 from ssd_fx.passes.planner.step import _behind_items, model
+from ssd_fx.passes.schedule import Choice
 from tests.passes import toys
 
 
@@ -38,10 +38,10 @@ def test_nothing_is_released_between_a_call_and_its_items() -> None:
 def test_the_caller_has_the_inputs_until_the_forward_returns() -> None:
     """x -> mm -> relu -> mm: the first product is the last reader of `x`, and whoever called the graph still has it."""
     partition = replace(toys.partitioned(toys.relu_chain), activations=frozenset({"primals_1"}))
-    plan = pipeline.analyse(partition, toys.options())
+    plan = analyse(partition, toys.options())
     given = next(g for g in plan.groups if g.base == "primals_1")
     nodes = list(partition.forward.graph.nodes)
-    assert plan.lifetimes[given.slot].last_fwd_use == len(nodes) - 2
+    assert plan.items[given.slot].last_use == len(nodes) - 2
 
 
 def test_an_input_that_is_not_saved_counts_in_the_forward() -> None:
@@ -54,10 +54,10 @@ def test_an_input_that_is_not_saved_counts_in_the_forward() -> None:
     bases = []
     for known in (frozenset[str](), frozenset({"primals_1"})):
         partition = replace(toys.partitioned(doubled, x, w), activations=known)
-        plan = pipeline.analyse(partition, toys.options())
-        kept = {slot: frozenset({Choice.KEEP}) for slot in plan.lifetimes}
-        modelled = model(partition, plan, kept)
-        bases.append((modelled.step.base[: modelled.step.forward], modelled.step.base[modelled.step.forward :]))
+        plan = analyse(partition, toys.options())
+        kept = {slot: frozenset({Choice.KEEP}) for slot in plan.items}
+        step = model(partition, plan, kept)
+        bases.append((step.base[: step.forward], step.base[step.forward :]))
     (forward, backward), (with_input, as_before) = bases
     assert with_input == tuple(nbytes + 256 for nbytes in forward)
     assert as_before == backward

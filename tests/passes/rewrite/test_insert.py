@@ -12,9 +12,11 @@ from expecttest import assert_expected_inline
 
 import ssd_fx
 from ssd_fx.passes import pipeline
+from ssd_fx.passes.decide import decide
 from ssd_fx.passes.rewrite.backward import may_be_donated
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
+from ssd_fx.passes.schedule import Trip
 from tests.bitwise import kept, ours, prove_bitwise
 from tests.passes import toys
 
@@ -113,10 +115,10 @@ def test_transfers_stand_in_the_order_that_was_simulated() -> None:
     seen = {"stores": 0, "loads": 0}
     for toy in toys.ALL:
         planned = toys.planned(toy)
-        points, lives = planned.plan.points, planned.plan.lifetimes
+        schedule, items = planned.plan.schedule, planned.plan.items
         ranks = {
-            "stores": {s: (p.store_after, not p.block, lives[s].last_fwd_use) for s, p in points.items()},
-            "loads": {s: (p.load_before, p.wait_before) for s, p in points.items()},
+            "stores": {s: (t.store.at, not t.blocks, items[s].last_use) for s, t in schedule.items()},
+            "loads": {s: (t.load.at, t.wait.at) for s, t in schedule.items()},
         }
         stores = [n for n in planned.partition.forward.graph.nodes if n.target is torch.ops.ssd_fx.store.default]
         loads = [n.args[0] for n in planned.partition.backward.graph.nodes if n.target is torch.ops.ssd_fx.load.default]
@@ -130,8 +132,11 @@ def test_transfers_stand_in_the_order_that_was_simulated() -> None:
 def test_the_nodes_say_what_the_plan_says_of_waiting() -> None:
     """The first group blocks, and the load of the second is strict."""
     plan, partition = toys.planned(toys.views_only).plan, toys.partitioned(toys.views_only, *toys.inputs())
-    says = {0: {"block": True}, 1: {"strict": True}}
-    plan = plan.with_(points={slot: replace(points, **says.get(slot, {})) for slot, points in plan.points.items()})
+
+    def edit(slot: int, trip: Trip) -> Trip:
+        return trip.moved(block=slot == 0)._replace(load=trip.load._replace(flag=slot == 1))
+
+    plan = plan.with_(schedule=plan.schedule.edited(edit, plan.items))
     insert(partition, plan, config=toys.CONFIG)
     forward, backward = partition.forward.graph, partition.backward.graph
     blocks = {n.args[0].name: n.args[4] for n in forward.nodes if n.target is torch.ops.ssd_fx.wait_store_.default}
@@ -179,7 +184,7 @@ def test_gradients_are_bitwise_those_of_everything_kept(toy: toys.Toy, tmp_path:
 def test_the_input_of_a_graph_is_not_donated_on_a_device() -> None:
     """Its owner may have given it to another stream. What the graph itself makes nobody else has."""
     partition = toys.partitioned(toys.relu_chain)
-    here = next(g for g in pipeline.decide(partition, toys.options()).groups if g.layout)
+    here = next(g for g in decide(partition, toys.options()).groups if g.layout)
     there = replace(here, layout=replace(here.stored, device=torch.device("cuda", 0)))
     made = next(n for n in partition.forward.graph.nodes if n.name == here.base)
     given = next(n for n in partition.forward.graph.nodes if n.op == "placeholder")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from ssd_fx.passes import pipeline
-from ssd_fx.passes.plan import Keep, Plan, Points
+from ssd_fx.passes.decide import decide
+from ssd_fx.passes.plan import Keep, Plan, replay_of
+from ssd_fx.passes.schedule import Schedule, Trip
 from ssd_fx.passes.verify.errors import VerifyError
 from ssd_fx.passes.verify.graphs import verify_graphs
 from ssd_fx.passes.verify.plan import verify_plan
@@ -34,48 +35,51 @@ def find(graph: fx.Graph, target: object, index: int = 0) -> fx.Node:
     return [n for n in graph.nodes if n.target is target][index]
 
 
-def move_points(plan: Plan, **changes: int) -> Plan:
-    slot = plan.offloaded[0].slot
-    return plan.with_(points={**plan.points, slot: replace(plan.points[slot], **changes)})
+def moved(plan: Plan, later: bool = False, **changes: int) -> Plan:
+    """The plan with the first trip changed, by `Trip.moved`."""
+    first = plan.offloaded[0].slot
+
+    def edit(slot: int, trip: Trip) -> Trip:
+        found = trip.moved(**changes)
+        return found._replace(store=found.store._replace(flag=later)) if slot == first else trip
+
+    return plan.with_(schedule=plan.schedule.edited(edit, plan.items))
 
 
-BAD_POINTS: list[tuple[dict[str, int], str]] = [
-    ({"store_after": 0}, "store of 'cat' comes before the tensor is produced; see pass 'select'"),
-    ({"release_after": 0}, "release of 'cat' comes before its store"),
-    ({"wait_before": 0, "load_before": 1}, "load of 'cat' comes after its wait"),
-    ({"wait_before": 999}, "'cat' is used in the backward before its wait"),
+BAD_TRIPS: list[tuple[dict[str, int], str]] = [
+    ({"store": 0}, "store of 'cat' comes before the tensor is produced; see pass 'select'"),
+    ({"wait": 999}, "'cat' is used in the backward before its wait"),
     ({"later": True, "block": True}, "release of 'cat' waits for a write that begins later"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD_POINTS, ids=[m.split(";")[0] for _, m in BAD_POINTS])
-def test_points(changes: dict[str, int], message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), BAD_TRIPS, ids=[m.split(";")[0] for _, m in BAD_TRIPS])
+def test_trips(changes: dict[str, int], message: str) -> None:
     partition = toys.partitioned(toys.views_only)
     plan = toys.planned(toys.views_only).plan
     verify_plan(partition, plan)
     with pytest.raises(VerifyError, match=message):
-        verify_plan(partition, move_points(plan, **changes))
+        verify_plan(partition, moved(plan, **changes))
 
 
 def test_a_wait_between_the_first_use_and_the_last() -> None:
     """relu -> mm, threshold_backward: both read it in the backward."""
     partition, plan = toys.partitioned(toys.relu_chain, *toys.inputs()), toys.planned(toys.relu_chain).plan
-    first, last = plan.lifetimes[0].first_bwd_use, plan.lifetimes[0].last_bwd_use
+    first, last = plan.items[0].first_use, plan.items[0].last_bwd_use
     assert first < last
-    verify_plan(partition, move_points(plan, wait_before=first))
+    verify_plan(partition, moved(plan, wait=first))
     with pytest.raises(VerifyError, match="'relu' is used in the backward before its wait"):
-        verify_plan(partition, move_points(plan, wait_before=last))
+        verify_plan(partition, moved(plan, wait=last))
 
 
 def test_release_before_the_last_use() -> None:
     partition = toys.partitioned(toys.views_only)
     plan = toys.planned(toys.views_only).plan
     group = plan.offloaded[0]
-    life = plan.lifetimes[group.slot]
-    early = Points(life.produced, life.produced, 0, 0)
-    assert life.last_fwd_use > life.produced
+    item = plan.items[group.slot]
+    assert item.last_use > item.produced
     with pytest.raises(VerifyError, match="'cat' is read in the forward after its release"):
-        verify_plan(partition, plan.with_(points={**plan.points, group.slot: early}))
+        verify_plan(partition, moved(plan, store=item.produced, release=item.produced))
 
 
 def test_a_tensor_in_two_groups() -> None:
@@ -251,6 +255,11 @@ def wait_on_the_handle_of_another(planned: toys.Planned) -> None:
     find(graph, ops.wait_load_.default).update_arg(1, find(graph, ops.load.default, 1).args[0])
 
 
+def wait_for_the_tensor_of_another(planned: toys.Planned) -> None:
+    graph = planned.partition.backward.graph
+    find(graph, ops.wait_load_.default, 2).update_arg(0, find(graph, ops.load.default, 0))
+
+
 def load_the_handle_of_another(planned: toys.Planned) -> None:
     graph = planned.partition.backward.graph
     for target, index in ((ops.load.default, 0), (ops.wait_load_.default, 1)):
@@ -333,29 +342,30 @@ def drop_a_gradient(planned: toys.Planned) -> None:
 
 
 BREAKS: list[tuple[Callable[[toys.Planned], None], str]] = [
-    (erase_release, "has 0 releases instead of one"),
+    (erase_release, "the forward has 5 nodes of ours instead of 6"),
     (release_something_else, "holds another tensor than was stored"),
     (read_after_release, "'cat' is read after its release"),
     (write_after_store, "'cat' is written after its store"),
     (swap_two_stores, "forward nodes are out of order"),
     (number_a_wait_wrongly, "backward nodes are out of order: 'wait_load__default' has seq 99 and stands at 3"),
     (swap_two_saved, "saved tensors and backward inputs differ in order"),
-    (store_twice, "stores and offloaded groups differ in number"),
+    (store_twice, "the forward has 7 nodes of ours instead of 6"),
     (store_into_another_tier, "'ssd_fx_handle_0' goes to tier 'host', binding False, and the plan says Offload"),
     (store_later, "'ssd_fx_handle_0' says later=True, and the plan says False"),
     (save_the_base_too, "'cat' is offloaded and saved too"),
     (rename_a_handle, "has no placeholder of its name in the backward"),
     (use_before_wait, "before its wait"),
-    (erase_wait, "has 0 waits instead of one"),
+    (erase_wait, "the backward has 5 nodes of ours instead of 6"),
     (change_the_layout, "says another layout than its value has"),
     (return_what_is_offloaded, "'cat' is offloaded and the caller's"),
     (change_the_shape, "says another layout than its value has"),
     (load_another_dtype, "says another layout than its value has"),
     (load_to_another_device, "says another layout than its value has"),
-    (load_twice, "loads and offloaded groups differ in number"),
-    (wait_on_the_handle_of_another, "has the handle of another"),
-    (load_the_handle_of_another, r"are loaded, \[.*\] stored"),
-    (store_into_another_slot, "are stored, others planned"),
+    (load_twice, "the backward has 7 nodes of ours instead of 6"),
+    (wait_on_the_handle_of_another, r"'wait_load__default' stands where the plan has the wait of slot \d"),
+    (wait_for_the_tensor_of_another, "has the tensor of another"),
+    (load_the_handle_of_another, r"'load_default' stands where the plan has the load of slot \d"),
+    (store_into_another_slot, "'ssd_fx_handle_0' stands where the plan has the store of slot 0"),
     (drop_a_handle, "the handle 'ssd_fx_handle_0' is not saved"),
     (write_a_list_after_store, "is written after its store"),
     (forget_a_value, r"is no tensor, was"),
@@ -423,7 +433,7 @@ def test_the_message_shows_the_nodes_around_the_fault(good: toys.Planned) -> Non
 BAD_PLANS: list[tuple[Callable[[Plan], Plan], str]] = [
     (lambda p: p.with_(decisions={**p.decisions, 99: Keep("")}), "a decision is about no alias group"),
     (lambda p: p.with_(decisions={0: Keep("")}), "an alias group has no decision"),
-    (lambda p: p.with_(points={}, decisions=dict(p.decisions)).with_(points={99: p.points[0]}), "points and offloaded"),
+    (lambda p: p.with_(schedule=Schedule()), "schedule and offloaded groups differ"),
     (lambda p: p.with_(groups=tuple(replace(g, slot=0) for g in p.groups)), "two alias groups have one slot"),
     (lambda p: p.with_(groups=tuple(replace(g, base="nowhere") for g in p.groups)), "base 'nowhere' of slot 0 is not"),
     (lambda p: p.with_(groups=tuple(replace(g, obstacle="odd") for g in p.groups)), "is offloaded but odd"),
@@ -441,8 +451,7 @@ def test_plans(change: Callable[[Plan], Plan], message: str) -> None:
 
 
 def limits(plan: Plan, **changes: float) -> Plan:
-    assert plan.forecast is not None
-    return plan.with_(forecast=replace(plan.forecast, limits=replace(plan.forecast.limits, **changes)))
+    return plan.with_(limits=replace(plan.limits, **changes))
 
 
 BAD_LIMITS: list[tuple[dict[str, float], str]] = [
@@ -454,7 +463,7 @@ BAD_LIMITS: list[tuple[dict[str, float], str]] = [
 @pytest.mark.parametrize(("changes", "message"), BAD_LIMITS, ids=["memory", "kept"])
 def test_memory(changes: dict[str, float], message: str) -> None:
     partition = toys.partitioned(toys.views_only)
-    plan = pipeline.decide(partition, toys.options(budget=0.2))
+    plan = decide(partition, toys.options(budget=0.2))
     verify_plan(partition, plan)
     with pytest.raises(VerifyError, match=message):
         verify_plan(partition, limits(plan, **changes))
@@ -462,9 +471,8 @@ def test_memory(changes: dict[str, float], message: str) -> None:
 
 def test_one_byte_more_than_the_budget_allows() -> None:
     partition = toys.partitioned(toys.views_only)
-    plan = pipeline.decide(partition, toys.options(budget=0))
-    assert plan.forecast is not None
-    peak = plan.forecast.peak
+    plan = decide(partition, toys.options(budget=0))
+    peak = replay_of(plan).peak
     verify_plan(partition, limits(plan, memory=peak))
     with pytest.raises(VerifyError, match=f"{peak} B are predicted at '.*', and the budget allows {peak - 1} B"):
         verify_plan(partition, limits(plan, memory=peak - 1))

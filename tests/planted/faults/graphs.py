@@ -31,8 +31,8 @@ FAULTS = (
     Fault(
         "blocking_for_strict",
         "passes/rewrite/backward.py",
-        "strict = self.plan.points[group.slot].strict",
-        "strict = self.plan.points[group.slot].block",
+        "seq, event.flag, _relies_on",
+        "seq, self.plan.schedule[group.slot].blocks, _relies_on",
         "the runtime reads tensors early for which the budget has no memory",
         "tests/passes/rewrite/test_insert.py::test_the_nodes_say_what_the_plan_says_of_waiting",
     ),
@@ -136,8 +136,8 @@ FAULTS = (
     Fault(
         "wait_checked_against_the_last_use",
         "passes/verify/plan.py",
-        "points.wait_before <= life.first_bwd_use",
-        "points.wait_before <= life.last_bwd_use",
+        "trip.wait.at <= item.first_use",
+        "trip.wait.at <= item.last_bwd_use",
         "a plan that uses a tensor before its wait is not refused",
         "tests/passes/verify/test_verify.py::test_a_wait_between_the_first_use_and_the_last",
     ),

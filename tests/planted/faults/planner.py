@@ -5,19 +5,19 @@ from tests.planted.fault import Fault
 FAULTS = (
     Fault(
         "write_lane_forgets_what_is_queued",
-        "passes/planner/simulate.py",
+        "passes/planner/replay.py",
         "if self.free < now:",
         "if True:",
         "transfers are predicted to overlap, so plans promise steps that the drive cannot keep up with",
-        "tests/passes/planner/test_simulate.py::test_every_wait_by_hand",
+        "tests/passes/planner/test_replay.py::test_every_wait_by_hand",
     ),
     Fault(
         "what_recomputing_needs_comes_late",
-        "passes/planner/simulate.py",
+        "passes/planner/replay.py",
         "min(firsts[needed], firsts[i])",
         "max(firsts[needed], firsts[i])",
         "a tensor is loaded after what is computed of it: predicted times and memory are wrong",
-        "tests/passes/planner/test_simulate.py::test_what_recomputing_needs_is_there_as_early",
+        "tests/passes/planner/test_replay.py::test_what_recomputing_needs_is_there_as_early",
     ),
     Fault(
         "loads_paced_by_the_write_lane",
@@ -39,7 +39,7 @@ FAULTS = (
         "share_of_the_peak",
         "passes/planner/budget.py",
         "else budget * movable",
-        "else budget * everything(step)",
+        "else budget * step.everything",
         "a budget of a quarter keeps more than a quarter",
         "tests/passes/test_plans.py::test_a_share_is_a_share_of_the_saved_bytes",
     ),
@@ -61,7 +61,7 @@ FAULTS = (
     ),
     Fault(
         "what_several_need_is_paid_twice",
-        "passes/planner/simulate.py",
+        "passes/planner/replay.py",
         "            yield first, -shared.seconds",
         "            yield first, 0.0",
         "attention's result and its logsumexp are priced as two attentions: plans offload what is cheap again",

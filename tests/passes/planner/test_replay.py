@@ -1,13 +1,13 @@
-"""The step simulator by hand, and how fast it is."""
+"""The replay of a step by hand, and how fast it is."""
 
 from __future__ import annotations
 
 import time
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.items import Choice, Item, Step, Transfer
-from ssd_fx.passes.planner.simulate import first_uses, simulate
-from tests.passes.planner.instances import random_instance
+from ssd_fx.passes.planner.replay import first_uses, replay
+from ssd_fx.passes.schedule import CHOICES, Choice, Item, Step
+from tests.passes.planner.instances import random_instance, scheduled
 
 ALL = frozenset({Choice.KEEP, Choice.OFFLOAD})
 # 100 bytes take a second to write and two to read; a transfer is done half a second later.
@@ -26,11 +26,9 @@ def test_every_wait_by_hand() -> None:
         forward=2,
         items=(Item(200, 0, 0, 3, 3, choices=ALL), Item(100, 1, 1, 2, 2, choices=ALL)),
     )
-    transfers = {
-        0: Transfer(store_after=0, release_after=1, block=True, load_before=2),
-        1: Transfer(store_after=1, release_after=1, block=False, load_before=2),
-    }
-    found = simulate(step, [Choice.OFFLOAD] * 2, transfers, SLOW)
+    choices = [Choice.OFFLOAD] * 2
+    placed = {0: {"store": 0, "release": 1, "load": 2, "block": True}, 1: {"store": 1, "release": 1, "load": 2}}
+    found = replay(step, choices, scheduled(step, choices, placed), SLOW)
     # A is written from 1.0 to 3.0, and there at 3.5: the release behind f1, which ends at 2.0, waits for 1.5 s.
     assert found.write_stall_s == 1.5
     # B, written from 3.0 to 4.0, is still in memory when it is loaded at 3.5, and is handed back. A is read from 3.5 to
@@ -45,7 +43,7 @@ def test_every_wait_by_hand() -> None:
 
 def test_what_recomputing_needs_is_there_as_early() -> None:
     """The third is computed of the second, that of the first. Only the first is loaded."""
-    any_of_three = frozenset(Choice)
+    any_of_three = CHOICES
     items = tuple(
         Item(100, i, i, first, first, recompute_s=1.0, choices=any_of_three, needs=(i - 1,) if i else ())
         for i, first in enumerate((6, 5, 4))
@@ -64,14 +62,19 @@ def test_thousands_of_groups_in_milliseconds() -> None:
     instance = random_instance(7, items=(3000, 3000), operators=(6000, 6000))
     step = instance.step
     middle = step.forward - 1
-    transfers = {
-        i: Transfer(item.last_use, min(item.last_use + 2, middle), False, max(item.first_use - 2, step.forward))
+    placed = {
+        i: {
+            "store": item.last_use,
+            "release": min(item.last_use + 2, middle),
+            "load": max(item.first_use - 2, step.forward),
+        }
         for i, item in enumerate(step.items)
     }
     choices = [Choice.OFFLOAD] * len(step.items)
+    schedule = scheduled(step, choices, placed)
     seconds = []
     for _ in range(5):
         started = time.thread_time()
-        simulate(step, choices, transfers, instance.machine)
+        replay(step, choices, schedule, instance.machine)
         seconds.append(time.thread_time() - started)
     assert min(seconds) < 0.1, f"{1e3 * min(seconds):.0f} ms"

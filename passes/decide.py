@@ -1,0 +1,109 @@
+"""The plan of one partition, which does not change: analyses, and then decisions.
+
+Every pass reads the partition and returns the plan with more of its fields filled. The verifier runs after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+
+import torch
+
+from ssd_fx.passes.alias.copies import merge_copies
+from ssd_fx.passes.alias.storages import alias
+from ssd_fx.passes.cost.lifetime import lifetime
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.roofline import time
+from ssd_fx.passes.joint.compared import keep_compared
+from ssd_fx.passes.joint.marks import mark
+from ssd_fx.passes.joint.recompute import price
+from ssd_fx.passes.options import PlanOptions
+from ssd_fx.passes.partition import Partition, fingerprint
+from ssd_fx.passes.plan import Plan, PlanPass
+from ssd_fx.passes.planner.budget import Budget
+from ssd_fx.passes.planner.select import select
+from ssd_fx.passes.verify.plan import verify_plan
+
+
+def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
+    """What finds facts about a partition, which no decision changes."""
+    return (
+        alias,  # first: the alias group is the unit of everything that follows
+        *([keep_compared] if options.lossy else []),  # before merge_copies, which passes over what has an obstacle
+        partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # marks groups, binds select
+        merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
+        partial(time, machine=machine),
+        lifetime,
+    )
+
+
+def decisions(
+    options: PlanOptions,
+    machine: Machine,
+    budget: Budget,
+    *,
+    priced: bool,
+    saved: Collection[int],
+    host_tier: bool,
+    quick: bool,
+) -> tuple[PlanPass, ...]:
+    """What keeps, offloads or recomputes each alias group, and says where the nodes go.
+
+    `priced`, `saved`, `quick`: as in `decide`; `host_tier`: as in `select`.
+    """
+    return (
+        *([partial(price, saved=saved)] if priced else []),  # needs the groups and the times
+        # decides and places together, since the cost of a decision depends on where its nodes can be
+        partial(select, options=options, machine=machine, budget=budget, host_tier=host_tier, quick=quick),
+    )
+
+
+def decide(
+    partition: Partition,
+    options: PlanOptions,
+    *,
+    budget: Budget | None = None,
+    priced: bool = False,
+    saved: Collection[int] = (),
+    quick: bool = False,
+    analysed: Plan | None = None,
+) -> Plan:
+    """A plan of `partition`.
+
+    `budget`: None for that of the options. `priced`: groups may be recomputed, which needs another partition, but for
+    those of the slots `saved`. `quick`: with a short search. `analysed`: an earlier, unpriced plan of the partition,
+    whose analyses are used.
+
+    Raises:
+        BudgetError: no plan meets the budget.
+    """
+    plan = analysed.undecided() if analysed else analyse(partition, options)
+    budget = options.budget if budget is None else budget
+    host_tier = device_of(partition).type != "cpu"
+    machine = machine_of(partition, options)
+    passes = decisions(options, machine, budget, priced=priced, saved=saved, host_tier=host_tier, quick=quick)
+    return _run(passes, partition, plan)
+
+
+def analyse(partition: Partition, options: PlanOptions) -> Plan:
+    """What the analyses find in `partition`, with nothing decided; no budget changes it."""
+    plan = Plan(graph=fingerprint(partition, options.digest))
+    return _run(analyses(options, machine_of(partition, options)), partition, plan)
+
+
+def _run(passes: Sequence[PlanPass], partition: Partition, plan: Plan) -> Plan:
+    for pass_ in passes:
+        plan = pass_(partition, plan)
+        verify_plan(partition, plan)
+    return plan
+
+
+def machine_of(partition: Partition, options: PlanOptions) -> Machine:
+    return options.machine or Machine.default(device_of(partition), torch.get_num_threads())
+
+
+def device_of(partition: Partition) -> torch.device:
+    """The device of the saved tensors; the CPU if none is elsewhere."""
+    devices = [t.device for n in partition.saved if isinstance(t := n.meta.get("val"), torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

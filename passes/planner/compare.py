@@ -1,0 +1,29 @@
+"""Which of two replays is better, and which are good enough."""
+
+from __future__ import annotations
+
+from ssd_fx.passes.schedule import Choice, Replay
+
+TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
+EQUAL = 5e-3  # of plans that take longer than the best by no larger share, the one that writes least is taken
+
+
+def better(a: Replay, b: Replay) -> bool:
+    """Whether step `a` is faster than `b`, or as fast and writes less."""
+    if abs(a.seconds - b.seconds) > TOLERANCE * b.seconds:
+        return a.seconds < b.seconds
+    return (a.written, a.seconds) < (b.written, b.seconds)
+
+
+def fits(found: Replay, limit: float) -> bool:
+    """Whether the step keeps its limits, and every write that counts begins as soon as its lane is free."""
+    return found.peak <= limit and found.host_peak <= found.step.host_budget and not found.idle_lane
+
+
+def stalls(found: Replay) -> bool:
+    return found.stall_s > TOLERANCE * found.seconds
+
+
+def loses_time(found: Replay) -> bool:
+    """Whether the step stalls, or computes again what another one may load in time."""
+    return stalls(found) or Choice.RECOMPUTE in found.choices
