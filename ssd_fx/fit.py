@@ -16,7 +16,7 @@ from typing import Any
 from ssd_fx import fake
 from ssd_fx.estimate import BUDGETS, Asked, Step, of_call, parsed_batch
 from ssd_fx.passes.plan import Plan
-from ssd_fx.projection.presets import DRIVES, MACHINES, Machine, rates
+from ssd_fx.projection.presets import DRIVES, MACHINES, Hardware, rates
 from ssd_fx.refusal import refusing
 from ssd_fx.report.budgets import Estimate
 from ssd_fx.rivals import kept, layers_of
@@ -129,7 +129,7 @@ def _of_batch(step: TrainingStep, batch: int, asked: Asked) -> Estimate:
     return of_call(call.model, (call.args, call.kwargs), asked, batch, step.optimizers, call.looked_at)
 
 
-def _elsewhere(flags: argparse.Namespace) -> Machine | None:
+def _elsewhere(flags: argparse.Namespace) -> Hardware | None:
     """The machine that is asked for, with its drives; None for this one.
 
     Raises:
@@ -147,7 +147,7 @@ def _elsewhere(flags: argparse.Namespace) -> Machine | None:
     return replace(machine, drives=other)
 
 
-def _told(machine: Machine) -> str:
+def _told(machine: Hardware) -> str:
     rates_, drives = rates(machine.device, machine.drives), machine.drives
     return (
         f"planned for {machine.device.name}: {rates_['flops'] / 1e12:.0f} TFLOP/s in 16 bits, memory "
