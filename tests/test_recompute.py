@@ -776,15 +776,8 @@ CHANGING = (clone_of_a_changed_input, items_of_a_clone_of_a_changed_input, view_
 CHANGING += (read_by_the_backward_alone,)
 
 
-@pytest.mark.parametrize(
-    ("inner", "dynamic"),
-    [
-        ("aot_eager", False),
-        ("aot_eager", True),
-        ("inductor", False),
-        pytest.param("inductor", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("toy", CHANGING, ids=toys.name)
 def test_the_backward_has_a_changed_input_as_it_was(toy: toys.Toy, inner: str, dynamic: bool) -> None:
     """Inductor takes the clone out, and with it plain Inductor of torch 2.13 has wrong gradients here."""

@@ -104,8 +104,8 @@ def search(
 
 
 def test_callers_find_what_stock_has() -> None:
-    tally = search(75, most=4, derandomize=True)  # of which some are alike
-    assert len(tally.seen) >= 50
+    tally = search(50, most=4, derandomize=True)  # of which some are alike
+    assert len(tally.seen) >= 35
     assert {"static", "dynamic", "automatic", "float32", "autocast"} <= tally.found.keys()
     errors = {"modified by an inplace operation", "backward through the graph a second time"}
     assert errors <= {kind.partition(": ")[2] for kind in tally.found}
@@ -116,7 +116,7 @@ def test_callers_under_a_limit_of_memory() -> None:
     """Each forward is allowed other bytes, from none to all, so tensors leave, stay, and leave later in any order."""
     seen: set[str] = set()
 
-    @settings(SETTINGS, max_examples=30, derandomize=True)
+    @settings(SETTINGS, max_examples=20, derandomize=True)
     @given(programs(modes=SHARED))
     def attempt(program: Program) -> None:
         with any_allowance(0, 100, 400, 1 << 40):
@@ -125,7 +125,7 @@ def test_callers_under_a_limit_of_memory() -> None:
         seen.add(repr(program))
 
     attempt()
-    assert len(seen) >= 15
+    assert len(seen) >= 10
 
 
 @pytest.mark.slow

@@ -155,7 +155,10 @@ def test_a_checkpoint_that_runs_another_graph_again_is_refused(
         loss.backward()
 
 
-@pytest.mark.parametrize(("compiled", "recompute"), [("before", False), ("before", True), ("within", True)])
+@pytest.mark.parametrize(
+    ("compiled", "recompute"),
+    [("before", False), pytest.param("before", True, marks=pytest.mark.slow), ("within", True)],
+)
 def test_around_blocks_of_one_code_with_sizes_that_change(tmp_path: Path, compiled: str, recompute: bool) -> None:
     """What runs again in the backward may be the graph for dynamic sizes. A checkpoint compares what both runs save.
 

@@ -17,9 +17,8 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines.base import Completion, Copy, Engine, Extent, Memory
-from ssd_fx.runtime.engines.registry import ENGINES, make_engine
+from ssd_fx.runtime.engines.registry import ENGINES
 
 _numbers = itertools.count()
 _names: list[str] = []
@@ -263,8 +262,3 @@ class FailingEngine(Wrapped):
 
     def read(self, extent: Extent, memory: Memory) -> Completion:
         return Failure(self._code) if self._planted("read") else super().read(extent, memory)
-
-
-def delayed_factory(config: RuntimeConfig) -> Engine:
-    """For ENGINES: the engine "posix", slowed down."""
-    return DelayedEngine(make_engine(RuntimeConfig(dirs=config.dirs, allow_tmpfs=config.allow_tmpfs)))

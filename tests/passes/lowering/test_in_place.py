@@ -16,9 +16,10 @@ from torch._inductor.scheduler import BaseSchedulerNode
 import ssd_fx
 from ssd_fx.passes.lowering import audit, order
 from ssd_fx.passes.lowering.order import called
+from tests import sources
+from tests.bitwise import kept, ours, prove_bitwise
 from tests.passes import toys
 from tests.passes.lowered import Lowered, lower, lower_alone
-from tests.test_every_source import every_source
 
 ops = torch.ops.ssd_fx
 HANDLE = torch.empty((), dtype=torch.int64)
@@ -223,7 +224,8 @@ def test_gradients_under_every_source(function: toys.Toy) -> None:
     """Bit for bit, wherever the bytes that are written over came from."""
     backward = lower(function, *toys.inputs(), options={})[1]
     assert overwritten(backward)
-    every_source(function, "inductor")
+    options = sources.OPTIONS | {"inner": "inductor"}
+    prove_bitwise(toys.trained(function), [kept(options), ours(options)], sources.ALL)
 
 
 @pytest.mark.parametrize("toy", [toys.relu_chain, toys.shared_view, toys.equal_copy], ids=lambda t: t.__name__)
