@@ -15,6 +15,7 @@ import torch
 from ssd_fx.backend import check_options
 from ssd_fx.calibration import cache, calibrate
 from ssd_fx.calibration.timing import wait_until_idle
+from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import Machine, described
 from ssd_fx.refusal import refusing
 from ssd_fx.runtime.config import parse
