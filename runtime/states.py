@@ -46,6 +46,7 @@ class State(enum.Enum):
 
     def __init__(self, number: int, where: str) -> None:
         self.where = where
+        self.in_memory = where == "memory"
 
 
 class Stage(enum.Enum):
@@ -58,11 +59,9 @@ class Stage(enum.Enum):
 
 
 # Python 3.10 calls a function to find a member of an enum.
-_NEW, _RESIDENT, _WRITING = State.NEW, State.RESIDENT, State.WRITING
-_GOING = State.ENCODING, State.WRITING
-WAITING = _RESIDENT, *_GOING
-_HOLDING = State.KEPT, *WAITING
-_WITH_ROOM = State.ON_DISK, State.LOST
+_NEW, _RESIDENT, _ENCODING, _WRITING = State.NEW, State.RESIDENT, State.ENCODING, State.WRITING
+_ON_DISK, _LOST = State.ON_DISK, State.LOST
+WAITING = _RESIDENT, _ENCODING, _WRITING
 _AHEAD, _ASKED = Stage.AHEAD, Stage.ASKED
 
 
@@ -166,7 +165,7 @@ class Ledger:
         before, was, write, had = entry.state, entry.held, entry.write, entry.extent
         old_bytes = entry.moved_bytes
         new_bytes = encoded.nbytes if encoded else old_bytes
-        extent = had if to in _WITH_ROOM else None
+        extent = had if to is _ON_DISK or to is _LOST else None
         if to is _WRITING:
             extent = self._engine.alloc(new_bytes, entry.tier)
         # No call from here on. `was`, `write` and `had` keep alive what a change drops: its end could call something.
@@ -174,19 +173,19 @@ class Ledger:
             if before is _RESIDENT:
                 del self.resident[entry]
                 self.resident_bytes -= old_bytes
-            elif before in _GOING:
+            elif before is _WRITING or before is _ENCODING:
                 del self.writing[entry]
                 self.writing_bytes -= old_bytes
                 entry.write = None
             if to is _RESIDENT:
                 self.resident[entry] = None
                 self.resident_bytes += new_bytes
-            elif to in _GOING:
+            elif to is _WRITING or to is _ENCODING:
                 self.writing[entry] = None
                 self.writing_bytes += new_bytes
             entry.state = to
         entry.extent = extent
-        entry.held = was if to in _HOLDING else None
+        entry.held = was if to.in_memory else None
         if held is not None:
             entry.held = held
             entry.borrowed = before is _NEW

@@ -122,7 +122,7 @@ class GraphReport:
         host_speedup: how many times as fast as the drives host memory would be; 0 where that is no question.
         whole: whether the graph has the loss: the gradients that come in are those of numbers.
         stock: the step of PyTorch's own partition with everything kept.
-        own: the step as planned.
+        own: the step as planned, without its spans, which the rows have.
         rows: the alias groups, and the saved outputs.
         recomputed: name, module, source, nbytes and seconds of what is computed again.
         runs: how often it runs in a step.
@@ -147,7 +147,7 @@ class GraphReport:
 
     @property
     def planned(self) -> Step:
-        """The step as planned, with what happens to the groups."""
+        """`own` with the spans of the rows."""
         return replace(self.own, spans=tuple(span for row in self.rows for span in row.spans))
 
     def packed(self) -> str:

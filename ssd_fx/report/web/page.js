@@ -166,13 +166,9 @@
   }
 
   function valueAt(points, x) {
-    let low = 0, high = points.length - 1;
-    if (!points.length || x < points[0][0]) return null;
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (points[middle][0] <= x) low = middle; else high = middle - 1;
-    }
-    return x > points[points.length - 1][0] ? null : points[low][1];
+    const next = points.findIndex(([from]) => from > x);
+    if (next > 0) return points[next - 1][1];
+    return points.length && x === points[points.length - 1][0] ? points[points.length - 1][1] : null;
   }
   const measuredPoints = () => (seen ? seen.points.map(([x, y]) => [at(x), y]) : []);
   function memoryTip(list) {
