@@ -45,7 +45,7 @@ from ssd_fx.estimate import (
     under_checkpoints,
 )
 from ssd_fx.passes.plan import Plan
-from ssd_fx.projection.presets import DRIVES, MACHINES, Machine, rates
+from ssd_fx.projection.presets import DRIVES, MACHINES, Hardware, rates
 from ssd_fx.refusal import refusing
 from ssd_fx.report.budgets import Estimate
 from ssd_fx.rivals import SHARES, kept, layers_of
@@ -130,7 +130,7 @@ def run(flags: argparse.Namespace) -> int:
     return 0 if all(each.best for each in found) else 2
 
 
-def _elsewhere(flags: argparse.Namespace) -> Machine | None:
+def _elsewhere(flags: argparse.Namespace) -> Hardware | None:
     """The machine that is asked for, with its drives; None for this one.
 
     Raises:
@@ -148,7 +148,7 @@ def _elsewhere(flags: argparse.Namespace) -> Machine | None:
     return replace(machine, drives=other)
 
 
-def _told(machine: Machine) -> str:
+def _told(machine: Hardware) -> str:
     rates_, drives = rates(machine.device, machine.drives), machine.drives
     return (
         f"planned for {machine.device.name}: {rates_['flops'] / 1e12:.0f} TFLOP/s in 16 bits, memory "

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ssd_fx.backend import check_options
-from ssd_fx.calibration import calibrate
+from ssd_fx.calibration import cache, calibrate
+from ssd_fx.calibration.timing import wait_until_idle
 from ssd_fx.passes.cost.machine import Machine, described
 from ssd_fx.refusal import refusing
 from ssd_fx.runtime.config import RuntimeConfig, parse
@@ -44,12 +45,12 @@ def add(commands: Any) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Measure and print the rates. The exit status is 1 if they are not those of this machine."""
     with refusing(1):
-        kept_in = calibrate.cache_path()
+        kept_in = cache.path()
         config = parse(check_options({"dirs": [flags.directory]}).runtime_json())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if flags.wait:
         print("waiting until other processes leave the cores idle", file=sys.stderr, flush=True)
-        calibrate.wait_until_idle()
+        wait_until_idle()
     started = time.perf_counter()
     rates = _measured(config, device).rates()
     missed = calibrate.unmeasured(config, device)
