@@ -91,8 +91,7 @@ def node_s(config: Options, device: torch.device) -> float:
         prefetch=0,
         host_budget=0,
         compression=(),
-        resident=0,
-        resident_at_most=0,
+        budget=0,
         memory="",
         adapt=False,
     )
