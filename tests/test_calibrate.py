@@ -496,7 +496,7 @@ def test_a_node_takes_what_its_thread_computes(engine: str, tmp_path: Path, monk
     """And the measurement leaves no trace, whatever the options keep in memory."""
     clock = HostClock()
     monkeypatch.setattr(round_trip.time, "thread_time", clock)
-    config = Options(dirs=(str(tmp_path),), engine=engine, resident=1 << 30, compression=(("ssd", "bitpack"),))
+    config = Options(dirs=(str(tmp_path),), engine=engine, budget=1 << 30, compression=(("ssd", "bitpack"),))
     assert round_trip.node_s(config, CPU) == pytest.approx(2e-3)
     assert clock.asked == round_trip._PASSES * 4 * 2 * HostClock.TENSORS
     assert (ssd_fx.stats().stores, ssd_fx.stats().disk_bytes, trace.events()) == (0, 0, [])
