@@ -94,7 +94,7 @@ LIVES = [
 ]
 KINDS: dict[str, dict[str, object]] = {
     "written": {},
-    "resident": {"resident": 1 << 30},
+    "resident": {"budget": 1 << 30},
     "encoded": {"compression": {"ssd": "bitpack"}},
     "encoded at rest": {"compression": {"host": "bitpack"}, "host_budget": 1 << 30},
 }
