@@ -15,12 +15,12 @@ from rivals import Call, Rival  # a neighbour of this file
 from torch import nn
 
 from ssd_fx import fake
-from ssd_fx.estimate import Look, T, surveyed
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.plan import Limits, Plan, replay_of
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.proposals import cut, decide_for_all
+from ssd_fx.survey import Look, T, surveyed
 
 
 @dataclass(frozen=True)
@@ -102,4 +102,4 @@ def _without_meta(call: Call) -> Call:
 
 def _surveyed(call: Call, look: Look[T], machine: Mapping[str, Any], more: Mapping[str, Any] | None) -> T:
     options = {"machine": dict(machine), "allow_tmpfs": True} | dict(more or {})
-    return surveyed(call[0], (call[1], {}), lambda _: look, options, None, None)
+    return surveyed(call[0], (call[1], {}), look, options)

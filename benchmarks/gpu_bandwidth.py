@@ -25,7 +25,7 @@ import torch
 from gpu_machine import add_flags, prepare, results_path, system  # neighbours of this file
 from system import MIB, io_cpu_s, write_json
 
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Engine, Memory
 from ssd_fx.runtime.engines.registry import ENGINES, make_engine
@@ -56,7 +56,7 @@ def synchronize(device: torch.device) -> None:
 def bandwidth(name: str, size: int, flags: argparse.Namespace) -> Bandwidth:
     """What is read is compared with what was written. Raises: SystemExit if it differs."""
     device = torch.device(flags.device)
-    engine = make_engine(RuntimeConfig(dirs=(flags.dir,), engine=name, allow_tmpfs=flags.allow_tmpfs))
+    engine = make_engine(Options(dirs=(flags.dir,), engine=name, allow_tmpfs=flags.allow_tmpfs))
     try:
         sources = [torch.full((size,), i % 251, dtype=torch.uint8, device=device) for i in range(flags.total // size)]
         targets = [torch.zeros_like(source) for source in sources]
@@ -103,7 +103,7 @@ def available(flags: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]
     serving, missing = {}, {}
     for name in names:
         try:
-            engine = make_engine(RuntimeConfig(dirs=(flags.dir,), engine=name, allow_tmpfs=flags.allow_tmpfs))
+            engine = make_engine(Options(dirs=(flags.dir,), engine=name, allow_tmpfs=flags.allow_tmpfs))
         except (RuntimeError, OSError) as error:
             missing[name] = str(error)
             continue

@@ -19,7 +19,7 @@ import ssd_fx  # noqa: F401 - registers the operators
 from ssd_fx.runtime.device import streams
 
 ROWS = 5
-KEEPS = json.dumps({"engine": "memory", "resident": 1 << 40, "adapt": False})  # nothing leaves: the node alone
+KEEPS = json.dumps({"engine": "memory", "budget": 1 << 40, "adapt": False})  # nothing leaves: the node alone
 WRITES = json.dumps({"engine": "memory", "adapt": False})
 
 

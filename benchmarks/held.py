@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.registry import ENGINES
@@ -22,7 +22,7 @@ def register(gbps: float) -> Callable[[float], None]:
     """Give this process the engine, with `gbps` GB/s each way on its own. Returns what sets another rate."""
     writes, reads = Lane(Clock()), Lane(Clock())
 
-    def make(config: RuntimeConfig) -> Engine:
+    def make(config: Options) -> Engine:
         return HeldEngine(PosixEngine(config.dirs[0], checksums=config.checksums), writes, reads)
 
     def hold(rate: float) -> None:

@@ -189,7 +189,7 @@ def best_us(seconds: Sequence[float]) -> float:
 
 def nodes(flags: argparse.Namespace) -> None:
     """Print a row for each kind of node."""
-    config = {"engine": "memory", "adapt": False} | ({"resident": 1 << 40} if flags.kept else {})
+    config = {"engine": "memory", "adapt": False} | ({"budget": 1 << 40} if flags.kept else {})
     with installed(late=not flags.idle) as gpu:
         warm_up = Steps(gpu, json.dumps(config), flags.depth)
         steps = Steps(gpu, json.dumps(config), flags.depth)

@@ -42,6 +42,12 @@ NAVIGATION = {
     "Results": [
         "docs/pareto",
         "docs/compatibility",
+        "docs/results/measurements",
+        "docs/results/paper/benchmarks",
+        "docs/results/gpu/README",
+        "docs/results/pareto/2026-11-27",
+        "docs/results/slow-step/2026-11-27",
+        "docs/results/planted",
         "CHANGELOG",
     ],
 }
@@ -50,8 +56,9 @@ project = "ssd_fx"
 copyright = "the authors of ssd_fx. Licence: Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md"]
-exclude_patterns = [".*", "build", "demo-out", "docs/results"]  # not to be searched for pages
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**.md"]
+exclude_patterns = [".*", "build", "demo-out"]  # not to be searched for pages
+suppress_warnings = ["myst.header"]  # records of programs begin their tables with small headings
 highlight_language = "text"  # of blocks that name no language
 myst_heading_anchors = 3
 

@@ -31,7 +31,15 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
         *([keep_compared] if options.lossy else []),  # before merge_copies, which passes over what has an obstacle
-        partial(mark, keep=options.keep, offload=options.offload, roots=options.roots),  # marks groups, binds select
+        partial(  # marks groups, binds select
+            mark,
+            keep=options.keep,
+            offload=options.offload,
+            roots=options.roots,
+            policy=options.policy,
+            min_bytes=options.min_bytes,
+            recompute=options.recompute,
+        ),
         merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
         partial(time, machine=machine),
         lifetime,
@@ -88,7 +96,7 @@ def decide(
 
 def analyse(partition: Partition, options: PlanOptions) -> Plan:
     """What the analyses find in `partition`, with nothing decided; no budget changes it."""
-    plan = Plan(graph=fingerprint(partition, options.digest))
+    plan = Plan(graph=fingerprint(partition, options.chosen))
     return _run(analyses(options, machine_of(partition, options)), partition, plan)
 
 
@@ -100,7 +108,7 @@ def _run(passes: Sequence[PlanPass], partition: Partition, plan: Plan) -> Plan:
 
 
 def machine_of(partition: Partition, options: PlanOptions) -> Machine:
-    return options.machine or Machine.default(device_of(partition), torch.get_num_threads())
+    return options.rates or Machine.default(device_of(partition), torch.get_num_threads())
 
 
 def device_of(partition: Partition) -> torch.device:

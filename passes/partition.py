@@ -11,21 +11,24 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
+
+from ssd_fx.compat import (
     AOTInput,
     AOTOutput,
     BackwardTokenAOTInput,
+    FakeTensor,
     ForwardTokenAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
+    OpOverload,
     PlainAOTInput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
     SubclassSizeAOTInput,
     SubclassStrideAOTInput,
     TangentAOTInput,
+    tree_leaves,
 )
-from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 NOT_CHECKED = "saved_tensor_with_no_vc_check"  # PyTorch's, in node.meta: autograd does not check the tensor's version
@@ -208,12 +211,12 @@ def _overwritten(output: AOTOutput) -> AOTInput | None:
 
 def calls_ours(node: fx.Node) -> bool:
     """Whether a node calls one of our operators."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ssd_fx"
+    return isinstance(node.target, OpOverload) and node.target.namespace == "ssd_fx"
 
 
 def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that the node's operator writes into, by its schema."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return []
     given = arguments_of(node)
     targets = [given[a.name] for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]
@@ -240,7 +243,7 @@ def called(node: fx.Node) -> tuple[object, tuple[Any, ...], dict[str, Any]]:
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """What a node's operator is called with, by the names in its schema; defaults where it is given nothing."""
     operator, args, kwargs = called(node)
-    assert isinstance(operator, torch._ops.OpOverload)
+    assert isinstance(operator, OpOverload)
     arguments = operator._schema.arguments
     given = dict(zip([a.name for a in arguments], args, strict=False))
     return {a.name: a.default_value for a in arguments} | given | kwargs
@@ -272,7 +275,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
     The key is valid while the tensor is alive; the graphs hold theirs in `meta["val"]`.
     """
-    if tensor.layout != torch.strided or type(tensor) is not torch._subclasses.FakeTensor:
+    if tensor.layout != torch.strided or type(tensor) is not FakeTensor:
         return None
     return int(tensor.untyped_storage()._cdata)
 
@@ -303,7 +306,7 @@ def known_symbols(backward: fx.Graph) -> frozenset[object]:
 def fingerprint(partition: Partition, options: str = "") -> str:
     """The graph's name in reports: eight hex digits.
 
-    They are the same in every process that compiles the same graph under the same `options` (`PlanOptions.digest`).
+    They are the same in every process that compiles the same graph under the same `options` (`PlanOptions.chosen`).
     """
     digest = hashlib.sha256(options.encode())
     for module in (partition.forward, partition.backward):

@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._logging._internal import trace_log
 
+from ssd_fx.compat import CustomPartitionerFn, saved_tensors_hooks, trace_log
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
@@ -109,9 +108,11 @@ class Partitioner(CustomPartitionerFn):
         """The identity of this partitioner in compile caches: all of the package's source, and all options."""
         lasting = None if self.lasting is None else sorted(self.lasting)
         parts = [repr(self.options), str(self.keeps_all), str(lasting), torch.__version__]
-        if self.report is not None or ranks_agree():
-            # Another process has no report of ours. And where ranks exchange what they save, all must partition: with a
-            # cached result one rank would go on to a collective of the forward, while others wait in the exchange.
+        policy = self.options.policy
+        if self.report is not None or ranks_agree() or (policy is not None and not policy.uuid):
+            # Another process has no report of ours, and may have another function of that name. And where ranks
+            # exchange what they save, all must partition: with a cached result one rank would go on to a collective of
+            # the forward, while others wait in the exchange.
             parts.append(_PROCESS)
         if self.survey is not None:
             parts.append(uuid.uuid4().hex)  # with any cached result there would be none
@@ -125,7 +126,7 @@ def is_traced() -> bool:
 
 def hooks_are_compiled_in() -> bool:
     """Whether AOTAutograd will compile saved-tensor hooks into the partitioned graphs. They read what is saved."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks()
     return hooks is not None and isinstance(hooks[0], fx.GraphModule)
 
 

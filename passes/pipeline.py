@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
-from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from ssd_fx.compat import CustomPartitionerFn, inductor_config
 from ssd_fx.passes.decide import device_of
 from ssd_fx.passes.joint.marks import LiftMarks, lift
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs

@@ -63,7 +63,7 @@ class Mark:
     tensor was marked, not its module.
     """
 
-    decision: Literal["keep", "offload", "prefer_offload"]
+    decision: Literal["keep", "offload", "prefer_offload", "recompute"]
     reason: str
     tier: Literal["host", "ssd", ""] = ""
     itself: bool = True
@@ -146,8 +146,11 @@ class Plan:
         asked = self.proposal
         if asked is None:
             return ()
+        before = asked.recomputed  # for the user's policy
         groups = [g for g in asked.groups if isinstance(asked.decisions.get(g.slot), Recompute)]
-        return tuple(Recomputed(g.base, asked.modules[g.slot], g.nbytes, asked.prices[g.slot].seconds) for g in groups)
+        return before + tuple(
+            Recomputed(g.base, asked.modules[g.slot], g.nbytes, asked.prices[g.slot].seconds) for g in groups
+        )
 
     @property
     def saved_bytes(self) -> int:

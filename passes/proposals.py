@@ -20,9 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-
+from ssd_fx.compat import functorch_config, inductor_config, syncs_decisions
 from ssd_fx.passes.decide import analyse, decide
 from ssd_fx.passes.joint.collectives import communication
 from ssd_fx.passes.joint.compared import compares_again
@@ -61,10 +59,25 @@ class Candidate:
 def cut(joint: Joint, options: PlanOptions) -> Candidate:
     """PyTorch's own partition, with what the analyses find in it: where the plan for any budget begins.
 
-    Nothing is decided in its plan, so it has no replay.
+    What the user's policy wants to be computed again is not saved, where that is possible. Nothing is decided in the
+    plan, so it has no replay.
     """
-    own = joint.partition(again=_may_cut_again(joint, options))
-    return Candidate(own, analyse(own, options))
+    partition = joint.partition(again=_may_cut_again(joint, options))
+    own = Candidate(partition, analyse(partition, options))
+    asked = [slot for slot, mark in own.plan.marks.items() if mark.decision == "recompute"]
+    return _computing_again(asked, joint, own, options) if asked and _may_cut_again(joint, options) else own
+
+
+def _computing_again(asked: Collection[int], joint: Joint, own: Candidate, options: PlanOptions) -> Candidate:
+    """The partition that computes the groups of the slots `asked` again, as far as they have a price; else `own`."""
+    kept = decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
+    chosen = {slot: Recompute(kept.prices[slot].nodes) for slot in asked if slot in kept.prices}
+    plan = kept.with_(decisions=kept.decisions | chosen)
+    partition = _cut_so(joint, own, plan.recomputed_nodes, plan) if chosen else None
+    if partition is None:
+        return own
+    found = analyse(partition, options).with_(proposal=plan, own=kept)
+    return Candidate(partition, found, plan.recomputed_nodes)
 
 
 def decide_for_all(
@@ -220,7 +233,7 @@ class Proposals:
         except BudgetError:
             return None
         if proposal is not None:
-            plan = plan.with_(proposal=proposal, own=self.first)
+            plan = plan.with_(proposal=proposal, own=None if self.first is None else self.first.origin)
         self.found.append(Candidate(partition, plan))
         return self.found[-1]
 
@@ -290,12 +303,13 @@ def _layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | 
     if not between.saved:
         return None
     try:
-        partition = joint.partition_again(between.again, between.saved)
+        partition = joint.partition_again(between.again | own.again, between.saved)
     except CutError as error:
         text = f"ssd_fx begins no plan of graph {own.plan.graph} from its layers, for PyTorch cannot partition it so: "
         warnings.warn(text + str(error), RuntimeWarning, stacklevel=2)
         return None
-    return Candidate(partition, analyse(partition, options), between.again)
+    found = analyse(partition, options).with_(proposal=own.plan.proposal, own=own.plan.own)
+    return Candidate(partition, found, between.again | own.again)
 
 
 def _may_cut_again(joint: Joint, options: PlanOptions) -> bool:
@@ -315,4 +329,4 @@ def _is_partitioned_once() -> bool:
 
 def ranks_agree() -> bool:
     """Whether the ranks exchange what they save, each time that they partition a graph with a collective."""
-    return bool(getattr(functorch_config, "_sync_decision_cross_ranks", False))
+    return syncs_decisions()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch._dynamo.exc import ShortenTraceback
+from ssd_fx.compat import ShortenTraceback
 
 
 @contextmanager

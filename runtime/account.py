@@ -25,10 +25,10 @@ def _note_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
-def limit_of(memory: str, ranks: int, found: Gauge, device: torch.device) -> int:
-    """The bytes that `memory` stands for (`RuntimeConfig`). Ranks that compute on the CPU share what is free there."""
-    if memory.isdecimal():
-        return int(memory)
+def limit_of(memory: int | float | str, ranks: int, found: Gauge, device: torch.device) -> int:
+    """The bytes that `memory` stands for (`Options`). Ranks that compute on the CPU share what is free there."""
+    if isinstance(memory, int):
+        return memory
     sharing = ranks if device.type == "cpu" else 1
     if memory == "auto":
         own = found.live_bytes()
@@ -44,7 +44,7 @@ class Account:
 
     def __init__(
         self,
-        memory: str,
+        memory: int | float | str,
         ranks: int,
         held: Callable[[], int],
         outstanding: Callable[[], int],

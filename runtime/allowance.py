@@ -18,8 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch._C import _current_graph_task_id
-
+from ssd_fx.compat import _current_graph_task_id
 from ssd_fx.runtime.wear import format_bytes
 
 _log = logging.getLogger("ssd_fx")

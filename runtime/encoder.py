@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ssd_fx.options import Options
 from ssd_fx.runtime import codec
 from ssd_fx.runtime.adapt.habits import PLAIN, Habits
 from ssd_fx.runtime.codec import Encoded
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.states import Entry
 from ssd_fx.runtime.stats import counters
@@ -29,7 +29,7 @@ class Encoder:
     Encoding takes long, so `encode` runs without the lock of `entries`. All other methods run under it.
     """
 
-    def __init__(self, config: RuntimeConfig, habits: Habits) -> None:
+    def __init__(self, config: Options, habits: Habits) -> None:
         self.codecs = dict(config.compression)
         self._habits = habits
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ssd_fx.compat import _construct_storage_from_data_pointer, _disable_current_modes
 from ssd_fx.runtime import errors
 from ssd_fx.runtime.deaths import Guard
 from ssd_fx.runtime.states import Entry
@@ -38,7 +38,7 @@ def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     if zero is None:
         with _disable_current_modes(), torch.inference_mode(False):  # whoever comes first may be in any mode
             zero = _zeros.setdefault(device, torch.zeros(_LARGEST, dtype=torch.uint8, device=device))
-    storage = torch._C._construct_storage_from_data_pointer(zero.data_ptr(), device, dtype.itemsize)
+    storage = _construct_storage_from_data_pointer(zero.data_ptr(), device, dtype.itemsize)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, size, (0,) * len(size))
 
 

@@ -12,20 +12,21 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ssd_fx.options import Options
 from ssd_fx.runtime import entries, plans
-from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.deaths import Guard
 from ssd_fx.runtime.stores import close_stores, end_unused
 
 
 class _Graph(NamedTuple):
-    config: RuntimeConfig
+    config: Options
     number: int
 
 
 _NO_GRAPH = -1
 _numbers = itertools.count()
-_living: dict[RuntimeConfig, set[int]] = {}
+_living: dict[Options, set[int]] = {}
 
 
 def uses(graph: Callable[..., object], config: str) -> None:

@@ -6,7 +6,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from ssd_fx.compat import (
+    DispatchKey,
+    DispatchKeySet,
+    _disable_current_modes,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ForceDispatchKeyGuard,
+    _storage_Use_Count,
+)
 
 Ints = tuple[int, ...]
 
@@ -81,7 +90,7 @@ def returned(seen: TensorMeta, asked: TensorMeta, relies_on: str, where: Callabl
 
 def _holders(x: Tensor) -> tuple[int, int]:
     storage = x.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    return _storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 _ALONE = _holders(torch.empty(1))
@@ -110,7 +119,7 @@ def is_parameter(x: Tensor) -> bool:
     return (x.requires_grad and x.is_leaf) or (x._is_view() and isinstance(x._base, torch.nn.Parameter))
 
 
-_VERSIONED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_VERSIONED = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
 def alias(x: Tensor, layout: TensorMeta) -> Tensor:
@@ -125,8 +134,8 @@ def versioned_alias(x: Tensor) -> Tensor:
 
     `detach` shares the counter under one dispatch key, which Inductor's code excludes. Including it takes 10 us.
     """
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude - _VERSIONED):
+    exclude = _dispatch_tls_local_exclude_set()
+    with _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), exclude - _VERSIONED):
         return x.detach()
 
 

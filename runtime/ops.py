@@ -8,7 +8,7 @@
     load              starts to read the tensor back; its bytes are undefined until `wait_load_` returned
     wait_load_        waits until the bytes are there
 
-`config`: the JSON of a `RuntimeConfig`. `graph`: a name for reports. `about`: its plan, packed (`plans.py`).
+`config`: the JSON of a `Options`. `graph`: a name for reports. `about`: its plan, packed (`plans.py`).
 `slot`: the number of the alias group.
 `seq`: the planned position of the node among our nodes in its graph.
 `tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from ssd_fx.compat import _get_current_graph_task_keep_graph as keeps_graph
 from ssd_fx.runtime import errors, plans, trace
 from ssd_fx.runtime.device import device_trace
 from ssd_fx.runtime.device.streams import check_not_captured
@@ -34,7 +35,6 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stats import counters, step, turn
 from ssd_fx.runtime.stores import forward_begins, get_store, go_on
 
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
 
 _SCHEMAS = (

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.options import Options
+from ssd_fx.runtime.config import parse
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ def packed() -> dict[str, str]:
     return {graph: found.about for graph, found in dict(_noted).items()}
 
 
-def forget(config: RuntimeConfig) -> None:
+def forget(config: Options) -> None:
     """Drops the plans of a configuration whose graphs are gone."""
     for graph, found in list(_noted.items()):
         if parse(found.config) == config:

@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 
-from torch._C import _current_graph_task_id
+from ssd_fx.compat import _current_graph_task_id
 
 PACE_STEPS = 16
 _numbers = itertools.count(1)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ssd_fx.options import Options
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.account import Account
 from ssd_fx.runtime.adapt.habits import Habits
 from ssd_fx.runtime.adapt.residency import Peak, Residency
 from ssd_fx.runtime.adapt.runs import Runs
-from ssd_fx.runtime.config import TIERS, RuntimeConfig
+from ssd_fx.runtime.config import TIERS
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
@@ -34,10 +35,10 @@ now = time.perf_counter
 class Store:
     """Stores and loads the tensors of all graphs with one configuration, through one engine."""
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: Options) -> None:
         self.engine, resident_bytes = registry.make_tiers(config, stats.moved)
         self.device = torch.device("cpu")  # of the tensor that was stored last
-        self._ranks = config.ranks
+        self._ranks = config.ranks.count
         most = config.resident_at_most if config.adapt else 0
         self.residency = Residency(resident_bytes, most, self._available_bytes, waits=config.slowdown)
         self.peak = Peak()
@@ -256,13 +257,14 @@ class Store:
         finally:
             self.writer.in_vain.end()
 
-    def _account(self, config: RuntimeConfig) -> Account:
+    def _account(self, config: Options) -> Account:
         self.writer.limited = True
 
         def held() -> int:
             return self.writer.held_bytes + self.ledger.ahead_bytes
 
-        return Account(config.memory, config.ranks, held, lambda: self.writer.outstanding_bytes, self.residency.allow)
+        ranks = config.ranks.count
+        return Account(config.memory, ranks, held, lambda: self.writer.outstanding_bytes, self.residency.allow)
 
     def _look(self) -> None:
         """A node of ours begins."""

@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from ssd_fx.options import Options
 from ssd_fx.runtime import entries
-from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.deaths import before_work, janitor, when_idle
 from ssd_fx.runtime.device import clock, device_trace, driver, streams
 from ssd_fx.runtime.engines import registry
@@ -17,7 +18,7 @@ from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.store import Store
 
-stores: dict[RuntimeConfig, Store] = {}
+stores: dict[Options, Store] = {}
 
 
 def get_store(config: str) -> Store:
@@ -58,7 +59,7 @@ def go_on(but: Store) -> None:
             store.writer.go_on()
 
 
-def end_unused(config: RuntimeConfig, when_left: Callable[[], None]) -> None:
+def end_unused(config: Options, when_left: Callable[[], None]) -> None:
     """Ends the store of a configuration that no graph uses any more.
 
     A store that has entries does not end, because a backward may come. It then calls `when_left` under the lock after
@@ -92,7 +93,7 @@ def close_stores() -> None:
     CPU_ALLOCATOR.trim()
 
 
-def _end(config: RuntimeConfig) -> None:
+def _end(config: Options) -> None:
     store = stores.pop(config)  # first: whatever interrupts the end, no later step finds a store that writes nothing
     try:
         store.end()

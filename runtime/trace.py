@@ -51,3 +51,10 @@ def events() -> list[Event]:
 def clear() -> None:
     """Forgets all events."""
     _events.clear()
+
+
+def forget(graph: str) -> None:
+    """Forgets the events of one graph, as of a measurement that nobody asks for."""
+    kept = [event for event in list(_events) if event.graph != graph]
+    _events.clear()
+    _events.extend(kept)

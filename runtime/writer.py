@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ssd_fx.options import Options
 from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.adapt.habits import Habits
 from ssd_fx.runtime.adapt.residency import Peak, Residency
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.encoder import Encoder
@@ -43,7 +43,7 @@ class Writer:
         self,
         engine: Engine,
         ledger: Ledger,
-        config: RuntimeConfig,
+        config: Options,
         habits: Habits,
         residency: Residency,
         peak: Peak,
@@ -54,7 +54,7 @@ class Writer:
         self._residency = residency
         self._peak = peak
         self._encoder = Encoder(config, habits)
-        self._inflight = config.inflight
+        self._inflight = config.inflight_bytes
         self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
         self.in_vain = CopiesInVain()
         self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # not traced yet; oldest first

@@ -10,6 +10,7 @@ from ssd_fx.config import Config
 from ssd_fx.estimate import estimate
 from ssd_fx.explain import explain, report
 from ssd_fx.marks import keep, offload
+from ssd_fx.policy import SavedTensor
 from ssd_fx.report.budgets import Estimate, Prediction
 from ssd_fx.report.dump import Explanation
 from ssd_fx.report.model import GraphReport, GroupRow
@@ -27,6 +28,7 @@ __all__ = [
     "GroupRow",
     "Prediction",
     "Report",
+    "SavedTensor",
     "Stats",
     "backend",
     "check_options",

@@ -14,15 +14,19 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._dynamo.backends import registry
-from torch._dynamo.eval_frame import innermost_fn
-from torch._dynamo.symbolic_convert import tls
-from torch._inductor import config as inductor_config
-from torch._inductor import list_mode_options
 
-from ssd_fx import patterns, progress
+from ssd_fx import patterns, progress, traced
 from ssd_fx.calibration import calibrate
+from ssd_fx.compat import (
+    inductor_config,
+    innermost_fn,
+    is_within_checkpoint,
+    list_mode_options,
+    registry,
+    saves_packages,
+)
 from ssd_fx.config import Config
+from ssd_fx.options import PLAN
 from ssd_fx.passes.cost.machine import Machine, Rates, dtype_name
 from ssd_fx.passes.lowering import compiled_autograd
 from ssd_fx.passes.options import PlanOptions
@@ -115,10 +119,10 @@ def compile_graph(
         if config.cpu_allocator and _trains_on_cpu(inputs):
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
-        arguments, whole = patterns.arguments(gm), _keeps_all(gm)
-        tells = partial(about, arguments, patterns.function())
+        arguments, whole = traced.arguments(gm), _keeps_all(gm)
+        tells = partial(about, arguments, traced.function())
         if config.memory:
-            tells = partial(limit.told, str(config.memory), config.ranks.count, _device(inputs), tells)
+            tells = partial(limit.told, config.memory, config.ranks.count, _device(inputs), tells)
         partitioner = Partitioner(
             plan,
             keeps_all=bool(whole),
@@ -126,7 +130,7 @@ def compile_graph(
             during=progress.planning,
             survey=survey,
             about=tells,
-            lasting=patterns.lasting(gm),
+            lasting=traced.lasting(gm),
         )
         dumps_to = "" if report else config.own_dump
         if dumps_to:
@@ -180,8 +184,8 @@ def _keep_out_of_packages() -> None:
     Its key has neither the backend nor its options. Another process would train with this one's options, without a
     word.
     """
-    translator = getattr(tls, "current_tx", None)
-    if translator is not None and getattr(torch._dynamo.config, "caching_precompile", False):
+    translator = traced.translator()
+    if translator is not None and saves_packages():
         translator.output.bypass_package("the options of ssd_fx are not in the key of a package")
 
 
@@ -195,12 +199,11 @@ def _keeps_all(gm: fx.GraphModule) -> str:
       they are needed. Its second forward may be another graph (for dynamic sizes). That one's saved tensors then go to
       the backward of the first graph, which can take plain tensors only.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+    if is_within_checkpoint():
         reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
     elif hooks_are_compiled_in():
         reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"
-    elif any(_names_a_stream(node) for each in _graphs(gm) for node in each.graph.nodes):
+    elif any(map(_names_a_stream, traced.nodes(gm))):
         reason = "it computes on several streams or waits for one, and transfers would follow only one"
     else:
         return ""
@@ -211,11 +214,6 @@ def _keeps_all(gm: fx.GraphModule) -> str:
 def _names_a_stream(node: fx.Node) -> bool:
     """Whether a node of a Dynamo graph is within `torch.cuda.stream(...)`, or an operation of streams and events."""
     return "stream" in (node.meta.get("custom") or ()) or str(node.target).startswith("streams.")
-
-
-def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """`gm` and the graphs of regions within it."""
-    return [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
 
 
 def _make_dump(directory: str) -> None:
@@ -235,25 +233,16 @@ def _reported(report: Report, arguments: Sequence[str], made: Rewritten) -> None
 
 
 def plan_options(config: Config, device: torch.device) -> PlanOptions:
-    """The part of the options that the passes need, for graphs that compute on `device`."""
+    """What plans of graphs on `device` depend on, but for the graph itself (`_with_modules`)."""
     return PlanOptions(
+        **config.view(PLAN),
         version=source_digest(),
-        budget=config.budget,  # bytes are one budget over all graphs, which the runtime keeps; plans leave room
-        slowdown=config.slowdown,
-        spare=config.spare,
-        recompute=config.recompute,
-        min_bytes=config.min_bytes,
-        prefetch=config.prefetch,
-        machine=machine_of(config, device),
-        rates=_source_of_rates(config, device),
+        rates=machine_of(config, device),
+        source=_source_of_rates(config, device),
         runtime_config=config.runtime_json(),
-        digest=config.digest(),
-        copied=config.engine == "memory",
-        host_budget=config.own_host_budget,
+        chosen=config.digest(),
         shrinks=_shrinks(config),
         lossy=any(is_lossy(codec, torch.float32) for _, codec in config.compression),
-        keep=config.keep,
-        offload=config.offload,
     )
 
 
@@ -269,10 +258,10 @@ def _with_modules(options: PlanOptions, gm: fx.GraphModule) -> PlanOptions:
     Raises:
         ValueError: a pattern of `keep` or `offload` that names no module.
     """
-    roots = patterns.roots(gm)
+    roots = traced.roots(gm)
     named = (*options.keep, *options.offload)
     patterns.check(named, gm, roots)
-    digest = patterns.annotation_digest(gm, names=bool(named))
+    digest = traced.annotation_digest(gm, names=bool(named) or options.policy is not None)
     return replace(options, roots=tuple(roots), annotations=digest)
 
 
@@ -312,8 +301,7 @@ def _trains_on_cpu(inputs: Sequence[object]) -> bool:
 def _inductor(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner, mode: str | None, dumps_to: str
 ) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
+    from ssd_fx.compat.inductor import compile_fx, compile_fx_inner
     from ssd_fx.passes.lowering import inductor
     from ssd_fx.passes.lowering.settings import settings
 
@@ -349,8 +337,7 @@ def _for_cpp(partitioner: Partitioner) -> Partitioner:
 
 
 def _aot_eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], partitioner: Partitioner) -> Compiled:
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
+    from ssd_fx.compat import aot_autograd, boxed_nop
 
     def inference(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
         if partitioner.survey is not None:

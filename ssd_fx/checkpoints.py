@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ssd_fx.backend import check_options
+from ssd_fx.compat import is_within_checkpoint
 from ssd_fx.runtime import errors, stats
 from ssd_fx.runtime.layout import is_parameter
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -65,17 +66,11 @@ def checkpoint(
     if use_reentrant:
         raise ValueError("use_reentrant=True: ssd_fx.checkpoint is not reentrant; right would be use_reentrant=False")
     call = functools.partial(torch_checkpoint, function, *args, use_reentrant=False, **kwargs)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_within_another():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_within_checkpoint():
         return call()  # type: ignore[no-any-return]
     arguments = _Arguments(_settings(options), args)
     with saved_tensors_hooks(arguments.pack, _unpack):
         return call()  # type: ignore[no-any-return]
-
-
-def _is_within_another() -> bool:
-    """Whether what is saved now is dropped by a checkpoint around this one, which computes it again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 @dataclass(frozen=True)

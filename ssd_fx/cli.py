@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import ssd_fx
-from ssd_fx import explain_script, fit
+from ssd_fx import explain_script, fit, script
 from ssd_fx.command import bench, calibrating, doctor
 from ssd_fx.config import Config
 from ssd_fx.projection import command as projection
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    own, behind = fit.split(sys.argv[1:] if argv is None else argv)
+    own, behind = script.split(sys.argv[1:] if argv is None else argv)
     flags = parser().parse_args(own)
     flags.behind = behind
     if flags.command not in _NO_OPTIONS:

@@ -1,35 +1,30 @@
 """What a training step would need under each of several budgets, without running it.
 
-    model, inputs -> Dynamo -> joint graph -> cut and analysed once -> a plan for every budget ---------+-> the table
-                            '-------------> cut under PyTorch's budget -> everything kept --------------+
-    the same with a checkpoint around each layer -> Dynamo -> joint graph -> cut -> everything kept ----'
+    joint graph -> cut and analysed once -> a plan for every budget --------+-> the table
+              '---> cut under PyTorch's budget -> everything kept ----------+
+    the same with a checkpoint around each layer -> everything kept --------'
 
-Everything up to the plans is what `backend` does with the same options, on tensors without data. Then it ends: nothing
-is compiled, and nothing runs. A step may run several graphs (`ssd-fx fit` finds them): their forwards one after the
-other, and then their backwards in the reverse order.
+`survey.py` gets the joint graph, on tensors without data. A step may run several graphs (`ssd-fx fit` finds them):
+their forwards one after the other, and then their backwards in the reverse order.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
-from unittest import mock
+from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._dynamo.exc import Unsupported
+from torch import nn
 
 from ssd_fx import fake
-from ssd_fx.backend import NoBackward, check_options, compile_graph
+from ssd_fx.backend import check_options
 from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
@@ -41,12 +36,10 @@ from ssd_fx.report.limit import largest_at
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
+from ssd_fx.survey import Look, surveyed, uncompiled
 
 Budget = int | float | str
 BUDGETS: tuple[Budget, ...] = (0, "auto", 0.25, 0.5, 0.75, 1.0)
-T = TypeVar("T")
-Look = Callable[[Joint, PlanOptions], T]
-_SILENT = "ignore_logger_methods"  # of Dynamo: what is not called, and breaks no graph; an alias from torch 2.13 on
 
 
 def estimate(
@@ -87,63 +80,110 @@ def estimate(
             small for the model.
         ValueError: the model does not compile as one graph with a backward.
     """
-    several = [budgets] if isinstance(budgets, (int, float, str)) else budgets
-    asked = tuple(parse_budget("budget", budget) for budget in several)
-    if not asked:
-        raise ValueError("budgets is empty; right would be e.g. [0, 0.5]")
-    limit, rated = parsed_size("memory", memory), parse_tbw("drive_tbw", drive_tbw)
-    config = check_options(options)
-    if limit is None and isinstance(config.memory, int):
-        limit = config.memory
-    rated = (rated or config.drive_tbw) / config.ranks.count  # the other ranks write to them too
-    model, call = fake.off_meta(uncompiled(model), called_with(inputs))
-    if batch is not None:
-        call = fake.with_batch(call, parsed_batch(batch))
-    survey = partial(_survey_of, model, call, options, dynamic, mode)
-    found = survey(partial(plans_for, asked, SHARES if rivals else ()))
-    made = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    layers = layers_of(model) if rivals else []
-    beside = partial(under_checkpoints, layers, lambda: [survey(kept)]) if rivals else None
-    table = tabulated(asked, limit, [found], found.input_bytes, made, beside)
-    return replace(table, batch=fake.batch_of(call), drive_tbw=rated)
+    asked = Asked.of([budgets] if isinstance(budgets, (int, float, str)) else budgets, memory, drive_tbw, rivals=rivals)
+    check_options(options)
+    made = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    size = None if batch is None else parsed_batch(batch)
+    settings = {"options": options, "dynamic": dynamic, "mode": mode}
+    return of_call(model, called_with(inputs), asked, size, made, settings)
 
 
-def tabulated(
-    budgets: Sequence[Budget],
-    memory: int | None,
-    runs: Sequence[Found],
-    input_bytes: int,
+def of_call(
+    model: Callable[..., Any],
+    call: tuple[Any, Any],
+    asked: Asked,
+    batch: int | None,
     optimizers: Sequence[torch.optim.Optimizer],
-    beside: Callable[[], tuple[Sequence[Plan], str]] | None,
+    settings: Mapping[str, Any],
 ) -> Estimate:
-    """The table of a step that runs these graphs, one after the other.
+    """The table of a step that is one call of a model. `settings`: options, dynamic and mode, as in `surveyed`."""
+    model, call = fake.off_meta(uncompiled(model), call)
+    if batch is not None:
+        call = fake.with_batch(call, batch)
+    look_at: Callable[[Look[Any]], Any] = partial(surveyed, model, call, **settings)
+    found: Found = look_at(asked.look)
+    layers = layers_of(model) if asked.rivals else []
+    step = Step([found], found.input_bytes, optimizers, fake.batch_of(call), layers, lambda: [look_at(kept)], settings)
+    return asked.table(step)
 
-    memory: the option, in bytes. input_bytes: of parameters, buffers and inputs of the step. beside: the plans of the
-    same step with a checkpoint around each layer, none if there are no such, and what to note about them; None without
-    rivals.
+
+@dataclass(frozen=True)
+class Step:
+    """A training step that runs some graphs, one after the other, and has not run.
+
+    runs: what was found of each graph. input_bytes: of parameters, buffers and inputs. optimizers: whose state counts.
+    batch: its size, if it is known. layers: which one would put checkpoints around. kept: traces the step once more,
+    and returns the plan of each graph with everything kept. settings: of `torch.compile`.
     """
-    state = sum(map(_state_bytes, optimizers))
-    there = input_bytes + state
-    rows = tuple(_prediction(budget, [run.plans[i] for run in runs], there) for i, budget in enumerate(budgets))
-    if memory is not None:
-        rows += _within(memory - there, [run.lowest for run in runs], there)
-    others: tuple[Prediction, ...] = ()
-    note = ""
-    if beside is not None:
-        plans, note = beside()
-        first = [_prediction(CHECKPOINT, plans, there)] if plans else []
-        shares = [_prediction(budgeted(s), [run.alone[i] for run in runs], there) for i, s in enumerate(SHARES)]
-        others = (*first, *(row for row in shares if not any(other.dominates(row) for other in shares)))
-    saved = sum(run.own.saved_bytes for run in runs)
-    counts = Counter(run.own.graph for run in runs)
-    name = ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in counts.items())
-    rates = " and ".join(dict.fromkeys(run.rates for run in runs))
-    highest = max(runs, key=lambda run: replay_of(run.lowest).peak)
-    more: dict[str, Any] = {"rates": rates, "rivals": others, "note": note, "largest": highest.largest}
-    return Estimate(name, None, saved, input_bytes, state, rows, memory=memory, **more)
+
+    runs: Sequence[Found]
+    input_bytes: int
+    optimizers: Sequence[torch.optim.Optimizer]
+    batch: int | None
+    layers: Sequence[nn.Module]
+    kept: Callable[[], Sequence[Plan]]
+    settings: Mapping[str, Any]
 
 
-def under_checkpoints(layers: Sequence[nn.Module], survey: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], str]:
+@dataclass(frozen=True)
+class Asked:
+    """What a table is to say. memory: a limit in bytes. drive_tbw: 0 for that of the options. Both override these."""
+
+    budgets: tuple[Budget, ...]
+    memory: int | None = None
+    drive_tbw: float = 0.0
+    rivals: bool = True
+
+    @staticmethod
+    def of(budgets: Iterable[Budget], memory: int | str | None, drive_tbw: object, *, rivals: bool) -> Asked:
+        """Raises: ValueError: a budget or a size that is none, or no budget."""
+        parsed = tuple(parse_budget("budget", budget) for budget in budgets)
+        if not parsed:
+            raise ValueError("budgets is empty; right would be e.g. [0, 0.5]")
+        return Asked(parsed, parsed_size("memory", memory), parse_tbw("drive_tbw", drive_tbw), rivals)
+
+    @property
+    def look(self) -> Look[Found]:
+        """Finds in a joint graph what the table needs."""
+        return partial(plans_for, self.budgets, SHARES if self.rivals else ())
+
+    def table(self, step: Step) -> Estimate:
+        """What the step would need."""
+        config = check_options(step.settings.get("options"))
+        memory = config.memory if self.memory is None and isinstance(config.memory, int) else self.memory
+        runs, state = step.runs, sum(map(_state_bytes, step.optimizers))
+        there = step.input_bytes + state
+        rows = tuple(_prediction(each, [run.plans[i] for run in runs], there) for i, each in enumerate(self.budgets))
+        if memory is not None:
+            rows += _within(memory - there, [run.lowest for run in runs], there)
+        others, note = _rivals(step, there) if self.rivals else ((), "")
+        counts = Counter(run.own.graph for run in runs)
+        highest = max(runs, key=lambda run: replay_of(run.lowest).peak)
+        return Estimate(
+            ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in counts.items()),
+            step.batch,
+            sum(run.own.saved_bytes for run in runs),
+            step.input_bytes,
+            state,
+            rows,
+            memory=memory,
+            drive_tbw=(self.drive_tbw or config.drive_tbw) / config.ranks.count,  # the other ranks write to them too
+            rates=" and ".join(dict.fromkeys(run.rates for run in runs)),
+            rivals=others,
+            note=note,
+            largest=highest.largest,
+        )
+
+
+def _rivals(step: Step, there: int) -> tuple[tuple[Prediction, ...], str]:
+    """What needs no drive, and a note about it. `there`: bytes that are there before the step."""
+    plans, note = _under_checkpoints(step.layers, step.kept)
+    first = [_prediction(CHECKPOINT, plans, there)] if plans else []
+    shares = [_prediction(budgeted(s), [run.alone[i] for run in step.runs], there) for i, s in enumerate(SHARES)]
+    return (*first, *(row for row in shares if not any(other.dominates(row) for other in shares))), note
+
+
+def _under_checkpoints(layers: Sequence[nn.Module], survey: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], str]:
     """The plans of a step with a checkpoint around each of the `layers`, and what to note: why there are none, or what
     a layer is."""
     if not layers:
@@ -209,7 +249,7 @@ def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, 
     partition, lowest = found[asked.index(0)]
     largest = largest_at(partition, replay_of(lowest).peak_node, options.roots)
     input_bytes = _input_bytes(own.partition)
-    return Found(own.plan, input_bytes, plans, lowest, alone, options.rates, largest)
+    return Found(own.plan, input_bytes, plans, lowest, alone, options.source, largest)
 
 
 def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, ...]:
@@ -240,138 +280,6 @@ def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, 
     )
 
 
-def _survey_of(
-    model: Callable[..., Any],
-    call: tuple[Any, Any],
-    options: Mapping[str, Any] | None,
-    dynamic: bool | None,
-    mode: str | None,
-    look: Look[T],
-) -> T:
-    return surveyed(model, call, lambda _: look, options, dynamic, mode)
-
-
-def survey(
-    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], look: Look[T], options: Mapping[str, Any], mode: str | None
-) -> T | None:
-    """What is found in the joint graph of a Dynamo graph; None if it has no backward. As a backend calls it.
-
-    Raises:
-        ValueError: nothing of the graph may be offloaded; and what is raised by what looks.
-    """
-    try:
-        with suppress(NoBackward):
-            compile_graph(gm, inputs, options=options, survey=partial(_survey, look), mode=mode)
-    except _Surveyed as ended:
-        found: T = ended.found
-        return found
-    return None
-
-
-class _Surveyed(BaseException):
-    """Ends the compilation with what was found. Dynamo takes every `Exception` for a failure of the backend."""
-
-    def __init__(self, found: Any) -> None:
-        super().__init__()
-        self.found = found
-
-
-def _survey(look: Look[T], joint: Joint, options: PlanOptions, keeps_all: bool) -> NoReturn:
-    """Raises:
-    _Surveyed: always, with what `look` finds, unless there is an error.
-    ValueError: the graph is one of several, or nothing of it may be offloaded.
-    """
-    if joint.is_nested:
-        raise ValueError(
-            "the model has regions that compile to graphs of their own (torch.compiler.nested_compile_region), and a "
-            "step of several graphs is not estimated; right would be the model without them"
-        )
-    if keeps_all:
-        raise ValueError(
-            "nothing is offloaded under torch.utils.checkpoint or saved_tensors_hooks around the compiled code, or "
-            "where it computes on several streams, so all budgets are alike; right would be the model without them"
-        )
-    raise _Surveyed(look(joint, options))
-
-
-def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
-    """What the user wrote, of the result of `torch.compile`, or of what `Module.compile` hands to it."""
-    if getattr(model, "__func__", None) is torch.nn.Module._call_impl:
-        return model.__self__  # type: ignore[attr-defined, no-any-return]
-    return getattr(model, "_orig_mod", model)
-
-
-def surveyed(
-    model: Callable[..., Any],
-    call: tuple[Any, Any],
-    look: Callable[[fx.GraphModule], Look[T]],
-    options: Mapping[str, Any] | None,
-    dynamic: bool | None,
-    mode: str | None,
-) -> T:
-    """What is found in a model's one joint graph. Nothing is compiled, and nothing runs.
-
-    `look` returns, for the Dynamo graph, what looks at the joint graph. That is pickled: see `compile_graph`.
-
-    Raises:
-        ValueError: the model does not compile as one graph with a backward; and what is raised by what looks.
-    """
-
-    def backend(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], **given: Any) -> Any:
-        return compile_graph(gm, inputs, survey=partial(_survey, look(gm)), mode=mode, **given)
-
-    args, kwargs = call
-    silent = getattr(torch._dynamo.config, _SILENT)
-    torch._dynamo.reset()  # Dynamo compiles a function eight times at most
-    compiled = torch.compile(model, backend=backend, options=dict(options or {}), dynamic=dynamic, fullgraph=True)
-    try:
-        with _not_in_place(model), torch._dynamo.config.patch({_SILENT: silent | _logging()}):
-            compiled(*args, **kwargs)
-    except _Surveyed as ended:
-        found: T = ended.found
-        return found
-    except Unsupported as error:
-        raise ValueError(_broken(model, error)) from None
-    except ValueError as error:  # to which Dynamo may have added lines
-        raise ValueError(first_line(error)) from None
-    finally:
-        torch._dynamo.reset()
-    raise ValueError(
-        f"torch.compile finds no tensors to compile in {name_of(model)}; right would be a model that trains"
-    )
-
-
-@contextmanager
-def _not_in_place(model: Callable[..., Any]) -> Iterator[None]:
-    """Within, no module of the model calls what `Module.compile` has made of it, as if that had not been called."""
-    with ExitStack() as stack:
-        for each in model.modules() if isinstance(model, nn.Module) else ():
-            if each._compiled_call_impl is not None:
-                stack.enter_context(mock.patch.object(each, "_compiled_call_impl", None))
-        yield
-
-
-def _logging() -> set[Callable[..., Any]]:
-    """What only tells people something. Libraries add methods to loggers, so they are looked up late."""
-    return {print, *(each for each in vars(logging.Logger).values() if callable(each))}
-
-
-def _broken(model: Callable[..., Any], error: Unsupported) -> str:
-    """Why there is more than one graph, in one line."""
-    where = [f"{frame.filename}:{frame.lineno}" for frame in (error.real_stack or ())[-1:]]
-    at = f" ({where[0]})" if where else ""
-    return (
-        f"{name_of(model)} does not compile as one graph, and a step of several graphs is not estimated: "
-        f"{first_line(error)}{at}; right would be a model for torch.compile(fullgraph=True), or ssd_fx.explain, which "
-        "has the plan of every graph"
-    )
-
-
-def name_of(model: Callable[..., Any]) -> str:
-    """A function by its name, a module by that of its class."""
-    return getattr(model, "__qualname__", type(model).__name__)
-
-
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state; 0, with a warning, if it cannot tell them before its first step."""
     try:
@@ -383,23 +291,13 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         return 0
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a call, where a sequence of inputs or a mapping would hold one kind only."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
 def called_with(inputs: object) -> tuple[Any, Any]:
     """Positional and keyword arguments.
 
     Raises:
-        ValueError: neither a tensor, a sequence, a mapping nor a `Call`.
+        ValueError: neither a tensor, a sequence nor a mapping.
     """
     match inputs:
-        case Call(args, kwargs):
-            return args, dict(kwargs)
         case torch.Tensor():
             return (inputs,), {}
         case Mapping():

@@ -7,7 +7,6 @@ options, or another budget. Nothing is compiled.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from ssd_fx import patterns
-from ssd_fx.estimate import Budget, Look
-from ssd_fx.fit import TrainingStep, until_trained
+from ssd_fx import traced
+from ssd_fx.estimate import Budget
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
@@ -27,7 +25,9 @@ from ssd_fx.report.command import add_output, tell
 from ssd_fx.report.describe import describe
 from ssd_fx.report.model import GraphReport
 from ssd_fx.report.report import Report, made
+from ssd_fx.script import TrainingStep, add_script, until_trained
 from ssd_fx.sizes import parse_budget
+from ssd_fx.survey import Look
 
 USAGE = "ssd-fx explain script.py [--budget 0.5] [-o report.html] [--json] [-- the script's own arguments]"
 
@@ -35,8 +35,7 @@ USAGE = "ssd-fx explain script.py [--budget 0.5] [-o report.html] [--json] [-- t
 def add(commands: Any) -> None:
     """Add the command to `commands`, argparse's sub-parsers."""
     parser = commands.add_parser("explain", usage=USAGE, help="the report of a training script, before it trains")
-    said = "a Python script that compiles its model with ssd_fx.backend and trains it"
-    parser.add_argument("script", type=os.path.expanduser, help=said)
+    add_script(parser)
     parser.add_argument("--budget", help="another budget than the script's: a share, a size or auto")
     add_output(parser)
     parser.set_defaults(run=run)
@@ -57,7 +56,7 @@ def _report(step: TrainingStep) -> Report:
 
 def _look(budget: Budget | None, gm: fx.GraphModule) -> Look[GraphReport]:
     """What looks at the joint graph of a Dynamo graph, with the user's names of its inputs."""
-    return partial(_described, budget, patterns.arguments(gm), patterns.function())
+    return partial(_described, budget, traced.arguments(gm), traced.function())
 
 
 def _described(

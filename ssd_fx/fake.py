@@ -12,10 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ssd_fx.compat import (
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    detect_fake_mode,
+    tree_leaves,
+    tree_map_only,
+)
 
 LARGE_BYTES = 1 << 20  # a program may compute with the values of what is smaller: indices, schedules, a batch of text
 

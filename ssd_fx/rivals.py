@@ -15,11 +15,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
+from ssd_fx.compat import functorch_config, layers_may_fill_caches
 from ssd_fx.passes.decide import decide
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
@@ -28,7 +27,6 @@ from ssd_fx.passes.proposals import cut
 
 CHECKPOINT, BUDGETED = "checkpoint per layer", "PyTorch's budget"
 SHARES = (0.5, 0.75)  # of PyTorch's budget; each is one more cut of the joint graph
-_SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # of Dynamo: else no layer may fill a cache
 
 
 def budgeted(share: float) -> str:
@@ -90,8 +88,7 @@ def checkpointed(layers: Sequence[nn.Module], context: Callable[[], Any] | None 
     """Within, each of the layers is called under a checkpoint, which saves what the policy of `context` says."""
     more: dict[str, Any] = {"context_fn": context} if context else {}
     with ExitStack() as stack:
-        if hasattr(torch._dynamo.config, _SIDE_EFFECTS):
-            stack.enter_context(torch._dynamo.config.patch({_SIDE_EFFECTS: True}))
+        stack.enter_context(layers_may_fill_caches())
         for each in layers:
             stack.enter_context(mock.patch.object(each, "forward", _under_checkpoint(each.forward, more)))
         yield

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 import ssd_fx
+from ssd_fx.options import Options
 from ssd_fx.runtime import codec, ops, writer
 from ssd_fx.runtime.codec import Encoded
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.registry import ENGINES
@@ -158,7 +158,7 @@ class SwitchedEngine:
         return
 
 
-def _make(config: RuntimeConfig) -> Engine:
+def _make(config: Options) -> Engine:
     return SwitchedEngine()
 
 

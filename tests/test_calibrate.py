@@ -27,24 +27,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ssd_fx
 from ssd_fx import Config, cli
 from ssd_fx.backend import machine_of
-from ssd_fx.calibration import calibrate, rates, timing
-from ssd_fx.calibration.host_copies import host_copies
+from ssd_fx.calibration import cache, calibrate, rates, round_trip, timing, transfers
+from ssd_fx.calibration.transfers import host_copies
 from ssd_fx.command import limits
-from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.options import Options
+from ssd_fx.passes.cost.machine import NODE_S, Machine
 from ssd_fx.runtime import trace
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.runtime.device import device_trace
 from tests import fresh
 from tests.runtime.fake_gpu import FakeGpu, installed
 
 CPU = torch.device("cpu")
 ONES = torch.ones(2, 2)
 COMPUTE = {"flops": 2e11, "memory_bw": 2e10, "kernel_s": 1e-5}
-DISK = rates.Disk(write_bw=1.5e9, read_bw=1e9, latency_s=1e-4, drag_s_per_byte=1e-10)
+DISK = transfers.Disk(write_bw=1.5e9, read_bw=1e9, latency_s=1e-4, drag_s_per_byte=1e-10)
 
 
 def forget() -> None:
     """What this process has read or measured; the file stays."""
-    calibrate._known.update(calibrate.nothing())
+    calibrate._known.clear()
 
 
 class Calls:
@@ -66,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
         made.compute += 1
         return made.rates
 
-    def disk(self: rates.Transfers) -> rates.Disk:
+    def disk(self: transfers.Transfers) -> transfers.Disk:
         made.disk += 1
         self.engine.close()
         if made.error:
@@ -74,14 +75,24 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
         return DISK
 
     monkeypatch.setattr(rates.Compute, "rates", compute)
-    monkeypatch.setattr(rates.Transfers, "measure", disk)
+    monkeypatch.setattr(transfers.Transfers, "measure", disk)
+    monkeypatch.setattr(calibrate, "node_s", lambda config, device: 1e-4)
     forget()
     yield made
     forget()
 
 
-def config_for(path: Path, **more: object) -> RuntimeConfig:
-    return RuntimeConfig(dirs=(str(path),), engine="posix", **more)  # type: ignore[arg-type]
+def section(key: str) -> str:
+    return key.partition(" ")[0]
+
+
+def kept() -> list[str]:
+    """The sections that the file has rates of."""
+    return [section(key) for key, entry in cache.read().items() if entry.rates]
+
+
+def config_for(path: Path, **more: object) -> Options:
+    return Options(dirs=(str(path),), engine="posix", **more)  # type: ignore[arg-type]
 
 
 def test_it_measures_once_for_all_directories_of_a_drive(calls: Calls, tmp_path: Path) -> None:
@@ -92,14 +103,14 @@ def test_it_measures_once_for_all_directories_of_a_drive(calls: Calls, tmp_path:
     machines.add(calibrate.calibrated(config_for(tmp_path / "a"), CPU))
     assert (calls.compute, calls.disk) == (1, 1)
     assert machines == {
-        Machine(2e11, 2e10, 1.5e9, 1e9, latency_s=1e-4, drag_s_per_byte=1e-10, kernel_s=1e-5),
+        Machine(2e11, 2e10, 1.5e9, 1e9, latency_s=1e-4, node_s=1e-4, drag_s_per_byte=1e-10, kernel_s=1e-5),
     }
 
 
 def test_another_engine_or_other_checksums_are_another_drive(calls: Calls, tmp_path: Path) -> None:
     calibrate.calibrated(config_for(tmp_path), CPU)
     calibrate.calibrated(config_for(tmp_path, checksums=False), CPU)
-    calibrate.calibrated(RuntimeConfig(engine="memory"), CPU)
+    calibrate.calibrated(Options(engine="memory"), CPU)
     assert (calls.compute, calls.disk) == (1, 3)
 
 
@@ -128,21 +139,23 @@ NO_RATES = {
     "no JSON": "rates",
     "a list": "[]",
     "another version": '{"version": 0}',
-    "a section missing": '{"version": 5, "compute": {}}',
-    "a number": '{"version": 5, "compute": 1, "disk": {}}',
-    "no rate": '{"version": 5, "compute": {"k": {"flops": "fast"}}, "disk": {}}',
+    "nothing measured": '{"version": 7}',
+    "a number": '{"version": 7, "measured": 1}',
+    "no entry": '{"version": 7, "measured": {"k": 1}}',
+    "another entry": '{"version": 7, "measured": {"k": {"speed": 1}}}',
+    "no rate": '{"version": 7, "measured": {"k": {"rates": {"flops": "fast"}}}}',
 }
 
 
 @pytest.mark.parametrize("text", NO_RATES.values(), ids=NO_RATES)
 def test_a_file_of_no_use_is_measured_again_with_one_warning(calls: Calls, tmp_path: Path, text: str) -> None:
-    path = calibrate.cache_path()
+    path = cache.path()
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with pytest.warns(RuntimeWarning, match="machine.json is of no use .*, so ssd_fx measures again") as seen:
         calibrate.calibrated(config_for(tmp_path), CPU)
     assert len(seen) == 1
-    assert sorted(json.loads(path.read_text())) == ["compute", "disk", "version"]
+    assert [section(key) for key in json.loads(path.read_text())["measured"]] == ["compute", "disk"]
     assert sorted(p.name for p in path.parent.iterdir()) == ["machine.json", "machine.lock"]
 
 
@@ -174,7 +187,7 @@ def test_what_is_kept_is_read_beside_a_process_that_measures_and_never_ends(call
     calibrate.calibrated(config_for(tmp_path), CPU)
     forget()
     reader = threading.Thread(target=calibrate.calibrated, args=(config_for(tmp_path), CPU), daemon=True)
-    with calibrate._exclusive():
+    with cache.exclusive():
         reader.start()
         reader.join(20)
         waits = reader.is_alive()
@@ -186,7 +199,7 @@ def test_what_is_kept_is_read_beside_a_process_that_measures_and_never_ends(call
 def test_a_process_that_measures_nothing_writes_nothing(calls: Calls, tmp_path: Path) -> None:
 
     def written_at() -> int:
-        return calibrate.cache_path().stat().st_mtime_ns
+        return cache.path().stat().st_mtime_ns
 
     calibrate.calibrated(config_for(tmp_path), CPU)
     before = written_at()
@@ -207,7 +220,7 @@ def test_rates_that_can_be_read_count_where_nothing_can_be_kept(calls: Calls, tm
 
 
 def cannot_be_locked() -> None:
-    lock = calibrate.cache_path().with_suffix(".lock")
+    lock = cache.path().with_suffix(".lock")
     lock.unlink(missing_ok=True)
     lock.mkdir(parents=True)
 
@@ -229,7 +242,7 @@ def test_rates_do_not_change_within_a_process(calls: Calls, tmp_path: Path, slow
 FORKED = """
 import os, sys, threading, torch
 from ssd_fx.calibration import calibrate
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 
 def compute(device):
     measures.set()
@@ -238,7 +251,7 @@ def compute(device):
 
 measures, forked = threading.Event(), threading.Event()
 calibrate._compute, calibrate._disk = compute, lambda config, device: {"write_bw": 1.5e9}
-asked = RuntimeConfig(dirs=(sys.argv[1],), engine="posix"), torch.device("cpu")
+asked = Options(dirs=(sys.argv[1],), engine="posix"), torch.device("cpu")
 thread = threading.Thread(target=calibrate.calibrated, args=asked)
 thread.start()
 measures.wait()
@@ -269,7 +282,7 @@ def test_no_home_directory(calls: Calls, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     with pytest.warns(RuntimeWarning, match=r"cannot keep the machine's rates \(neither XDG_CACHE_HOME nor HOME names"):
         assert calibrate.calibrated(config_for(tmp_path), CPU).flops == 2e11
-    assert calibrate.cached() == calibrate.nothing()
+    assert cache.read() == {}
     (found,) = limits.cache()
     assert found.says == (
         "neither XDG_CACHE_HOME nor HOME names an absolute directory, so every process measures the machine"
@@ -282,7 +295,7 @@ def test_a_relative_cache_directory_is_ignored(tmp_path: Path, monkeypatch: pyte
     """The XDG specification says so: it would be another one after every chdir."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    assert calibrate.cache_path() == tmp_path / ".cache" / "ssd_fx" / "machine.json"
+    assert cache.path() == tmp_path / ".cache" / "ssd_fx" / "machine.json"
 
 
 def test_a_drive_that_cannot_be_measured_has_typical_rates_and_is_not_kept(calls: Calls, tmp_path: Path) -> None:
@@ -293,7 +306,7 @@ def test_a_drive_that_cannot_be_measured_has_typical_rates_and_is_not_kept(calls
         machine = calibrate.calibrated(config_for(tmp_path), CPU)
     typical = Machine.default(CPU, torch.get_num_threads())
     assert (machine.flops, machine.write_bw) == (2e11, typical.write_bw)
-    assert calibrate.cached()["disk"] == {}
+    assert kept() == ["compute"]
 
 
 def test_busy_cores_are_not_kept(calls: Calls, tmp_path: Path) -> None:
@@ -303,7 +316,7 @@ def test_busy_cores_are_not_kept(calls: Calls, tmp_path: Path) -> None:
     ):
         machine = calibrate.calibrated(config_for(tmp_path), CPU)
     assert machine.flops == Machine.default(CPU, torch.get_num_threads()).flops
-    assert calibrate.cached()["compute"] == {}
+    assert kept() == ["disk"]
 
 
 @pytest.mark.parametrize(("shares", "idle"), [((0.1, 0.1), None), ((0.75, 0.75), 1), ((0.0, 0.6), 1)])
@@ -313,7 +326,7 @@ def test_what_others_use_of_the_cores(
     """From 15% on CPU time counts, also where others came while the clock counted."""
     seen: list[int | None] = []
     found = iter(shares)
-    monkeypatch.setattr(calibrate, "_share", lambda *_: next(found, 0.0))
+    monkeypatch.setattr(timing.Others, "share", lambda self: next(found, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
     def measured(self: rates.Compute) -> dict[str, object]:
@@ -323,7 +336,7 @@ def test_what_others_use_of_the_cores(
     monkeypatch.setattr(rates.Compute, "rates", measured)
     calibrate.calibrated(config_for(tmp_path), CPU)
     assert seen == ([None] if idle is None else [None, idle] if not shares[0] else [idle])
-    assert len(calibrate.cached()["compute"]) == 1
+    assert kept() == ["compute", "disk"]
 
 
 SPINS = """
@@ -353,7 +366,7 @@ def test_rates_hold_where_others_use_three_quarters_of_the_cores(monkeypatch: py
             loader = stack.enter_context(subprocess.Popen([sys.executable, "-c", SPINS]))
             stack.callback(loader.kill)
         time.sleep(0.5)
-        idle = calibrate._idle_cores(CPU)
+        idle = timing.Clock.among_others(CPU).idle
         assert idle == max(1, cores // 4)
         busy = calibrate._in_thread(lambda: measured(idle), CPU)
         assert torch.get_num_threads() == cores
@@ -397,16 +410,16 @@ def test_one_process_of_a_node_says_what_could_not_be_measured(
     calls.rates["kernel_s"] = 1e-5
     forget()
     assert calibrate.calibrated(config_for(tmp_path), CPU).flops == 2e11
-    assert sorted(json.loads(calibrate.cache_path().read_text())) == ["compute", "disk", "version"]
+    assert kept() == ["compute", "disk"]
 
 
 def test_waiting_for_idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three idle seconds in a row, of one core's use: 1, 0, 1, 0, 0, 0."""
     shares = iter((1.0, 0.0, 1.0, 0.0, 0.0, 0.0))
     slept: list[float] = []
-    monkeypatch.setattr(calibrate, "_share", lambda *_: next(shares))
-    monkeypatch.setattr(calibrate.time, "sleep", slept.append)
-    calibrate.wait_until_idle()
+    monkeypatch.setattr(timing.Others, "share", lambda self: next(shares))
+    monkeypatch.setattr(timing.time, "sleep", slept.append)
+    timing.wait_until_idle()
     assert slept == [1.0] * 6
 
 
@@ -414,9 +427,9 @@ def test_waiting_for_idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_neighbour_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as neighbour:
         time.sleep(0.3)
-        before = calibrate._others_s()
+        before = timing.Others.cpu_s()
         time.sleep(1.0)
-        used = calibrate._others_s() - before
+        used = timing.Others.cpu_s() - before
         neighbour.kill()
     assert used > 0.3
 
@@ -447,15 +460,66 @@ def test_calibrate_and_info(calls: Calls, tmp_path: Path, capsys: pytest.Capture
 def test_transfers_are_measured_and_leave_no_trace(
     tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rates, "_TRANSFER_BYTES", 2**20)
-    monkeypatch.setattr(rates, "_TRANSFERS", 4)
-    config = RuntimeConfig(dirs=(str(tmp_path),), engine=engine)
-    found = rates.Transfers(config, CPU).measure()
+    monkeypatch.setattr(transfers, "_TRANSFER_BYTES", 2**20)
+    monkeypatch.setattr(transfers, "_TRANSFERS", 4)
+    config = Options(dirs=(str(tmp_path),), engine=engine)
+    found = transfers.Transfers(config, CPU).measure()
     assert 1e6 < found.write_bw < 1e12
     assert 1e6 < found.read_bw < 1e12
     assert 0 <= found.drag_s_per_byte < 1e-6
     assert (ssd_fx.stats().stores, ssd_fx.stats().disk_bytes, trace.events()) == (0, 0, [])
     assert list(tmp_path.iterdir()) == []
+
+
+class HostClock:
+    """The CPU time of a thread that needs 4 ms for a store, 1 for a release, 2 for a load and 1 for a wait.
+
+    It is asked before and after each node, and `TENSORS` tensors go through one kind of node after the other. What
+    comes between the nodes takes an hour.
+    """
+
+    COSTS_S = (4e-3, 1e-3, 2e-3, 1e-3)
+    TENSORS = 8
+
+    def __init__(self) -> None:
+        self.now, self.asked = 0.0, 0
+
+    def __call__(self) -> float:
+        node, ended = divmod(self.asked, 2)
+        self.now += self.COSTS_S[node // self.TENSORS % 4] if ended else 3600.0
+        self.asked += 1
+        return self.now
+
+
+@pytest.mark.parametrize("engine", ["posix", "memory"])
+def test_a_node_takes_what_its_thread_computes(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the measurement leaves no trace, whatever the options keep in memory."""
+    clock = HostClock()
+    monkeypatch.setattr(round_trip.time, "thread_time", clock)
+    config = Options(dirs=(str(tmp_path),), engine=engine, budget=1 << 30, compression=(("ssd", "bitpack"),))
+    assert round_trip.node_s(config, CPU) == pytest.approx(2e-3)
+    assert clock.asked == round_trip._PASSES * 4 * 2 * HostClock.TENSORS
+    assert (ssd_fx.stats().stores, ssd_fx.stats().disk_bytes, trace.events()) == (0, 0, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nodes_beside_a_device_that_runs_behind_are_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first runs are timed on the device, which takes longer: they do not count, and are forgotten."""
+    with installed("sides first") as gpu:
+        monkeypatch.setattr(torch, "full", lambda size, fill, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
+        clock = HostClock()
+        monkeypatch.setattr(round_trip.time, "thread_time", clock)
+        assert round_trip.node_s(Options(engine="memory"), CPU) == pytest.approx(2e-3)
+        assert clock.asked == (round_trip._PASSES + device_trace.RUNS) * 4 * 2 * HostClock.TENSORS
+        assert device_trace.events() == []
+
+
+def test_a_node_that_was_not_measured_takes_what_nodes_took_elsewhere(calls: Calls, tmp_path: Path) -> None:
+    """As on a full drive."""
+    assert calibrate.calibrated(config_for(tmp_path), CPU).node_s == 1e-4
+    calls.error = OSError(28, "No space left on device")
+    with pytest.warns(RuntimeWarning, match="could not measure"):
+        assert calibrate.calibrated(config_for(tmp_path), CPU, again=True).node_s == NODE_S
 
 
 class Products(TorchDispatchMode):
@@ -531,17 +595,17 @@ def test_transfers_of_a_device_take_the_time_of_its_events(monkeypatch: pytest.M
     """Nobody on the host knows when one ended before it looks."""
     with installed(1) as gpu:
         monkeypatch.setattr(torch, "full", lambda size, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
-        found = rates.Transfers(RuntimeConfig(engine="memory"), CPU).measure()
-    assert found.write_bw == pytest.approx(rates._TRANSFER_BYTES / 1.5e-3, rel=0.01)
-    assert found.read_bw == pytest.approx(rates._TRANSFER_BYTES / 1.5e-3, rel=0.01)
+        found = transfers.Transfers(Options(engine="memory"), CPU).measure()
+    assert found.write_bw == pytest.approx(transfers._TRANSFER_BYTES / 1.5e-3, rel=0.01)
+    assert found.read_bw == pytest.approx(transfers._TRANSFER_BYTES / 1.5e-3, rel=0.01)
 
 
 def test_what_the_host_does_costs_a_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan would otherwise recompute what could be offloaded for nothing (docs/results/gpu, "Steps on that H200")."""
     with installed(1) as gpu:
         monkeypatch.setattr(torch, "full", lambda size, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
-        monkeypatch.setattr(rates.Transfers, "_start", slowly(rates.Transfers._start))
-        found = rates.Transfers(RuntimeConfig(engine="memory"), CPU).measure()
+        monkeypatch.setattr(transfers.Transfers, "_start", slowly(transfers.Transfers._start))
+        found = transfers.Transfers(Options(engine="memory"), CPU).measure()
     assert found.drag_s_per_byte == 0.0
 
 
@@ -593,12 +657,12 @@ def test_measuring_is_on_the_device_that_is_measured(
         where: list[tuple[str, bool]] = []
         monkeypatch.setattr(rates.Compute, "rates", lambda self: where.append(("compute", gpu.entered)) or COMPUTE)
 
-        def measure(self: rates.Transfers) -> Any:
+        def measure(self: transfers.Transfers) -> Any:
             self.engine.close()
             where.append(("disk", gpu.entered))
             return DISK
 
-        monkeypatch.setattr(rates.Transfers, "measure", measure)
+        monkeypatch.setattr(transfers.Transfers, "measure", measure)
         monkeypatch.setattr(calibrate, "host_copies", lambda device: {})
         calibrate.calibrated(config_for(tmp_path), CPU)
     assert where == [("compute", True), ("disk", True)]
@@ -614,8 +678,9 @@ def test_a_device_without_a_number_is_the_caller_s(
     monkeypatch.setattr(calibrate, "_compute", lambda device: seen.append(device) or COMPUTE)
     monkeypatch.setattr(calibrate, "_disk", lambda config, device: seen.append(device) or asdict(DISK))
     monkeypatch.setattr(calibrate.streams, "of", lambda device: None)
-    calibrate.calibrated(config_for(tmp_path), torch.device("cuda"))
+    machine = calibrate.calibrated(config_for(tmp_path), torch.device("cuda"))
     assert seen == [torch.device("cuda", 3)] * 2
+    assert (machine.node_s, machine.host_node_s) == (0.0, NODE_S)  # the device runs behind the host
 
 
 OUT_OF_MEMORY = [
@@ -640,11 +705,12 @@ def test_no_memory_to_measure_with_is_not_the_end(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(rates.Compute, "memory_bw", full)
     monkeypatch.setattr(timing.Clock, "typical", lambda self, work: 1.0)
-    monkeypatch.setattr(rates.Transfers, "measure", lambda self: self.engine.close() or DISK)
+    monkeypatch.setattr(transfers.Transfers, "measure", lambda self: self.engine.close() or DISK)
+    monkeypatch.setattr(calibrate, "node_s", lambda config, device: 1e-4)
     with pytest.warns(RuntimeWarning, match=r"could not measure how fast .* \(there is no memory for it: "):
         machine = calibrate.calibrated(config_for(tmp_path), CPU)
     assert machine.flops == Machine.default(CPU, torch.get_num_threads()).flops
-    assert calibrate.cached()["compute"] == {}
+    assert kept() == ["disk"]
 
 
 def test_attention_without_memory_is_not_attention_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_budgets(said: object, meant: float) -> None:
 def test_limits_of_memory(said: object, meant: object) -> None:
     config = Config.make({"memory": said})
     assert (config.memory, config.budget) == (meant, 0)
-    assert json.loads(config.runtime_json())["memory"] == str(meant)
+    assert json.loads(config.runtime_json())["memory"] == meant
 
 
 def test_what_is_said_in_the_call_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     found = (config.min_bytes, config.budget, config.host_budget)
     assert found == (0, 0.25, 5)
     assert [type(each) for each in found] == [int, float, int]
-    assert json.loads(Config.make({"budget": np.int64(1 << 20)}).runtime_json())["resident"] == 1 << 20
+    assert json.loads(Config.make({"budget": np.int64(1 << 20)}).runtime_json())["budget"] == 1 << 20
 
 
 def test_any_sequence_is_a_list() -> None:
@@ -214,8 +214,8 @@ def test_what_is_no_compression(said: object) -> None:
 
 
 def test_bytes_are_the_budget_of_the_process() -> None:
-    assert json.loads(Config.make({"budget": "1KiB"}).runtime_json())["resident"] == 1024
-    assert json.loads(Config.make({"budget": 0.5}).runtime_json())["resident"] == 0
+    assert json.loads(Config.make({"budget": "1KiB"}).runtime_json())["budget"] == 1024
+    assert json.loads(Config.make({"budget": 0.5}).runtime_json())["budget"] == 0
 
 
 def test_the_variable_that_lets_any_torch_through_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_nothing_in_flight() -> None:
 
 def test_in_flight_is_a_size_or_left_to_the_device() -> None:
     said = [json.loads(Config.make({"inflight": value}).runtime_json())["inflight"] for value in ("auto", "1GiB")]
-    assert said == [0, 2**30]
+    assert said == ["auto", 2**30]
     with pytest.raises(ValueError, match="inflight='much' is not a size"):
         Config.make({"inflight": "much"})
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ssd_fx
-from tests.test_documents import DOCUMENTS, ROOT, loaded
+from tests.test_documents import DOCUMENTS, RECORDS, ROOT, loaded
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def conf() -> ModuleType:
 
 def test_every_page_stands_in_one_part_of_the_navigation(conf: ModuleType) -> None:
     listed = [page for pages in conf.NAVIGATION.values() for page in pages]
-    found = [str(path.relative_to(ROOT).with_suffix("")) for path in DOCUMENTS if path.name != "README.md"]
+    found = [str(path.relative_to(ROOT).with_suffix("")) for path in DOCUMENTS + RECORDS if path != ROOT / "README.md"]
     assert sorted(listed) == sorted(found)
 
 
@@ -76,7 +76,8 @@ def test_a_reader_loads_nothing_from_elsewhere(site: Path) -> None:
 def test_a_link_that_leads_nowhere_fails(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="the extra docs is not installed")
     (tmp_path / "docs").mkdir()
-    for page in DOCUMENTS:
+    for page in DOCUMENTS + RECORDS:
+        (tmp_path / page.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page.relative_to(ROOT)).write_text("# Title\n\n[nowhere](nowhere.md)\n")
     made = built(tmp_path, tmp_path / "site")
     assert made.returncode == 1

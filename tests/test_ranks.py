@@ -71,7 +71,7 @@ def test_a_rank_has_its_share_of_the_node(monkeypatch: pytest.MonkeyPatch, tmp_p
     config = Config.make(said | {"machine": {"write_bw": 8e9, "read_bw": 6e9, "flops": 1e12}})
     sent = json.loads(config.runtime_json())
     assert (sent["dirs"], sent["host_budget"], sent["disk_limit"]) == ([dirs[rank]], 500, 700)
-    assert sent["resident"] == 400
+    assert sent["budget"] == 400
     assert plan_options(config, CPU).host_budget == 500
     machine = machine_of(config, CPU)  # both directories are on one drive
     assert (machine.write_bw, machine.read_bw, machine.flops) == (4e9, 3e9, 1e12)

@@ -21,23 +21,23 @@ PASSED_ON = {
     ("ssd_fx/backend.py", "ValueError"),
     ("ssd_fx/backend.py", "log"),
     ("ssd_fx/cli.py", "print"),
-    ("ssd_fx/estimate.py", "ValueError"),
     ("ssd_fx/command/bench.py", "Refused"),
     ("ssd_fx/command/calibrating.py", "print"),
     ("ssd_fx/command/doctor.py", "print"),
     ("ssd_fx/command/toy.py", "RuntimeError"),
-    ("ssd_fx/estimate.py", "_Surveyed"),
     ("ssd_fx/explain.py", "ValueError"),
     ("ssd_fx/explain_script.py", "print"),
-    ("ssd_fx/fit.py", "ValueError"),
-    ("ssd_fx/fit.py", "_Ended"),
     ("ssd_fx/progress.py", "log"),
     ("ssd_fx/progress.py", "print"),
     ("ssd_fx/refusal.py", "Refused"),
     ("ssd_fx/report/folder.py", "log"),
     ("ssd_fx/report/page.py", "OSError"),
-    # Too short to be looked for: "no section 'disk'".
-    ("ssd_fx/calibration/calibrate.py", "ValueError"),
+    ("ssd_fx/script.py", "ValueError"),
+    ("ssd_fx/script.py", "_Ended"),
+    ("ssd_fx/survey.py", "ValueError"),
+    ("ssd_fx/survey.py", "_Surveyed"),
+    # Too short to be looked for: "no rates: 'measured'".
+    ("ssd_fx/calibration/cache.py", "ValueError"),
 }
 
 
@@ -116,8 +116,8 @@ def test_what_says_nothing_of_its_own_is_known() -> None:
         ("runtime/adapt/habits.py", "log", "no longer written"),
         ("runtime/errors.py", "RuntimeError", "was given away"),
         ("runtime/engines/preflight.py", "OSError", "mounted read-only"),  # in a table that the function reads
-        ("ssd_fx/fit.py", "ValueError", "failed before it trained"),  # made by another function
-        ("ssd_fx/command/round_trip.py", "Unfit", "of the file system stay free"),
+        ("ssd_fx/script.py", "ValueError", "failed before it trained"),  # made by another function
+        ("ssd_fx/calibration/calibrate.py", "_Unmeasured", "how fast this machine computes"),
         ("runtime/native/allocator.cpp", "print", "is not in use"),
     ],
 )

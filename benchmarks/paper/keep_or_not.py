@@ -12,7 +12,7 @@ from system import MIB
 from paper import text
 from paper.measure import Case, Result, Setup, measure_all
 from paper.part import Part
-from ssd_fx.projection import layer
+from ssd_fx.projection.formulas import head_flops, layer_flops
 from ssd_fx.projection.scenario import Model
 
 LAYERS = 3
@@ -49,7 +49,7 @@ def _flops(setup: Setup, width: int, batch: int) -> float:
         sequence=setup.seq,
         vocabulary=setup.vocabulary,
     )
-    return 3 * (LAYERS * layer.layer_flops(shape, batch) + layer.head_flops(shape, batch))
+    return 3 * (LAYERS * layer_flops(shape, batch) + head_flops(shape, batch))
 
 
 def _measure(setup: Setup) -> Result:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from ssd_fx.compat import OpOverload
 from ssd_fx.passes.alias.packing import is_dense, may_restride, span
 from ssd_fx.passes.alias.storages import untrusted
 from ssd_fx.passes.groups import AliasGroup, Copy, Layout
@@ -69,7 +70,7 @@ def copied(node: fx.Node) -> fx.Node | None:
     return source if node.target in COPIES or out.is_contiguous() else None
 
 
-def again(node: fx.Node) -> tuple[torch._ops.OpOverload, Mapping[str, object]]:
+def again(node: fx.Node) -> tuple[OpOverload, Mapping[str, object]]:
     """The operator with which the backward makes the copy `node` again, and its keyword arguments."""
     if node.target in COPIES:
         return node.target, node.kwargs

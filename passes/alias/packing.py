@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch._prims_common import compute_required_storage_length
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ssd_fx.compat import OpOverload, compute_required_storage_length
 from ssd_fx.passes.groups import Box, Layout, Pack
 from ssd_fx.passes.partition import tensor_of
 
@@ -228,10 +228,10 @@ def _is_exact(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if tensor_of(node) is None or not isinstance(node.target, torch._ops.OpOverload):
+    if tensor_of(node) is None or not isinstance(node.target, OpOverload):
         return False
     return node.target.is_view
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

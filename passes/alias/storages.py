@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 
+from ssd_fx.compat import OpOverload, run_and_save_rng_state
 from ssd_fx.passes.alias.packing import Stored, is_dense, is_reinterpreted, may_restride, pack
 from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
@@ -228,7 +228,7 @@ def _quantized(forward: list[fx.Node]) -> set[int]:
     """
     found: set[fx.Node] = set()
     for node in forward:
-        name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
+        name = node.target.name() if isinstance(node.target, OpOverload) else ""
         reads_one = not found.isdisjoint(node.all_input_nodes)
         if name.startswith(_QUANTIZE) or (reads_one and not name.startswith(_DEQUANTIZE)):
             found.add(node)
@@ -257,7 +257,7 @@ _ABSOLUTE = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter
 
 def _absolute(graph: fx.Graph) -> set[int]:
     """Storages that an operator of the graph reads by positions counted from their start."""
-    calls = [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    calls = [n for n in graph.nodes if isinstance(n.target, OpOverload)]
     readers = [n for n in calls if n.target.overloadpacket.__name__ in _ABSOLUTE]
     return set(nodes_by_storage(n.args[0] for n in readers if isinstance(n.args[0], fx.Node)))
 
@@ -314,7 +314,7 @@ def _declared_only(forward: list[fx.Node]) -> set[int]:
     disputed: set[int] = set()
     for node in forward:
         of_views = node.all_input_nodes[0] if node.target is operator.getitem else node
-        if not isinstance(of_views.target, torch._ops.OpOverload):
+        if not isinstance(of_views.target, OpOverload):
             continue
         schema = of_views.target._schema
         views = {storage_key(out) for out in tensors_of(node)}
@@ -341,7 +341,7 @@ def _undeclared(forward: list[fx.Node]) -> set[int]:
     for node in forward:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        if isinstance(node.target, torch._ops.OpOverload) and (is_silent(node.target) or _declares_views(node.target)):
+        if isinstance(node.target, OpOverload) and (is_silent(node.target) or _declares_views(node.target)):
             continue
         given = {storage_of(source) for source in node.all_input_nodes}
         made = [key for tensor in tensors_of(node) if (key := storage_key(tensor)) is not None]
@@ -349,7 +349,7 @@ def _undeclared(forward: list[fx.Node]) -> set[int]:
     return undeclared
 
 
-def _declares_views(target: torch._ops.OpOverload) -> bool:
+def _declares_views(target: OpOverload) -> bool:
     return any(result.alias_info is not None for result in target._schema.returns)
 
 

@@ -17,7 +17,7 @@ import graphlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch._inductor import config
+from ssd_fx.compat import inductor_config as config
 
 # Of the readers of a buffer so many behind each are looked at: what all layers read would be a square of pairs.
 NEAR = 8

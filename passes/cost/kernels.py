@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch._inductor import config
 
+from ssd_fx.compat import inductor_config as config
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
 from ssd_fx.passes.cost.operators import HEAVY, LOOPS, REDUCTIONS, addmm, is_extern, is_inlined, operator_of
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_key, tensor_of, tensors_of

@@ -14,6 +14,10 @@ Tier = Literal["ssd", "host"]  # where what is offloaded goes: to the drives, or
 TIERS: tuple[Tier, Tier] = ("ssd", "host")
 Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and a number, mostly flops/s
 HEAD_SIZES = (64, 128)  # of the two rates of attention that a machine has
+# One of our nodes on the host, where that was not measured: the wrapper's line, the dispatcher, the operator, waking an
+# I/O thread. Of a GPT 145 us, of a T5 172 us (docs/decisions.md, "What a step costs beside its compute"). On a GPU it
+# delays the device only if all of the host's work takes longer than the device's.
+NODE_S = 150e-6
 _BY_DTYPE = (
     *("flops_by_dtype", "attention_flops", "attention_backward_flops"),
     *("wide_attention_flops", "wide_attention_backward_flops"),

@@ -11,10 +11,10 @@ import functools
 import operator
 
 import torch
-import torch._inductor.inductor_prims  # defines prims.inductor_random
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from ssd_fx.compat import OpOverload  # the module defines prims.inductor_random, too
 from ssd_fx.passes.partition import called, tensor_of, tensors_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -55,13 +55,13 @@ def has_flops(node: fx.Node) -> bool:
 @functools.cache  # a graph has few operators and many nodes
 def is_attention(target: object) -> bool:
     """Whether the operator is one of PyTorch's fused attention operators, whatever the device."""
-    own = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    own = isinstance(target, OpOverload) and target.namespace == "aten"
     return own and any(name in str(target) for name in _ATTENTION)
 
 
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor can compute the node inside a kernel that reads it."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     return torch.Tag.pointwise in node.target.tags or operator_of(node) in _INLINED
 
@@ -70,7 +70,7 @@ def is_extern(node: fx.Node) -> bool:
     """Whether the node is a kernel of its own, which reads and writes buffers."""
     if node.op != "call_function":
         return False
-    if not isinstance(called(node)[0], torch._ops.OpOverload):
+    if not isinstance(called(node)[0], OpOverload):
         return node.target is not operator.getitem and bool(tensors_of(node))
     return has_flops(node) or not (is_inlined(node) or operator_of(node) in LOOPS)
 

@@ -13,9 +13,9 @@ import math
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+from ssd_fx.compat import tree_map
 from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count, hint
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.operators import has_flops, is_attention, operator_of

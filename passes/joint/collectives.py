@@ -15,8 +15,7 @@ collective runs on one rank only, or in another order there, the other ranks wai
 
 from __future__ import annotations
 
-import torch
-
+from ssd_fx.compat import OpOverload
 from ssd_fx.passes.partition import Partition
 
 # The namespaces of PyTorch's operators that compute, and ours. An operator of any other one may communicate: PyTorch's
@@ -25,14 +24,14 @@ _SILENT = frozenset({"aten", "prims", "rngprims", "inductor", "ssd_fx"})
 _WAIT = "_c10d_functional::wait_tensor"
 
 
-def is_silent(target: torch._ops.OpOverload) -> bool:
+def is_silent(target: OpOverload) -> bool:
     """Whether an operator is known to compute only."""
     return target.namespace in _SILENT
 
 
 def may_communicate(target: object) -> bool:
     """Whether a call may be a collective. The wait for a collective concerns no other rank, so it is none."""
-    return isinstance(target, torch._ops.OpOverload) and not is_silent(target) and target._schema.name != _WAIT
+    return isinstance(target, OpOverload) and not is_silent(target) and target._schema.name != _WAIT
 
 
 def communication(partition: Partition) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from ssd_fx.compat import HigherOrderOperator, OpOverload
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import RECOMPUTED, Partition, tensor_of, tensors_of
 from ssd_fx.passes.plan import Plan
@@ -111,9 +112,9 @@ def keep_compared(partition: Partition, plan: Plan) -> Plan:
 def jumps(node: fx.Node) -> bool:
     """Whether the result may jump where an argument changes a little; so may what other libraries compute."""
     target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return True
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if target.namespace not in ("aten", "prims"):
         return True
@@ -126,7 +127,7 @@ def jumps(node: fx.Node) -> bool:
 
 def _name(node: fx.Node) -> str:
     target = node.target
-    return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+    return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else ""
 
 
 def chooses(node: fx.Node) -> bool:

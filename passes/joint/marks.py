@@ -1,4 +1,4 @@
-"""What the user said about single tensors: marks in the model, module name patterns, checkpoint policies.
+"""What the user said about single tensors: marks in the model, module name patterns, a function, checkpoint policies.
 
     joint graph   relu -> alias {custom: ssd_fx keep} -> mm
     lift          relu {marks: ssd_fx.keep} -> mm              the graph is as if nothing had been marked
@@ -6,25 +6,28 @@
 
 `lift` runs on the joint graph, before other passes match patterns in it or cut it. A mark is about a storage, so every
 node of that storage gets it; the min-cut may save any of them. `mark` then gives each alias group at most one mark: a
-call in the model outweighs a pattern, and a pattern outweighs a checkpoint policy.
+call in the model outweighs a pattern, a pattern the user's function, and that a checkpoint policy.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ssd_fx.compat import CustomGraphPass
+from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint import modules
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of, tensor_of
 from ssd_fx.passes.plan import Keep, Mark, Offload, Plan
+from ssd_fx.policy import Policy, SavedTensor
 
 log = logging.getLogger("ssd_fx")
 
@@ -111,12 +114,23 @@ class LiftMarks(CustomGraphPass):
 
 
 def mark(
-    partition: Partition, plan: Plan, *, keep: Sequence[str], offload: Sequence[str], roots: Sequence[str] = ()
+    partition: Partition,
+    plan: Plan,
+    *,
+    keep: Sequence[str],
+    offload: Sequence[str],
+    roots: Sequence[str] = (),
+    policy: Policy | None = None,
+    min_bytes: int = 0,
+    recompute: bool = True,
 ) -> Plan:
     """Fill `plan.marks` and `plan.modules`. `keep` and `offload` are module name patterns; `roots` as in `modules`.
 
+    `policy` is asked about groups of `min_bytes` or more. `recompute`: whether anything may be computed again.
+
     Raises:
-        ValueError: the user asked to keep and to offload one group; the message names both calls or options.
+        ValueError: the user asked to keep and to offload one group; the message names both calls or options. Or the
+            policy returns no answer.
     """
     nodes = {n.name: n for n in partition.forward.graph.nodes}
     aliases = nodes_by_storage(nodes.values())
@@ -127,7 +141,10 @@ def mark(
         around = modules.enclosing(base, roots)
         names[group.slot] = around[-1]
         callers = _callers(aliases[_key(base)])
-        found = _of_calls(group, callers) or _of_patterns(group, around, keep, offload) or _of_policies(callers)
+        found = _of_calls(group, callers) or _of_patterns(group, around, keep, offload)
+        if found is None and policy is not None and not group.obstacle and group.nbytes >= min_bytes:
+            found = _of_function(policy, group, base, around[-1], recompute=recompute)
+        found = found or _of_policies(callers)
         if found is not None:
             marks[group.slot] = found
     plan = plan.with_(marks=marks, modules=names)
@@ -147,6 +164,8 @@ def forced(plan: Plan, group: AliasGroup, min_bytes: int) -> Keep | Offload | No
         return None
     if found.decision == "keep":
         return Keep(found.reason)
+    if found.decision == "recompute":  # what can be recomputed is saved no more
+        return Keep(f"{found.reason}, and it cannot be computed again")
     if found.decision == "offload" and (found.itself or group.nbytes >= min_bytes):
         return Offload()
     return None
@@ -204,6 +223,20 @@ def _of_patterns(
     if kept and (not gone or kept[0] > gone[0]):
         return Mark("keep", f"keep=[{kept[1]!r}]", itself=False)
     return Mark("offload", f"offload=[{gone[1]!r}]", itself=False) if gone else None
+
+
+def _of_function(policy: Policy, group: AliasGroup, base: fx.Node, module: str, *, recompute: bool) -> Mark | None:
+    """What the user's function says about the group."""
+    tensor = tensor_of(base)
+    assert tensor is not None, "a base is a tensor"
+    made_by = base.all_input_nodes[0] if base.target is operator.getitem else base
+    op = str(made_by.target) if made_by.op == "call_function" else "input"
+    shape = tuple(int(hint(size)) for size in tensor.shape)
+    answer = policy(SavedTensor(base.name, module, op, shape, tensor.dtype, int(hint(group.nbytes))))
+    reason = f"policy {policy.name} says {answer}"
+    if answer == "recompute" and not recompute:
+        return Mark("keep", f"{reason}, and recompute=False", itself=False)
+    return Mark(answer, reason, itself=False) if answer else None
 
 
 def _of_policies(callers: tuple[str, ...]) -> Mark | None:

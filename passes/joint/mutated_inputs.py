@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ssd_fx.compat import SavedForBackwardsAOTOutput
 from ssd_fx.passes.joint.stale_views import is_view, rejoin_views
 from ssd_fx.passes.partition import COPIED, NOT_CHECKED, Partition, changed_inputs, storage_of, tensor_of, written
 

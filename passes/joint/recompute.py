@@ -22,13 +22,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch.fx import traceback
-from torch.fx._lazy_graph_module import _get_graph_module_cls, _make_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ssd_fx.compat import (
+    REGION_BUDGET,
+    OpOverload,
+    _get_graph_module_cls,
+    _make_graph_module,
+    functorch_config,
+    min_cut_rematerialization_partition,
+)
 from ssd_fx.passes.cost.operators import is_attention
 from ssd_fx.passes.joint.collectives import is_silent
 from ssd_fx.passes.joint.compared import chooses, compared, jumps
@@ -45,8 +49,6 @@ from ssd_fx.passes.partition import (
 )
 from ssd_fx.passes.plan import Plan, Price
 
-# A key in the annotations of nodes, from torch 2.13 on.
-_REGION_BUDGET = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
 _DRAWN = ("prims::inductor_random", "prims::inductor_randint")  # from a seed
 _SEEDS = (
     "prims::inductor_seed",
@@ -90,7 +92,7 @@ class Joint:
         """
         modules = [m for m in self._module.modules() if isinstance(m, fx.GraphModule)]  # regions within regions, too
         metas = [n.meta for m in modules for n in m.graph.nodes]
-        return any("memory_budget" in m or _REGION_BUDGET in (m.get("custom") or ()) for m in metas)
+        return any("memory_budget" in m or REGION_BUDGET in (m.get("custom") or ()) for m in metas)
 
     @property
     def is_nested(self) -> bool:
@@ -161,7 +163,7 @@ class Joint:
 class _DrawsNothing:
     """Stands for an operator during a cut, without its tags."""
 
-    def __init__(self, operator: torch._ops.OpOverload) -> None:
+    def __init__(self, operator: OpOverload) -> None:
         self.operator = operator
         self.__name__, self.__module__ = operator.__name__, __name__
 
@@ -277,7 +279,7 @@ def may_run_twice(node: fx.Node) -> bool:
     target = node.target
     if getattr(target, "__name__", "") == "getitem":
         return True
-    if not isinstance(target, torch._ops.OpOverload) or not is_silent(target):
+    if not isinstance(target, OpOverload) or not is_silent(target):
         return False
     if chooses(node) or "linalg_" in target.name() or (target.name() in _DRAWN and not _are_drawn_alike(node)):
         return False
@@ -293,14 +295,13 @@ def _are_drawn_alike(node: fx.Node) -> bool:
 @functools.cache
 def _can_draw_one_by_one() -> bool:
     """Whether kernels for CUDA draw every number by itself, or can be told to (`lowering/random_numbers.py`)."""
-    from torch._inductor.codegen.triton import TritonOverrides
-    from torch._inductor.runtime import triton_helpers
+    from ssd_fx.compat.inductor import draws_one_by_one
 
-    return hasattr(TritonOverrides, "_can_use_4x_random") or not hasattr(triton_helpers, "rand4x")
+    return draws_one_by_one()
 
 
 def _name(node: fx.Node) -> str:
-    return node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
+    return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
 def _is_seeded(node: fx.Node) -> bool:

@@ -18,11 +18,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
+from ssd_fx.compat import FakeTensor, OpOverload, functorch_config, fx_graph_cse, tree_map
 from ssd_fx.passes.groups import Layout
 from ssd_fx.passes.partition import storage_key, tensors_of
 
@@ -69,7 +66,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 def is_view(node: fx.Node) -> bool:
     """Whether what `node` yields, one tensor or several, is a view of its first argument, by its schema."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return False  # other libraries' functions for metadata may have effects: they do not run a second time
     return node.target.is_view
 

@@ -24,24 +24,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._inductor import ir
-from torch._inductor.codegen import wrapper as lines_of
-from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import BaseSchedulerNode
-from torch._inductor.virtualized import V
 
+from ssd_fx.compat.inductor import BaseSchedulerNode, GraphLowering, V, ir, lines_of
 from ssd_fx.passes.lowering.order import argument, called
 from ssd_fx.passes.verify.errors import VerifyError, around, require
 
 ops = torch.ops.ssd_fx
-_LINES = (
-    "CommentLine", "ExternKernelAllocLine", "FreeIfNotReusedLine", "FreeLine", "KernelCallLine", "LineContext",
-    "MemoryPlanningLine", "MultiOutputLine", "ReinterpretLine", "ReuseLine", "UnbackedSymbolDefsLine", "WrapperLine",
-)  # fmt: skip
-if _missing := [name for name in _LINES if not hasattr(lines_of, name)]:
-    raise ImportError(
-        f"Inductor of torch {torch.__version__} writes its code without {_missing}, which the audit reads"
-    )
 # Not the operator of a call: an input may be called `mm`. Nor the keyword of an argument.
 _NAME = re.compile(r"(?<![\w.:])[A-Za-z_]\w*\b(?![(=])")
 _require = partial(require, culprit="inductor")  # the verifier passed the graphs, so Inductor broke the rule

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
+from ssd_fx.compat import auto_functionalized_v2
 
 ops = torch.ops.ssd_fx
 

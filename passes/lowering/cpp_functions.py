@@ -29,10 +29,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import networkx as nx
-from torch._inductor import config, memory
-from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
-from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
+
+from ssd_fx.compat import inductor_config as config
+from ssd_fx.compat.inductor import BaseSchedulerNode, NopKernelSchedulerNode, OrderedSet, V, memory
 
 Kernel: TypeAlias = BaseSchedulerNode  # not Inductor's own `Kernel`, which writes the code of one
 

@@ -20,9 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch._inductor.dependencies import Dep, WeakDep
-from torch._inductor.scheduler import BaseSchedulerNode
-from torch.utils._ordered_set import OrderedSet
+from ssd_fx.compat.inductor import BaseSchedulerNode, Dep, OrderedSet, WeakDep
 
 
 def may_overwrite_loaded(nodes: Sequence[BaseSchedulerNode], waits: Iterable[BaseSchedulerNode]) -> None:

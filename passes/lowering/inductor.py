@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._inductor import config, ir, lowering
-from torch._inductor.lowering import register_lowering
-from torch._inductor.virtualized import V
-from torch.utils._pytree import tree_map_only
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
+from ssd_fx.compat import OpOverload, tree_map_only
+from ssd_fx.compat import inductor_config as config
+from ssd_fx.compat.inductor import V, ir, lowering, register_lowering
+from ssd_fx.compat.inductor import has_saved_lowp_output_use as _SAVED_AND_READ
 from ssd_fx.passes.lowering import audit, random_numbers
 from ssd_fx.passes.lowering.order import PinOrder
 from ssd_fx.passes.partition import RECOMPUTED, STORED, calls_ours
@@ -99,7 +99,7 @@ def _is_in_memory_of_another(x: Any, node: torch.fx.Node) -> bool:
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node:
     """What a chain of views begins with, by the operators. Passes leave `meta` behind that does not show it."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+    while isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.all_input_nodes[0]
     return node
 
@@ -180,7 +180,6 @@ LOWERINGS = {
     ops.wait_store_.default: _lower_release,
     ops.refuse_stand_ins.default: _lower_refuse_stand_ins,
 }
-_SAVED_AND_READ = getattr(lowering, "_has_saved_lowp_output_use", None)  # from torch 2.13 on
 
 
 def register() -> None:

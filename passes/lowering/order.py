@@ -28,16 +28,17 @@ from uuid import uuid4
 
 import networkx as nx
 import torch
-from torch._inductor import custom_graph_pass, ir
-from torch._inductor.dependencies import WeakDep
-from torch._inductor.scheduler import (
+
+from ssd_fx.compat import CustomSchedulerPass, OpOverload
+from ssd_fx.compat.inductor import (
     BaseSchedulerNode,
     ExternKernelSchedulerNode,
     FusedSchedulerNode,
     NopKernelSchedulerNode,
+    V,
+    WeakDep,
+    ir,
 )
-from torch._inductor.virtualized import V
-
 from ssd_fx.passes.cost.fusion import are_apart
 from ssd_fx.passes.joint.collectives import may_communicate
 from ssd_fx.passes.lowering.cpp_functions import move_out_of_functions
@@ -45,12 +46,9 @@ from ssd_fx.passes.lowering.in_place import may_overwrite_loaded
 from ssd_fx.passes.partition import RECOMPUTED
 from ssd_fx.passes.verify.errors import require
 
-# Before torch 2.13 a scheduler pass may be any callable; Inductor's cache accepts subclasses of CustomGraphPass.
-_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-
 
 @dataclass(frozen=True)
-class _Ordering(_SchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
+class _Ordering(CustomSchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
     """`version`: of the package's source, for compile caches. `before`: the user's pass, which runs first."""
 
     version: str
@@ -145,7 +143,7 @@ def is_ours(node: BaseSchedulerNode) -> bool:
 def called(kernel: object) -> str | None:
     """The name of our operator that a kernel calls, such as `store`; None for other kernels."""
     overload = getattr(kernel, "op_overload", None)
-    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace != "ssd_fx":
+    if not isinstance(overload, OpOverload) or overload.namespace != "ssd_fx":
         return None
     return str(overload._schema.name.removeprefix("ssd_fx::"))
 

@@ -11,15 +11,11 @@ draw one by one. The graph alone says so, because a compile cache may have eithe
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch._inductor.inductor_prims  # defines prims.inductor_random
 from torch import fx
-from torch._inductor import config
-from torch._inductor.codegen.triton import TritonOverrides
-from torch._inductor.virtualized import V
 
+from ssd_fx.compat import inductor_config as config
+from ssd_fx.compat.inductor import TritonOverrides, V, can_use_4x_random
 from ssd_fx.passes.lowering.order import PinOrder
 
 prims = torch.ops.prims
@@ -29,18 +25,17 @@ _USED = {  # where the seed is among the arguments
     prims.inductor_random.default: 1,
     prims.inductor_randint.default: 3,
 }
-_can_use_4x: Any = getattr(TritonOverrides, "_can_use_4x_random", None)
 
 
 def register() -> None:
     """Have kernels for CUDA draw alike where a graph of ours needs it; calling it again changes nothing."""
-    if _can_use_4x is not None:
+    if can_use_4x_random is not None:
         TritonOverrides._can_use_4x_random = staticmethod(_may_draw_four_at_once)  # type: ignore[method-assign]
 
 
 def _may_draw_four_at_once() -> bool:
     ours = isinstance(config._post_fusion_custom_pass, PinOrder)
-    return bool(_can_use_4x()) and not (ours and shares_seeds(V.graph.graph))
+    return bool(can_use_4x_random()) and not (ours and shares_seeds(V.graph.graph))
 
 
 def shares_seeds(graph: fx.Graph) -> bool:

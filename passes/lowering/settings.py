@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import config, list_mode_options
-from torch._ops import HigherOrderOperator
 
+from ssd_fx.compat import HigherOrderOperator, list_mode_options
+from ssd_fx.compat import inductor_config as config
 from ssd_fx.passes.lowering import compiled_autograd
 
 

@@ -70,7 +70,7 @@ def select(
         whole=options.spare and partition.is_whole_step,
     )
     later = _later(plan, found, options) if host_tier else set()
-    schedule = _in_order(found) if options.copied and host_tier else found.schedule
+    schedule = _in_order(found) if options.copies_only and host_tier else found.schedule
     chosen = dict(zip(step.slots, found.choices, strict=True))
     tiers = {step.slots[i]: trip.tier for i, trip in schedule.items()} if host_budget else {}
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
@@ -106,7 +106,7 @@ def _later(plan: Plan, found: Replay, options: PlanOptions) -> set[int]:
     groups = {g.slot: g for g in plan.groups}
     later = set()
     for i in found.forwarded:
-        slot, is_copied = found.step.slots[i], options.copied or found.schedule[i].tier == "host"
+        slot, is_copied = found.step.slots[i], options.copies_only or found.schedule[i].tier == "host"
         lossy = options.lossy and groups[slot].stored.dtype.is_floating_point
         if is_copied and not lossy and Choice.KEEP in found.step.items[i].choices:
             later.add(slot)

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import Argument
 
+from ssd_fx.compat import OpOverload
 from ssd_fx.passes.groups import AliasGroup, Member
 from ssd_fx.passes.partition import NOT_CHECKED, STORED, Partition
 from ssd_fx.passes.plan import Offload, Plan
@@ -94,9 +95,7 @@ class ForwardWriter:
             return [decision.tier, True]
         return [decision.tier] if decision.tier else []
 
-    def _save_instead(
-        self, member: Member, target: torch._ops.OpOverload, args: tuple[Argument, ...], name: str
-    ) -> fx.Node:
+    def _save_instead(self, member: Member, target: OpOverload, args: tuple[Argument, ...], name: str) -> fx.Node:
         """The node that is saved instead of a member; it has the member's shape, dtype and device."""
         node = self.graph.create_node("call_function", target, args, name=name)
         saved = self.by_name[member.name]

@@ -6,8 +6,7 @@ write that is not done would then store what a later kernel put there.
 
 from __future__ import annotations
 
-from torch._inductor import config
-
+from ssd_fx.compat import is_lite
 from ssd_fx.passes.partition import Partition, calls_ours
 
 _ANNOTATION = "compile_with_inductor"  # of `torch.fx.traceback.annotate`
@@ -15,7 +14,7 @@ _ANNOTATION = "compile_with_inductor"  # of `torch.fx.traceback.annotate`
 
 def annotate_ours(partition: Partition) -> None:
     """Have Inductor take the lowerings of our nodes in lite mode, too."""
-    if not getattr(config, "fallback_by_default", False):  # from torch 2.12 on
+    if not is_lite():
         return
     for module in (partition.forward, partition.backward):
         for node in module.graph.nodes:

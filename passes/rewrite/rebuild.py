@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.utils import detect_fake_mode
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
-from torch.utils._pytree import tree_map_only
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
+from ssd_fx.compat import FakeTensorMode, OpOverload, detect_fake_mode, tree_map_only
 from ssd_fx.passes.groups import AliasGroup, Layout
 from ssd_fx.passes.partition import storage_key, tensor_of, tensors_of
 
@@ -45,7 +43,7 @@ def stand_in(mode: FakeTensorMode, saved: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def call(graph: fx.Graph, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+def call(graph: fx.Graph, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
     """A node at the graph's insertion point, with its FakeTensor."""
     node = graph.call_function(target, args, kwargs)
     infer(node, fake_mode(graph))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ssd_fx.compat import OpOverload
 from ssd_fx.passes.partition import Partition, storage_of, tensor_of
 from ssd_fx.passes.verify.errors import require
 from ssd_fx.passes.verify.provenance import Reads, arguments
@@ -84,7 +85,7 @@ def _verify_nodes(graph: fx.Graph, old: Facts, new: Facts, *, strides: bool) -> 
         if node.op == "output":
             continue
         if node.name not in old.values:
-            is_operator = isinstance(node.target, torch._ops.OpOverload)  # arithmetic of sizes has no value in meta
+            is_operator = isinstance(node.target, OpOverload)  # arithmetic of sizes has no value in meta
             require(not is_operator or "val" in node.meta, f"{node.name!r} has no meta['val']", "insert", node)
             continue
         then = old.values[node.name]

@@ -60,6 +60,10 @@ class Node:
             if len(_unread) > UNREAD:
                 _read_fired(1)
 
+    @property
+    def graph(self) -> str:
+        return self._named[1]
+
     def fired(self) -> bool:
         """Whether the device has executed the node."""
         with self._streams.on(self._device):
@@ -118,6 +122,20 @@ def clear() -> list[Node]:
     _devices.clear()
     _runs.clear()
     return unread
+
+
+def forget(graph: str) -> None:
+    """Forgets the times of one graph, and how often it ran."""
+    with _lock:
+        unread = [timed for timed in _unread if timed.graph != graph]
+        read = [event for event in _read if event.graph != graph]
+        _unread.clear()
+        _unread.extend(unread)
+        _read.clear()
+        _read.extend(read)
+        _devices.pop(graph, None)
+        for run in [run for run in _runs if run[0] == graph]:
+            del _runs[run]
 
 
 def _read_fired(most: int) -> None:

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ssd_fx.compat import _construct_storage_from_data_pointer, current_raw_stream
 from ssd_fx.runtime.device import driver
 from ssd_fx.runtime.device.clock import Anchor, anchor, timing
 from ssd_fx.runtime.layout import Ints
@@ -95,7 +96,7 @@ class Streams:
 
     def view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
         """The memory at `address` as uint8. The view keeps nothing alive."""
-        storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        storage = _construct_storage_from_data_pointer(address, device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
     def memory_bytes(self, device: torch.device) -> int:
@@ -123,7 +124,7 @@ class CudaStreams(Streams):
         self._known: dict[tuple[int, int], Stream] = {}  # by device and handle
 
     def current(self, device: torch.device) -> Stream:
-        handle = torch._C._cuda_getCurrentRawStream(device.index)  # torch makes an object each time, which takes 2 us
+        handle = current_raw_stream(device.index)  # torch makes an object each time, which takes 2 us
         found = self._known.get((device.index, handle))
         return found or self._known.setdefault((device.index, handle), torch.cuda.current_stream(device))
 

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.device import driver, streams
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
@@ -44,7 +44,7 @@ class GdsEngine(PosixEngine):
 
     name = cufile.NAME
 
-    def __init__(self, config: RuntimeConfig, *, forced: bool) -> None:
+    def __init__(self, config: Options, *, forced: bool) -> None:
         self._most_lanes = max(_LANES, 2 * len(config.dirs))
         self._lanes: dict[torch.device, list[streams.Stream]] = {}  # the one used longest ago goes first
         # By transfer its pieces, its streams, and what to ask. A future that is dropped before its end blocks the host.
@@ -191,7 +191,7 @@ def check_machine(*, forced: bool) -> None:
         )
 
 
-def make(config: RuntimeConfig, *, forced: bool) -> GdsEngine:
+def make(config: Options, *, forced: bool) -> GdsEngine:
     """An engine that has passed a round trip in every directory.
 
     Raises: ValueError without directories; what `check_machine` and `GdsEngine` raise; OSError if a round trip fails.
@@ -210,7 +210,7 @@ def make(config: RuntimeConfig, *, forced: bool) -> GdsEngine:
     return engine
 
 
-def usable(config: RuntimeConfig) -> GdsEngine | None:
+def usable(config: Options) -> GdsEngine | None:
     """The engine, or None unless this process computes on a GPU and GPUDirect Storage works in all directories."""
     if not torch.cuda.is_initialized() or not cufile.status().real:
         return None

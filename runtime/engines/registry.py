@@ -8,19 +8,19 @@ from collections.abc import Callable
 
 import torch
 
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Engine
 from ssd_fx.runtime.inflight import LEAST_BYTES
 
 
-def _memory(config: RuntimeConfig) -> Engine:
+def _memory(config: Options) -> Engine:
     from ssd_fx.runtime.engines.memory import MemoryEngine
 
-    return MemoryEngine(config.ranks)
+    return MemoryEngine(config.ranks.count)
 
 
-def _posix(config: RuntimeConfig) -> Engine:
+def _posix(config: Options) -> Engine:
     from ssd_fx.runtime.engines import staged
     from ssd_fx.runtime.engines.posix import PosixEngine
 
@@ -35,7 +35,7 @@ _GDS = {"kvikio": False, "kvikio-forced": True}
 """By engine, whether it may copy through the host."""
 
 
-def _gds(config: RuntimeConfig, *, forced: bool) -> Engine:
+def _gds(config: Options, *, forced: bool) -> Engine:
     from ssd_fx.runtime.engines import gds
 
     return gds.make(config, forced=forced)
@@ -55,13 +55,13 @@ def check_engine(name: str) -> None:
         loader.library()
 
 
-def _auto(config: RuntimeConfig) -> Engine:
+def _auto(config: Options) -> Engine:
     from ssd_fx.runtime.engines import gds
 
     return gds.usable(config) or _posix(config)
 
 
-ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
+ENGINES: dict[str, Callable[[Options], Engine]] = {
     "auto": _auto,
     "posix": _posix,
     "memory": _memory,
@@ -71,7 +71,7 @@ ENGINES: dict[str, Callable[[RuntimeConfig], Engine]] = {
 _made: list[weakref.ref[Engine]] = []
 
 
-def make_tiers(config: RuntimeConfig, moved: Callable[[int], None]) -> tuple[Engine, int]:
+def make_tiers(config: Options, moved: Callable[[int], None]) -> tuple[Engine, int]:
     """The engine of `config`, and the bytes that may be resident before they go to it.
 
     `moved` is called with the bytes that have moved from the tier in host memory to the drive.
@@ -88,12 +88,12 @@ def make_tiers(config: RuntimeConfig, moved: Callable[[int], None]) -> tuple[Eng
     from ssd_fx.runtime.engines.memory import MemoryEngine
     from ssd_fx.runtime.engines.tiered import TieredEngine
 
-    host = MemoryEngine(config.ranks)
-    tiers = TieredEngine(host, engine, config.host_budget, config.inflight or LEAST_BYTES, moved)
+    host = MemoryEngine(config.ranks.count)
+    tiers = TieredEngine(host, engine, config.host_budget, config.inflight_bytes or LEAST_BYTES, moved)
     return tiers, config.resident
 
 
-def make_engine(config: RuntimeConfig) -> Engine:
+def make_engine(config: Options) -> Engine:
     """The engine that `config` names.
 
     Raises: ValueError for an unknown name; what the engine raises for its directories.

@@ -51,13 +51,23 @@ def total_bytes(root: Path = Path("/")) -> int:
         OSError, ValueError: the kernel does not tell.
     """
     machine = _field(root / "proc/meminfo", "MemTotal:") * 1024
+    limit = least_limit(root)
+    return machine if limit is None else min(machine, limit)
+
+
+def least_limit(root: Path = Path("/")) -> int | None:
+    """The bytes that this process's cgroups allow; None for no limit.
+
+    Raises:
+        OSError: the kernel does not tell of cgroups.
+    """
     limits = []
     for group in own_groups("memory", root):
         try:
             limits.append(memory_limit(group))
         except (OSError, ValueError):  # a group that a container does not see
             continue
-    return min([machine, *(limit for limit in limits if limit is not None)])
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def data_bytes(root: Path = Path("/")) -> int:

@@ -1,4 +1,4 @@
-"""Short measurements of a machine: rates of its cores, memory and drives for the kernels of a training step.
+"""Short measurements of a device: its rates for the kernels of a training step.
 
 Figures of compute are medians of some tenths of a second of work. The best of a few runs would be that of a core that
 had idled: products ran at 205 Gflop/s for 35 ms and at 143 from then on (Xeon at 2.5 GHz). Training never idles. Random
@@ -8,8 +8,6 @@ numbers come from separate generators, so that measuring does not change what a 
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,26 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ssd_fx.calibration.timing import Clock
 from ssd_fx.passes.cost.machine import HEAD_SIZES, dtype_name
 from ssd_fx.passes.cost.roofline import causal_share
-from ssd_fx.runtime.config import RuntimeConfig
-from ssd_fx.runtime.device import streams
-from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
-from ssd_fx.runtime.engines.registry import ENGINES
-from ssd_fx.runtime.memory.buffers import PAGE
 
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Seconds of one of our nodes on the host: the wrapper's line, the dispatcher, the op, and waking an I/O thread. Caches
-# are cold behind a kernel, so it is four times what nodes in a loop take. Of a GPT 145 us, of a T5 172 us
-# (docs/decisions.md, "What a step costs beside its compute"). On a GPU it delays the device only if all of the host's
-# work takes longer than the device's.
-_NODE_S = 150e-6
 # The generated code launches a kernel in that many times what an operator of PyTorch takes in a row of equal ones. A
 # GPT of 12 layers has 838, and with 24 transfers a step took 28.6 ms of an H200's host: docs/results/gpu, "Steps on
 # that H200".
 _LAUNCH_PER_KERNEL = 2.5
-_TRANSFERS, _TRANSFER_BYTES, _SMALL_BYTES = 16, 8 * MIB, 128 * 1024
 # Inductor draws by Philox, one number at a time without vectors. Eager mode's CPU generator, a Mersenne twister, is as
 # scalar, and needs no compiler here. CPU time of a number in one thread: 15.1 ns against 5.6 ns (Xeon at 2.5 GHz).
 _PHILOX_PER_TWISTER = 2.7
@@ -52,16 +39,6 @@ class Attention:
 
     seconds: tuple[float, float]
     flops: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Bytes per second while the device computes, seconds per transfer, and compute seconds lost per byte."""
-
-    write_bw: float
-    read_bw: float
-    latency_s: float
-    drag_s_per_byte: float
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -194,108 +171,7 @@ class Compute:
             "wide_attention_backward_flops": {t: backward for t, (_, backward) in wide.items() if backward},
             "memory_bw": self.memory_bw(),
             "kernel_s": kernel_s,
-            "node_s": 0.0 if self.gpu else _NODE_S,
             "launch_s": _LAUNCH_PER_KERNEL * kernel_s if self.gpu else 0.0,
-            "host_node_s": _NODE_S if self.gpu else 0.0,
             "erf_s": self.erf_s(),
             "random_s": self.random_s(),
         }
-
-
-class Transfers:
-    """Measures how the engine of a configuration moves the device's tensors, alone and beside compute."""
-
-    def __init__(self, config: RuntimeConfig, device: torch.device, clock: Clock | None = None) -> None:
-        self.device, self.clock = device, clock or Clock(device)
-        self.engine: Engine = ENGINES[config.engine](
-            config
-        )  # a separate one, which statistics and trace of the process do not see
-        self._extents: list[Extent] = []
-        room = config.disk_limit // (2 * _TRANSFER_BYTES) if config.disk_limit else _TRANSFERS
-        self._count = max(min(room, _TRANSFERS), 1)
-
-    def measure(self) -> Disk:
-        """The rates of the drive. Closes the engine.
-
-        Raises:
-            OSError: a transfer failed, or the directory is full.
-        """
-        try:
-            with self.clock.on_idle_cores():
-                return self._measure()
-        finally:
-            for extent in self._extents:
-                self.engine.free(extent)
-            self.engine.close()
-
-    def _measure(self) -> Disk:
-        tensors = self._tensors(self._count, _TRANSFER_BYTES)
-        small = self._tensors(8, _SMALL_BYTES)
-        self._all(tensors, write=True)  # the file grows
-        tries = 2 if self.clock.idle is None else 6  # others take the cores from our I/O threads
-        beside = [self._beside(tensors, write) for write in (True, False) * tries]
-        small_s = [self._one_by_one(small, write) for write in (True, False)]
-        total = len(tensors) * _TRANSFER_BYTES
-        write_s, read_s = (min(b.transfer_s for b in beside[i::2]) for i in (0, 1))
-        lost = statistics.median(b.lost_s for b in beside)
-        latency = statistics.mean(small_s) - _SMALL_BYTES * (write_s + read_s) / 2 / total
-        return Disk(total / write_s, total / read_s, max(latency, 1e-6), max(lost, 0.0) / total)
-
-    def _tensors(self, count: int, nbytes: int) -> list[tuple[Extent, torch.Tensor]]:
-        """Tensors at page boundaries, where our CPU allocator puts a model's. It is not installed yet."""
-        made = []
-        for i in range(count):
-            self._extents.append(self.engine.alloc(nbytes))
-            whole = torch.full((nbytes + PAGE,), i, dtype=torch.uint8, device=self.device)
-            start = -whole.data_ptr() % PAGE
-            made.append((self._extents[-1], whole[start : start + nbytes]))
-        return made
-
-    def _start(self, pairs: list[tuple[Extent, torch.Tensor]], write: bool) -> list[Completion]:
-        move = self.engine.write if write else self.engine.read
-        made = [move(extent, Memory.of(tensor)) for extent, tensor in pairs]
-        for completion in made:
-            completion.start()
-        return made
-
-    def _all(self, pairs: list[tuple[Extent, torch.Tensor]], write: bool) -> float:
-        """Seconds until all pairs are moved, started together."""
-        started = time.perf_counter()
-        for completion in self._start(pairs, write):
-            completion.wait()
-        return time.perf_counter() - started
-
-    def _one_by_one(self, pairs: list[tuple[Extent, torch.Tensor]], write: bool) -> float:
-        seconds = [self._all([pair], write) for pair in pairs]
-        return statistics.median(seconds) if self.clock.idle is None else min(seconds)
-
-    def _beside(self, pairs: list[tuple[Extent, torch.Tensor]], write: bool) -> _Beside:
-        """Move all pairs while products run, and compare the products with as many that run alone."""
-        size = 4096 if self.device.type != "cpu" else 512
-        x = torch.ones((size, size), dtype=torch.float32, device=self.device)
-        out = torch.empty_like(x)
-        compute_s = held_s = 0.0
-        count = 0
-        completions: list[Completion] = []
-        if streams.of(self.device):
-            with streams.timed(self.device):
-                completions = self._start(pairs, write)
-        else:  # an engine that copies at once blocks its caller, who computes nothing meanwhile
-            held_s = self.clock.once(lambda: completions.extend(self._start(pairs, write)))
-        while not all(c.done() for c in completions):
-            compute_s += self.clock.once(lambda: torch.mm(x, x, out=out))
-            count += 1
-        for completion in completions:
-            completion.wait()
-        spans = [c.span() for c in completions]  # spans of a device are known only after the wait
-        alone_s = sum(self.clock.once(lambda: torch.mm(x, x, out=out)) for _ in range(count))
-        transfer_s = max(end for _, end in spans) - min(begin for begin, _ in spans)
-        return _Beside(transfer_s, held_s + compute_s - alone_s)
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """Seconds until all transfers were done, and seconds that they slowed the products by."""
-
-    transfer_s: float
-    lost_s: float

@@ -8,24 +8,70 @@ sums of tensors came to 0.87 of their rates on idle cores by CPU time, and to 0.
 
 from __future__ import annotations
 
+import logging
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from ssd_fx.runtime.device import streams
 
+log = logging.getLogger("ssd_fx")
 _REPEATS = 5
 _ENOUGH_S = 0.1  # of one figure's repeats, and no more than _MOST_S unless a single one takes longer
 _MOST_S = 0.2
 _PATIENCE_S = 20.0  # of the host, which may have to launch a thousand runs of a short kernel
 _BUSY_S = 1.0  # the same where others use the cores
+_OTHERS = 0.15  # share of the cores that other processes use, from which on CPU time counts
+_LOOK_S = 0.3  # the kernel counts in 10 ms
 
 
 class NoClock(Exception):
     """The events of a device say that its kernels take no time."""
+
+
+class Others:
+    """Other processes, and what they use of this process's cores from now on."""
+
+    def __init__(self) -> None:
+        self._before_s, self._started = self.cpu_s(), time.perf_counter()
+
+    def share(self) -> float:
+        """The share of the cores that they have used."""
+        seconds = max(time.perf_counter() - self._started, _LOOK_S)
+        return (self.cpu_s() - self._before_s) / (seconds * len(os.sched_getaffinity(0)))
+
+    @staticmethod
+    def cpu_s() -> float:
+        """CPU seconds that they have had of these cores so far; 0 where the kernel has no /proc/stat."""
+        try:
+            lines = Path("/proc/stat").read_text().splitlines()
+        except OSError:
+            return 0.0
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        used = 0
+        for ticks in (line.split()[1:] for line in lines if line.split()[0] in ours):
+            user, nice, system, _, _, irq, softirq, *_ = map(int, ticks)
+            used += user + nice + system + irq + softirq
+        return used / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def left_by(share: float) -> int | None:
+    """How many cores other processes with such a share leave idle, at least one; None if they use few."""
+    return None if share < _OTHERS else max(1, int((1 - share) * len(os.sched_getaffinity(0))))
+
+
+def wait_until_idle(quiet: int = 3) -> None:
+    """Return when other processes have used little of the cores for `quiet` seconds in a row."""
+    in_a_row = 0
+    while in_a_row < quiet:
+        others = Others()
+        time.sleep(1.0)
+        in_a_row = in_a_row + 1 if left_by(others.share()) is None else 0
 
 
 class Clock:
@@ -37,6 +83,19 @@ class Clock:
     def __init__(self, device: torch.device, idle: int | None = None) -> None:
         self.device, self.idle = device, idle
         self._threads = torch.get_num_threads()
+
+    @classmethod
+    def among_others(cls, device: torch.device) -> Clock:
+        """A clock for now, after a look at what others use of the cores. They slow no device but the CPU."""
+        if device.type != "cpu":
+            return cls(device)
+        others = Others()
+        time.sleep(_LOOK_S)
+        share = others.share()
+        idle = left_by(share)
+        if idle is not None:
+            log.info("other processes use %.0f%% of the cores, so their rates are taken by CPU time", 100 * share)
+        return cls(device, idle)
 
     @contextmanager
     def on_idle_cores(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ def run(flags: argparse.Namespace) -> int:
     print(f"{shape}; compiling takes two to three minutes", file=sys.stderr, flush=True)
     try:
         with worker(shape, None) as plain, worker(shape, options) as ours:
-            pairs = [(plain.step(), ours.step()) for _ in range(_WARMUP + flags.steps)][_WARMUP:]
+            pairs = [(plain(), ours()) for _ in range(_WARMUP + flags.steps)][_WARMUP:]
     except RuntimeError as error:
         raise Refused(str(error), 1) from None
     if flags.json:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from ssd_fx.backend import check_options
-from ssd_fx.calibration import calibrate
+from ssd_fx.calibration import cache, calibrate
+from ssd_fx.calibration.timing import wait_until_idle
+from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import Machine, described
 from ssd_fx.refusal import refusing
-from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.runtime.config import parse
 
 _EXAMPLES = """examples:
   ssd-fx calibrate /mnt/nvme            best when nothing else uses the cores
@@ -44,12 +46,12 @@ def add(commands: Any) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Measure and print the rates. The exit status is 1 if they are not those of this machine."""
     with refusing(1):
-        kept_in = calibrate.cache_path()
+        kept_in = cache.path()
         config = parse(check_options({"dirs": [flags.directory]}).runtime_json())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if flags.wait:
         print("waiting until other processes leave the cores idle", file=sys.stderr, flush=True)
-        calibrate.wait_until_idle()
+        wait_until_idle()
     started = time.perf_counter()
     rates = _measured(config, device).rates()
     missed = calibrate.unmeasured(config, device)
@@ -66,7 +68,7 @@ def run(flags: argparse.Namespace) -> int:
     return 1
 
 
-def _measured(config: RuntimeConfig, device: torch.device) -> Machine:
+def _measured(config: Options, device: torch.device) -> Machine:
     """The rates; on the standard error why some are typical ones. The warning's own advice is to run this command."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)

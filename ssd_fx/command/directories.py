@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from ssd_fx.command import limits, mounts, round_trip, smart
+from ssd_fx.calibration import round_trip
+from ssd_fx.command import limits, mounts, smart
 from ssd_fx.command.findings import Finding
 from ssd_fx.config import Config
 from ssd_fx.runtime.engines.extents import beyond_the_reserve
@@ -18,7 +21,6 @@ _LITTLE_ROOM = 8 << 30  # below it, the file of a model that needs offloading ma
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "virtiofs", "fuse")
 _COPYING = ("btrfs", "zfs", "bcachefs")  # they write a changed block elsewhere
 _QUOTAS = ("quota", "usrquota", "grpquota", "prjquota", "uquota", "gquota", "pquota")
-_PASSES = ("file grows", "file reused")
 
 
 def findings(directory: str) -> Iterator[Finding]:
@@ -110,18 +112,23 @@ def _worn(drive: mounts.Drive, found: smart.Wear) -> Finding:
 
 def rates(directory: str) -> Iterator[Finding]:
     """The measured rates, or why activations cannot be kept there."""
-    try:
-        found = round_trip.measure(directory)
-    except (OSError, RuntimeError) as error:
-        for text in getattr(error, "warned", ()):
-            yield Finding("warning", text, "warn")
-        right = "make room, raise disk_limit, or name another directory"
-        if getattr(error, "damaged", False):
-            right = "do not use this drive; the kernel's log may say more of it (`dmesg`)"
-        yield Finding("directory", str(error), "bad", right)
-        return
-    for text in dict.fromkeys(text for each in found for text in each.warned):
+    space = os.statvfs(directory)
+    failed, do, found = "", "make room, raise disk_limit, or name another directory", []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        try:
+            found = round_trip.measure(directory)
+        except RuntimeError as error:
+            failed = str(error)
+        except OSError as error:
+            free = format_bytes(space.f_bavail * space.f_frsize)
+            failed = f"{error}; {free} were free there, of which 1 GiB or 5% of the file system stay free"
+            if error.errno == errno.EIO:
+                do = "do not use this drive; the kernel's log may say more of it (`dmesg`)"
+    for text in dict.fromkeys(str(warning.message) for warning in caught):
         yield Finding("warning", text, "warn")
-    for name, each in zip(_PASSES, found, strict=True):
-        figures = {"write_bytes_s": each.write, "read_bytes_s": each.read}
-        yield Finding(name, str(each), figures=figures)
+    if failed:
+        yield Finding("directory", failed, "bad", do)
+    for name, (write, read) in zip(("file grows", "file reused"), found, strict=False):
+        says = f"write {write / 1e6:7.0f} MB/s   read {read / 1e6:7.0f} MB/s"
+        yield Finding(name, says, figures={"write_bytes_s": write, "read_bytes_s": read})

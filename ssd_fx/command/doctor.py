@@ -66,15 +66,15 @@ def run(flags: argparse.Namespace) -> int:
 
 def _missing(paths: Iterable[str]) -> list[str]:
     """What is to be said of those of `paths` that do not exist. What else may be wrong stands among the findings."""
-    return [without_number(error) for error in map(_obstacle, paths) if isinstance(error, FileNotFoundError)]
-
-
-def _obstacle(path: str) -> OSError | None:
-    try:
-        check_directory(path)
-    except OSError as error:
-        return error
-    return None
+    missing = []
+    for path in paths:
+        try:
+            check_directory(path)
+        except FileNotFoundError as error:
+            missing.append(without_number(error))
+        except OSError:
+            continue
+    return missing
 
 
 def _told(findings: Iterable[Finding], as_json: bool) -> list[Finding]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from ssd_fx.calibration import calibrate
+from ssd_fx.calibration import cache as rates_cache
 from ssd_fx.command.findings import Finding
 from ssd_fx.command.mounts import SYS, Drive, text_of
 from ssd_fx.runtime.account import AUTO
-from ssd_fx.runtime.memory.available import Group, available_bytes, memory_limit, own_groups
+from ssd_fx.runtime.memory.available import available_bytes, least_limit, own_groups
 from ssd_fx.runtime.memory.gauge import gauge, host_spare_bytes
 from ssd_fx.runtime.memory.numa import cores_in
 from ssd_fx.runtime.memory.pinned import SHARE
@@ -36,10 +37,11 @@ def findings() -> Iterator[Finding]:
 
 def memory(root: Path = ROOT) -> Iterator[Finding]:
     """The least memory that a control group allows."""
-    limits = [limit for each in _groups("memory", root) if (limit := _memory(each)) is not None]
-    if limits:
-        says = f"the container allows {format_bytes(min(limits))} of memory, page cache included"
-        yield Finding("memory", says, figures={"limit_bytes": min(limits)})
+    with suppress(OSError):  # the kernel has no control groups
+        limit = least_limit(root)
+        if limit is not None:
+            says = f"the container allows {format_bytes(limit)} of memory, page cache included"
+            yield Finding("memory", says, figures={"limit_bytes": limit})
 
 
 def auto() -> Finding:
@@ -73,7 +75,7 @@ def pinned(root: Path = ROOT, *, integrated: bool) -> Iterator[Finding]:
 
 def cpu_quota(root: Path = ROOT) -> Iterator[Finding]:
     """Whether torch has more threads than the control group has time for."""
-    quotas = [_cpu(each) for each in _groups("cpu", root)]
+    quotas = [" ".join(map(text_of, files)).split() for files in _files("cpu", root)]
     allowed = min((int(q[0]) / int(q[1]) for q in quotas if len(q) == 2 and q[0].isdecimal()), default=None)
     threads = torch.get_num_threads()
     if allowed is not None and threads > allowed + 0.5:
@@ -83,7 +85,7 @@ def cpu_quota(root: Path = ROOT) -> Iterator[Finding]:
 
 def drives_in_groups(devices: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
     """Whether a control group slows a drive down. `devices`: numbers as major:minor."""
-    for path in (path for group in _groups("blkio", root) for path in _io(group)):
+    for path in (path for files in _files("blkio", root) for path in files):
         for line in text_of(path).splitlines():
             device, _, limits = line.partition(" ")
             if device in devices:
@@ -91,31 +93,21 @@ def drives_in_groups(devices: Sequence[str], root: Path = ROOT) -> Iterator[Find
                 yield Finding("container", says, "warn", f"raise {path.name} in {path.parent}")
 
 
-def _groups(controller: str, root: Path) -> list[Group]:
-    try:
-        return list(own_groups(controller, root))
-    except OSError:
-        return []
+_FILES = {  # with the limits of a group, by controller and version of cgroups
+    # The microseconds that a group may run, and of how many; other words for no limit.
+    ("cpu", 1): ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
+    ("cpu", 2): ("cpu.max",),
+    ("blkio", 1): tuple(f"blkio.throttle.{way}_{what}_device" for what in ("bps", "iops") for way in ("read", "write")),
+    ("blkio", 2): ("io.max",),
+}
 
 
-def _memory(group: Group) -> int | None:
-    try:
-        return memory_limit(group)
-    except (OSError, ValueError):
-        return None
-
-
-def _cpu(group: Group) -> list[str]:
-    """The microseconds that a group may run, and of how many; other words for no limit."""
-    names = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    return " ".join(text_of(group.folder / name) for name in names).split()
-
-
-def _io(group: Group) -> list[Path]:
-    """The files with limits of drives."""
-    kinds = ("read_bps", "write_bps", "read_iops", "write_iops")
-    names = ["io.max"] if group.version == 2 else [f"blkio.throttle.{kind}_device" for kind in kinds]
-    return [group.folder / name for name in names]
+def _files(controller: str, root: Path) -> list[list[Path]]:
+    """The files with limits of each group of this process; none where the kernel has no control groups."""
+    with suppress(OSError):
+        groups = own_groups(controller, root)
+        return [[group.folder / name for name in _FILES[controller, group.version]] for group in groups]
+    return []
 
 
 def shell() -> Iterator[Finding]:
@@ -132,7 +124,7 @@ def shell() -> Iterator[Finding]:
 def cache() -> Iterator[Finding]:
     """Whether measured rates and built libraries can be kept."""
     try:
-        path = calibrate.cache_path().parent
+        path = rates_cache.path().parent
         above = next(each for each in (path, *path.parents) if os.path.exists(each))  # Path's raises in a closed home
         wrong = "" if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be written"
     except FileNotFoundError as error:

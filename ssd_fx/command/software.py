@@ -6,14 +6,14 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 import torch
 
 import ssd_fx
 from ssd_fx import versions
-from ssd_fx.calibration import calibrate
+from ssd_fx.calibration import cache
 from ssd_fx.command.findings import Finding
 from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import described
@@ -49,7 +49,7 @@ def _versions() -> Finding:
 
 def _compiler() -> Finding:
     """Inductor compiles C++ for the CPU, and our allocator is C++ too."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    from ssd_fx.compat.inductor import get_cpp_compiler
 
     right = "install g++, as by `apt install g++`, or name a compiler in CXX; Inductor cannot compile for a CPU without"
     try:
@@ -104,18 +104,18 @@ def _options() -> Finding:
 
 def _rates() -> Iterator[Finding]:
     """The rates that plans are made for, as measured earlier. Those that were not are typical ones."""
-    found = calibrate.nothing()
+    known: dict[str, Mapping[str, object]] = {}
     try:
-        found = calibrate.cached()
+        known = {key: entry.rates for key, entry in sorted(cache.read().items()) if entry.rates}
     except (OSError, ValueError) as error:
-        yield Finding("rates", f"{calibrate.cache_path()} is of no use ({error})", "warn")
-    for section in calibrate.SECTIONS:
-        for key, rates in found[section].items():
-            lines = "".join(f"\n{'':12}{line}" for line in described(rates))
-            yield Finding(section, f"{_hardware(key)}{lines}", figures=rates)
+        yield Finding("rates", f"{cache.path()} is of no use ({error})", "warn")
+    for key, rates in known.items():
+        section, _, what = key.partition(" ")
+        lines = "".join(f"\n{'':12}{line}" for line in described(rates))
+        yield Finding(section, f"{_hardware(what)}{lines}", figures=rates)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    of = [] if calibrate.compute_key(device) in found["compute"] else [f"compute ({_threads(torch.get_num_threads())})"]
-    of += [] if found["disk"] else ["drives"]
+    of = [] if cache.compute_key(device) in known else [f"compute ({_threads(torch.get_num_threads())})"]
+    of += [] if any(key.startswith("disk ") for key in known) else ["drives"]
     if of and Config.make().machine == "auto":
         says = f"those of {' and '.join(of)} are typical ones, not measured on this machine"
         right = "`ssd-fx calibrate DIR` measures them, best when nothing else runs; the first compilation tries to"

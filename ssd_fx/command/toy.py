@@ -8,9 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -103,38 +104,35 @@ def _work(pipe: Connection, shape: Shape, options: dict[str, Any] | None) -> Non
     steps = train(shape, options)
     try:
         while pipe.recv():
-            pipe.send(asdict(next(steps)))
+            pipe.send(next(steps))
     except EOFError:
         return  # the command has ended
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
 
 
-class Worker:
-    """A process that trains."""
+def ask(pipe: Connection) -> Step:
+    """One step of the process at the other end of `pipe`.
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def step(self) -> Step:
-        """One step.
-
-        Raises:
-            RuntimeError: the training failed; the text says how.
-        """
-        try:
-            self._pipe.send(True)
-            answer = self._pipe.recv()
-        except (EOFError, OSError):
-            raise RuntimeError("the training process ended; perhaps the kernel had no memory left for it") from None
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        return Step(**answer)
+    Raises:
+        RuntimeError: the training failed; the text says how.
+    """
+    try:
+        pipe.send(True)
+        answer: Step | str = pipe.recv()
+    except (EOFError, OSError):
+        raise RuntimeError("the training process ended; perhaps the kernel had no memory left for it") from None
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return answer
 
 
 @contextmanager
-def worker(shape: Shape, options: dict[str, Any] | None) -> Iterator[Worker]:
-    """A process that trains until the end of the context. Ctrl-C does not reach it: that ends the context."""
+def worker(shape: Shape, options: dict[str, Any] | None) -> Iterator[Callable[[], Step]]:
+    """A process that trains until the end of the context, and what makes a step of it (`ask`).
+
+    Ctrl-C does not reach the process: that ends the context.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, shape, options), daemon=True)
@@ -146,7 +144,7 @@ def worker(shape: Shape, options: dict[str, Any] | None) -> Iterator[Worker]:
     theirs.close()
     try:
         with ours:
-            yield Worker(ours)
+            yield partial(ask, ours)
         process.join(timeout=60)  # it has read the end of the pipe
     finally:
         process.kill()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ssd_fx.projection.checks import positive, whole
-from ssd_fx.projection.traffic import Traffic
+from ssd_fx.projection.formulas import StepIO
 from ssd_fx.report.figures import may_stay
 from ssd_fx.report.rows import layer_of
 
@@ -36,9 +37,9 @@ class Compiled:
     step_is_predicted: bool
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> StepIO:
         """Of the whole step; the forward is taken as a third of it."""
-        return Traffic(nbytes=self.written_bytes, forward_s=self.step_s / 3, step_s=self.step_s)
+        return StepIO(nbytes=self.written_bytes, forward_s=self.step_s / 3, step_s=self.step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class _Plan:
     written_bytes: int
     stays_bytes: int
     step_s: float
-    layers: Mapping[object, int]
+    layers: Counter[object]
 
 
 def read(paths: Sequence[str], step_s: float | None = None, runs: Sequence[int] = (1,)) -> Compiled:
@@ -79,7 +80,9 @@ def read(paths: Sequence[str], step_s: float | None = None, runs: Sequence[int] 
 
     if step_s is None:
         positive(f"{given}: step_s", total("step_s"), "seconds")
-    layers = _added([plan.layers for plan in plans])
+    layers = Counter[object]()
+    for plan in plans:
+        layers.update(plan.layers)
     stays = max(plan.stays_bytes for plan in plans)  # the budget is one for all graphs
     found = Compiled(
         graphs=tuple(plan.graph for plan in plans),
@@ -102,7 +105,11 @@ def read(paths: Sequence[str], step_s: float | None = None, runs: Sequence[int] 
 def _plan(path: str) -> _Plan:
     try:
         plan = json.loads(Path(path).read_text())
-        predicted = plan["predicted"]
+        predicted, layers = plan["predicted"], Counter[object]()
+        for group in plan["groups"]:
+            layer = layer_of(group["module"])
+            if layer and group["decision"].startswith("offload"):
+                layers[layer] += int(group["stored_nbytes"])
         return _Plan(
             graph=plan["graph"],
             saved_bytes=int(plan["saved_bytes"]),
@@ -110,23 +117,9 @@ def _plan(path: str) -> _Plan:
             written_bytes=int(predicted["written_bytes"]),
             stays_bytes=may_stay([predicted]),
             step_s=float(predicted["step_s"]),
-            layers=_added([_layer(group) for group in plan["groups"]]),
+            layers=layers,
         )
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         said = f"no {error}" if isinstance(error, KeyError) else error
         right = "right would be a *.plan.json that the option dump has written"
         raise ValueError(f"--of {path} is no plan ({said}); {right}") from None
-
-
-def _layer(group: Mapping[str, Any]) -> Mapping[object, int]:
-    """The bytes of an offloaded group by its layer; nothing for one that is kept or of no layer."""
-    layer = layer_of(group["module"])
-    return {layer: int(group["stored_nbytes"])} if layer and group["decision"].startswith("offload") else {}
-
-
-def _added(parts: Sequence[Mapping[object, int]]) -> dict[object, int]:
-    found: dict[object, int] = {}
-    for part in parts:
-        for layer, nbytes in part.items():
-            found[layer] = found.get(layer, 0) + nbytes
-    return found

@@ -16,7 +16,7 @@ UTILISATION = 0.4  # of the peak, where nothing says what a GPU achieves
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Training:
     """A model as it was, or would be, trained. tflops: what a GPU of `machine` achieves; 0 if not known."""
 
     model: Model
@@ -29,7 +29,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Hardware:
     """A GPU and its drives."""
 
     device: Device
@@ -73,8 +73,8 @@ _A100_80 = _device("A100-80G", 312, 80, 2039, _PCIE_4)
 _H100 = _device("H100-SXM-80G", 989.4, 80, 3350)
 
 
-def _with(device: Device, count: int, drive: str) -> Machine:
-    return Machine(device=device, drives=Drives(drive=DRIVES[drive], count=count, link_gbps=device.link_gbps))
+def _with(device: Device, count: int, drive: str) -> Hardware:
+    return Hardware(device=device, drives=Drives(drive=DRIVES[drive], count=count, link_gbps=device.link_gbps))
 
 
 MACHINES = {
@@ -106,10 +106,10 @@ def rates(device: Device, drives: Drives) -> dict[str, float]:
     }
 
 
-def _megatron(*shape: int, gpus: int, tflops: float) -> Run:
+def _megatron(*shape: int, gpus: int, tflops: float) -> Training:
     """shape: layers, width, heads, pp, micro-batch; TP is 8. The paper projects with sequence parallelism."""
     layers, width, heads, pp, batch = shape
-    return Run(
+    return Training(
         model=Model(layers=layers, width=width, heads=heads, sequence=2048, vocabulary=51200),
         parallelism=Parallelism(tp=8, pp=pp, dp=gpus // (8 * pp), sp=True),
         batch=batch,
@@ -118,8 +118,8 @@ def _megatron(*shape: int, gpus: int, tflops: float) -> Run:
     )
 
 
-def _ssdtrain(width: int, layers: int) -> Run:
-    return Run(
+def _ssdtrain(width: int, layers: int) -> Training:
+    return Training(
         model=Model(layers=layers, width=width, heads=width // 128, sequence=1024, vocabulary=51200),
         parallelism=Parallelism(tp=2),
         batch=16,
@@ -127,6 +127,10 @@ def _ssdtrain(width: int, layers: int) -> Run:
         tflops=130,
         optimizer="sgd",
     )
+
+
+def _llama(model: Model, split: Parallelism) -> Training:
+    return Training(model=model, parallelism=split, batch=1, machine="h100-u2", head=True)
 
 
 _LLAMA_3_8B = Model(
@@ -142,9 +146,7 @@ _LLAMA_3_8B = Model(
     vocabulary=128256,
     dtype="bf16",
 )
-
 _LLAMA_3_70B = replace(_LLAMA_3_8B, layers=80, width=8192, heads=64, ffn=28672)
-_LLAMA_3_70B_SPLIT = Parallelism(tp=8, pp=4, dp=8, sp=True, zero=1)
 
 RUNS = {
     "ssdtrain-8192": _ssdtrain(8192, 4),
@@ -158,6 +160,6 @@ RUNS = {
     "megatron-530b": _megatron(105, 20480, 128, 35, 1, gpus=2520, tflops=163),
     "megatron-1t": _megatron(128, 25600, 160, 64, 1, gpus=3072, tflops=163),
     "megatron-175b-sp": _megatron(96, 12288, 96, 8, 1, gpus=64, tflops=0.514 * 312),
-    "llama-3-8b": Run(model=_LLAMA_3_8B, parallelism=Parallelism(dp=8, zero=3), batch=1, machine="h100-u2", head=True),
-    "llama-3-70b": Run(model=_LLAMA_3_70B, parallelism=_LLAMA_3_70B_SPLIT, batch=1, machine="h100-u2", head=True),
+    "llama-3-8b": _llama(_LLAMA_3_8B, Parallelism(dp=8, zero=3)),
+    "llama-3-70b": _llama(_LLAMA_3_70B, Parallelism(tp=8, pp=4, dp=8, sp=True, zero=1)),
 }

@@ -1,48 +1,62 @@
-"""What a projection is of: a model, how it is split over GPUs, the GPU, and its drives."""
+"""What a projection is of: a model, how it is split over GPUs, the GPU, and its drives.
+
+The flags of `ssd-fx project` are these fields, and their words are said here once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 from ssd_fx.projection.checks import divides, positive, price, whole
 
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
+def _whole(meaning: str, default: Any = MISSING) -> Any:
+    """A field that is a whole number from 1 on, or from its default on."""
+    return field(default=default, metadata={"meaning": meaning, "least": 1 if default is MISSING else default})
+
+
+def _positive(meaning: str, unit: str) -> Any:
+    return field(metadata={"meaning": meaning, "unit": unit})
+
+
+def _chosen(meaning: str, default: Any) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """A transformer.
-
-    layers, width (hidden size), heads, sequence (tokens): as usual.
-    vocabulary: 0 if embedding and head are of no interest.
-    kv_heads: fewer than `heads` for grouped-query attention; 0 for as many.
-    ffn: the inner width of the MLP; 0 for four times `width`.
-    gated: the MLP has a gate (SwiGLU, GEGLU), so three matrices instead of two.
-    dropout: after attention, after the MLP, and after the embedding.
-    tied: the head has the matrix of the embedding.
-    dtype: of the activations.
-    attention: "flash" saves no sequence x sequence matrix, "matrix" does.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    sequence: int
-    vocabulary: int = 0
-    kv_heads: int = 0
-    ffn: int = 0
-    gated: bool = False
-    dropout: bool = True
-    tied: bool = True
-    dtype: str = "fp16"
-    attention: str = "flash"
+class _Checked:
+    """Raises a ValueError for a number that is not possible."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "sequence"):
-            whole(name, getattr(self, name))
-        for name in ("vocabulary", "kv_heads", "ffn"):
-            whole(name, getattr(self, name), least=0)
+        for each in fields(self):
+            if "least" in each.metadata:
+                whole(each.name, getattr(self, each.name), each.metadata["least"])
+            if "unit" in each.metadata:
+                positive(each.name, getattr(self, each.name), each.metadata["unit"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(_Checked):
+    """A transformer."""
+
+    layers: int = _whole("layers")
+    width: int = _whole("hidden size")
+    heads: int = _whole("attention heads")
+    sequence: int = _whole("tokens of a sequence")
+    vocabulary: int = _whole("tokens of the vocabulary", 0)  # 0 if embedding and head are of no interest
+    kv_heads: int = _whole("heads of keys and values (grouped-query attention); default: as many as heads", 0)
+    ffn: int = _whole("inner width of the MLP; default: four times the width", 0)
+    gated: bool = _chosen("the MLP is gated", False)  # SwiGLU, GEGLU: three matrices instead of two
+    dropout: bool = _chosen("with dropout", True)  # after attention, after the MLP, and after the embedding
+    tied: bool = _chosen("the head has the matrix of the embedding", True)
+    dtype: str = _chosen("of activations: fp16, bf16 or fp32", "fp16")
+    attention: str = _chosen("flash or matrix", "flash")  # flash saves no sequence x sequence matrix
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         divides("heads", self.heads, "width", self.width)
         divides("kv_heads", self.kv_heads or self.heads, "heads", self.heads)
 
@@ -62,22 +76,14 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parallelism:
-    """How many GPUs share a layer (tp), the layers (pp), the batch (dp).
+class Parallelism(_Checked):
+    """How a model and its batch are split over GPUs."""
 
-    sp: sequence parallelism, which splits over `tp` GPUs what tensor parallelism alone leaves whole.
-    zero: the stage of ZeRO, over `dp` GPUs: 1 splits the optimizer's state, 2 gradients too, 3 weights too.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    sp: bool = False
-    zero: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp"):
-            whole(name, getattr(self, name))
+    tp: int = _whole("GPUs that share a layer (tensor parallel)", 1)
+    pp: int = _whole("pipeline stages", 1)
+    dp: int = _whole("GPUs with a share of the batch (data parallel)", 1)
+    sp: bool = _chosen("sequence parallel", False)  # splits over `tp` GPUs what tensor parallelism alone leaves whole
+    zero: int = _chosen("stage of ZeRO, 0 to 3", 0)  # over `dp` GPUs: 1 optimizer's state, 2 gradients too, 3 weights
 
     @property
     def gpus(self) -> int:
@@ -85,43 +91,33 @@ class Parallelism:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
-    """A part that one buys. Of its fields all that are in `UNITS` are above 0. price_usd: 0 if not known."""
-
-    UNITS: ClassVar[dict[str, str]]
-
+class _Bought(_Checked):
     name: str
-    price_usd: float = 0.0
+    price_usd: float = 0.0  # 0 if it is not known
 
     def __post_init__(self) -> None:
-        for name, unit in self.UNITS.items():
-            positive(name, getattr(self, name), unit)
+        super().__post_init__()
         price(self.price_usd)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device(_Part):
-    """One GPU. peak_tflops: of dense products in 16 bits. memory_gbps: 10^9 bytes a second of its memory. link_gbps: of
-    its PCIe, the same each way."""
+class Device(_Bought):
+    """One GPU. Its peak is that of dense products in 16 bits."""
 
-    UNITS: ClassVar = {"peak_tflops": "TFLOP/s", "memory_gib": "GiB", "memory_gbps": "GB/s", "link_gbps": "GB/s"}
-
-    peak_tflops: float
-    memory_gib: float
-    memory_gbps: float
-    link_gbps: float
+    peak_tflops: float = _positive("its peak, instead of --tflops", "TFLOP/s")
+    memory_gib: float = _positive("its memory", "GiB")
+    memory_gbps: float = _positive("10^9 bytes a second of its memory", "GB/s")
+    link_gbps: float = _positive("10^9 bytes a second each way of its PCIe", "GB/s")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive(_Part):
-    """One drive. Rates in 10^9 bytes a second; capacity and tbw, its rated endurance, in 10^12 bytes."""
+class Drive(_Bought):
+    """One drive."""
 
-    UNITS: ClassVar = {"write_gbps": "GB/s", "read_gbps": "GB/s", "capacity_tb": "TB", "tbw": "TB"}
-
-    write_gbps: float
-    read_gbps: float
-    capacity_tb: float
-    tbw: float
+    write_gbps: float = _positive("10^9 bytes a second that one drive writes", "GB/s")
+    read_gbps: float = _positive("10^9 bytes a second that one drive reads", "GB/s")
+    capacity_tb: float = _positive("10^12 bytes that one drive holds", "TB")
+    tbw: float = _positive("rated endurance of one drive, in 10^12 bytes", "TB")
 
 
 @dataclass(frozen=True, kw_only=True)

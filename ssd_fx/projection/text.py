@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 
 from ssd_fx.projection.compiled import Compiled
-from ssd_fx.projection.endurance import PAPER_RETENTION, PAPER_WAF, Endurance, endurance
-from ssd_fx.projection.memory import LAYERS_IN_MEMORY
-from ssd_fx.projection.project import Projection
+from ssd_fx.projection.formulas import (
+    LAYERS_IN_MEMORY,
+    PAPER_RETENTION,
+    PAPER_WAF,
+    Endurance,
+    Projection,
+    StepIO,
+    endurance,
+)
 from ssd_fx.projection.scenario import Drives
-from ssd_fx.projection.traffic import Traffic
 from ssd_fx.report.rows import aligned
 from ssd_fx.runtime.wear import digits, format_days
 from ssd_fx.sizes import format_bytes, format_seconds
@@ -81,7 +86,7 @@ def _activations(found: Projection) -> Rows:
     return [*rows, ("per GPU", total + (" and the head" if found.outside_bytes else ""))]
 
 
-def _rates(traffic: Traffic, drives: Drives) -> Rows:
+def _rates(traffic: StepIO, drives: Drives) -> Rows:
     times = f"forward {format_seconds(traffic.forward_s)}, forward and backward {format_seconds(traffic.step_s)}"
     half, forward = digits(traffic.write_bytes_s / 1e9), digits(traffic.forward_write_bytes_s / 1e9)
     needed = "{} per GPU within half the step, {} within the forward".format(*traffic.drives_needed(drives.drive))
@@ -98,7 +103,7 @@ def _rates(traffic: Traffic, drives: Drives) -> Rows:
     ]
 
 
-def _verdict(traffic: Traffic, drives: Drives) -> str:
+def _verdict(traffic: StepIO, drives: Drives) -> str:
     share = traffic.share(drives)
     if share < 1:
         write, read = drives.write_bytes_s, drives.read_bytes_s

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
-from torch._logging import trace_structured
 
+from ssd_fx.compat import trace_structured
 from ssd_fx.passes.partitioner import GRAPH_NAME, Rewritten, is_traced
 from ssd_fx.report.describe import source_lines
 from ssd_fx.report.dump import Explanation, configuration, dump, head, marked, table, told_once

@@ -54,7 +54,7 @@ class Parts:
 
 
 def told(
-    memory: str,
+    memory: int | float | str,
     ranks: int,
     device: torch.device,
     about: About,
@@ -64,7 +64,7 @@ def told(
 ) -> str:
     """What `about` returns. Logs before whether the graph is predicted to fit the option `memory`, as a warning if not.
 
-    `memory`, `ranks`: as in `RuntimeConfig`.
+    `memory`: the option. `ranks`: how many processes share the node.
     """
     found = gauge(device)
     if found is not None:

@@ -52,7 +52,7 @@ def _filled(text: str) -> str:
 
 def _default(name: str, kind: str) -> str:
     default = next(field.default for field in fields(Config) if field.name == name)
-    if default in ("", ()):
+    if default in ("", (), None):
         return "none"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"

@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 
 from ssd_fx import cli
 from ssd_fx.command import bench, toy
-from ssd_fx.command.toy import Shape, Step, Worker, worker
+from ssd_fx.command.toy import Shape, Step, ask, worker
 from tests.command import workers
 
 MOVED = {
@@ -94,7 +94,7 @@ def test_a_training_process_that_was_killed() -> None:
     ours, theirs = Pipe()
     theirs.close()
     with ours, pytest.raises(RuntimeError, match="the training process ended"):
-        Worker(ours).step()
+        ask(ours)
 
 
 ANY: Any = None
@@ -114,7 +114,7 @@ def test_ctrl_c_is_for_the_command_and_not_for_its_training_processes(monkeypatc
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(toy, "_work", workers.interrupted)
     with worker(ANY, None) as training, pytest.raises(RuntimeError, match="goes on"):
-        training.step()
+        training()
     assert signal.getsignal(signal.SIGINT) is handler
 
 
@@ -133,4 +133,4 @@ def test_two_processes_train(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_training_that_fails(tmp_path: Path) -> None:
     options = {"dirs": [str(tmp_path / "missing")]}
     with worker(Shape(1, 8, 2, 1, 4), options) as failing, pytest.raises(RuntimeError, match="does not exist"):
-        failing.step()
+        failing()

@@ -14,6 +14,7 @@ import pytest
 
 import ssd_fx
 from ssd_fx import cli
+from ssd_fx.calibration.cache import Entry
 from ssd_fx.runtime.engines import gds, preflight
 
 NAMES = ("doctor", "bench", "calibrate", "fit", "project")
@@ -122,7 +123,7 @@ def test_a_report_asks_for_no_options(capsys: pytest.CaptureFixture[str], monkey
 
 def test_rates_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.calibrating.calibrate, "_learn", lambda config, device, *_: known(config, device))
-    monkeypatch.setattr(cli.calibrating.calibrate, "_known", {"compute": {}, "disk": {}})
+    monkeypatch.setattr(cli.calibrating.calibrate, "_known", {})
     assert cli.main(["calibrate", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["rates"]["flops"], found["unmeasured"]) == (2e11, [])
@@ -131,8 +132,8 @@ def test_rates_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 def known(config: object, device: object) -> None:
     calibrate = cli.calibrating.calibrate
     keys = calibrate._keys(config, device)  # type: ignore[arg-type]
-    calibrate._known["compute"][keys["compute"]] = {"flops": 2e11}
-    calibrate._known["disk"][keys["disk"]] = {"write_bw": 1.5e9}
+    rates = {"compute": {"flops": 2e11}, "disk": {"write_bw": 1.5e9}}
+    calibrate._known.update({key: Entry(rates[section]) for section, key in keys.items()})
 
 
 def test_an_engine_that_the_machine_lacks_is_one_line(
@@ -153,7 +154,7 @@ def test_calibrating_in_memory_is_refused_unless_it_is_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli.calibrating.calibrate, "_learn", lambda config, device, *_: known(config, device))
-    monkeypatch.setattr(cli.calibrating.calibrate, "_known", {"compute": {}, "disk": {}})
+    monkeypatch.setattr(cli.calibrating.calibrate, "_known", {})
     monkeypatch.setattr(preflight, "file_system_type", lambda _: 0x01021994)
     assert cli.main(["calibrate", str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith("or set allow_tmpfs for a test\n")
@@ -171,7 +172,6 @@ def test_calibrating_in_memory_is_refused_unless_it_is_allowed(
         ("report ~/x", "trace"),
         ("report trace -o ~/x", "output"),
         ("project --of ~/x", "of"),
-        ("project --plot ~/x", "plot"),
     ],
 )
 def test_a_tilde_in_quotes_is_the_home_directory(words: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

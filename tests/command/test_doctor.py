@@ -18,10 +18,11 @@ import torch
 
 import ssd_fx
 from ssd_fx import cli
-from ssd_fx.calibration import calibrate
-from ssd_fx.command import directories, limits, mounts, round_trip, smart, software
+from ssd_fx.calibration import cache, round_trip
+from ssd_fx.calibration.cache import Entry
+from ssd_fx.command import directories, limits, mounts, smart, software
 from ssd_fx.command.findings import Finding, summary, worst
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.native import loader
@@ -92,9 +93,9 @@ def test_how_many_are_bad() -> None:
 def test_rates_that_were_never_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is not well where only the drives were measured; and nobody reads JSON."""
     monkeypatch.setenv("SSD_FX_MACHINE", "auto")
-    config = RuntimeConfig(dirs=(str(tmp_path),), engine="posix")
-    disk = {calibrate.disk_key(config, torch.device("cpu")): {"write_bw": 1.5e9, "drag_s_per_byte": 2.69e-10}}
-    monkeypatch.setattr(calibrate, "cached", lambda: {"compute": {}, "disk": disk})
+    config = Options(dirs=(str(tmp_path),), engine="posix")
+    disk = Entry({"write_bw": 1.5e9, "drag_s_per_byte": 2.69e-10})
+    monkeypatch.setattr(cache, "read", lambda: {cache.disk_key(config, torch.device("cpu")): disk})
     measured, missing = software._rates()
     assert re.search(r"by engine posix, .+, \d+ threads? on \d+ cores\n +drives, write +1,500 MB/s\n", str(measured))
     assert str(measured).endswith(" 269 ms per GB")
@@ -115,7 +116,7 @@ def test_rates_that_cannot_be_read_are_a_finding(tmp_path: Path, monkeypatch: py
         warnings.simplefilter("error")
         found = next(software._rates())
     assert (found.subject, found.status) == ("rates", "warn")
-    assert found.says.endswith("machine.json is of no use (not version 5 of the machine's rates)")
+    assert found.says.endswith("machine.json is of no use (not version 7 of the machine's rates)")
 
 
 def test_a_home_that_this_user_may_not_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +181,7 @@ def test_a_directory_that_cannot_be_read_back(
     def fails(*_: object) -> NoReturn:
         raise OSError(errno.EIO, "load of slot 0 failed 3 times", str(tmp_path))
 
-    monkeypatch.setattr(round_trip, "_round_trip", fails)
+    monkeypatch.setattr(round_trip, "round_trip", fails)
     assert doctor(tmp_path) == 1
     out = capsys.readouterr().out
     assert "BAD: [Errno 5] load of slot 0 failed 3 times" in out

@@ -20,7 +20,7 @@ Engine = Callable[[LateGpu, str], AbstractContextManager[str]]
 @contextmanager
 def kept(gpu: LateGpu, directory: str) -> Iterator[str]:
     """Nothing leaves the device's memory."""
-    yield json.dumps({"engine": "memory", "resident": 1 << 40, **PLAIN})
+    yield json.dumps({"engine": "memory", "budget": 1 << 40, **PLAIN})
 
 
 @contextmanager

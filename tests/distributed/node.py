@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ssd_fx
-from ssd_fx.calibration import calibrate, rates
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.calibration import calibrate, rates, timing, transfers
+from ssd_fx.options import Options
 from tests.distributed.model import Net, batch, loss_of
 
 MEASURES_S = 0.5
@@ -51,13 +51,14 @@ def measured(out: Path, directory: str, cache: str) -> list[tuple[float, float]]
         return found
 
     rates.Compute.rates = lambda self: measure("compute", {"flops": 2e11, "kernel_s": 1e-5})  # type: ignore[method-assign]
-    disk = rates.Disk(write_bw=1.5e9, read_bw=1e9, latency_s=1e-4, drag_s_per_byte=0.0)
-    rates.Transfers.measure = lambda self: measure("disk", disk)  # type: ignore[method-assign]
-    calibrate._others_s = lambda: 0.0  # the other ranks are at work
+    disk = transfers.Disk(write_bw=1.5e9, read_bw=1e9, latency_s=1e-4, drag_s_per_byte=0.0)
+    transfers.Transfers.measure = lambda self: measure("disk", disk)  # type: ignore[method-assign]
+    calibrate.node_s = lambda config, device: 1e-4
+    timing.Others.share = lambda self: 0.0  # the other ranks are at work
     os.environ["XDG_CACHE_HOME"] = str(out / cache)
-    calibrate._known.update(calibrate.nothing())  # this process has read or measured nothing
+    calibrate._known.clear()  # this process has read or measured nothing
     dist.barrier()
-    calibrate.calibrated(RuntimeConfig(dirs=(directory,), engine="posix"), torch.device("cpu"))
+    calibrate.calibrated(Options(dirs=(directory,), engine="posix"), torch.device("cpu"))
     return spans
 
 

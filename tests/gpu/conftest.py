@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.engines import cufile, registry
 from ssd_fx.runtime.engines.posix import PosixEngine
 
@@ -49,7 +49,7 @@ def config(engine: str, tmp_path: Path) -> str:
     """The config of the ops for that engine, in a directory of its own."""
     options = {"dirs": [str(tmp_path)], "engine": engine, "allow_tmpfs": True}
     try:
-        registry.make_engine(RuntimeConfig(dirs=(str(tmp_path),), engine=engine, allow_tmpfs=True)).close()
+        registry.make_engine(Options(dirs=(str(tmp_path),), engine=engine, allow_tmpfs=True)).close()
     except OSError as error:
         if not engine.endswith("forced"):
             raise

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
 
+from ssd_fx.options import Options
 from ssd_fx.runtime import ops
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Engine, Extent, Memory
 from ssd_fx.runtime.engines.memory import MemoryEngine
@@ -37,7 +37,7 @@ class Switched:
 
     name, devices = NAME, frozenset({"cpu", "cuda"})
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: Options) -> None:
         self._config = config
         self._made: dict[str, Engine] = {}
         self._of: dict[Extent, Engine] = {}
@@ -47,7 +47,9 @@ class Switched:
         if name not in self._made:
             made = make_engine(replace(config, engine="posix" if name == "tiered" else name))
             if name == "tiered":  # as `make_tiers` makes it where a GPU is
-                made = TieredEngine(MemoryEngine(), made, _now.room, config.inflight or LEAST_BYTES, lambda _: None)
+                made = TieredEngine(
+                    MemoryEngine(), made, _now.room, config.inflight_bytes or LEAST_BYTES, lambda _: None
+                )
             self._made[name] = made
         return self._made[name]
 

@@ -60,7 +60,10 @@ class Variant:
                 budget=self.budget,
                 min_bytes=0,
                 prefetch=self.prefetch,
-                machine=self.machine,
+                rates=self.machine,
+                recompute=False,
+                slowdown=0.0,
+                spare=False,
                 runtime_config=json.dumps(runtime),
             )
         )

@@ -28,7 +28,7 @@ def partitioner(line: str, options: PlanOptions) -> Partitioner:
 
 def test_a_comment_above_the_model_compiles_nothing_again() -> None:
     """It moves the lines that reports name. Inductor pickles the partitioner for its keys."""
-    options = PlanOptions(version="", budget=0, min_bytes=0, prefetch=0, machine=None, runtime_config="")
+    options = PlanOptions(version="", budget=0, min_bytes=0, prefetch=0, runtime_config="")
     here, moved = (partitioner(line, options) for line in ("Block.forward gpt.py:12", "Block.forward gpt.py:13"))
     assert pickle.dumps(here) == pickle.dumps(moved)
     assert here.uuid() == moved.uuid()
@@ -37,7 +37,7 @@ def test_a_comment_above_the_model_compiles_nothing_again() -> None:
 
 def test_where_ranks_exchange_what_they_save_no_cached_result_is_taken() -> None:
     """Directories and rates are a rank's own. One that found its graph in the cache would leave the others waiting."""
-    options = PlanOptions(version="", budget=0, min_bytes=0, prefetch=0, machine=None, runtime_config="")
+    options = PlanOptions(version="", budget=0, min_bytes=0, prefetch=0, runtime_config="")
     alone = Partitioner(options).uuid()
     with torch._functorch.config.patch(_sync_decision_cross_ranks=True):
         exchanged = Partitioner(options).uuid()

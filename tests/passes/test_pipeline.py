@@ -58,7 +58,13 @@ class Decisions:
 
 def plan(replay: Any, **values: Any) -> Any:
     """Under a limit of 100 bytes."""
-    defaults = {"recomputed_nodes": frozenset(), "saved_nodes": frozenset(), "decisions": {}, "groups": ()}
+    defaults = {
+        "recomputed_nodes": frozenset(),
+        "saved_nodes": frozenset(),
+        "decisions": {},
+        "groups": (),
+        "origin": None,
+    }
     found = SimpleNamespace(graph="g", replay=replay, limits=Limits(100, 50), **(defaults | values))
     found.with_ = lambda **changes: SimpleNamespace(**(vars(found) | changes))
     return found

@@ -349,15 +349,18 @@ class Planned:
     before: Before
 
 
-def options(**changes: object) -> pipeline.PlanOptions:
+def options(machine: Machine = MACHINE, **changes: object) -> pipeline.PlanOptions:
     defaults: dict[str, object] = {
         "version": "tests",
         "budget": 0,
         "min_bytes": 0,
         "prefetch": 1 << 20,
-        "machine": MACHINE,
+        "rates": machine,
+        "recompute": False,
+        "slowdown": 0.0,
+        "spare": False,
+        "runtime_config": CONFIG,
     }
-    defaults |= {"runtime_config": CONFIG}
     return pipeline.PlanOptions(**(defaults | changes))  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ssd_fx.projection.layer import head_flops, layer_bytes, layer_flops, parameters
+from ssd_fx.projection.formulas import head_flops, layer_bytes, layer_flops, parameters
 from ssd_fx.projection.presets import RUNS
 from ssd_fx.projection.scenario import Model, Parallelism
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -296,19 +295,11 @@ def test_a_word_that_is_not_possible(
     assert err.count("\n") == 1
 
 
-def test_a_plot_without_matplotlib(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert cli.main(["project", "--model", "megatron-1t", "--plot", str(tmp_path / "a.png")]) == 2
-    assert "needs matplotlib; right would be pip install 'ssd_fx[plot]'\n" in capsys.readouterr().err
-
-
-def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is the optional extra: pip install 'ssd_fx[plot]'")
+    from examples import plot_projection
+
     (tmp_path / "a.json").write_text(json.dumps(PLAN))
-    for name, flags in {"model": ("--model", "megatron-1t"), "plan": ("--of", str(tmp_path / "a.json"))}.items():
-        printed(capsys, *flags, "--plot", str(tmp_path / f"{name}.png"))
+    for name, words in {"model": ["--model", "megatron-1t"], "plan": ["--of", str(tmp_path / "a.json")]}.items():
+        plot_projection.main([str(tmp_path / f"{name}.png"), *words])
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert cli.main(["project", "--model", "megatron-1t", "--plot", str(tmp_path / "a.xyz")]) == 2
-    assert "Format 'xyz' is not supported" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import ssd_fx
 from examples.train_gpt import GPT, VOCABULARY, Shape
-from ssd_fx.projection.layer import layer_bytes, outside_bytes
+from ssd_fx.projection.formulas import layer_bytes, outside_bytes
 from ssd_fx.projection.scenario import Model, Parallelism
 
 BATCH, SEQUENCE, WIDTH, HEADS, LAYERS = 4, 64, 128, 2, 3

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from ssd_fx.projection.endurance import endurance
-from ssd_fx.projection.layer import layer_bytes, layer_flops, outside_bytes, parameters
-from ssd_fx.projection.presets import DRIVES, MACHINES, RUNS, Run
-from ssd_fx.projection.project import Projection, project
+from ssd_fx.projection.formulas import (
+    Projection,
+    StepIO,
+    endurance,
+    layer_bytes,
+    layer_flops,
+    outside_bytes,
+    parameters,
+    project,
+)
+from ssd_fx.projection.presets import DRIVES, MACHINES, RUNS, Training
 from ssd_fx.projection.scenario import Drives, Model, Parallelism, Scenario
-from ssd_fx.projection.traffic import Traffic
 
 GPT = Model(layers=12, width=384, heads=6, sequence=512, vocabulary=256, dtype="fp32")  # of benchmarks/gpt_step.py
 
 
 def projected(name: str) -> Projection:
-    run: Run = RUNS[name]
+    run: Training = RUNS[name]
     machine = MACHINES[run.machine]
     return project(
         Scenario(
@@ -52,7 +58,7 @@ def test_rates_on_both_sides_of_the_largest_of_the_paper() -> None:
 def test_the_life_of_four_drives_of_600_tbw_at_the_largest_rate() -> None:
     """The paper's "over 2 years" is with its factors. Rated TBW alone gives days."""
     step_s = 1.0
-    traffic = Traffic(nbytes=12.1e9 * step_s / 2, forward_s=step_s / 3, step_s=step_s)
+    traffic = StepIO(nbytes=12.1e9 * step_s / 2, forward_s=step_s / 3, step_s=step_s)
     life = endurance(traffic, Drives(drive=DRIVES["samsung-980-pro-1tb"], count=4, link_gbps=31.5))
     assert life.rated_days == pytest.approx(4.6, abs=0.05)
     assert life.paper_waf_days == pytest.approx(11.5, abs=0.05)

@@ -9,13 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_fx.projection.endurance import endurance
-from ssd_fx.projection.layer import layer_bytes
-from ssd_fx.projection.memory import kept_bytes, memory, offloaded_bytes, recomputed_bytes, state_bytes
+from ssd_fx.projection.formulas import (
+    StepIO,
+    endurance,
+    kept_bytes,
+    layer_bytes,
+    memory,
+    offloaded_bytes,
+    project,
+    recomputed_bytes,
+    state_bytes,
+)
 from ssd_fx.projection.presets import MACHINES
-from ssd_fx.projection.project import project
 from ssd_fx.projection.scenario import Drive, Drives, Model, Parallelism, Scenario
-from ssd_fx.projection.traffic import Traffic
 
 MODEL = Model(layers=8, width=1024, heads=16, sequence=1024, vocabulary=1000)
 DRIVE = Drive(name="toy", write_gbps=4, read_gbps=8, capacity_tb=1, tbw=100, price_usd=50)
@@ -41,7 +47,7 @@ def scenario(**changed: Any) -> Scenario:
 )
 def test_where_writes_hide(step_s: float, hides: str, share: float) -> None:
     """8 GB for two drives of 4 GB/s: one second, which is a third of 3 s and half of 2 s."""
-    traffic = Traffic(nbytes=8e9, forward_s=step_s / 3, step_s=step_s)
+    traffic = StepIO(nbytes=8e9, forward_s=step_s / 3, step_s=step_s)
     drives = Drives(link_gbps=LINK, drive=DRIVE, count=2)
     assert (traffic.hides(drives), traffic.share(drives)) == (hides, share)
 
@@ -50,7 +56,7 @@ def test_where_writes_hide(step_s: float, hides: str, share: float) -> None:
 def test_how_many_drives_are_needed(read_gbps: float, needed: tuple[int, int]) -> None:
     """16 GB/s are written within half the step of 1 s, 24 within its forward, and 12 read: drives of 4 GB/s."""
     drive = dataclasses.replace(DRIVE, read_gbps=read_gbps)
-    traffic = Traffic(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
+    traffic = StepIO(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
     half, forward = traffic.drives_needed(drive)
     assert (half, forward) == needed
     enough, one_less = (Drives(link_gbps=LINK, drive=drive, count=count) for count in (half, half - 1))
@@ -66,13 +72,13 @@ def test_half_a_drive_has_half_of_everything() -> None:
 def test_reads_may_be_what_is_too_slow() -> None:
     """Then writes do not hide either, though drives would take them all."""
     drives = Drives(link_gbps=LINK, drive=dataclasses.replace(DRIVE, read_gbps=1), count=2)
-    traffic = Traffic(nbytes=8e9, forward_s=1, step_s=3)
+    traffic = StepIO(nbytes=8e9, forward_s=1, step_s=3)
     assert (traffic.share(drives), traffic.hides(drives)) == (0.5, "no")  # 4 GB/s needed, 2 there
 
 
 def test_the_link_of_the_gpu_may_be_what_is_too_slow() -> None:
     """Eight drives of 4 GB/s behind a link of 8 GB/s, where 16 GB/s are needed."""
-    traffic = Traffic(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
+    traffic = StepIO(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
     drives = Drives(drive=DRIVE, count=8, link_gbps=8)
     assert (traffic.share(drives), traffic.hides(drives)) == (0.5, "no")
 
@@ -90,7 +96,7 @@ def test_a_checkpoint_around_every_layer_keeps_inputs_and_computes_the_layers_ag
 
 
 def test_drives_that_are_too_slow_wear_by_what_they_take() -> None:
-    traffic = Traffic(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
+    traffic = StepIO(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
     found = endurance(traffic, Drives(link_gbps=LINK, drive=DRIVE, count=2))
     assert found.bytes_per_day == 4e9 * 86400
     assert found.rated_days == pytest.approx(200e12 / (4e9 * 86400))

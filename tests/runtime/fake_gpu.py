@@ -26,6 +26,7 @@ from ssd_fx.runtime import reader
 from ssd_fx.runtime.device import streams
 
 GARBAGE = 0xCD
+PAGE = 4096
 ORDERS = ("sides first", "compute first", "lazy", 1, 2, 3)
 
 
@@ -189,7 +190,9 @@ class FakeGpu:
         return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
 
     def pinned(self, nbytes: int) -> Tensor:
-        return self._tensor(nbytes)
+        found = self._tensor(nbytes + PAGE)
+        start = -found.data_ptr() % PAGE  # a driver gives whole pages
+        return found[start : start + nbytes]
 
     def view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
         self.check(address, nbytes, "a view")

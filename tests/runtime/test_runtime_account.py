@@ -68,7 +68,7 @@ def backward(handles: list[torch.Tensor], found: Store, most: int) -> None:
 def test_no_more_is_held_than_is_allowed(tmp_path: Path, allowed: list[int], most: int) -> None:
     """On a drive whose writes end late and in any order. The second step knows which tensors have to leave."""
     allowed.append(most)
-    config = config_json(tmp_path, around(DelayedEngine, "memory"), memory=str(1 << 40))
+    config = config_json(tmp_path, around(DelayedEngine, "memory"), memory=1 << 40)
     for _ in range(3):
         handles, held = forward(config)
         assert max(held) <= most
@@ -77,7 +77,7 @@ def test_no_more_is_held_than_is_allowed(tmp_path: Path, allowed: list[int], mos
 
 
 def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path: Path, allowed: list[int]) -> None:
-    config = config_json(tmp_path, memory=str(1 << 40))
+    config = config_json(tmp_path, memory=1 << 40)
     allowed.append(1 << 40)
     handles, _ = forward(config)
     assert [lookup(h).state.where for h in handles] == ["memory"] * 6
@@ -89,7 +89,7 @@ def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path
 
 
 def test_what_the_graph_still_uses_is_not_held_for_the_backward(tmp_path: Path, allowed: list[int]) -> None:
-    config = config_json(tmp_path, memory=str(1 << 40))
+    config = config_json(tmp_path, memory=1 << 40)
     begin(config, offloaded=MIB)
     x = torch.full((N,), 1.0)
     handle = store(x, config)
@@ -211,8 +211,8 @@ def test_what_a_device_s_allocator_cannot_use(device: tuple[Statistics, DeviceGa
 def test_what_the_option_stands_for() -> None:
     found: Any = SimpleNamespace(total_bytes=lambda: 1000, spare_bytes=lambda: 700, live_bytes=lambda: 100)
     gpu = torch.device("cuda")
-    assert [limit_of(said, 2, found, gpu) for said in ("24", "0.5", "auto")] == [24, 500, int(AUTO * 700)]
-    assert [limit_of(said, 2, found, CPU) for said in ("24", "0.5", "auto")] == [24, 250, int(AUTO * 400)]
+    assert [limit_of(said, 2, found, gpu) for said in (24, 0.5, "auto")] == [24, 500, int(AUTO * 700)]
+    assert [limit_of(said, 2, found, CPU) for said in (24, 0.5, "auto")] == [24, 250, int(AUTO * 400)]
 
 
 def test_the_shell_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:

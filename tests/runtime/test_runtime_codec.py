@@ -211,7 +211,7 @@ def test_encoding_at_rest(tmp_path):
 
 def test_what_rests_beyond_the_plan_is_not_encoded(tmp_path):
     """It rests because the drive is slow; a lossy codec of a host tier that the user did not size must not see it."""
-    config = config_json(tmp_path, compression={"host": "fp8"}, resident_at_most=1 << 40)
+    config = config_json(tmp_path, compression={"host": "fp8"}, budget="auto", slowdown=0.02)
     get_store(config).residency.nbytes = 1 << 40
     x = torch.randn(N)
     handle = store(x, config)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from ssd_fx import cli
+from ssd_fx.options import Options
 from ssd_fx.runtime import stats
-from ssd_fx.runtime.config import RuntimeConfig
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import cufile, gds, registry
 from ssd_fx.runtime.engines.base import Memory
@@ -52,7 +52,7 @@ def config(stub, tmp_path):
 
 
 def options(directory, engine="kvikio"):
-    return RuntimeConfig(dirs=(str(directory),), engine=engine, allow_tmpfs=True)
+    return Options(dirs=(str(directory),), engine=engine, allow_tmpfs=True)
 
 
 def stored(gpu, config, slot=0):
@@ -207,7 +207,7 @@ def test_a_directory_that_cufile_cannot_open(stub, monkeypatch, tmp_path):
 
 def test_no_directory(stub):
     with pytest.raises(ValueError, match="engine 'kvikio' needs at least one directory"):
-        registry.make_engine(RuntimeConfig(engine="kvikio"))
+        registry.make_engine(Options(engine="kvikio"))
 
 
 def test_cufile_is_configured_before_it_is_loaded(stub, monkeypatch, tmp_path):
@@ -435,7 +435,7 @@ def test_the_streams_are_dealt_to_the_directories(gpu, stub, tmp_path):
     dirs = [tmp_path / name for name in "abcd"]
     for path in dirs:
         path.mkdir()
-    engine = registry.make_engine(RuntimeConfig(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
+    engine = registry.make_engine(Options(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
     x = gpu.tensor(torch.ones(N))
     for _ in range(4 * gds._LANES):
         engine.write(engine.alloc(4 * N), Memory.of(x)).start()
@@ -461,7 +461,7 @@ def test_one_stripe_that_fails_is_the_fault_of_its_directory(gpu, stub, tmp_path
     dirs = [tmp_path / name for name in "ab"]
     for path in dirs:
         path.mkdir()
-    engine = registry.make_engine(RuntimeConfig(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
+    engine = registry.make_engine(Options(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
     x = gpu.tensor(torch.ones(2 * STRIPE // 4))
     for fault in ("submit", "error", 123):
         stub.faults["write", stub.counts["write"] + 1] = fault  # of the second stripe

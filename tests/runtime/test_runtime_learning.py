@@ -55,7 +55,7 @@ def test_the_oldest_move_on_when_the_room_is_full(tmp_path):
     assert stats().forwarded_bytes == 2 * B
 
 
-@pytest.mark.parametrize("room", ["host_budget", "resident"])
+@pytest.mark.parametrize("room", ["host_budget", "budget"])
 def test_what_is_bound_to_leave_takes_no_room(tmp_path, room):
     """Not while the others have not filled it either, and in the second step they have all of it still."""
     config = config_json(tmp_path, **{room: 3 * B})
@@ -509,7 +509,7 @@ def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatc
 @pytest.mark.parametrize("what", ["store", "load", "death"])
 def test_no_signal_stops_the_learning(tmp_path, what):
     """Wherever it comes: no run that never ends, and no bytes outstanding for ever."""
-    config = config_json(tmp_path, resident=1 << 30)
+    config = config_json(tmp_path, budget=1 << 30)
     x = torch.randn(8)
     handles = []
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.device import driver as cuda_driver
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines.base import Engine, Memory, outcome
@@ -74,7 +74,7 @@ def make(gpu: FakeGpu, stub, tmp_path, monkeypatch) -> Callable[[str], Engine]:
             return posix(*(str(tmp_path / part) for part in "ab"))
         if name == "posix":
             return posix(str(tmp_path))
-        config = RuntimeConfig(dirs=(str(tmp_path),), engine=name, allow_tmpfs=True)
+        config = Options(dirs=(str(tmp_path),), engine=name, allow_tmpfs=True)
         return make_engine(config)
 
     driver = Driver(gpu)

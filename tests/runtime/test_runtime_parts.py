@@ -17,7 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ssd_fx.runtime.config import RuntimeConfig, parse
+from ssd_fx.options import Options
+from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.engines.drives import FileExtent, Piece
 from ssd_fx.runtime.engines.posix import Transfer
@@ -313,7 +314,7 @@ def test_the_element_of_a_handle_is_zero(dtype):
 
 def test_configuration():
     text = '{"dirs": ["/a", "/b"], "engine": "memory", "inflight": 5, "allow_tmpfs": true}'
-    assert parse(text) == RuntimeConfig(dirs=("/a", "/b"), engine="memory", inflight=5, allow_tmpfs=True)
+    assert parse(text) == Options(dirs=("/a", "/b"), budget=0, engine="memory", inflight=5, allow_tmpfs=True)
     assert parse(text) is parse(text)
     assert parse("{}").engine == "auto"
 
@@ -323,9 +324,9 @@ def test_configuration():
     [
         ("{", "no JSON"),
         ("[]", "must be a JSON object"),
-        ('{"dir": "/a", "zeal": 1}', r"unknown keys \['dir', 'zeal'\].*known are \['dirs', 'engine'"),
-        ('{"inflight": "5"}', "inflight must be a int, not '5'"),
-        ('{"inflight": true}', "inflight must be a int, not True"),
+        ('{"dir": "/a", "zeal": 1}', r"unknown keys \['dir', 'zeal'\].*known are \['dirs', 'memory'"),
+        ('{"inflight": "5"}', "inflight must be a number or 'auto', not '5'"),
+        ('{"inflight": true}', "inflight must be a number or 'auto', not True"),
         ('{"dirs": [1]}', "list of strings"),
         ('{"dirs": ["a"]}', r"must be absolute.*\['a'\]"),
         ('{"inflight": -1}', "inflight must be >= 0, not -1"),

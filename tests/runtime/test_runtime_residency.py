@@ -240,7 +240,7 @@ def slow_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     name = around(lambda inner: HeldEngine(inner, lane, lane), "memory")
 
     def make(**options: object) -> str:
-        config = config_json(tmp_path, name, resident_at_most=1 << 40, prefetch=2 * MIB, **options)
+        config = config_json(tmp_path, name, budget="auto", slowdown=0.02, prefetch=2 * MIB, **options)
         get_store(config).residency._clock = clock
         return config
 

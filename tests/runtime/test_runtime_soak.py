@@ -106,6 +106,7 @@ def fork_ends_well() -> bool:
 def test_a_thousand_steps_hold_no_more_than_some(monkeypatch: pytest.MonkeyPatch, order: str | int) -> None:
     monkeypatch.setattr(pinned, "LEAST", 4 * N)
     monkeypatch.setattr(device_trace, "UNREAD", 16)
+    gc.collect()  # an engine of the test before
     before = pinned.pinned_bytes(), FakeEvent.alive
     seen: list[Held] = []
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ssd_fx.runtime.config import RuntimeConfig
+from ssd_fx.options import Options
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import registry, staged
 from ssd_fx.runtime.engines.base import Memory
@@ -181,7 +181,7 @@ def test_tensors_of_the_cpu_beside_those_of_the_device(monkeypatch, tmp_path, di
     for place in places:
         place.mkdir()
     with pytest.warns(RuntimeWarning, match="ssd_fx has no fast way between xpu and files"):
-        engine = registry.make_engine(RuntimeConfig(dirs=tuple(map(str, places)), engine="posix", allow_tmpfs=True))
+        engine = registry.make_engine(Options(dirs=tuple(map(str, places)), engine="posix", allow_tmpfs=True))
     assert engine.devices >= {"cpu", "xpu"}
     x, y = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     extent = engine.alloc(nbytes)

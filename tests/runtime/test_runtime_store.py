@@ -170,7 +170,7 @@ def test_a_copy_that_two_interrupts_ended_is_not_made(tmp_path, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    config = config_json(tmp_path, "memory", resident=4 * N)
+    config = config_json(tmp_path, "memory", budget=4 * N)
     x = torch.arange(N, dtype=torch.float32)
     expected = x.clone()
     h = store(x, config)

@@ -882,7 +882,7 @@ def test_what_one_model_gave_away_is_free_when_another_one_goes_on():
 @LATE
 def test_what_one_stream_makes_is_not_written_before_it_is_there(gpu):
     """It is resident until a store on another stream pushes it out."""
-    config = config_json("", "memory", resident=8 * N, dirs=[])
+    config = config_json("", "memory", budget=8 * N, dirs=[])
     values = torch.arange(N, dtype=torch.int64)
     x = gpu.tensor(values)
     handle = store(x, config)
@@ -902,7 +902,7 @@ def test_what_one_stream_makes_is_not_written_before_it_is_there(gpu):
 @LATE
 def test_what_another_stream_encodes_stays_until_its_own_waits(gpu, tmp_path, monkeypatch):
     """Its memory goes back to the stream that made it, which does not know yet that the other one reads it."""
-    config = config_json(tmp_path, "memory", resident=N, dirs=[], compression={"ssd": "bitpack"})
+    config = config_json(tmp_path, "memory", budget=N, dirs=[], compression={"ssd": "bitpack"})
     encoded = SimpleNamespace(nbytes=N // 8, lossy=False)
     monkeypatch.setattr(
         encoder.codec, "encode", lambda name, x: (gpu.tensor(torch.ones(N // 8, dtype=torch.int8)), encoded)
@@ -971,7 +971,7 @@ def test_what_another_stream_stored_is_not_read_ahead(gpu):
 def test_what_the_caller_gave_to_another_stream_is_not_donated(gpu, donate):
     """A copy to the host on a side stream, `x.record_stream(side)`, `del x`: nothing shows that the side stream still
     reads the memory, into which the backward would write. So the graph says that `x` is its input."""
-    config = config_json("", "memory", resident=1 << 30, dirs=[])
+    config = config_json("", "memory", budget=1 << 30, dirs=[])
     values = numbers()
     x = gpu.tensor(values)
     handle = store(x, config)

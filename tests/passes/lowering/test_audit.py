@@ -16,6 +16,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
+import ssd_fx.compat.inductor
 from ssd_fx.passes.lowering import audit, inductor, order
 from ssd_fx.passes.verify.errors import VerifyError
 from tests.passes import toys
@@ -242,7 +243,7 @@ def test_a_kernel_that_writes_in_place(target: object, text: str) -> None:
 
 def test_an_inductor_whose_code_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(lines_of, "ReuseLine")
-    spec = importlib.util.spec_from_file_location("another_audit", audit.__file__)
+    spec = importlib.util.spec_from_file_location("another", ssd_fx.compat.inductor.__file__)
     assert spec is not None
     assert spec.loader is not None
     with pytest.raises(ImportError, match=r"writes its code without \['ReuseLine'\], which the audit reads"):

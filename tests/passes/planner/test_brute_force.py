@@ -63,3 +63,14 @@ def test_auto_leaves_a_busy_host_alone(host_node_s: float, offloaded: int) -> No
     machine = Machine(1.0, 1.0, 1e12, 1e12, 0.0, launch_s=15 / 16, host_node_s=host_node_s)
     solution, _ = budget.solve_for(step, "auto", machine, slowdown=1 / 16)
     assert len(solution.schedule) == offloaded
+
+
+@pytest.mark.parametrize(("node_s", "offloaded"), [(0.0, [10, 10, 10, 10, 1000]), (0.2, [1000]), (5.0, [])])
+def test_auto_keeps_small_tensors_where_nodes_are_dear(node_s: float, offloaded: list[int]) -> None:
+    """Transfers take no time, and each tensor has two nodes at either end. A step of 16 s may take 17."""
+    sizes = (10, 10, 1000, 10, 10)
+    items = tuple(Item(nbytes, p, p, 15 - p, 15 - p) for p, nbytes in enumerate(sizes))
+    step = Step((1.0,) * 16, (0,) * 16, 8, items)
+    machine = Machine(1.0, 1.0, 1e12, 1e12, 0.0, node_s=node_s)
+    solution, _ = budget.solve_for(step, "auto", machine, slowdown=1 / 16)
+    assert sorted(sizes[number] for number in solution.schedule) == offloaded

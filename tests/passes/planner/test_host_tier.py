@@ -222,7 +222,7 @@ predicted host memory 512 B of 600 B allowed""",
 LATE = replace(toys.MACHINE, latency_s=1.0, host_latency_s=1.0)
 
 
-@pytest.mark.parametrize("way", [{"host_budget": 600}, {"copied": True}], ids=["tier", "engine memory"])
+@pytest.mark.parametrize("way", [{"host_budget": 600}, {"engine": "memory"}], ids=["tier", "engine memory"])
 def test_a_copy_that_would_be_in_vain_begins_later(way: dict[str, object]) -> None:
     """It cannot be cut short, so it must not begin, unless another forward comes and needs the memory."""
     text, plan, partition = planned(chain, machine=LATE, **way)
@@ -248,7 +248,7 @@ def ordered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (x @ w).sigmoid().sort(1).values
 
 
-@pytest.mark.parametrize("way", [{"host_budget": 1000}, {"copied": True}], ids=["tier", "engine memory"])
+@pytest.mark.parametrize("way", [{"host_budget": 1000}, {"engine": "memory"}], ids=["tier", "engine memory"])
 def test_under_a_lossy_codec_no_float_begins_later(way: dict[str, object]) -> None:
     """Its bits would depend on whether another forward comes. Integers keep theirs."""
     found, plan, partition = planned(chain, machine=LATE, lossy=True, **way)
@@ -260,7 +260,7 @@ def test_under_a_lossy_codec_no_float_begins_later(way: dict[str, object]) -> No
 
 
 def test_on_the_cpu_nothing_begins_later() -> None:
-    found, _, _ = planned(chain, *toys.inputs(), machine=LATE, copied=True)
+    found, _, _ = planned(chain, *toys.inputs(), machine=LATE, engine="memory")
     assert "later" not in found
 
 

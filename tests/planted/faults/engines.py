@@ -93,7 +93,7 @@ FAULTS = (
     ),
     Fault(
         "host_s_time_is_the_device_s",
-        "ssd_fx/calibration/rates.py",
+        "ssd_fx/calibration/transfers.py",
         "if streams.of(self.device):\n            with streams.timed(self.device):",
         "if False:\n            with streams.timed(self.device):",
         'transfers of a GPU seem to slow its kernels: plans recompute, and "auto" offloads what is waited for',
