@@ -295,6 +295,9 @@ def test_others_store_and_load_while_a_codec_works(monkeypatch, tmp_path, encodi
     handle = encoding.end()
     assert lookup(handle).encoded
     assert raw(load(handle, x)) == raw(x)
+    del handle
+    encoding.handles.clear()
+    assert lookup(other)  # and deals with what died
     assert get_store(encoding_config).ledger.writing_bytes == 0
 
 

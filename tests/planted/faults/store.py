@@ -105,7 +105,7 @@ FAULTS = (
         "                del self.writing[entry]\n",
         "                self.writing.pop(entry)\n",
         "after a Ctrl-C bytes count as being written for as long as the store lives, until every store waits",
-        "tests/runtime/test_runtime_store.py::test_interrupts_anywhere_in_the_writer_leave_nothing_counted",
+        "tests/runtime/test_runtime_states.py",
     ),
     Fault(
         "late_slots_one_place_short",
