@@ -199,8 +199,9 @@ def test_another_partitioner_is_refused() -> None:
 
 def test_a_mode_reaches_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings are in force when Inductor compiles, beside ours."""
-    from torch._inductor import compile_fx, list_mode_options
+    from torch._inductor import list_mode_options
 
+    from ssd_fx.compat import inductor
     from ssd_fx.passes.lowering.order import PinOrder
 
     seen: list[dict[str, Any]] = []
@@ -209,7 +210,7 @@ def test_a_mode_reaches_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         seen.append(config_patches)
         return gm
 
-    monkeypatch.setattr(compile_fx, "compile_fx", compiler)
+    monkeypatch.setattr(inductor, "compile_fx", compiler)
     monkeypatch.setenv("SSD_FX_DIRS", str(tmp_path))
     for mode in ("reduce-overhead", "max-autotune"):
         torch._dynamo.reset()
