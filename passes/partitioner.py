@@ -7,6 +7,7 @@ it does not run, so all that the runtime needs is in the graphs.
 from __future__ import annotations
 
 import hashlib
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -131,3 +132,11 @@ def hooks_are_compiled_in() -> bool:
 
 
 _PROCESS = uuid.uuid4().hex
+
+
+def _is_another_process() -> None:
+    global _PROCESS
+    _PROCESS = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_is_another_process)

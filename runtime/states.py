@@ -6,7 +6,8 @@
 
 `Ledger.move` takes an entry from state to state, `Ledger.turn` a load. Both hold the sums of bytes right, and both bear
 a Ctrl-C: Python notices one where something is called, so neither calls anything between its first change and its last.
-Whatever is interrupted leaves an entry in one of its states, from which the next op, or its death, goes on.
+Whatever is interrupted leaves an entry in one of its states, from which the next op, or its death, goes on. Only room
+of the engine can be lost so: on the way back from `alloc`, and on the way into `free`.
 """
 
 from __future__ import annotations

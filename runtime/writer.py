@@ -277,13 +277,14 @@ class Writer:
 
         Meanwhile another thread may load the tensor, or bury it. If it had to be copied aside, it is encoded again.
         """
-        held = entry.held
-        if held is None:
-            return
-        storage = held.untyped_storage()  # a codec that is queued on a stream reads it until the stream has turned
+        with GUARD.lock:
+            held = entry.held
+            if entry.state is not State.ENCODING or held is None:
+                return
+            mine = alias(held, entry.layout)  # whoever buries the entry takes the storage from `held`
         try:
             with streams.in_turn_with(entry.stream, entry.device):
-                made = self._encoder.encode(entry, name, held)
+                made = self._encoder.encode(entry, name, mine)
                 with GUARD.lock:
                     if entry.state is not State.ENCODING:
                         return
@@ -305,7 +306,7 @@ class Writer:
                     self._ledger.move(entry, State.KEPT)
             raise
         finally:
-            del storage
+            del mine  # now: a codec that is queued on a stream reads it until the stream has turned
 
     def _due(self) -> Entry | None:
         """The resident entry that should be written next, or None. An early one waits for those before it."""

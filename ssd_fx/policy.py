@@ -8,6 +8,10 @@ model = torch.compile(model, backend=ssd_fx.backend, options={"policy": by_size}
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -59,8 +63,7 @@ class Policy:
         uuid = given() if callable(given) else given
         if uuid is not None:
             return Policy(function, name, uuid=repr(uuid))
-        known = _numbered.setdefault(id(function), (function, len(_numbered) + 1))
-        return Policy(function, name, number=known[1])
+        return Policy(function, name, number=_number_of(function))
 
     def __call__(self, saved: SavedTensor) -> Answer | None:
         """What the function returns.
@@ -84,8 +87,26 @@ class Policy:
         return Policy, (_left_behind, self.name, self.uuid, self.number)
 
 
-_numbered: dict[int, tuple[object, int]] = {}
-"""Functions without a `uuid()`, by their addresses. They are held here, so that no other one gets the same address."""
+_count = itertools.count(1)
+_numbers: dict[tuple[int, object], int] = {}
+"""By the address of the function, or of the object and the function of a bound method, which is new at every lookup."""
+_held: list[object] = []
+"""What cannot be referred to weakly, so that no other one gets its address."""
+_lock = threading.Lock()
+
+
+def _number_of(function: object) -> int:
+    """That of a function without a `uuid()`, for as long as it lives. No other one ever gets the same."""
+    owner, of = (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
+    key = id(owner), of
+    with _lock:
+        if key not in _numbers:
+            try:
+                weakref.finalize(owner, _numbers.pop, key, None).atexit = False
+            except TypeError:
+                _held.append(owner)
+            _numbers[key] = next(_count)
+        return _numbers[key]
 
 
 def _left_behind(saved: SavedTensor) -> object:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,6 +219,35 @@ def test_what_caches_know_a_policy_by() -> None:
     assert left == policy
     with pytest.raises(RuntimeError, match="a policy is not pickled with its graph, so nobody can ask it about 'x'"):
         left(SavedTensor("x", "", "input", (), torch.float32, 4))
+
+
+def test_a_bound_method_is_one_policy_and_its_object_may_go() -> None:
+    class Holder:
+        def decide(self, saved: SavedTensor) -> None:
+            return
+
+    holder = Holder()
+    assert Policy.of(holder.decide) == Policy.of(holder.decide) != Policy.of(Holder().decide)
+    gone = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_child_is_another_process_to_compile_caches() -> None:
+    """Its functions have the numbers that those of another child have."""
+    from ssd_fx.passes import partitioner
+
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.write(writer, partitioner._PROCESS.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    told = os.read(reader, 100).decode()
+    assert len(told) == len(partitioner._PROCESS)
+    assert told != partitioner._PROCESS
+    os.close(reader)
+    os.close(writer)
 
 
 def test_graphs_have_the_names_that_they_had_without_one() -> None:

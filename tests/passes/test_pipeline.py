@@ -191,7 +191,7 @@ def candidate(seconds: float, *, peak: int = 100, written: int = 10) -> Candidat
 
 
 def test_of_plans_within_the_limits_the_fastest_is_taken_and_of_those_the_one_that_writes_least() -> None:
-    slow, fast, spares = candidate(2.0), candidate(1.5), candidate(1.505, written=5)
+    slow, fast, spares = candidate(2.0), candidate(1.5), candidate(1.503, written=5)
     over = candidate(1.0, peak=101)
     assert proposals.best_within([slow, fast, over], Limits(100, 0)) is fast
     assert proposals.best_within([slow, fast, spares], Limits(100, 0)) is spares

@@ -316,6 +316,24 @@ def test_what_is_copied_aside_while_a_codec_works_is_encoded_again(monkeypatch, 
     assert stats().encoded_to_bytes == (N + 7) // 8 * (encoding.entry.encoded is not None)
 
 
+def test_a_tensor_that_dies_while_a_codec_works_on_it(monkeypatch, tmp_path):
+    """The store of another one, which pushes it out of memory, is none the worse for that."""
+    config = config_json(tmp_path, compression={"ssd": "fp8"}, budget=5 * N)
+    first, second = torch.randn(N), torch.randn(N)
+    other, handles = store(first[:10], config_json(tmp_path)), [store(first, config)]
+    encode = codec.encode
+
+    def dies(name, x):
+        handles.clear()
+        assert lookup(other)  # and deals with what died
+        return encode(name, x)
+
+    monkeypatch.setattr(codec, "encode", dies)
+    handle = store(second, config, slot=1)
+    assert not handles
+    assert raw(load(handle, second)) == raw(second)
+
+
 def test_a_store_that_ends_while_a_codec_works(monkeypatch, encoding_config):
     x = torch.rand(N) < 0.5
     encoding = Encoding(monkeypatch, x, encoding_config)
