@@ -183,7 +183,7 @@ def test_the_report_s_first_line(training: Callable[..., Trained]) -> None:
 def test_nothing_counts_the_tensors(training: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:
     trained = training("1TiB")
     monkeypatch.setattr(account, "gauge", lambda device: None)
-    with pytest.warns(RuntimeWarning, match="nothing counts the tensors of cpu, so with memory='1099511627776' none"):
+    with pytest.warns(RuntimeWarning, match="nothing counts the tensors of cpu, so with memory=1099511627776 none"):
         trained.losses()
     ssd_fx.reset_stats()
     trained.losses()
