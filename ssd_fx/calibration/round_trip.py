@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ssd_fx.config import Config
 from ssd_fx.options import Options
+from ssd_fx.ranks import Ranks
 from ssd_fx.runtime import graphs, stats, trace
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.device import device_trace, streams
@@ -93,9 +93,10 @@ def node_s(config: Options, device: torch.device) -> float:
         compression=(),
         budget=0,
         memory="",
+        ranks=Ranks(),
         adapt=False,
     )
-    words = json.dumps(asdict(alone) | {"compression": {}})
+    words = alone.runtime_json()
     tensors = [torch.full((_SMALL_BYTES,), i, dtype=torch.uint8, device=device) for i in range(_SMALL)]
     sampled = streams.of(device) is not None  # the first runs of a node on a device are all timed, which takes longer
     passes, before = (_PASSES + device_trace.RUNS, None) if sampled else (_PASSES, _sweep())
