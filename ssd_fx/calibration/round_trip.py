@@ -93,6 +93,7 @@ def node_s(config: Options, device: torch.device) -> float:
         compression=(),
         budget=0,
         memory="",
+        ranks=Ranks(),
         adapt=False,
         ranks=Ranks(),
     )
