@@ -95,7 +95,6 @@ def node_s(config: Options, device: torch.device) -> float:
         memory="",
         ranks=Ranks(),
         adapt=False,
-        ranks=Ranks(),
     )
     words = alone.runtime_json()
     tensors = [torch.full((_SMALL_BYTES,), i, dtype=torch.uint8, device=device) for i in range(_SMALL)]
