@@ -27,11 +27,6 @@ os.environ["SSD_FX_BUDGET"] = "0"
 os.environ["SSD_FX_SPARE"] = "0"  # also where they do not lower the peak
 os.environ["SSD_FX_MACHINE"] = "default"  # plans do not depend on the machine, and nothing is measured
 start_at_once()
-# Workers of pytest-xdist share the cores, and a thread that waits for others spins. Two workers of two threads on two
-# cores took four times as long to train a GPT of two layers as two workers of one.
-THREADS = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-torch.set_num_threads(THREADS)
-os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of the processes that tests start
 
 
 @pytest.hookimpl(wrapper=True)

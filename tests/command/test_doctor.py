@@ -149,7 +149,7 @@ def test_without_a_pool_of_threads(
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "/no/such/g++")
+    monkeypatch.setattr("ssd_fx.compat.inductor.get_cpp_compiler", lambda: "/no/such/g++")
     found = software._compiler()
     assert (found.status, found.subject) == ("bad", "compiler")
     assert "/no/such/g++" in found.says
