@@ -46,6 +46,7 @@ NAVIGATION = {
         "docs/results/paper/benchmarks",
         "docs/results/gpu/README",
         "docs/results/pareto/2026-11-27",
+        "docs/results/pareto/2026-11-27-drives",
         "docs/results/slow-step/2026-11-27",
         "docs/results/planted",
         "CHANGELOG",
