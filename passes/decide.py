@@ -31,7 +31,7 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
     return (
         alias,  # first: the alias group is the unit of everything that follows
         *([keep_compared] if options.lossy else []),  # before merge_copies, which passes over what has an obstacle
-        partial(  # marks groups, binds select
+        partial(  # what `select` must obey
             mark,
             keep=options.keep,
             offload=options.offload,
@@ -79,9 +79,9 @@ def decide(
 ) -> Plan:
     """A plan of `partition`.
 
-    `budget`: None for that of the options. `priced`: groups may be recomputed, which needs another partition, but for
-    those of the slots `saved`. `quick`: with a short search. `analysed`: an earlier, unpriced plan of the partition,
-    whose analyses are used.
+    `budget`: None for that of the options. `priced`: groups may be recomputed, except those of the
+    slots `saved`; such a plan asks for another partition. `quick`: with a short search. `analysed`: an earlier,
+    unpriced plan of the partition, whose analyses are used.
 
     Raises:
         BudgetError: no plan meets the budget.

@@ -33,8 +33,8 @@ Span = tuple[float, float]  # begin and end, in seconds
 class Choice(enum.Enum):
     """What becomes of an alias group between forward and backward.
 
-    A group that is deferred is offloaded, but it is written when there is nothing else to write, and loaded first. It
-    is forwarded if the lane has not come to it by then.
+    A group that is deferred is offloaded, but it is written when there is nothing else to write, and loaded first. If
+    it is still in memory then, it is forwarded: nothing is read.
     """
 
     KEEP = "keep"
@@ -203,9 +203,9 @@ class Event(NamedTuple):
     """One node of ours: it stands behind the place `at` if it stores or releases, else before it.
 
     `slot`: of the group; in the planner the index of the item. `tier`: where the bytes are between store and load.
-    `flag`: that a store is later, which means that its write begins only if another forward does before the load; that
-    a release blocks: it waits for the write, because the budget needs the memory then, which else is gone when the
-    write has ended; that a load is strict: the budget has no memory for an earlier one.
+    `flag`, of a store: it is *later*, so it is written only if another forward begins before the load. Of a release: it
+    *blocks*, that is, waits for the write, because the budget needs the memory here. Of a load: it is *strict*, because
+    the budget has no memory for an earlier one.
     """
 
     slot: int
@@ -280,15 +280,16 @@ class ScheduleError(RuntimeError):
 class Schedule(Mapping[int, Trip]):
     """The events of one step in the order in which they run, and the trip of every slot.
 
-    At one place what is waited for first is stored first, and what is needed first is loaded first; the others are in
-    the order of slots. The position of an event in `forward` or `backward` is its planned sequence number.
+    Of stores at one place those come first whose release blocks, then those that the forward reads no more. Of loads at
+    one place the one that is waited for first comes first. The others are in the order of slots. The
+    position of an event in `forward` or `backward` is its planned sequence number.
     """
 
     def __init__(self, trips: Iterable[Trip] = (), items: Items = ()) -> None:
         """Put the trips in order.
 
         Raises:
-            ScheduleError: see there.
+            ScheduleError: the events of a slot are out of order, or it has two trips.
         """
         ordered = sorted(trips)  # by slot
         self._trips = {trip.slot: trip for trip in ordered}
@@ -340,7 +341,7 @@ class Replay:
 
     Times are seconds from the start of the step. Bytes are above the level before it: parameters do not count.
 
-    `seconds`: of the step. A host that has more to do than the device that runs behind it sets them. `starts`, `ends`:
+    `seconds`: of the step. It is the time of the host where that needs longer than the device. `starts`, `ends`:
     of every operator; `starts` has the end of the step as well. `memory`, `host`: bytes alive, and bytes in host memory
     as a tier, during every operator; `host` is empty where none ever are. `writes`, `reads`: of every item. `stalls`:
     how long the step waits in the events where it does, `write_stall_s` and `read_stall_s` in releases and in waits.

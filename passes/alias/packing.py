@@ -42,9 +42,9 @@ class Stored:
 def pack(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool) -> Stored | None:
     """What to store so that all members can be rebuilt from it; None where that is not certain. Sizes are plain.
 
-    Offsets count from the owner's first element. An owner that is expanded (stride 0) is not packed. Of an input
-    Inductor makes a new view, and a change before the backward would go unnoticed. And the FakeTensor of an operator's
-    result may be wrong: a custom kernel may return all elements.
+    Offsets count from the owner's first element. An owner that is expanded (stride 0) is not packed. If it is an
+    input, Inductor makes a new view of it, and nobody would notice that its owner changes it before the backward. If it
+    is a result, its FakeTensor may be wrong: a custom kernel may return all elements.
 
     `part`: whether less than the owner may be stored; `restride`: whether the rebuilt members may have other strides
     than they had.

@@ -1,7 +1,7 @@
 """What a budget allows in bytes, and the plan for it.
 
-    share     the peak may lie so far between the floor and the peak with everything kept
-    bytes     the peak may lie so far above the floor
+    share     the peak may be the floor, and this share of the way from there to the peak with everything kept
+    bytes     the peak may be so much above the floor
     0         the lowest peak that is worth having
     "auto"    the lowest peak whose step takes hardly longer than with everything kept
 
@@ -25,8 +25,8 @@ AUTO = "auto"
 SHARES = 20  # "auto" takes one of the shares 0, 1/20, 2/20, ... 20/20
 # No share allows less than this factor times the floor. At the floor itself nothing can be read early, so steps wait.
 HEADROOM = 1.05
-RUNGS = (1.0, 1.01, 1.02, 1.03, HEADROOM, 1.1, 1.2, 1.5, 2.0, math.inf)  # limits that are tried for 0, to the floor
-MORE_PEAK, LESS_TIME = 0.05, 0.1  # a higher peak by less than the first is taken for a shorter step by the second
+RUNGS = (1.0, 1.01, 1.02, 1.03, HEADROOM, 1.1, 1.2, 1.5, 2.0, math.inf)  # of the floor: limits tried for budget 0
+MORE_PEAK, LESS_TIME = 0.05, 0.1  # budget 0 takes a peak up to 5% higher where the step gets 10% shorter
 
 Solved = tuple[Replay, Limits]
 

@@ -1,8 +1,8 @@
 """Codecs that compress stored tensors: opt-in, one per tier (`Config.compression`).
 
 A codec is a file of this folder, which lists it in `CODECS`. Nothing else names it, but the docstring of
-`ssd_fx.Config`. A tensor stays as it is if a codec cannot make it smaller, or if a lossy codec finds infinities or NaNs
-in it.
+`ssd_fx.options.Options`. A tensor stays as it is if a codec cannot make it smaller, or if a lossy codec finds
+infinities or NaNs in it.
 """
 
 from __future__ import annotations

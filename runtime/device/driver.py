@@ -120,10 +120,10 @@ class CudaDriver:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(left))
 
     def capture_apart(self) -> None:
-        """From here on no call of this thread ends the capture of a CUDA graph in another one, nor is refused there.
+        """Lets this thread call CUDA while another one captures a graph.
 
-        Such a capture, in CUDA's strictest mode as PyTorch begins it, else becomes invalid when any thread asks an
-        event.
+        Without it any such call, even asking an event, makes a capture invalid that is in the strictest mode, which is
+        PyTorch's default.
         """
         mode = ctypes.c_int(_THREAD_LOCAL)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))

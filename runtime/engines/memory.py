@@ -33,7 +33,8 @@ class MemoryEngine:
     """Extents are host memory and transfers are copies: the reference that others are compared with.
 
     A copy may go on after its extent was freed (`Writer.give_away`, `Queued.follow`). It keeps its host memory until it
-    has ended. What the host copies, which waits for no stream, goes to memory that no such copy ever gets.
+    has ended. Copies by the host wait for no stream, so they have memory of their own, which no
+    copy in a stream ever gets.
     """
 
     name = "memory"

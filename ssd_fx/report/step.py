@@ -132,7 +132,7 @@ def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float,
 
 
 def measured(events: Iterable[Event]) -> Step | None:
-    """The last step of `events` that another one follows, or else the only one; None if no forward began.
+    """The last complete step of `events`, which another one follows, or else the only one; None if no forward began.
 
     A step is what `runtime.step_clock` takes for one, so also one of graphs that keep everything and load nothing. Of a
     device only some steps have their transfers (`runtime.device.device_trace`): the last of these is taken, if there
