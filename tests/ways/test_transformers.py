@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ssd_fx
 from ssd_fx.report.report import Report
+from ssd_fx.report.unfreed import unfreed
 from tests.bitwise import Compile, assert_same_bits, deterministic
 from tests.loops.loops import Loop, assert_no_bit_changes, backward, gradients
 
@@ -34,7 +35,7 @@ def texts(count: int = 4, length: int = 32) -> Tensor:
 
 def outputs_of(report: Report) -> list[str]:
     """Saved tensors that stay because the compiled code returns them."""
-    return [each.row.place for each in report.unfreed if each.row.shared == "output"]
+    return [each.row.place for each in unfreed(report) if each.row.shared == "output"]
 
 
 def steps(model: nn.Module, directory: Path, inner: str) -> list[Tensor]:
