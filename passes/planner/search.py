@@ -29,7 +29,7 @@ from ssd_fx.passes.schedule import Choice, Item, Replay, Schedule, Step
 # Replays, in the time that one takes; each visits all operators and items of the step. So the search is a constant
 # part of compiling, which is in proportion to the size of the step too. Small steps, which cost nothing, get more.
 TRIALS, QUICK_TRIALS = 200, 50
-LEAST_EFFORT = 240_000
+LEAST_EFFORT = 120_000
 ENOUGH = 2e-3  # the share of a step that is not searched for: the bound on all plans is as near
 EXHAUSTIVE = 1024  # up to so many choices are all tried
 # Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
