@@ -88,7 +88,7 @@ def decide(
     """
     plan = analysed.undecided() if analysed else analyse(partition, options)
     budget = options.budget if budget is None else budget
-    host_tier = device_of(partition).type != "cpu"
+    host_tier = has_host_tier(partition)
     machine = machine_of(partition, options)
     passes = decisions(options, machine, budget, priced=priced, saved=saved, host_tier=host_tier, quick=quick)
     return _run(passes, partition, plan)
@@ -109,6 +109,11 @@ def _run(passes: Sequence[PlanPass], partition: Partition, plan: Plan) -> Plan:
 
 def machine_of(partition: Partition, options: PlanOptions) -> Machine:
     return options.rates or Machine.default(device_of(partition), torch.get_num_threads())
+
+
+def has_host_tier(partition: Partition) -> bool:
+    """Whether the device has other memory than the host."""
+    return device_of(partition).type != "cpu"
 
 
 def device_of(partition: Partition) -> torch.device:

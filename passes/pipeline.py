@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from ssd_fx.compat import CustomPartitionerFn, inductor_config
-from ssd_fx.passes.decide import device_of
+from ssd_fx.passes.decide import has_host_tier
 from ssd_fx.passes.joint.marks import LiftMarks, lift
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint
@@ -99,7 +99,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:
     """Put the nodes of the plan into both graphs. `about`: what the forward carries for reports."""
-    host_tier = device_of(partition).type != "cpu"
+    host_tier = has_host_tier(partition)
     warn(plan, options, host_tier=host_tier)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
     if plan.groups or kept_activations(partition):  # of outputs alone there is no group, and the report shows them

@@ -21,7 +21,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -277,7 +276,7 @@ double req_ended(Request *r) { return r->ended; }
 int dio_alignment(int fd, uint32_t *memory, uint32_t *offset) {
     uint32_t raw[64] = {0}; /* 256 bytes: sizeof(struct statx) */
 #ifdef SYS_statx
-    if (syscall(SYS_statx, fd, "", 0x1000 /* AT_EMPTY_PATH */, DIOALIGN_MASK, raw) != 0) return 0;
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, DIOALIGN_MASK, raw) != 0) return 0;
 #else
     return 0;
 #endif
