@@ -30,7 +30,7 @@ from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
 from ssd_fx.passes.plan import Plan, replay_of
-from ssd_fx.passes.proposals import cut, decide_for_all
+from ssd_fx.passes.proposals import GAIN, cut, decide_for_all
 from ssd_fx.report.budgets import MEMORY, Estimate, Prediction
 from ssd_fx.report.limit import largest_at
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
@@ -155,7 +155,9 @@ class Asked:
         there = step.input_bytes + state
         rows = tuple(_prediction(each, [run.plans[i] for run in runs], there) for i, each in enumerate(self.budgets))
         if memory is not None:
-            rows += _within(memory - there, [run.lowest for run in runs], there)
+            shares = [i for i, budget in enumerate(self.budgets) if isinstance(budget, float)]
+            known = [[run.lowest for run in runs], *([run.plans[i] for run in runs] for i in shares)]
+            rows += _fastest_within(memory - there, known, there)
         others, note = _rivals(step, there) if self.rivals else ((), "")
         counts = Counter(run.own.graph for run in runs)
         highest = max(runs, key=lambda run: replay_of(run.lowest).peak)
@@ -252,31 +254,41 @@ def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, 
     return Found(own.plan, input_bytes, plans, lowest, alone, options.source, largest)
 
 
-def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, ...]:
-    """What the option `memory` makes of the plans for budget 0; nothing if not even those fit.
+def _fastest_within(room: int, known: Sequence[Sequence[Plan]], there: int) -> tuple[Prediction, ...]:
+    """What the option `memory` comes to; nothing if not even the first of the `known` plans fit, for budget 0.
 
-    `room`: of the limit, above the level before the step, where there are `there` bytes. What the plans leave of it
-    stays in memory and is not written, and what that would cost is saved in proportion.
+    `room`: of the limit, above the level before the step, where there are `there` bytes. The first steps have the
+    plans for budget 0. If a looser one that fits gains enough, the plan is made again (`ssd_fx/again.py`).
     """
-    found, row = [replay_of(plan) for plan in lowest], _prediction(MEMORY, lowest, there)
-    everything = _highest([plan.saved_bytes for plan in lowest], [each.step.everything for each in found])
+    first, *others = [_within(room, plans, there) for plans in known]
+    fastest = min((row for row in others if row is not None), key=lambda row: row.step_s, default=None)
+    if first is None:
+        return ()
+    return (first if fastest is None or fastest.step_s > (1 - GAIN) * first.step_s else fastest,)
+
+
+def _within(room: int, plans: Sequence[Plan], there: int) -> Prediction | None:
+    """What becomes of some plans, where so much room is known; None if they do not fit.
+
+    What they leave of it stays in memory and is not written, and what that would cost is saved in proportion.
+    """
+    found, row = [replay_of(plan) for plan in plans], _prediction(MEMORY, plans, there)
+    everything = _highest([plan.saved_bytes for plan in plans], [each.step.everything for each in found])
     stays = min(room, max(everything, row.peak_bytes)) - row.peak_bytes
     if stays < 0:
-        return ()
+        return None
     written = max(0, row.written_bytes - stays)
     share = written / row.written_bytes if row.written_bytes else 0.0
     saved = (1 - share) * (row.stall_s + math.fsum(each.transfer_s for each in found))
     peak = row.peak_bytes + stays
-    return (
-        replace(
-            row,
-            peak_bytes=peak,
-            memory_bytes=peak + there,
-            step_s=row.step_s - saved,
-            stall_s=share * row.stall_s,
-            written_bytes=written,
-            limit_bytes=room,
-        ),
+    return replace(
+        row,
+        peak_bytes=peak,
+        memory_bytes=peak + there,
+        step_s=row.step_s - saved,
+        stall_s=share * row.stall_s,
+        written_bytes=written,
+        limit_bytes=room,
     )
 
 
