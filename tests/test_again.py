@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ssd_fx
@@ -28,10 +29,23 @@ def no_budget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     again._functions.clear()
 
 
-class Blocks(nn.Module):
-    """Each is compiled by itself, and all share one graph. On a slow drive each computes again what is within it."""
+class Residual(nn.Module):
+    """On a slow drive most of what is within a layer is computed again."""
 
-    def __init__(self, compile: Compile, width: int = 256, count: int = 3) -> None:
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.gelu(layer(x)).tanh()
+        return x.sum()
+
+
+class Blocks(nn.Module):
+    """Each is compiled by itself, and all share one graph."""
+
+    def __init__(self, compile: Compile, width: int = 32, count: int = 3) -> None:
         super().__init__()
         parts = [nn.Linear, nn.Tanh] * 2
         made = [nn.Sequential(*(p(width, width) if p is nn.Linear else p() for p in parts)) for _ in range(count)]
@@ -39,26 +53,22 @@ class Blocks(nn.Module):
         self.compiled = [compile(layer) for layer in made]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()  # as what the other blocks get
         for layer in self.compiled:
             x = layer(x)
         return x.sum()
 
 
 class Recomputing(Trained):
-    """Steps of blocks with tensors of 2 MiB."""
+    """Steps of layers with tensors of 2 MiB."""
 
     more: ClassVar[dict[str, Any]] = {}
 
     def made(self) -> tuple[Callable[..., torch.Tensor], torch.optim.Optimizer]:
         self.options |= {"machine": SLOW, "recompute": True} | self.more
-        model = Blocks(self.compile)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def compile(self, block: nn.Module) -> Callable[..., torch.Tensor]:
-        made: Callable[..., torch.Tensor] = torch.compile(
-            block, backend=ssd_fx.backend, options=self.options, dynamic=False
-        )
-        return made
+        model = Residual(256, 6)
+        compiled = torch.compile(model, backend=ssd_fx.backend, options=self.options, dynamic=False)
+        return compiled, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def losses(self, rows: int = 2048, micro: int = 1) -> list[float]:
         return super().losses(rows, micro)
@@ -143,7 +153,7 @@ def test_steps_of_other_kinds_behind_it(training: Callable[..., Recomputing], pe
 
 
 def test_what_waits_for_its_backward_when_the_plan_changes(training: Callable[..., Recomputing]) -> None:
-    """The first block of the old loss has the code of before, whose backward runs behind one of the new plan, twice."""
+    """The backward of the old code runs behind one of the new plan, twice."""
     trained, before = training("1TiB"), compiled()
     x = torch.randn(2048, 256)
     (model, _), gradients = trained.models[0], []
@@ -173,15 +183,16 @@ def limited(directory: Path, **more: Any) -> Compile:
     return ours(GIVEN, dirs=[str(directory)], memory="1TiB", machine=SLOW, recompute=True, **more)
 
 
-def trained(count: int = ENOUGH + 1) -> Callable[[Compile], list[torch.Tensor]]:
-    """A program (`tests/bitwise.py`): loss and gradients of every step of small blocks."""
+def trained(count: int = ENOUGH + 1, *, blocks: bool = False) -> Callable[[Compile], list[torch.Tensor]]:
+    """A program (`tests/bitwise.py`): loss and gradients of every step."""
 
     def program(compile: Compile) -> list[torch.Tensor]:
-        model, found = Blocks(compile, width=32), []
+        model, found = Blocks(compile) if blocks else Residual(32, 4), []
+        forward = model if blocks else compile(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         x = torch.randn(128, 32)
         for _ in range(count):
-            loss = model(x)
+            loss = forward(x)
             loss.backward()
             found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
             optimizer.step()
@@ -196,6 +207,14 @@ def test_bitwise_across_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shar
     force(monkeypatch, share)
     before = compiled()
     prove_bitwise(trained(), [kept(GIVEN), limited(tmp_path)])
+    assert compiled() == before + 3
+    assert len(ssd_fx.stats().graphs) == 2  # another partition
+
+
+def test_blocks_share_what_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, 1.0)
+    before = compiled()
+    prove_bitwise(trained(blocks=True), [kept(GIVEN), limited(tmp_path)])
     assert compiled() == before + 3
 
 
@@ -220,7 +239,10 @@ def test_not_where_it_is_not_wanted(
     assert compiled() == before + 1
 
 
-def test_not_under_a_stance_that_forbids_it(training: Callable[..., Recomputing]) -> None:
+def test_not_under_a_stance_that_forbids_it(
+    training: Callable[..., Recomputing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, 1.0)
     trained, before = training("1TiB"), compiled()
     trained.step()
     with torch.compiler.set_stance("fail_on_recompile"):
