@@ -21,6 +21,7 @@ How it is measured:
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from os import environ
 from pathlib import Path
 from typing import Any
@@ -155,13 +157,14 @@ class Graph:
 
 @dataclass(frozen=True)
 class Row:
-    """One graph under one budget, in bytes."""
+    """One graph under one budget, in bytes. `gbps`: the rate of a drive that is held to one, else 0."""
 
     name: str
     budget: float | str
     predicted: int
     measured: int
     limit: float
+    gbps: float = 0.0
 
     @property
     def error(self) -> float:
@@ -305,7 +308,7 @@ def measure(name: str, budget: float | str, directory: str, gbps: float = 0.0) -
             for leaf in graph.leaves:
                 leaf.grad = None
         plan = predicted.read(Path(dump))
-        return Row(name, budget, plan.peak_bytes, highest, plan.limit_bytes)
+        return Row(name, budget, plan.peak_bytes, highest, plan.limit_bytes, gbps)
 
 
 def _step(compiled: Callable[..., Any], graph: Graph, gradients: list[Tensor]) -> list[Tensor]:
@@ -327,9 +330,24 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME", help=", ".join(MODELS))
     add("--budgets", nargs="+", type=lambda b: b if b == "auto" else float(b), default=[0.0, "auto"])
     add("--gbps", type=float, default=0.0, help="hold the drive to so many GB/s each way, and tell the planner")
-    add("--json", help="where to write the rows")
+    add("--json", type=Path, help="where the rows are, so that a second run goes on where the first ended")
+    add("--again", action="store_true", help="measure what is there, too")
     add("--markdown", type=Path, help="where to write the table")
     return parser.parse_args(arguments)
+
+
+def known(path: Path | None) -> dict[tuple[str, float | str, float], Row]:
+    """The rows of earlier runs."""
+    if path is None or not path.exists():
+        return {}
+    rows = [Row(**row) for row in json.loads(path.read_text())["rows"]]
+    return {(row.name, row.budget, row.gbps): row for row in rows}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The worst row is first."""
+    head = "| model | budget | predicted, MiB | measured, MiB | limit, MiB | error |\n|---|---|---|---|---|---|"
+    return "\n".join((head, *(row.cells for row in sorted(rows, key=lambda row: -abs(row.error))))) + "\n"
 
 
 def main() -> None:
@@ -340,19 +358,19 @@ def main() -> None:
     where = announce(flags.dir)
     if flags.gbps:
         held.register(flags.gbps)
-    rows = []
-    for name in flags.models:
-        for budget in flags.budgets:
-            rows.append(measure(name, budget, flags.dir, flags.gbps))
-            print(rows[-1], flush=True)
-    rows.sort(key=lambda row: abs(row.error))
+    rows = known(flags.json)
+    for name, budget in product(flags.models, flags.budgets):
+        key = (name, budget, flags.gbps)
+        if flags.again or key not in rows:
+            rows[key] = measure(name, budget, flags.dir, flags.gbps)
+            if flags.json:
+                write_json(flags.json, {"system": where, "rows": [asdict(row) for row in rows.values()]})
+        print(rows[key], flush=True)
+    asked = [rows[name, budget, flags.gbps] for name, budget in product(flags.models, flags.budgets)]
     print(f"\n{'':31}{'predicted':>10}{'measured':>10}{'error':>9}{'limit':>10}   MiB")
-    print(*rows, sep="\n")
-    if flags.json:
-        write_json(flags.json, {"system": where, "rows": [asdict(row) for row in rows]})
+    print(*sorted(asked, key=lambda row: abs(row.error)), sep="\n")
     if flags.markdown:
-        head = "| model | budget | predicted, MiB | measured, MiB | limit, MiB | error |\n|---|---|---|---|---|---|"
-        flags.markdown.write_text("\n".join((head, *(row.cells for row in reversed(rows)))) + "\n")
+        flags.markdown.write_text(markdown(asked))
 
 
 if __name__ == "__main__":
