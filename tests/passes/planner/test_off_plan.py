@@ -30,16 +30,16 @@ def test_both_mean_the_same_loads_ahead() -> None:
     assert LOADS_AHEAD == FAR
 
 
-@pytest.mark.parametrize(("limit", "release"), [(499, 1), (500, 2), (699, 2), (700, None)])
+@pytest.mark.parametrize(("limit", "release"), [(639, 1), (640, 2), (679, 2), (680, 3), (699, 3), (700, None)])
 def test_a_write_that_may_not_end_late_is_waited_for_as_late_as_memory_allows(limit: int, release: int | None) -> None:
     """
     forward    f0   f1   f2   f3 | b4   b5     A is written behind f0, in one second
-    memory A   100  100
-    others     300  300  400  300  600  300    so behind f2 there is room for A as from 500 on, and for ever from 700 on
+    memory A   100  100                 100
+    others     200  300  540  580  600  200    so A has room behind f2 from 640 on, and until its load from 700 on
     """
-    step = Step((1.0,) * 6, (200, 300, 400, 500, 600, 200), 4, (Item(100, 0, 0, 5, 5),))
+    step = Step((1.0,) * 6, (200, 300, 540, 580, 600, 200), 4, (Item(100, 0, 0, 5, 5),))
     found = placed(step, {0: {"store": 0, "release": 0, "load": 5}})
-    assert found.memory == (300, 400, 400, 500, 600, 300)
+    assert found.memory == (300, 400, 540, 580, 600, 300)
     held = held_to_its_limit(found, limit, MACHINE, late=True)
     trip = held.schedule[0]
     assert (trip.blocks, trip.release.at) == ((False, 0) if release is None else (True, release))
