@@ -232,3 +232,15 @@ def test_gradients_under_every_source(function: toys.Toy) -> None:
 def test_toys_write_over_what_they_loaded(toy: toys.Toy) -> None:
     """So what runs toys under every source looks at this too."""
     assert overwritten(lower(toy, *toys.inputs(), options={})[1])
+
+
+def test_a_loop_writes_over_the_product_that_comes_right_before_it() -> None:
+    """mm -> tanh -> [store]: a link between the two would be a second dependency on the product."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = (x @ w).tanh()
+        handle = ops.store(y, "{}", "g", 0, 0)
+        return handle, y @ w
+
+    code = lower_alone(function, torch.randn(8, 8), torch.randn(8, 8)).code
+    assert code.count("# reuse") == 1
