@@ -57,10 +57,10 @@ def mm_behind(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
 
 
 def mm_before(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """[load, wait] -> mm -> mul: the mul reads last"""
+    """[load, wait] -> mm -> mul: the mul reads last, and the product in another order"""
     y = load(handle, 0)
     ops.wait_load_(y, handle, 1)
-    return (g.mm(y).mm(g) * y,)
+    return (g.mm(y).mm(g).permute(1, 0) * y,)
 
 
 def transposed(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
