@@ -144,7 +144,7 @@ def _measured_cells(name: str, rounds: Sequence[Mapping[str, Step]]) -> str:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--layers", type=int, default=32, help="of the predicted model, default %(default)s")
+    add("--layers", type=int, default=8, help="of the predicted model, default %(default)s")
     add("--tokens", type=int, nargs="+", default=None, help=f"default {TOKENS}, with --measure {HERE}")
     add("--gpus", nargs="+", choices=list(MEMORY_BW), default=list(MEMORY_BW))
     add("--gbps", nargs="+", type=float, default=[24.0], help="of drives each way, default %(default)s")
