@@ -11,10 +11,9 @@ import logging
 from typing import Any
 
 import pytest
-
-from ssd_fx.projection.formulas import head_flops, layer_bytes, layer_flops, parameters
-from ssd_fx.projection.presets import RUNS
-from ssd_fx.projection.scenario import Model, Parallelism
+from projection.formulas import head_flops, layer_bytes, layer_flops, parameters
+from projection.presets import RUNS
+from projection.scenario import Model, Parallelism
 
 pytestmark = pytest.mark.peers
 NAMES = ("megatron-18b", "megatron-145b", "megatron-1t", "ssdtrain-12288")
