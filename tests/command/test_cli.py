@@ -17,7 +17,7 @@ from ssd_fx import cli
 from ssd_fx.calibration.cache import Entry
 from ssd_fx.runtime.engines import gds, preflight
 
-NAMES = ("doctor", "bench", "calibrate", "fit")
+NAMES = ("doctor", "calibrate", "fit")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,7 @@ def test_old_names_are_aliases() -> None:
     assert found["check"] is found["info"] is found["doctor"]
 
 
-@pytest.mark.parametrize("command", [["check", "."], ["calibrate", "."], ["doctor"], ["bench", "."]])
+@pytest.mark.parametrize("command", [["check", "."], ["calibrate", "."], ["doctor"]])
 def test_a_wrong_environment(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
