@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ssd_fx import fake
-from ssd_fx.estimate import BUDGETS, Asked, Step, of_call, parsed_batch
+from ssd_fx.estimate import BUDGETS, Asked, FoundStep, of_call, parsed_batch
 from ssd_fx.hardware import DRIVES, MACHINES, Hardware
 from ssd_fx.passes.plan import Plan
 from ssd_fx.refusal import refusing
@@ -92,7 +92,7 @@ def _of_script(step: TrainingStep, asked: Asked) -> Estimate:
     """The table of the step of a script: as `ssd_fx.estimate` of a call."""
     first = step.calls[0]
     table = asked.table(
-        Step(
+        FoundStep(
             step.runs,
             sum(storage.nbytes() for storage in step.inputs.values()),
             step.optimizers,
