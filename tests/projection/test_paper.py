@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from projection.__main__ import projected
-from projection.formulas import StepIO, endurance, layer_bytes, layer_flops, outside_bytes, parameters
+from projection.formulas import StepIO, endurance, layer_bytes, layer_flops, outside_bytes
 from projection.presets import RUNS
 from projection.scenario import Model, Parallelism
 
@@ -66,7 +66,7 @@ def test_the_cost_of_the_drives() -> None:
     ],
 )
 def test_presets_have_the_published_numbers_of_parameters(name: str, billions: float) -> None:
-    assert parameters(RUNS[name].model) / 1e9 == pytest.approx(billions, rel=0.002)
+    assert projected(["--model", name]).parameters / 1e9 == pytest.approx(billions, rel=0.002)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
