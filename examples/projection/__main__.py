@@ -92,8 +92,8 @@ def parser() -> argparse.ArgumentParser:
 
     flag("model", choices=RUNS, metavar="NAME", help=f"a preset: {', '.join(RUNS)}")
     for name, (default, meaning) in NUMBERS.items():
-        least, most = (0 if default == 0 else 1), (3 if name == "zero" else MOST)
-        flag(name, type=number(int, least, most), default=default, metavar="N", help=meaning)
+        possible = number(int, 0 if default == 0 else 1, 3 if name == "zero" else MOST)
+        flag(name, type=possible, default=default, metavar="N", help=meaning)
     for name, (on, meaning) in SWITCHES.items():
         flag(name, action=argparse.BooleanOptionalAction, default=on, help=meaning)
     for name, choices in CHOICES.items():
