@@ -26,7 +26,7 @@ def test_as_a_command() -> None:
         subprocess.run([*command, *more], capture_output=True, text=True, env=environment) for more in ([], ["--tp=5"])
     )
     assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout.startswith("model        18.36 B parameters, 40 layers")
+    assert said.stdout.startswith("model        18.43 B parameters, 40 layers")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith(
         "projection: tp=5 does not divide heads=48; right would be one of 1, 2, 3, 4, 6, 8"
