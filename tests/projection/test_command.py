@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from projection import text
 from projection.__main__ import projected
+
+from tests import fresh
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,18 +18,13 @@ def printed(*words: str) -> str:
 
 
 def test_as_a_command() -> None:
-    """From a clone, in a process of its own: an answer, and a wrong number."""
-    command = [sys.executable, str(ROOT / "examples/projection"), "--model", "megatron-18b"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    said, refused = (
-        subprocess.run([*command, *more], capture_output=True, text=True, env=environment) for more in ([], ["--tp=5"])
-    )
+    """In a process of its own, which finds the example by itself: an answer, and a wrong number."""
+    program = f"import runpy; runpy.run_path({str(ROOT / 'examples/projection')!r}, run_name='__main__')"
+    said, refused = (fresh.run(program, "--model", "megatron-18b", *more) for more in ([], ["--tp=5"]))
     assert (said.returncode, said.stderr) == (0, "")
     assert said.stdout.startswith("model        18.43 B parameters, 40 layers")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith(
-        "projection: tp=5 does not divide heads=48; right would be one of 1, 2, 3, 4, 6, 8"
-    )
+    assert refused.stderr.startswith("projection: tp=5 does not divide heads=48; right would be one of 1, 2, 3,")
 
 
 def test_a_preset_as_text() -> None:
