@@ -171,11 +171,10 @@ def test_calibrating_in_memory_is_refused_unless_it_is_allowed(
         ("explain ~/x", "script"),
         ("report ~/x", "trace"),
         ("report trace -o ~/x", "output"),
-        ("project --of ~/x", "of"),
     ],
 )
 def test_a_tilde_in_quotes_is_the_home_directory(words: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shell expands none in quotes, which a path with a space needs, and none behind `--of=`."""
+    """The shell expands none in quotes, which a path with a space needs, and none behind `--output=`."""
     monkeypatch.setenv("HOME", "/home/me")
     found = getattr(cli.parser().parse_args(words.split()), name)
     assert found in ("/home/me/x", ["/home/me/x"])
