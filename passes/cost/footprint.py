@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count, has_expanded_matrices, has_images, is_on_cpu
-from ssd_fx.passes.cost.operators import CONVOLUTIONS, PRODUCTS, operator_of
+from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count, has_expanded_matrices, is_on_cpu
+from ssd_fx.passes.cost.operators import PRODUCTS, operator_of
 from ssd_fx.passes.partition import Partition, storage_key, tensor_of, tensors_of
 
 
@@ -98,10 +98,8 @@ def _in_registers(kernels: Kernels, readers: Mapping[int, set[int]]) -> frozense
     """What a loop writes, and only loops of the same kernel read: the kernel keeps it in registers.
 
     A kernel with a reduction may go over its elements twice. What it writes between is memory then, but on the CPU a
-    row of it, if every loop goes over it row by row (`try_outer_loop_fusion_with_local_buf`, torch 2.13). Beside a
-    convolution of images they do not: some of the tensors are in the order of their channels, whatever the graph says.
+    row of it, if every loop goes over it row by row (`try_outer_loop_fusion_with_local_buf`, torch 2.13).
     """
-    images = any(operator_of(n) in CONVOLUTIONS and has_images(n) for n in kernels.nodes)
 
     def is_own(key: int) -> bool:
         maker = kernels.maker[key]
@@ -112,7 +110,7 @@ def _in_registers(kernels: Kernels, readers: Mapping[int, set[int]]) -> frozense
             return False
         if kernel not in kernels.reducing:
             return True
-        by_rows = not images and maker not in kernels.sums and is_on_cpu(kernels.nodes[maker])
+        by_rows = maker not in kernels.sums and is_on_cpu(kernels.nodes[maker])
         return by_rows and all(key in kernels.read_in_order(k) for k in readers[key] - {maker})
 
     return frozenset(filter(is_own, readers))

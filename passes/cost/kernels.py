@@ -316,9 +316,3 @@ def has_expanded_matrices(tensor: torch.Tensor) -> bool:
     """Whether several elements of a row or of a column are one in memory, by a stride of 0."""
     size, stride = _hints(tensor)
     return any(n > 1 and step == 0 for n, step in zip(size[-2:], stride[-2:], strict=True))
-
-
-def has_images(node: fx.Node) -> bool:
-    """Whether a convolution, or its backward, is one of images, in two dimensions."""
-    first = tensor_of(node.all_input_nodes[0])
-    return first is not None and first.ndim == 4

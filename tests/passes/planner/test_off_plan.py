@@ -82,7 +82,7 @@ def test_reads_that_are_not_strict_begin_early_within_the_limit(instance: Instan
 @settings(max_examples=15, deadline=None)
 @given(instances, shares)
 def test_a_slow_drive_stays_within_the_limit(instance: Instance, share: float) -> None:
-    """Where all of the writes are predicted to end in the forward: one that ends in the backward is waited for nowhere."""
+    """If all writes are predicted to end in the forward: what ends in the backward is waited for nowhere."""
     step, at, machine = instance.step, limits(instance.step, share), instance.machine
     solved = solve(step, machine, limit=at.memory, share_bytes=at.kept)
     found = held_to_its_limit(solved, at.memory, machine, late=True)
