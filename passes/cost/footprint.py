@@ -9,9 +9,8 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count, has_expanded_matrices, is_on_cpu
-from ssd_fx.passes.cost.operators import PRODUCTS, operator_of
-from ssd_fx.passes.partition import Partition, storage_key, tensor_of, tensors_of
+from ssd_fx.passes.cost.kernels import Kernels, both_kernels, is_on_cpu
+from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,7 @@ class Buffers:
     as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `read_first`: the
     first node that reads it, or where the kernel runs that reads it first, if that is earlier. `nbytes`: its size;
     `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there, and that input.
-    `functions`: from the nodes of kernels that become parts of one C++ function to its first and its last. `copies`:
-    bytes that a node needs only while it runs: products read no expanded matrix, so Inductor copies it out before.
+    `functions`: from the nodes of kernels that become parts of one C++ function to its first and its last.
     """
 
     first: Mapping[int, int]
@@ -34,7 +32,6 @@ class Buffers:
     held: frozenset[int]
     in_place: Mapping[int, int]
     functions: Mapping[int, tuple[int, int]]
-    copies: Mapping[int, int]
 
     def alive(self, keys: Iterable[int], count: int) -> list[int]:
         """Bytes of the buffers `keys` during every one of `count` nodes. Others are counted elsewhere.
@@ -56,9 +53,6 @@ class Buffers:
             if begin <= end:
                 change[begin] += self.nbytes[key]
                 change[end + 1] -= self.nbytes[key]
-        for at, nbytes in self.copies.items():
-            change[at] += nbytes
-            change[at + 1] -= nbytes
         return list(itertools.accumulate(change))[:count]
 
 
@@ -82,16 +76,7 @@ def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     nbytes |= dict.fromkeys(_in_registers(kernels, readers) - held, 0)
     ends = {key: {k for k in readers[key] if kernels.at[k] == last[key]} for key in first.keys() - held}
     in_place = _in_place(kernels, ends, nbytes, donated)
-    copies = {kernels.at[k]: copied for i, copied in _copied_out(kernels) for k in kernels.inside[i]}
-    return Buffers(first, last, read_first, read_last, nbytes, held, in_place, kernels.functions(), copies)
-
-
-def _copied_out(kernels: Kernels) -> Iterable[tuple[int, int]]:
-    """The matrix products, with the bytes of the expanded matrices that each reads."""
-    for i, node in enumerate(kernels.nodes):
-        if operator_of(node) in PRODUCTS:
-            read = (t for source in node.all_input_nodes if (t := tensor_of(source)) is not None)
-            yield i, sum(count(t) * t.itemsize for t in read if has_expanded_matrices(t))
+    return Buffers(first, last, read_first, read_last, nbytes, held, in_place, kernels.functions())
 
 
 def _in_registers(kernels: Kernels, readers: Mapping[int, set[int]]) -> frozenset[int]:

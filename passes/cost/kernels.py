@@ -310,9 +310,3 @@ def is_on_cpu(node: fx.Node) -> bool:
 def count(tensor: torch.Tensor) -> int:
     """Elements of a tensor."""
     return int(hint(tensor.numel()))
-
-
-def has_expanded_matrices(tensor: torch.Tensor) -> bool:
-    """Whether several elements of a row or of a column are one in memory, by a stride of 0."""
-    size, stride = _hints(tensor)
-    return any(n > 1 and step == 0 for n, step in zip(size[-2:], stride[-2:], strict=True))

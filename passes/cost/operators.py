@@ -32,7 +32,6 @@ _INLINED = frozenset(
 REDUCTIONS = frozenset(
     {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
 )
-PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 # A loop of its own: neither inlined into readers nor a library call.
 LOOPS = REDUCTIONS | {prims.inductor_random, aten._unsafe_masked_index_put_accumulate}
 

@@ -81,7 +81,7 @@ def test_expanded_stores_the_row() -> None:
     check(
         toys.expanded,
         """\
-mm       256 B  offload  store>mm release>t_1 load<sum_3 wait<cos            [mm]
+mm       256 B  offload  store>mm release>bmm load<bmm_2 wait<cos            [mm]
 sigmoid   32 B  offload  store>sigmoid release>bmm load<expand_2 wait<bmm_1  [sigmoid]
 sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2    [sin]""",
     )

@@ -128,17 +128,6 @@ def test_what_is_counted_elsewhere_takes_the_place_of_what_it_overwrites() -> No
     assert found.alive([keys["mm"]], len(nodes))[at - 1 : at + 1] == [nbytes, 0]  # type: ignore[list-item]
 
 
-def test_an_expanded_matrix_is_copied_out_for_each_product() -> None:
-    """The gradient of a sum is a number in the place of every element. Two products read it, one behind the other."""
-    graph = make_fx(lambda x, g: (g.expand(64, 32) @ x, x @ g.expand(64, 32)), tracing_mode="fake")(
-        torch.randn(32, 64), torch.randn(())
-    ).graph
-    nodes, nbytes = list(graph.nodes), 64 * 32 * 4
-    found = buffers(Kernels(graph))
-    assert {nodes[at].name: each for at, each in found.copies.items() if each} == {"mm": nbytes, "mm_1": nbytes}
-    assert found.alive([], len(nodes)) == [nbytes if n.name in ("mm", "mm_1") else 0 for n in nodes]
-
-
 def places(loops: dict[int, Loop]) -> dict[int, int]:
     return fuse(loops).places()
 
