@@ -7,13 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ssd_fx.options import Options
+from ssd_fx.options import TIERS, Options
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.account import Account
 from ssd_fx.runtime.adapt.habits import Habits
 from ssd_fx.runtime.adapt.residency import Peak, Residency
 from ssd_fx.runtime.adapt.runs import Runs
-from ssd_fx.runtime.config import TIERS
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
@@ -90,9 +89,8 @@ class Store:
         """
         started = now()
         if tier and tier not in TIERS:
-            raise ValueError(
-                f"a store of slot {slot} of graph {graph!r} names tier {tier!r}; right would be one of {TIERS}"
-            )
+            right = f"right would be one of {tuple(sorted(TIERS))}"
+            raise ValueError(f"a store of slot {slot} of graph {graph!r} names tier {tier!r}; {right}")
         GUARD.drain()
         self._look()
         base.check_device(self.engine, x.device)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 from typing_extensions import assert_never
 
+from ssd_fx.passes.axis import CHOICES, Choice, Step
 from ssd_fx.passes.cost.machine import Machine, dtype_name
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.marks import forced, prefers_offload
@@ -25,7 +26,7 @@ from ssd_fx.passes.planner.place import free_bytes
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.planner.step import computed_again, model
-from ssd_fx.passes.schedule import CHOICES, EMPTY, Choice, Replay, Schedule, Step, Trip
+from ssd_fx.passes.schedule import EMPTY, Replay, Schedule, Trip
 
 LISTED = 3  # groups that an error names
 

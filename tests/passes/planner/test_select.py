@@ -6,12 +6,12 @@ import pickle
 
 import pytest
 
+from ssd_fx.passes.axis import Choice
 from ssd_fx.passes.decide import decide
 from ssd_fx.passes.plan import Keep, replay_of
 from ssd_fx.passes.planner.budget import solve_for
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.planner.step import model
-from ssd_fx.passes.schedule import Choice
 from tests.passes import toys
 
 
