@@ -101,9 +101,9 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
     """Keeps loops that do not read each other from being fused if they are far apart (`are_apart`).
 
     The two would run at the earlier place. What the later one writes, and all that it needs, would be alive from there
-    on. Inductor itself refuses pairs that are 64 kernels apart.
+    on. Inductor itself refuses pairs that are 64 kernels apart. Our nodes are no calls: the plan fuses without them.
     """
-    calls = sorted(n.min_order for n in nodes if isinstance(n, ExternKernelSchedulerNode))
+    calls = sorted(n.min_order for n in nodes if isinstance(n, ExternKernelSchedulerNode) and not is_ours(n))
     again = {n.get_name() for n in nodes if RECOMPUTED in getattr(getattr(n.node, "origin_node", None), "meta", ())}
     scheduler = nodes[0].scheduler
     are_long_distant = scheduler.are_long_distant_nodes
