@@ -27,8 +27,7 @@ def _on_demand(types: Sequence[str], source: str) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         if not built:
-            # At -O3 it takes twice as long; a test's tensors are small, and vectors are written out in the source.
-            built.append(CppPythonBindingsCodeCache.load_pybinding(list(types), source, extra_flags=("-O1",)))
+            built.append(CppPythonBindingsCodeCache.load_pybinding(list(types), source))
         return built[0](*args)
 
     return call
