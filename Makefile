@@ -97,7 +97,7 @@ loops: $(STAMP)
 
 # The pages that the code makes; tests compare them.
 pages: $(STAMP)
-	$(PY) -m ssd_fx.report.options > docs/options.md
+	$(PY) docs/options.py > docs/options.md
 	$(PY) examples/excerpts.py --write
 
 # A link that leads nowhere, or a page in no part of the navigation, fails. Needs no network but for the packages.

@@ -1,4 +1,5 @@
-"""The models of the benchmarks: the example's GPT, a BERT encoder with masked-LM loss, a T5 encoder-decoder, a Llama.
+"""The models of the benchmarks: the example's GPT, a BERT encoder with masked-LM loss, a T5 encoder-decoder, a Llama,
+and one for long rows.
 
 All are transformers of equal layers, with the norm first, on bytes of a text, and return their loss: one graph is one
 step. They are written for what they cost, so sizes are those of the originals, and what only changes results is left
@@ -19,12 +20,15 @@ import torch  # noqa: E402 - with the lines around it
 import torch.nn.functional as F  # noqa: E402
 import train_gpt as train_gpt  # noqa: E402 - found through the path above; the benchmarks take it from here
 from torch import Tensor, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-Family = Literal["gpt", "bert", "t5", "llama"]
-FAMILIES: tuple[Family, ...] = ("gpt", "bert", "t5", "llama")
+Family = Literal["gpt", "bert", "t5", "llama", "long"]
+FAMILIES: tuple[Family, ...] = ("gpt", "bert", "t5", "llama", "long")
 GROUPED = 4  # heads of queries for one of keys and values, as in Llama 3
 MASKED = 0.15  # of BERT's tokens (Devlin et al. 2018)
 IGNORED = -100  # of cross_entropy: a target that does not count
+PIECE = 2048  # tokens whose logits exist at once
+WORDS = 128_256  # of Llama 3
 
 
 class Attention(nn.Module):
@@ -147,15 +151,16 @@ def _turned(x: Tensor) -> Tensor:
 
 
 class LlamaLayer(nn.Module):
-    """Its attention, and an MLP of four times the width behind a gate. No dropout."""
+    """Its attention, and an MLP of `wider` times the width behind a gate. No dropout."""
 
-    def __init__(self, shape: train_gpt.Shape) -> None:
+    def __init__(self, shape: train_gpt.Shape, wider: float) -> None:
         super().__init__()
         self.norm, self.mlp_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
         self.attention = Rotated(shape)
-        self.gate = nn.Linear(shape.width, 4 * shape.width, bias=False)
-        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
-        self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
+        between = int(wider * shape.width)
+        self.gate = nn.Linear(shape.width, between, bias=False)
+        self.up = nn.Linear(shape.width, between, bias=False)
+        self.down = nn.Linear(between, shape.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x), cos, sin)
@@ -169,6 +174,7 @@ class Llama(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    wider = 4.0
 
     def __init__(self, shape: train_gpt.Shape, vocabulary: int) -> None:
         super().__init__()
@@ -177,18 +183,36 @@ class Llama(nn.Module):
         self.register_buffer("cos", turns.cos())
         self.register_buffer("sin", turns.sin())
         self.tokens = nn.Embedding(vocabulary, shape.width)
-        self.blocks = nn.ModuleList(LlamaLayer(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(LlamaLayer(shape, self.wider) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(inputs)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        logits = F.linear(self.norm(x), self.tokens.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return self.loss(self.norm(x).flatten(0, 1), targets.flatten())
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, self.tokens.weight).float(), targets)
 
 
-MODELS = {"bert": Bert, "t5": T5, "llama": Llama}
+class Long(Llama):
+    """For long rows: an MLP as wide as in Llama 3's 8B, and a loss in pieces, whose logits are computed again in the
+    backward, so that those of `PIECE` tokens exist at once."""
+
+    wider = 3.5
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        total = torch.zeros((), device=x.device)
+        for part, wanted in zip(x.split(PIECE), targets.split(PIECE), strict=True):
+            total = total + checkpoint(self._sum, part, wanted, use_reentrant=False)
+        return total / len(targets)
+
+    def _sum(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, self.tokens.weight).float(), targets, reduction="sum")
+
+
+MODELS = {"bert": Bert, "t5": T5, "llama": Llama, "long": Long}
 
 
 def make(family: Family, shape: train_gpt.Shape, vocabulary: int) -> nn.Module:

@@ -63,6 +63,7 @@ def table(pairs: list[dict[str, Step]]) -> list[tuple[str, str, str]]:
         ("  of it I/O threads (10 ms ticks), ms", "-", f"{statistics.median(io) * 1e3:.1f}" if io else "unknown"),
         row("stall: the step waited for the disk", "stall_s", "ms", 1e3, both=False),
         highest("peak live tensors above the level before", "peak_bytes"),
+        highest("most memory of the process", "resident_peak_bytes"),
         row("saved activations", "saved_bytes", "MiB", 1 / MIB, both=False),
         ("  offloaded", "-", share),
         row("written per step", "written_bytes", "MiB", 1 / MIB, both=False),

@@ -48,8 +48,8 @@ EARLY = "-v --tb=short --maxfail=5"  # reasons are printed at the end, which mus
 
 
 def long(name: str, layers: int, tokens: int, ways: str) -> Part:
-    """Long context: layers as wide as Llama 3's 8B, one row."""
-    shape = f"--family llama --layers {layers} --width 4096 --heads 32 --batch 1 --seq {tokens}"
+    """Long context: layers of Llama 3's 8B with its words, one row. benchmarks/long_context.py predicts it."""
+    shape = f"--family long --layers {layers} --width 4096 --heads 32 --batch 1 --seq {tokens}"
     command = f"{LARGE} --name long-{name} {shape} --warmup 2 --rounds 5 --seconds 30 --ways {ways}"
     what = f"{layers} layers of width 4,096 with grouped queries, {tokens:,} tokens"
     return Part(f"long-{name}", what, 290, (command,), False, "", FEW)

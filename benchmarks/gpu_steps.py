@@ -50,7 +50,8 @@ class Training:
         torch.manual_seed(flags.seed)
         shape = train_gpt.Shape(flags.layers, flags.width, flags.heads, flags.seq, flags.dropout)
         with self.device:  # a wide model takes minutes to initialise on the CPU
-            self.model = families.make(flags.family, shape, train_gpt.VOCABULARY)
+            words = families.WORDS if flags.family == "long" else train_gpt.VOCABULARY
+            self.model = families.make(flags.family, shape, words)
         if flags.bfloat16:
             self.model.bfloat16()
         self.compiled: Callable[..., Any] = self.model

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from ssd_fx.options import Tier
+from ssd_fx.passes.axis import Item
 from ssd_fx.passes.groups import AliasGroup
-from ssd_fx.passes.schedule import EMPTY, Item, Replay, Schedule, Span
+from ssd_fx.passes.schedule import EMPTY, Interval, Replay, Schedule
 
 if TYPE_CHECKING:
     from ssd_fx.passes.partition import Partition
@@ -38,7 +40,7 @@ class Offload:
     could stay resident under a budget of bytes.
     """
 
-    tier: Literal["host", "ssd", ""] = ""
+    tier: Tier | Literal[""] = ""
     binding: bool = False
 
 
@@ -65,7 +67,7 @@ class Mark:
 
     decision: Literal["keep", "offload", "prefer_offload", "recompute"]
     reason: str
-    tier: Literal["host", "ssd", ""] = ""
+    tier: Tier | Literal[""] = ""
     itself: bool = True
 
 
@@ -193,7 +195,7 @@ class Plan:
         """Bytes of all storages that stay in memory between forward and backward."""
         return self.saved_bytes - self.offloaded_bytes
 
-    def times(self, slot: int) -> dict[str, Span]:
+    def times(self, slot: int) -> dict[str, Interval]:
         """What is predicted of a group that can be offloaded: begin and end in seconds from the start of the step.
 
         `store`: it is produced. `release`: the forward reads it no more, and may wait for its write. `wait`: the step

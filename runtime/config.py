@@ -6,11 +6,10 @@ from dataclasses import fields
 from typing import Any
 from urllib.parse import quote, unquote
 
-from ssd_fx.options import RUNTIME, Options, noted
+from ssd_fx.options import RUNTIME, TIERS, Options, noted
 from ssd_fx.ranks import Ranks
 from ssd_fx.runtime.codec import CODECS
 
-TIERS = ("host", "ssd")
 _KNOWN = [name for name, notes in noted().items() if RUNTIME in notes]
 _TYPES: dict[str, Any] = {f.name: type(f.default) for f in fields(Options)}
 _TYPES |= {"dirs": list, "compression": dict, "ranks": int}  # in JSON
@@ -61,7 +60,7 @@ def _checked(key: str, value: Any) -> Any:
     if key == "compression":
         for tier, codec in value.items():
             if tier not in TIERS or codec not in CODECS:
-                right = f"tiers are {list(TIERS)}, codecs {list(CODECS)}"
+                right = f"tiers are {sorted(TIERS)}, codecs {list(CODECS)}"
                 raise ValueError(f"compression {codec!r} of tier {tier!r} is not known; {right}")
         return tuple(sorted(value.items()))
     return Ranks(count=value) if key == "ranks" else value

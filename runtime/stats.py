@@ -10,7 +10,6 @@ from typing import Literal
 from ssd_fx.runtime import stats_text, trace
 from ssd_fx.runtime.engines import registry
 from ssd_fx.runtime.step_clock import StepClock
-from ssd_fx.runtime.trace import Event
 from ssd_fx.runtime.wear import DAY_S, rated_days
 
 CHECKPOINT = "checkpoint"  # what `ssd_fx.checkpoint` counts as a graph: with the number of the call in its step
@@ -169,7 +168,7 @@ class Counters(GraphStats):
         self.offloaded_bytes += offloaded_bytes
         self.forward_seq = -1
 
-    def node(self, event: Event) -> None:
+    def node(self, event: trace.Event) -> None:
         """Counts an operator that ended, but for the one that begins a forward."""
         forward = event.kind in ("store", "release")
         self.waited("write" if forward else "read", event.slot, event.waited)
@@ -249,7 +248,7 @@ def counters(graph: str) -> Counters:
     return found if found is not None else _graphs.setdefault(graph, Counters())
 
 
-def record(event: Event) -> None:
+def record(event: trace.Event) -> None:
     """Counts an operator that ended, and notes it down for the trace."""
     counters(event.graph).node(event)
     trace.record(event)

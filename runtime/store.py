@@ -7,13 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ssd_fx.options import Options
+from ssd_fx.options import TIERS, Options
 from ssd_fx.runtime import entries, errors, stats, trace
 from ssd_fx.runtime.account import Account, when_steady
 from ssd_fx.runtime.adapt.habits import Habits
 from ssd_fx.runtime.adapt.residency import Peak, Residency
 from ssd_fx.runtime.adapt.runs import Runs
-from ssd_fx.runtime.config import TIERS
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
 from ssd_fx.runtime.engines import base, registry
@@ -50,7 +49,7 @@ class Store:
         self.reader = Reader(self.engine, self.ledger, self.writer)
         self.account = self._account(config) if config.memory else None
         window = 0 if config.memory else config.prefetch
-        self.prefetcher = Prefetcher(self.reader, self.ledger, self.runs, window, self._spare)
+        self.prefetcher = Prefetcher(self.reader, self.ledger, self.runs, window, self._spare, config.resident)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
     def begin(self, graph: str, saved_bytes: int, device: torch.device, step: int) -> None:
@@ -94,9 +93,8 @@ class Store:
         """
         started = now()
         if tier and tier not in TIERS:
-            raise ValueError(
-                f"a store of slot {slot} of graph {graph!r} names tier {tier!r}; right would be one of {TIERS}"
-            )
+            right = f"right would be one of {tuple(sorted(TIERS))}"
+            raise ValueError(f"a store of slot {slot} of graph {graph!r} names tier {tier!r}; {right}")
         GUARD.drain()
         self._look()
         base.check_device(self.engine, x.device)

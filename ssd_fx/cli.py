@@ -1,10 +1,8 @@
 """The command `ssd-fx`.
 
 ssd-fx doctor /mnt/nvme        versions, compiler, drives, rates, wear and limits, each with what to do
-ssd-fx bench /mnt/nvme         what a step of a small GPT costs with and without ssd_fx on this drive
 ssd-fx calibrate /mnt/nvme     measure the rates that plans are made for, and keep them in the cache directory
 ssd-fx fit script.py           what a step of a training script needs, under several budgets, without training
-ssd-fx project --model megatron-18b   bytes, rates, life and cost of drives for a model, by formulas
 ssd-fx explain script.py       the report of a training script, before it trains
 ssd-fx report trace.json       the report of a run, from the trace that it wrote
 """
@@ -21,15 +19,14 @@ from typing import NoReturn
 
 import ssd_fx
 from ssd_fx import explain_script, fit, script
-from ssd_fx.command import bench, calibrating, doctor
+from ssd_fx.command import calibrating, doctor
 from ssd_fx.config import Config
-from ssd_fx.projection import command as projection
 from ssd_fx.refusal import Refused, refusing
 from ssd_fx.report import command as report
 
 # Each has add(commands), which names its run(flags).
-COMMANDS = (doctor, bench, calibrating, fit, explain_script, report, projection)
-_NO_OPTIONS = ("project", "report")  # commands that look at no option of the environment
+COMMANDS = (doctor, calibrating, fit, explain_script, report)
+_NO_OPTIONS = ("report",)  # commands that look at no option of the environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:

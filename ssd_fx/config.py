@@ -19,12 +19,11 @@ import torch
 
 from ssd_fx import versions
 from ssd_fx.compat import list_options
-from ssd_fx.options import Options, noted
+from ssd_fx.options import TIERS, Options, noted
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.policy import Policy
 from ssd_fx.ranks import Ranks, parse_ranks
 from ssd_fx.runtime.codec import CODECS
-from ssd_fx.runtime.config import TIERS
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.sizes import parse_budget, parse_bytes, parse_memory, parse_positive, parse_share, parse_tbw
 
@@ -153,7 +152,7 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(given, Mapping) or not all(t in TIERS and c in CODECS for t, c in given.items()):
         raise ValueError(
             f"option {name}={value!r} is no compression; right would be one of {', '.join(map(repr, CODECS))}, or one "
-            f"for each tier such as 'host=bitpack,ssd=fp8' (tiers: {', '.join(TIERS)})"
+            f"for each tier such as 'host=bitpack,ssd=fp8' (tiers: {', '.join(sorted(TIERS))})"
         )
     return tuple(sorted(given.items()))
 

@@ -10,7 +10,6 @@ their forwards one after the other, and then their backwards in the reverse orde
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import warnings
@@ -30,8 +29,9 @@ from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
 from ssd_fx.passes.plan import Plan, replay_of
-from ssd_fx.passes.proposals import GAIN, cut, decide_for_all
+from ssd_fx.passes.proposals import cut, decide_for_all
 from ssd_fx.report.budgets import MEMORY, Estimate, Prediction
+from ssd_fx.report.figures import highest
 from ssd_fx.report.limit import largest_at
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
@@ -103,12 +103,14 @@ def of_call(
     look_at: Callable[[Look[Any]], Any] = partial(surveyed, model, call, **settings)
     found: Found = look_at(asked.look)
     layers = layers_of(model) if asked.rivals else []
-    step = Step([found], found.input_bytes, optimizers, fake.batch_of(call), layers, lambda: [look_at(kept)], settings)
+    step = FoundStep(
+        [found], found.input_bytes, optimizers, fake.batch_of(call), layers, lambda: [look_at(kept)], settings
+    )
     return asked.table(step)
 
 
 @dataclass(frozen=True)
-class Step:
+class FoundStep:
     """A training step that runs some graphs, one after the other, and has not run.
 
     runs: what was found of each graph. input_bytes: of parameters, buffers and inputs. optimizers: whose state counts.
@@ -147,7 +149,7 @@ class Asked:
         """Finds in a joint graph what the table needs."""
         return partial(plans_for, self.budgets, SHARES if self.rivals else ())
 
-    def table(self, step: Step) -> Estimate:
+    def table(self, step: FoundStep) -> Estimate:
         """What the step would need."""
         config = check_options(step.settings.get("options"))
         memory = config.memory if self.memory is None and isinstance(config.memory, int) else self.memory
@@ -155,9 +157,7 @@ class Asked:
         there = step.input_bytes + state
         rows = tuple(_prediction(each, [run.plans[i] for run in runs], there) for i, each in enumerate(self.budgets))
         if memory is not None:
-            shares = [i for i, budget in enumerate(self.budgets) if isinstance(budget, float)]
-            known = [[run.lowest for run in runs], *([run.plans[i] for run in runs] for i in shares)]
-            rows += _fastest_within(memory - there, known, there)
+            rows += _within(memory - there, [run.lowest for run in runs], there)
         others, note = _rivals(step, there) if self.rivals else ((), "")
         counts = Counter(run.own.graph for run in runs)
         highest = max(runs, key=lambda run: replay_of(run.lowest).peak)
@@ -177,7 +177,7 @@ class Asked:
         )
 
 
-def _rivals(step: Step, there: int) -> tuple[tuple[Prediction, ...], str]:
+def _rivals(step: FoundStep, there: int) -> tuple[tuple[Prediction, ...], str]:
     """What needs no drive, and a note about it. `there`: bytes that are there before the step."""
     plans, note = _under_checkpoints(step.layers, step.kept)
     first = [_prediction(CHECKPOINT, plans, there)] if plans else []
@@ -254,41 +254,31 @@ def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, 
     return Found(own.plan, input_bytes, plans, lowest, alone, options.source, largest)
 
 
-def _fastest_within(room: int, known: Sequence[Sequence[Plan]], there: int) -> tuple[Prediction, ...]:
-    """What the option `memory` comes to; nothing if not even the first of the `known` plans fit, for budget 0.
+def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, ...]:
+    """What the option `memory` makes of the plans for budget 0; nothing if not even those fit.
 
-    `room`: of the limit, above the level before the step, where there are `there` bytes. The first steps have the
-    plans for budget 0. If a looser one that fits gains enough, the plan is made again (`ssd_fx/again.py`).
+    `room`: of the limit, above the level before the step, where there are `there` bytes. What the plans leave of it
+    stays in memory and is not written, and what that would cost is saved in proportion.
     """
-    first, *others = [_within(room, plans, there) for plans in known]
-    fastest = min((row for row in others if row is not None), key=lambda row: row.step_s, default=None)
-    if first is None:
-        return ()
-    return (first if fastest is None or fastest.step_s > (1 - GAIN) * first.step_s else fastest,)
-
-
-def _within(room: int, plans: Sequence[Plan], there: int) -> Prediction | None:
-    """What becomes of some plans, where so much room is known; None if they do not fit.
-
-    What they leave of it stays in memory and is not written, and what that would cost is saved in proportion.
-    """
-    found, row = [replay_of(plan) for plan in plans], _prediction(MEMORY, plans, there)
-    everything = _highest([plan.saved_bytes for plan in plans], [each.step.everything for each in found])
+    found, row = [replay_of(plan) for plan in lowest], _prediction(MEMORY, lowest, there)
+    everything = highest([each.step.everything for each in found], [plan.saved_bytes for plan in lowest])
     stays = min(room, max(everything, row.peak_bytes)) - row.peak_bytes
     if stays < 0:
-        return None
+        return ()
     written = max(0, row.written_bytes - stays)
     share = written / row.written_bytes if row.written_bytes else 0.0
     saved = (1 - share) * (row.stall_s + math.fsum(each.transfer_s for each in found))
     peak = row.peak_bytes + stays
-    return replace(
-        row,
-        peak_bytes=peak,
-        memory_bytes=peak + there,
-        step_s=row.step_s - saved,
-        stall_s=share * row.stall_s,
-        written_bytes=written,
-        limit_bytes=room,
+    return (
+        replace(
+            row,
+            peak_bytes=peak,
+            memory_bytes=peak + there,
+            step_s=row.step_s - saved,
+            stall_s=share * row.stall_s,
+            written_bytes=written,
+            limit_bytes=room,
+        ),
     )
 
 
@@ -339,9 +329,9 @@ def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Predictio
     found = [replay_of(plan) for plan in plans]
     last = plans[-1].limits
     stays, saved = ([getattr(p, name) for p in plans] for name in ("kept_bytes", "saved_bytes"))
-    peak = _highest(stays, [each.peak for each in found])
-    limit = _highest(stays, [int(plan.limits.memory) for plan in plans])
-    everything = _highest(saved, [each.step.everything for each in found])
+    peak = highest([each.peak for each in found], stays)
+    limit = highest([int(plan.limits.memory) for plan in plans], stays)
+    everything = highest([each.step.everything for each in found], saved)
     filled = limit if last.shared else peak  # the runtime fills a budget in bytes
     whole = max(peak, min(filled + last.resident, everything))
     return Prediction(
@@ -352,12 +342,6 @@ def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Predictio
         compute_s=math.fsum(each.compute_s for each in found),
         stall_s=math.fsum(each.write_stall_s + each.read_stall_s for each in found),
         written_bytes=max(sum(each.written for each in found) - last.shared - last.resident, 0),
-        floor_bytes=_highest(stays, [replay_of(plan.origin).step.floor for plan in plans]),
+        floor_bytes=highest([replay_of(plan.origin).step.floor for plan in plans], stays),
         limit_bytes=limit,
     )
-
-
-def _highest(stays: Sequence[int], peaks: Sequence[int]) -> int:
-    """The highest of the `peaks` of graphs, each above what those before it leave in memory."""
-    levels = itertools.accumulate(stays, initial=0)
-    return max(level + peak for level, peak in zip(levels, peaks, strict=False))

@@ -15,7 +15,7 @@ from ssd_fx.backend import NAME, check_options, compile_graph
 from ssd_fx.report.dump import Explanation
 from ssd_fx.report.model import GraphReport, step_of
 from ssd_fx.report.report import Report, made
-from ssd_fx.report.step import measured
+from ssd_fx.report.timeline import measured
 from ssd_fx.runtime import entries, plans, trace
 from ssd_fx.runtime import stats as counts
 from ssd_fx.runtime.stats import stats

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from ssd_fx import fake
-from ssd_fx.estimate import BUDGETS, Asked, Step, of_call, parsed_batch
+from ssd_fx.estimate import BUDGETS, Asked, FoundStep, of_call, parsed_batch
+from ssd_fx.hardware import DRIVES, MACHINES, Hardware
 from ssd_fx.passes.plan import Plan
-from ssd_fx.projection.presets import DRIVES, MACHINES, Hardware, rates
 from ssd_fx.refusal import refusing
 from ssd_fx.report.budgets import Estimate
 from ssd_fx.rivals import kept, layers_of
@@ -75,7 +75,7 @@ def run(flags: argparse.Namespace) -> int:
         there = _elsewhere(flags)
     options: Mapping[str, Any] = {}
     if there is not None:
-        options = {"machine": rates(there.device, there.drives)}
+        options = {"machine": there.rates()}
         memory, rated = round(there.device.memory_gib * 2**30), there.drives.rated_tb
         asked = replace(asked, memory=asked.memory or memory, drive_tbw=asked.drive_tbw or rated)
     with refusing(1):
@@ -92,7 +92,7 @@ def _of_script(step: TrainingStep, asked: Asked) -> Estimate:
     """The table of the step of a script: as `ssd_fx.estimate` of a call."""
     first = step.calls[0]
     table = asked.table(
-        Step(
+        FoundStep(
             step.runs,
             sum(storage.nbytes() for storage in step.inputs.values()),
             step.optimizers,
@@ -148,9 +148,9 @@ def _elsewhere(flags: argparse.Namespace) -> Hardware | None:
 
 
 def _told(machine: Hardware) -> str:
-    rates_, drives = rates(machine.device, machine.drives), machine.drives
+    rates, drives = machine.rates(), machine.drives
     return (
-        f"planned for {machine.device.name}: {rates_['flops'] / 1e12:.0f} TFLOP/s in 16 bits, memory "
-        f"{rates_['memory_bw'] / 1e9:.0f} GB/s;\n{drives.count:g} x {drives.drive.name}: write "
-        f"{rates_['write_bw'] / 1e9:g} GB/s, read {rates_['read_bw'] / 1e9:g} GB/s; docs/projection.md has the sources"
+        f"planned for {machine.device.name}: {rates['flops'] / 1e12:.0f} TFLOP/s in 16 bits, memory "
+        f"{rates['memory_bw'] / 1e9:.0f} GB/s;\n{drives.count:g} x {drives.drive.name}: write "
+        f"{rates['write_bw'] / 1e9:g} GB/s, read {rates['read_bw'] / 1e9:g} GB/s; docs/projection.md has the sources"
     )

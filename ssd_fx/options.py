@@ -16,13 +16,17 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from ssd_fx.policy import Policy
 from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive
 
 PLAN, RUNTIME = "plan", "runtime"
 """Who reads an option, besides the front door."""
+
+Tier = Literal["ssd", "host"]
+TIERS: tuple[Tier, Tier] = ("ssd", "host")
+"""Where what is offloaded goes: to the drives, or to host memory beside a device's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from tests.runtime.fake_gpu import FakeGpu, installed
 CPU = torch.device("cpu")
 ONES = torch.ones(2, 2)
 COMPUTE = {"flops": 2e11, "memory_bw": 2e10, "kernel_s": 1e-5}
-DISK = transfers.Disk(write_bw=1.5e9, read_bw=1e9, latency_s=1e-4, drag_s_per_byte=1e-10)
+DISK = {"write_bw": 1.5e9, "read_bw": 1e9, "latency_s": 1e-4, "drag_s_per_byte": 1e-10}
 
 
 def forget() -> None:
@@ -67,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
         made.compute += 1
         return made.rates
 
-    def disk(self: transfers.Transfers) -> transfers.Disk:
+    def disk(self: transfers.Transfers) -> dict[str, float]:
         made.disk += 1
         self.engine.close()
         if made.error:
@@ -75,7 +74,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
         return DISK
 
     monkeypatch.setattr(rates.Compute, "rates", compute)
-    monkeypatch.setattr(transfers.Transfers, "measure", disk)
+    monkeypatch.setattr(transfers.Transfers, "rates", disk)
     monkeypatch.setattr(calibrate, "node_s", lambda config, device: 1e-4)
     forget()
     yield made
@@ -463,10 +462,10 @@ def test_transfers_are_measured_and_leave_no_trace(
     monkeypatch.setattr(transfers, "_TRANSFER_BYTES", 2**20)
     monkeypatch.setattr(transfers, "_TRANSFERS", 4)
     config = Options(dirs=(str(tmp_path),), engine=engine)
-    found = transfers.Transfers(config, CPU).measure()
-    assert 1e6 < found.write_bw < 1e12
-    assert 1e6 < found.read_bw < 1e12
-    assert 0 <= found.drag_s_per_byte < 1e-6
+    found = transfers.Transfers(config, CPU).rates()
+    assert 1e6 < found["write_bw"] < 1e12
+    assert 1e6 < found["read_bw"] < 1e12
+    assert 0 <= found["drag_s_per_byte"] < 1e-6
     assert (ssd_fx.stats().stores, ssd_fx.stats().disk_bytes, trace.events()) == (0, 0, [])
     assert list(tmp_path.iterdir()) == []
 
@@ -595,9 +594,9 @@ def test_transfers_of_a_device_take_the_time_of_its_events(monkeypatch: pytest.M
     """Nobody on the host knows when one ended before it looks."""
     with installed(1) as gpu:
         monkeypatch.setattr(torch, "full", lambda size, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
-        found = transfers.Transfers(Options(engine="memory"), CPU).measure()
-    assert found.write_bw == pytest.approx(transfers._TRANSFER_BYTES / 1.5e-3, rel=0.01)
-    assert found.read_bw == pytest.approx(transfers._TRANSFER_BYTES / 1.5e-3, rel=0.01)
+        found = transfers.Transfers(Options(engine="memory"), CPU).rates()
+    assert found["write_bw"] == pytest.approx(transfers._TRANSFER_BYTES / 1.5e-3, rel=0.01)
+    assert found["read_bw"] == pytest.approx(transfers._TRANSFER_BYTES / 1.5e-3, rel=0.01)
 
 
 def test_what_the_host_does_costs_a_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -605,8 +604,8 @@ def test_what_the_host_does_costs_a_device_nothing(monkeypatch: pytest.MonkeyPat
     with installed(1) as gpu:
         monkeypatch.setattr(torch, "full", lambda size, *_, **__: gpu.empty(size, (1,), torch.uint8, CPU))
         monkeypatch.setattr(transfers.Transfers, "_start", slowly(transfers.Transfers._start))
-        found = transfers.Transfers(Options(engine="memory"), CPU).measure()
-    assert found.drag_s_per_byte == 0.0
+        found = transfers.Transfers(Options(engine="memory"), CPU).rates()
+    assert found["drag_s_per_byte"] == 0.0
 
 
 def slowly(start: Any) -> Any:
@@ -662,7 +661,7 @@ def test_measuring_is_on_the_device_that_is_measured(
             where.append(("disk", gpu.entered))
             return DISK
 
-        monkeypatch.setattr(transfers.Transfers, "measure", measure)
+        monkeypatch.setattr(transfers.Transfers, "rates", measure)
         monkeypatch.setattr(calibrate, "host_copies", lambda device: {})
         calibrate.calibrated(config_for(tmp_path), CPU)
     assert where == [("compute", True), ("disk", True)]
@@ -676,7 +675,7 @@ def test_a_device_without_a_number_is_the_caller_s(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(calibrate, "_compute", lambda device: seen.append(device) or COMPUTE)
-    monkeypatch.setattr(calibrate, "_disk", lambda config, device: seen.append(device) or asdict(DISK))
+    monkeypatch.setattr(calibrate, "_disk", lambda config, device: seen.append(device) or DISK)
     monkeypatch.setattr(calibrate.streams, "of", lambda device: None)
     machine = calibrate.calibrated(config_for(tmp_path), torch.device("cuda"))
     assert seen == [torch.device("cuda", 3)] * 2
@@ -705,7 +704,7 @@ def test_no_memory_to_measure_with_is_not_the_end(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(rates.Compute, "memory_bw", full)
     monkeypatch.setattr(timing.Clock, "typical", lambda self, work: 1.0)
-    monkeypatch.setattr(transfers.Transfers, "measure", lambda self: self.engine.close() or DISK)
+    monkeypatch.setattr(transfers.Transfers, "rates", lambda self: self.engine.close() or DISK)
     monkeypatch.setattr(calibrate, "node_s", lambda config, device: 1e-4)
     with pytest.warns(RuntimeWarning, match=r"could not measure how fast .* \(there is no memory for it: "):
         machine = calibrate.calibrated(config_for(tmp_path), CPU)

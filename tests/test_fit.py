@@ -15,7 +15,7 @@ import torch
 
 from ssd_fx import cli
 from ssd_fx.fake import LARGE_BYTES, FakeLarge
-from ssd_fx.projection import presets
+from ssd_fx.hardware import MACHINES
 
 TRAIN = """
 import sys, torch, ssd_fx
@@ -438,11 +438,11 @@ def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_rates_of_a_machine_that_is_not_here() -> None:
     """What passes the link limits its drives."""
-    machine = presets.MACHINES["4090"]
+    machine = MACHINES["4090"]
     many = replace(machine.drives, count=8)
-    assert presets.rates(machine.device, many)["write_bw"] == 31.5e9
-    for name, each in presets.MACHINES.items():
-        assert min(presets.rates(each.device, each.drives).values()) > 0, name
+    assert replace(machine, drives=many).rates()["write_bw"] == 31.5e9
+    for name, each in MACHINES.items():
+        assert min(each.rates().values()) > 0, name
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,6 @@ def _installed(wheel: Path, scratch: Path) -> str:
         [python, "-c", TRAINS, scratch / "drive"],
         [command, "fit", "train.py", "--budget", "0"],
         [command, "explain", "train.py"],
-        [command, "project", "--model", "megatron-18b"],
         [command, "doctor", scratch / "drive"],
     ):
         done = subprocess.run(words, cwd=scratch, env=environment, capture_output=True, text=True)

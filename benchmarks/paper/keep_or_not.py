@@ -12,8 +12,6 @@ from system import MIB
 from paper import text
 from paper.measure import Case, Result, Setup, measure_all
 from paper.part import Part
-from ssd_fx.projection.formulas import head_flops, layer_flops
-from ssd_fx.projection.scenario import Model
 
 LAYERS = 3
 KEEP, OFFLOAD, JOINT = "keep", "offload", "joint"
@@ -41,15 +39,10 @@ def _modes(setup: Setup, width: int, batch: int) -> Case:
 
 
 def _flops(setup: Setup, width: int, batch: int) -> float:
-    """Of forward and backward; what is recomputed does not count."""
-    shape = Model(
-        layers=LAYERS,
-        width=width,
-        heads=max(width // setup.head, 1),
-        sequence=setup.seq,
-        vocabulary=setup.vocabulary,
-    )
-    return 3 * (LAYERS * layer_flops(shape, batch) + head_flops(shape, batch))
+    """Of forward and backward; what is recomputed does not count. docs/projection.md, "2. Time", has the formulas."""
+    tokens = setup.seq * batch
+    layer = 24 * tokens * width**2 + 4 * tokens * setup.seq * width
+    return 3.0 * (LAYERS * layer + 2 * tokens * width * setup.vocabulary)
 
 
 def _measure(setup: Setup) -> Result:

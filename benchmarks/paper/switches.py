@@ -11,12 +11,13 @@ from unittest import mock
 
 from ssd_fx.passes import decide
 from ssd_fx.passes.alias import packing, storages
+from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.lowering import order
 from ssd_fx.passes.plan import Limits
 from ssd_fx.passes.planner import select
 from ssd_fx.passes.planner.replay import replay
-from ssd_fx.passes.schedule import Choice, Replay, Schedule, Step, Trip
+from ssd_fx.passes.schedule import Replay, Schedule, Trip
 
 
 def off(part: str) -> None:

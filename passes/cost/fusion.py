@@ -27,14 +27,18 @@ FARTHEST = 64
 # Library calls between two loops that do not read each other and are fused all the same: about those of a layer. This
 # limit is ours, and holds in Inductor too (`lowering/order.py`).
 CALLS_BETWEEN = 8
+# The same if the backward computes one of the two again, which is to happen late. The product for a gradient of weights
+# reads what is computed again, and stands before the loop that turns the other gradient back. To keep these two apart
+# would be to read their input twice.
+CALLS_BETWEEN_AGAIN = 1
 
 
 def are_apart(calls: int, again: bool) -> bool:
     """Whether two loops that do not read each other must not be fused, with so many library calls between them.
 
-    `again`: the backward computes one of them again by our choice, which is to happen late.
+    `again`: the backward computes one of them again by our choice.
     """
-    return calls > (0 if again else CALLS_BETWEEN)
+    return calls > (CALLS_BETWEEN_AGAIN if again else CALLS_BETWEEN)
 
 
 @dataclass(frozen=True, slots=True)

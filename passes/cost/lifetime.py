@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import fx
 
+from ssd_fx.passes.axis import Item
 from ssd_fx.passes.cost.footprint import both_buffers
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.schedule import Item
 
 
 def lifetime(partition: Partition, plan: Plan) -> Plan:

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 
-Tier = Literal["ssd", "host"]  # where what is offloaded goes: to the drives, or to host memory beside a device's own
-TIERS: tuple[Tier, Tier] = ("ssd", "host")
+from ssd_fx.options import Tier
+
 Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and a number, mostly flops/s
 HEAD_SIZES = (64, 128)  # of the two rates of attention that a machine has
 # One of our nodes on the host, where that was not measured: the wrapper's line, the dispatcher, the operator, waking an

@@ -15,13 +15,14 @@ import logging
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ssd_fx.compat import CustomGraphPass
+from ssd_fx.options import Tier
 from ssd_fx.passes.cost.kernels import hint
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint import modules
@@ -34,7 +35,7 @@ log = logging.getLogger("ssd_fx")
 ANNOTATION = "ssd_fx"  # in meta["custom"], where torch.fx.traceback.annotate puts it
 MARKS = "ssd_fx_marks"  # in node.meta: the names of the calls and policies that marked the storage
 KEEP = "ssd_fx.keep"
-OFFLOADS: dict[Literal["host", "ssd"] | None, str] = {  # by the tier asked for
+OFFLOADS: dict[Tier | None, str] = {  # by the tier asked for
     None: "ssd_fx.offload",
     "host": "ssd_fx.offload(tier='host')",
     "ssd": "ssd_fx.offload(tier='ssd')",

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 
-from ssd_fx.passes.cost.machine import TIERS, Machine
+from ssd_fx.options import TIERS
+from ssd_fx.passes.axis import Choice, Item, Step
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.replay import own_s
-from ssd_fx.passes.schedule import Choice, Item, Step
 
 
 def least_bytes(step: Step, limit: float, share_bytes: float) -> float:

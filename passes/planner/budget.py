@@ -14,11 +14,12 @@ import functools
 import math
 from dataclasses import dataclass
 
+from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.plan import Limits
 from ssd_fx.passes.planner.compare import TOLERANCE, better
 from ssd_fx.passes.planner.solve import BudgetError, solve
-from ssd_fx.passes.schedule import Choice, Replay, Step
+from ssd_fx.passes.schedule import Replay
 
 Budget = int | float | str | Limits
 AUTO = "auto"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ssd_fx.passes.schedule import Choice, Replay
+from ssd_fx.passes.axis import Choice
+from ssd_fx.passes.schedule import Replay
 
 TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
 # Of plans that take longer than the best by no larger share, the one that writes least is taken: among the plans of a

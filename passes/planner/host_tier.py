@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ssd_fx.passes.schedule import Choice, Replay, Step
+from ssd_fx.passes.axis import Choice, Step
+from ssd_fx.passes.schedule import Replay
 
 SWAPS = 4  # so many items are tried that could make room in host memory for another
 GONE = (Choice.OFFLOAD, Choice.DEFER)

@@ -21,9 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ssd_fx.passes.cost.machine import Machine, Tier
+from ssd_fx.options import TIERS, Tier
+from ssd_fx.passes.axis import Choice, Step
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.replay import again, first_uses
-from ssd_fx.passes.schedule import Choice, Replay, Schedule, Step, Trip
+from ssd_fx.passes.schedule import Replay, Schedule, Trip
 
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
 # is early costs some memory within the limit while one that is late costs a stall.
@@ -112,8 +114,7 @@ class Placer:
         """The order in which the writes end, and when their lanes have done each."""
         if not self.hosted:
             return self._lane_order("ssd", self.offloaded)
-        tiers: tuple[Tier, Tier] = ("ssd", "host")
-        orders = [self._lane_order(tier, [i for i in self.offloaded if self._tier(i) == tier]) for tier in tiers]
+        orders = [self._lane_order(tier, [i for i in self.offloaded if self._tier(i) == tier]) for tier in TIERS]
         return sorted(itertools.chain(*orders), key=self.written.__getitem__)
 
     def _lane_order(self, tier: Tier, offloaded: list[int]) -> list[int]:

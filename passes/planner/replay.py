@@ -17,8 +17,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ssd_fx.passes.cost.machine import TIERS, Machine, Tier
-from ssd_fx.passes.schedule import LOAD, RELEASE, STORE, Choice, Event, Replay, Schedule, Span, Step
+from ssd_fx.options import TIERS, Tier
+from ssd_fx.passes.axis import Choice, Step
+from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.schedule import LOAD, RELEASE, STORE, Event, Interval, Replay, Schedule
 
 
 def replay(step: Step, choices: Sequence[Choice], schedule: Schedule, machine: Machine) -> Replay:
@@ -100,7 +102,7 @@ class _Lane:
     free: float = 0.0  # the end of the last transfer, without its latency
     idle_until: float = 0.0  # the begin of the last transfer that found the lane idle
 
-    def put(self, i: int, now: float) -> Span:
+    def put(self, i: int, now: float) -> Interval:
         """Return when the transfer of item `i`, which is asked for now, begins and has ended."""
         if self.free < now:
             self.free = self.idle_until = now
@@ -120,8 +122,8 @@ class _Play:
         self.now = self.write_stall_s = self.read_stall_s = 0.0
         self.starts: list[float] = []
         self.ends: list[float] = []
-        self.writes: dict[int, Span] = {}
-        self.reads: dict[int, Span] = {}
+        self.writes: dict[int, Interval] = {}
+        self.reads: dict[int, Interval] = {}
         self.stalls: dict[Event, float] = {}
         self.blocking: set[int] = set()  # their releases wait for their writes
         self.forwarded: set[int] = set()
@@ -197,7 +199,7 @@ def _memory(
     choices: Sequence[Choice],
     schedule: Schedule,
     starts: Sequence[float],
-    writes: Mapping[int, Span],
+    writes: Mapping[int, Interval],
     firsts: Sequence[int],
 ) -> tuple[int, ...]:
     """Bytes alive during every operator: the curve with everything kept, less the items while they are gone."""

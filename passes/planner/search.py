@@ -17,6 +17,7 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
+from ssd_fx.passes.axis import Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner import host_tier
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
@@ -24,7 +25,7 @@ from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE, better, fits, loses_
 from ssd_fx.passes.planner.place import LOAD_MARGIN, Placer, free_bytes, least_head
 from ssd_fx.passes.planner.replay import first_uses, own_s, replay
 from ssd_fx.passes.planner.segments import boundaries
-from ssd_fx.passes.schedule import Choice, Item, Replay, Schedule, Step
+from ssd_fx.passes.schedule import Replay, Schedule
 
 # Replays, in the time that one takes; each visits all operators and items of the step. So the search is a constant
 # part of compiling, which is in proportion to the size of the step too. Small steps, which cost nothing, get more.

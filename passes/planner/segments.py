@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from ssd_fx.passes.axis import Step
 from ssd_fx.passes.joint.layers import valleys
-from ssd_fx.passes.schedule import Step
 
 
 def boundaries(step: Step) -> list[frozenset[int]]:

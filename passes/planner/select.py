@@ -14,18 +14,20 @@ from dataclasses import replace
 import numpy as np
 from typing_extensions import assert_never
 
+from ssd_fx.passes.axis import CHOICES, Choice, Step
 from ssd_fx.passes.cost.machine import Machine, dtype_name
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.marks import forced, prefers_offload
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Decision, Keep, Offload, Plan, Recompute
-from ssd_fx.passes.planner.budget import Budget, solve_for
+from ssd_fx.passes.planner.budget import AUTO, Budget, solve_for
+from ssd_fx.passes.planner.off_plan import held_to_its_limit
 from ssd_fx.passes.planner.place import free_bytes
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.planner.step import computed_again, model
-from ssd_fx.passes.schedule import CHOICES, EMPTY, Choice, Replay, Schedule, Step, Trip
+from ssd_fx.passes.schedule import EMPTY, Replay, Schedule, Trip
 
 LISTED = 3  # groups that an error names
 
@@ -69,6 +71,8 @@ def select(
         slowdown=options.slowdown,
         whole=options.spare and partition.is_whole_step,
     )
+    if options.budget != AUTO:
+        found = held_to_its_limit(found, at.memory, machine, late=partition.is_whole_step)
     later = _later(plan, found, options) if host_tier else set()
     schedule = _in_order(found) if options.copies_only and host_tier else found.schedule
     chosen = dict(zip(step.slots, found.choices, strict=True))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.compare import better
 from ssd_fx.passes.planner.search import Search
-from ssd_fx.passes.schedule import Choice, Replay, Step
+from ssd_fx.passes.schedule import Replay
 
 
 class BudgetError(ValueError):

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from ssd_fx.passes.axis import Choice, Item, Shared, Step
 from ssd_fx.passes.cost.footprint import Buffers, both_buffers
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.schedule import Choice, Item, Shared, Step
 
 
 def model(partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]]) -> Step:

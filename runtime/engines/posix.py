@@ -225,6 +225,8 @@ class PosixEngine:
         assert isinstance(extent, FileExtent)
         ptr, _, device, _ = memory
         if self.on_device(device):
+            if extent.tail:
+                raise not_readable(torch.device("cpu"), device)
             return self.device_transfer(False, extent, memory)
         body, tail, file = extent.body_bytes, extent.tail, extent.pieces[-1].file
         if ptr % self.drives.align or body % file.align:
@@ -249,8 +251,6 @@ class PosixEngine:
     def device_transfer(self, write: bool, extent: FileExtent, memory: Memory) -> Completion:
         """A transfer of the whole tensor between a device and the files, padded to the alignment."""
         device = memory.device
-        if extent.tail:
-            raise not_readable(torch.device("cpu"), device)
         assert device.index is not None, "the device of a tensor has a number"
         cuda, index = self._cuda(), device.index
         found = self._devices.get(index) or self._devices.setdefault(index, driver.describe(cuda, index))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ssd_fx.runtime.device import streams
-from ssd_fx.runtime.engines.base import Completion, Memory, not_readable
+from ssd_fx.runtime.engines.base import Completion, Memory
 from ssd_fx.runtime.engines.drives import FileExtent
 from ssd_fx.runtime.engines.posix import PosixEngine
 
@@ -45,8 +45,6 @@ class StagedEngine(PosixEngine):
 
     def device_transfer(self, write: bool, extent: FileExtent, memory: Memory) -> Completion:
         nbytes, device = memory.nbytes, memory.device
-        if extent.tail:
-            raise not_readable(torch.device("cpu"), device)
         queued = streams.of(device)
         assert queued, "only asked for devices with streams"
         padded, align = extent.pieces[-1].file.padded(nbytes), self.drives.align

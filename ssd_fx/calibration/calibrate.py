@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from typing import TypeVar
 
 import torch
@@ -95,8 +94,8 @@ def _learn(config: Options, device: torch.device, keys: Mapping[str, str], again
     if not again:
         with suppress(OSError, ValueError):  # it is of no use, and whoever measures says so
             _recall(keys, cache.read())
-    if not again and _missing(keys) == {}:
-        return
+        if not _missing(keys):
+            return
     with cache.exclusive() as kept:
         if not again:
             _recall(keys, kept)  # another process may have measured meanwhile
@@ -159,8 +158,8 @@ def _compute(device: torch.device) -> dict[str, object]:
 
 def _disk(config: Options, device: torch.device) -> dict[str, object]:
     try:
-        found = asdict(Transfers(config, device, Clock.among_others(device)).measure())
-        return found | {_node(device): node_s(config, device)}
+        moved = Transfers(config, device, Clock.among_others(device)).rates()
+        return {**moved, _node(device): node_s(config, device)}
     except OSError as error:
         raise _Unmeasured(f"how fast {', '.join(config.dirs)} is ({error})") from error
 

@@ -153,25 +153,16 @@ class Compute:
         return torch.rand(shape, generator=self._generator, device=self.device, dtype=torch.float32).to(dtype)
 
     def rates(self) -> dict[str, object]:
-        """All rates, as `Machine.with_rates` takes them. By CPU time a small kernel cannot be told from starting it."""
+        """All rates, as `Machine.with_rates` takes them."""
         with self.clock.on_idle_cores():
-            found = self._rates()
-        return found if self.clock.idle is None else {name: found[name] for name in found if name != "kernel_s"}
-
-    def _rates(self) -> dict[str, object]:
-        products = {dtype_name(t): self.product_flops(t) for t in _DTYPES}
-        attention, wide = ({dtype_name(t): self.attention_flops(t, size) for t in _DTYPES[:2]} for size in HEAD_SIZES)
-        kernel_s = self.kernel_s()
-        return {
-            "flops": products["float32"],
-            "flops_by_dtype": products,
-            "attention_flops": {t: forward for t, (forward, _) in attention.items() if forward},
-            "attention_backward_flops": {t: backward for t, (_, backward) in attention.items() if backward},
-            "wide_attention_flops": {t: forward for t, (forward, _) in wide.items() if forward},
-            "wide_attention_backward_flops": {t: backward for t, (_, backward) in wide.items() if backward},
-            "memory_bw": self.memory_bw(),
-            "kernel_s": kernel_s,
-            "launch_s": _LAUNCH_PER_KERNEL * kernel_s if self.gpu else 0.0,
-            "erf_s": self.erf_s(),
-            "random_s": self.random_s(),
-        }
+            products = {dtype_name(t): self.product_flops(t) for t in _DTYPES}
+            found: dict[str, object] = {"flops": products["float32"], "flops_by_dtype": products}
+            for size, wide in zip(HEAD_SIZES, ("", "wide_"), strict=True):
+                both = {dtype_name(t): self.attention_flops(t, size) for t in _DTYPES[:2]}
+                for way, name in enumerate(("attention_flops", "attention_backward_flops")):
+                    found[wide + name] = {t: flops[way] for t, flops in both.items() if flops[way]}
+            kernel_s = self.kernel_s()
+            if self.clock.idle is None:  # by CPU time a small kernel cannot be told from starting it
+                found["kernel_s"] = kernel_s
+            found["launch_s"] = _LAUNCH_PER_KERNEL * kernel_s if self.gpu else 0.0
+            return found | {"memory_bw": self.memory_bw(), "erf_s": self.erf_s(), "random_s": self.random_s()}

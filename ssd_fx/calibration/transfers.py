@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,16 +20,6 @@ _TRANSFERS, _TRANSFER_BYTES, _SMALL_BYTES = 16, 8 * MIB, 128 * 1024
 _COPY_BYTES, _SMALL_COPY_BYTES, _COPIES = 64 * MIB, 64 * 1024, 5
 
 
-@dataclass(frozen=True)
-class Disk:
-    """Bytes per second while the device computes, seconds per transfer, and compute seconds lost per byte."""
-
-    write_bw: float
-    read_bw: float
-    latency_s: float
-    drag_s_per_byte: float
-
-
 class Transfers:
     """Measures how the engine of a configuration moves the device's tensors, alone and beside compute."""
 
@@ -41,32 +30,32 @@ class Transfers:
         room = config.disk_limit // (2 * _TRANSFER_BYTES) if config.disk_limit else _TRANSFERS
         self._count = max(min(room, _TRANSFERS), 1)
 
-    def measure(self) -> Disk:
-        """The rates of the drive. Closes the engine.
+    def rates(self) -> dict[str, float]:
+        """The rates of the drive, as `Machine.with_rates` takes them. Closes the engine.
+
+        Bytes per second are those beside compute. A byte has the drag by which it slows that down.
 
         Raises:
             OSError: a transfer failed, or the directory is full.
         """
         try:
             with self.clock.on_idle_cores():
-                return self._measure()
+                tensors = self._tensors(self._count, _TRANSFER_BYTES)
+                small = self._tensors(8, _SMALL_BYTES)
+                self._all(tensors, write=True)  # the file grows
+                tries = 2 if self.clock.idle is None else 6  # others take the cores from our I/O threads
+                beside = [self._beside(tensors, write) for write in (True, False) * tries]
+                small_s = [self._one_by_one(small, write) for write in (True, False)]
         finally:
             for extent in self._extents:
                 self.engine.free(extent)
             self.engine.close()
-
-    def _measure(self) -> Disk:
-        tensors = self._tensors(self._count, _TRANSFER_BYTES)
-        small = self._tensors(8, _SMALL_BYTES)
-        self._all(tensors, write=True)  # the file grows
-        tries = 2 if self.clock.idle is None else 6  # others take the cores from our I/O threads
-        beside = [self._beside(tensors, write) for write in (True, False) * tries]
-        small_s = [self._one_by_one(small, write) for write in (True, False)]
         total = len(tensors) * _TRANSFER_BYTES
         write_s, read_s = (min(transfer_s for transfer_s, _ in beside[i::2]) for i in (0, 1))
         lost = statistics.median(lost_s for _, lost_s in beside)
         latency = statistics.mean(small_s) - _SMALL_BYTES * (write_s + read_s) / 2 / total
-        return Disk(total / write_s, total / read_s, max(latency, 1e-6), max(lost, 0.0) / total)
+        found = {"write_bw": total / write_s, "read_bw": total / read_s, "latency_s": max(latency, 1e-6)}
+        return found | {"drag_s_per_byte": max(lost, 0.0) / total}
 
     def _tensors(self, count: int, nbytes: int) -> list[tuple[Extent, Tensor]]:
         """Tensors at page boundaries, where our CPU allocator puts a model's. It is not installed yet."""

@@ -12,8 +12,8 @@ from typing import Any
 from ssd_fx.refusal import refusing
 from ssd_fx.report.model import GraphReport, step_of
 from ssd_fx.report.report import Report, made
-from ssd_fx.report.step import measured
 from ssd_fx.report.text import lines
+from ssd_fx.report.timeline import measured
 from ssd_fx.runtime import chrome
 from ssd_fx.runtime.errors import first_line
 

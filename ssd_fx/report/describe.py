@@ -14,7 +14,7 @@ from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of
 from ssd_fx.passes.plan import Keep, Offload, Plan, replay_of
 from ssd_fx.passes.schedule import Replay
 from ssd_fx.report.model import GraphReport, GroupRow, Times
-from ssd_fx.report.step import Step, thinned
+from ssd_fx.report.timeline import Timeline, thinned
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.inflight import LEAST_BYTES
 
@@ -156,12 +156,12 @@ def _times(plan: Plan, slot: int) -> Times:
     return {kind: _rounded(*span) for kind, span in plan.times(slot).items()}
 
 
-def _step(graph: str, over: Replay, stays: int) -> Step:
+def _step(graph: str, over: Replay, stays: int) -> Timeline:
     """The curve of memory has the highest value of each of at most `POINTS` parts of either direction."""
     starts, memory, turned = over.starts, over.memory, over.step.forward
     points = (*_curve(starts[:turned], memory[:turned]), *_curve(starts[turned:-1], memory[turned:]))
     turn, end = _rounded(starts[turned], starts[-1])
-    return Step((graph,), memory=points, turn_s=turn, end_s=end, stays=stays)
+    return Timeline((graph,), memory=points, turn_s=turn, end_s=end, stays=stays)
 
 
 def _curve(starts: Sequence[float], memory: Sequence[int]) -> list[tuple[float, int]]:

@@ -82,8 +82,8 @@ def figures(known: Facts) -> Figures:
     return Figures(
         stock_peak_bytes=stock.peak,
         peak_bytes=min(planned.peak + rest, max(stock.peak, planned.peak)),
-        floor_bytes=_highest(parts, "floor_bytes", map(_must_stay, parts)),
-        limit_bytes=_highest(parts, "limit_bytes", (part.own.stays for part in parts)),
+        floor_bytes=highest((int(part.predicted["floor_bytes"]) for part in parts), map(_must_stay, parts)),
+        limit_bytes=highest((int(part.predicted["limit_bytes"]) for part in parts), (part.own.stays for part in parts)),
         stock_stay_bytes=outputs + stock.stays,
         stay_bytes=outputs + planned.stays + max(rest, _rests(parts[-1]) if parts else 0),
         offloaded_bytes=offloaded,
@@ -97,10 +97,10 @@ def figures(known: Facts) -> Figures:
     )
 
 
-def _highest(parts: Iterable[GraphReport], name: str, stays: Iterable[int]) -> int:
-    """The highest of a predicted figure, above what the forwards before leave in memory: `stays` of each."""
+def highest(peaks: Iterable[int], stays: Iterable[int]) -> int:
+    """The highest of the peaks of graphs, above what the forwards before leave in memory: `stays` of each."""
     levels = accumulate(stays, initial=0)
-    return max((level + int(part.predicted[name]) for level, part in zip(levels, parts, strict=False)), default=0)
+    return max((level + peak for level, peak in zip(levels, peaks, strict=False)), default=0)
 
 
 def _must_stay(part: GraphReport) -> int:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from ssd_fx.report.step import Span, Step, joined
+from ssd_fx.report.timeline import Span, Timeline, joined
 from ssd_fx.runtime import plans
 from ssd_fx.runtime.stats import SlotStats, Stats
 
@@ -139,14 +139,14 @@ class GraphReport:
     predicted: Mapping[str, float]
     host_speedup: float
     whole: bool
-    stock: Step = field(repr=False)
-    own: Step = field(repr=False)
+    stock: Timeline = field(repr=False)
+    own: Timeline = field(repr=False)
     rows: tuple[GroupRow, ...] = field(repr=False)
     recomputed: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     runs: int = 1
 
     @property
-    def planned(self) -> Step:
+    def planned(self) -> Timeline:
         """`own` with the spans of the rows."""
         return replace(self.own, spans=tuple(span for row in self.rows for span in row.spans))
 
@@ -163,7 +163,7 @@ class GraphReport:
         """
         found = plans.unpack(about)
         rows = tuple(GroupRow(**row) for row in found["rows"])
-        found |= {"rows": rows, "stock": Step(**found["stock"]), "own": Step(**found["own"])}
+        found |= {"rows": rows, "stock": Timeline(**found["stock"]), "own": Timeline(**found["own"])}
         return GraphReport(**{f.name: found[f.name] for f in fields(GraphReport)})
 
 
@@ -181,7 +181,7 @@ class Facts:
     graphs: tuple[GraphReport, ...]
     order: tuple[str, ...]
     stats: Stats | None = None
-    step: Step | None = None
+    step: Timeline | None = None
 
     @property
     def parts(self) -> list[GraphReport]:
@@ -195,17 +195,17 @@ class Facts:
         return [row for graph in self.graphs for row in graph.rows]
 
     @cached_property
-    def planned(self) -> Step:
+    def planned(self) -> Timeline:
         """The predicted step of all graphs together."""
         return joined([part.planned for part in self.parts])
 
     @cached_property
-    def stock(self) -> Step:
+    def stock(self) -> Timeline:
         """The same step without ssd_fx."""
         return joined([part.stock for part in self.parts])
 
     @property
-    def over_time(self) -> Step:
+    def over_time(self) -> Timeline:
         """The traced step if there is one, or else the planned one."""
         return self.step or self.planned
 
@@ -227,6 +227,6 @@ class Facts:
         return [row.flat() for row in self.groups]
 
 
-def step_of(graphs: Sequence[GraphReport], step: Step | None) -> list[GraphReport]:
+def step_of(graphs: Sequence[GraphReport], step: Timeline | None) -> list[GraphReport]:
     """The graphs that the step ran, so those of other batches are not added to it; all if no step is known."""
     return [each for each in graphs if step and each.graph in step.order] or list(graphs)

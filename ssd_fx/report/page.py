@@ -17,8 +17,8 @@ from typing import Any
 
 from ssd_fx.report.figures import figures, stalls
 from ssd_fx.report.model import Facts
-from ssd_fx.report.step import UNKNOWN, Span, Step, thinned
 from ssd_fx.report.text import FEW, lines
+from ssd_fx.report.timeline import UNKNOWN, Span, Timeline, thinned
 from ssd_fx.report.unfreed import asked, holders, loud
 
 POINTS = 1500  # of a curve
@@ -101,7 +101,7 @@ def _ms(*seconds: float) -> list[float]:
     return [round(1e3 * each, 3) for each in seconds]
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: Timeline) -> dict[str, Any]:
     """Memory and lanes of a step, predicted or measured."""
     turn, end = _ms(step.turn_s, step.end_s)
     points = [*step.memory, (step.end_s, step.memory[-1][1])] if step.memory else []

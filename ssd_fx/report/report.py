@@ -11,8 +11,8 @@ from ssd_fx.report import page, picture
 from ssd_fx.report.dump import Explanation
 from ssd_fx.report.figures import figures, stalls
 from ssd_fx.report.model import Facts, GraphReport
-from ssd_fx.report.step import Step
 from ssd_fx.report.text import lines, text
+from ssd_fx.report.timeline import Timeline
 from ssd_fx.runtime.stats import SlotStats, Stats
 
 
@@ -76,7 +76,7 @@ def made(
     *,
     stats: Stats | None = None,
     slots: Mapping[str, Mapping[int, SlotStats]] | None = None,
-    step: Step | None = None,
+    step: Timeline | None = None,
     dumps: Sequence[Explanation] = (),
 ) -> Report:
     """A report of graphs. `order`: as in `Report`; a graph that it lacks runs once."""

@@ -17,7 +17,7 @@ from ssd_fx import cli
 from ssd_fx.calibration.cache import Entry
 from ssd_fx.runtime.engines import gds, preflight
 
-NAMES = ("doctor", "bench", "calibrate", "fit", "project")
+NAMES = ("doctor", "calibrate", "fit")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,7 @@ def test_old_names_are_aliases() -> None:
     assert found["check"] is found["info"] is found["doctor"]
 
 
-@pytest.mark.parametrize("command", [["check", "."], ["calibrate", "."], ["doctor"], ["bench", "."]])
+@pytest.mark.parametrize("command", [["check", "."], ["calibrate", "."], ["doctor"]])
 def test_a_wrong_environment(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_a_wrong_environment(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["project", "--model", "megatron-18b"]])
+@pytest.mark.parametrize("command", [["doctor"], ["doctor", "--json"]])
 def test_nobody_reads_what_is_printed(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,12 +74,12 @@ def test_nobody_reads_what_is_printed(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command", [["project", "--model", "megatron-18b"], ["--version"]])
+@pytest.mark.parametrize("command", [["doctor", "--json"], ["--version"]])
 @pytest.mark.parametrize("buffering", [1, -1])
 def test_a_full_disk_for_the_output_is_one_line(
     buffering: int, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ssd-fx project > /dev/full` wrote a traceback, and another one at exit."""
+    """`ssd-fx doctor --json > /dev/full` wrote a traceback, and another one at exit."""
     with open("/dev/full", "w", buffering=buffering) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert cli.main(command) == 1
@@ -88,9 +88,9 @@ def test_a_full_disk_for_the_output_is_one_line(
 
 
 def test_a_closed_output_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ssd-fx project >&-`: Python has no sys.stdout then."""
+    """`ssd-fx doctor >&-`: Python has no sys.stdout then."""
     monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(["project", "--model", "megatron-18b"]) == 1
+    assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().err == "ssd-fx: the output cannot be written: it is closed\n"
 
 
@@ -171,11 +171,10 @@ def test_calibrating_in_memory_is_refused_unless_it_is_allowed(
         ("explain ~/x", "script"),
         ("report ~/x", "trace"),
         ("report trace -o ~/x", "output"),
-        ("project --of ~/x", "of"),
     ],
 )
 def test_a_tilde_in_quotes_is_the_home_directory(words: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shell expands none in quotes, which a path with a space needs, and none behind `--of=`."""
+    """The shell expands none in quotes, which a path with a space needs, and none behind `--output=`."""
     monkeypatch.setenv("HOME", "/home/me")
     found = getattr(cli.parser().parse_args(words.split()), name)
     assert found in ("/home/me/x", ["/home/me/x"])

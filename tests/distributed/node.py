@@ -51,8 +51,8 @@ def measured(out: Path, directory: str, cache: str) -> list[tuple[float, float]]
         return found
 
     rates.Compute.rates = lambda self: measure("compute", {"flops": 2e11, "kernel_s": 1e-5})  # type: ignore[method-assign]
-    disk = transfers.Disk(write_bw=1.5e9, read_bw=1e9, latency_s=1e-4, drag_s_per_byte=0.0)
-    transfers.Transfers.measure = lambda self: measure("disk", disk)  # type: ignore[method-assign]
+    disk = {"write_bw": 1.5e9, "read_bw": 1e9, "latency_s": 1e-4, "drag_s_per_byte": 0.0}
+    transfers.Transfers.rates = lambda self: measure("disk", disk)  # type: ignore[method-assign]
     calibrate.node_s = lambda config, device: 1e-4
     timing.Others.share = lambda self: 0.0  # the other ranks are at work
     os.environ["XDG_CACHE_HOME"] = str(out / cache)

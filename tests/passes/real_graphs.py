@@ -16,6 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from examples.train_gpt import GPT, Shape
 from ssd_fx.passes.alias.storages import alias
+from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.lifetime import lifetime
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.roofline import time
@@ -23,7 +24,6 @@ from ssd_fx.passes.joint.recompute import price
 from ssd_fx.passes.partition import Partition, activation_names, untrained_names
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.planner.step import model as step_of
-from ssd_fx.passes.schedule import Choice, Step
 from tests.passes.planner.instances import LANES, Instance
 
 Model = tuple[nn.Module, Callable[[Any], Any]]  # the model, and how it is run

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ssd_fx.passes.schedule import Item, Kind, Schedule, ScheduleError, Trip
+from ssd_fx.passes.axis import Item
+from ssd_fx.passes.schedule import Kind, Schedule, ScheduleError, Trip
 
 ITEMS = [Item(8, 0, last_use, 9, 9) for last_use in (2, 1, 1)]
 

@@ -11,10 +11,9 @@ import logging
 from typing import Any
 
 import pytest
-
-from ssd_fx.projection.formulas import head_flops, layer_bytes, layer_flops, parameters
-from ssd_fx.projection.presets import RUNS
-from ssd_fx.projection.scenario import Model, Parallelism
+from projection.__main__ import projected
+from projection.formulas import head_flops, layer_bytes, layer_flops, parameters
+from projection.scenario import Model, Parallelism
 
 pytestmark = pytest.mark.peers
 NAMES = ("megatron-18b", "megatron-145b", "megatron-1t", "ssdtrain-12288")
@@ -61,7 +60,7 @@ def test_bytes_of_a_layer(peer: Any, name: str, split: Parallelism) -> None:
     Their default for flash attention adds 2*s*b*h elements and 4 a head and token to queries, keys, values and output,
     counts norms in 32 bits, and leaves the mask behind the MLP out.
     """
-    model, batch = RUNS[name].model, 4
+    model, batch = projected(["--model", name]).scenario.model, 4
     theirs = analysis(peer, model, split)
     keywords: dict[str, Any] = {"batch_size": batch, "seq_len": model.sequence}
     training = keywords | {"is_inference": False}
@@ -80,7 +79,7 @@ def test_bytes_of_a_layer(peer: Any, name: str, split: Parallelism) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_operations_and_parameters(peer: Any, name: str) -> None:
     """Operations are equal. Their parameters count norms too."""
-    model, batch = RUNS[name].model, 4
+    model, batch = projected(["--model", name]).scenario.model, 4
     theirs = analysis(peer, model, Parallelism())
     ours = model.layers * layer_flops(model, batch) + head_flops(model, batch)
     assert theirs.get_num_flops_fwd_total(batch, model.sequence) == pytest.approx(ours, rel=1e-12)

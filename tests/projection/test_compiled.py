@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from projection.formulas import layer_bytes, outside_bytes
+from projection.scenario import Model, Parallelism
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ssd_fx
 from examples.train_gpt import GPT, VOCABULARY, Shape
-from ssd_fx.projection.formulas import layer_bytes, outside_bytes
-from ssd_fx.projection.scenario import Model, Parallelism
 
 BATCH, SEQUENCE, WIDTH, HEADS, LAYERS = 4, 64, 128, 2, 3
 STATISTICS = 4 * BATCH * SEQUENCE * HEADS  # bytes of logsumexp; the formulas leave it and those of norms out

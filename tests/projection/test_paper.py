@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 import pytest
+from projection.__main__ import projected
+from projection.formulas import StepIO, endurance, layer_bytes, layer_flops, outside_bytes
+from projection.presets import RUNS
+from projection.scenario import Model, Parallelism
 
-from ssd_fx.projection.formulas import (
-    Projection,
-    StepIO,
-    endurance,
-    layer_bytes,
-    layer_flops,
-    outside_bytes,
-    parameters,
-    project,
-)
-from ssd_fx.projection.presets import DRIVES, MACHINES, RUNS, Training
-from ssd_fx.projection.scenario import Drives, Model, Parallelism, Scenario
+from ssd_fx.hardware import DRIVES, Drives
 
 GPT = Model(layers=12, width=384, heads=6, sequence=512, vocabulary=256, dtype="fp32")  # of benchmarks/gpt_step.py
 
 
-def projected(name: str) -> Projection:
-    run: Training = RUNS[name]
-    machine = MACHINES[run.machine]
-    return project(
-        Scenario(
-            model=run.model,
-            parallelism=run.parallelism,
-            batch=run.batch,
-            tflops=run.tflops,
-            device=machine.device,
-            drives=machine.drives,
-            head=run.head,
-            optimizer=run.optimizer,
-        )
-    )
+def write_gbps(name: str) -> float:
+    return projected(["--model", name]).traffic.write_bytes_s / 1e9
 
 
 @pytest.mark.parametrize(("width", "gbps"), [(8192, 19.0), (12288, 12.8), (16384, 9.6)])
 def test_the_three_widths_at_130_tflops(width: int, gbps: float) -> None:
-    assert projected(f"ssdtrain-{width}").traffic.write_bytes_s / 1e9 == pytest.approx(gbps, abs=0.05)
+    assert write_gbps(f"ssdtrain-{width}") == pytest.approx(gbps, abs=0.05)
 
 
 @pytest.mark.parametrize(("name", "gbps"), [("megatron-145b", 11.1), ("megatron-1t", 5.9)])
 def test_megatron_rows(name: str, gbps: float) -> None:
-    assert projected(name).traffic.write_bytes_s / 1e9 == pytest.approx(gbps, abs=0.05)
+    assert write_gbps(name) == pytest.approx(gbps, abs=0.05)
 
 
 def test_rates_on_both_sides_of_the_largest_of_the_paper() -> None:
     """12.1 GB/s. Which configuration the paper took stands in a figure that we do not have. Narrow models need more."""
-    rates = {name: projected(name).traffic.write_bytes_s / 1e9 for name in RUNS if name.startswith("megatron")}
+    rates = {name: write_gbps(name) for name in RUNS if name.startswith("megatron")}
     more = {name: rate for name, rate in rates.items() if rate > 12.1}
     assert more == pytest.approx({"megatron-18b": 19.7, "megatron-39b": 15.3, "megatron-76b": 12.5}, abs=0.05)
     assert rates["megatron-175b-sp"] == pytest.approx(12.0, abs=0.05)
@@ -67,8 +47,8 @@ def test_the_life_of_four_drives_of_600_tbw_at_the_largest_rate() -> None:
 
 
 def test_the_cost_of_the_drives() -> None:
-    found = projected("ssdtrain-12288")
-    assert (found.endurance.drives_usd, found.scenario.device.price_usd) == (360, 10000)
+    found = projected(["--model", "ssdtrain-12288"])
+    assert (found.endurance.drives_usd, found.scenario.device_usd) == (360, 10000)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +66,7 @@ def test_the_cost_of_the_drives() -> None:
     ],
 )
 def test_presets_have_the_published_numbers_of_parameters(name: str, billions: float) -> None:
-    assert parameters(RUNS[name].model) / 1e9 == pytest.approx(billions, rel=0.002)
+    assert projected(["--model", name]).parameters / 1e9 == pytest.approx(billions, rel=0.002)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

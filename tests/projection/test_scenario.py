@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from ssd_fx.projection.formulas import (
+from projection.formulas import (
     StepIO,
+    drives_bytes,
     endurance,
     kept_bytes,
     layer_bytes,
@@ -20,11 +20,12 @@ from ssd_fx.projection.formulas import (
     recomputed_bytes,
     state_bytes,
 )
-from ssd_fx.projection.presets import MACHINES
-from ssd_fx.projection.scenario import Drive, Drives, Model, Parallelism, Scenario
+from projection.scenario import Model, Parallelism, Scenario
+
+from ssd_fx.hardware import MACHINES, Drive, Drives
 
 MODEL = Model(layers=8, width=1024, heads=16, sequence=1024, vocabulary=1000)
-DRIVE = Drive(name="toy", write_gbps=4, read_gbps=8, capacity_tb=1, tbw=100, price_usd=50)
+DRIVE = Drive(name="toy", write_gbps=4, read_gbps=8, capacity_tb=1, tbw=100)
 LINK = 1e6  # GB/s: in nobody's way
 
 
@@ -65,8 +66,9 @@ def test_how_many_drives_are_needed(read_gbps: float, needed: tuple[int, int]) -
 
 def test_half_a_drive_has_half_of_everything() -> None:
     whole, half = (Drives(link_gbps=LINK, drive=DRIVE, count=count) for count in (1, 0.5))
-    for name in ("write_bytes_s", "read_bytes_s", "nbytes", "rated_tb", "price_usd"):
+    for name in ("write_bytes_s", "read_bytes_s", "rated_tb"):
         assert getattr(half, name) == getattr(whole, name) / 2
+    assert drives_bytes(half) == drives_bytes(whole) / 2
 
 
 def test_reads_may_be_what_is_too_slow() -> None:
@@ -97,7 +99,7 @@ def test_a_checkpoint_around_every_layer_keeps_inputs_and_computes_the_layers_ag
 
 def test_drives_that_are_too_slow_wear_by_what_they_take() -> None:
     traffic = StepIO(nbytes=8e9, forward_s=1 / 3, step_s=1.0)
-    found = endurance(traffic, Drives(link_gbps=LINK, drive=DRIVE, count=2))
+    found = endurance(traffic, Drives(link_gbps=LINK, drive=DRIVE, count=2), drive_usd=50)
     assert found.bytes_per_day == 4e9 * 86400
     assert found.rated_days == pytest.approx(200e12 / (4e9 * 86400))
     assert found.wear_usd_per_day == pytest.approx(100 / found.rated_days)
@@ -176,7 +178,6 @@ def test_few_heads_of_keys_are_copied_on_many_gpus() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dataclasses.replace(MODEL, layers=-3), "layers=-3 is too small; right would be a whole number from 1"),
         (
             lambda: dataclasses.replace(MODEL, heads=3),
             r"heads=3 does not divide width=1024; right would be one of 1, 2",
@@ -184,10 +185,6 @@ def test_few_heads_of_keys_are_copied_on_many_gpus() -> None:
         (lambda: dataclasses.replace(MODEL, kv_heads=3), "kv_heads=3 does not divide heads=16"),
         (lambda: scenario(parallelism=Parallelism(tp=5)), "tp=5 does not divide heads=16; right would be one of 1, 2"),
         (lambda: scenario(parallelism=Parallelism(pp=3)), "pp=3 does not divide layers=8"),
-        (lambda: scenario(batch=0), "batch=0 is too small"),
-        (lambda: scenario(tflops=float("nan")), "tflops=nan is not possible; right would be a number of TFLOP/s above"),
-        (lambda: dataclasses.replace(DRIVE, tbw=0), "tbw=0 is not possible; right would be a number of TB above 0"),
-        (lambda: dataclasses.replace(DRIVE, price_usd=-1), "price=-1 is not a price"),
         (lambda: Drives(drive=DRIVE, count=0, link_gbps=1), "drives=0 is not possible"),
     ],
 )

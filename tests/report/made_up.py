@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ssd_fx.report.model import GraphReport, GroupRow
-from ssd_fx.report.step import Step
+from ssd_fx.report.timeline import Timeline
 
 MIB = 1 << 20
 
@@ -36,8 +36,8 @@ def graph(
     offloaded = sum(each.nbytes for each in groups if each.decision == "offload")
     kept = saved - offloaded
 
-    def level(nbytes: int) -> Step:
-        return Step((name,), (), ((0.0, nbytes), (1 / 3, nbytes)), turn_s=1 / 3, end_s=1.0, stays=nbytes)
+    def level(nbytes: int) -> Timeline:
+        return Timeline((name,), (), ((0.0, nbytes), (1 / 3, nbytes)), turn_s=1 / 3, end_s=1.0, stays=nbytes)
 
     figures = {"step_s": 1.0, "compute_s": 1.0, "transfer_s": 0.0, "write_stall_s": 0.0, "read_stall_s": 0.0}
     figures |= {"peak_bytes": kept, "floor_bytes": kept, "limit_bytes": kept}

@@ -121,14 +121,14 @@ def test_special_functions_and_fixed_costs() -> None:
     assert times_ns(graph_of(lambda x: x.erf().tanh(), (256,)), machine) == {"erf": 5256, "tanh": 128}
 
 
-def attention(causal: bool) -> fx.Graph:
+def attention(causal: bool, length: int = 2048) -> fx.Graph:
     op = aten._scaled_dot_product_flash_attention_for_cpu
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = op(q, k, v, 0.0, causal)[0]
         return out
 
-    return graph_of(call, *3 * ((1, 2, 2048, 64),))
+    return graph_of(call, *3 * ((1, 2, length, 64),))
 
 
 @pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.625)])
@@ -137,6 +137,17 @@ def test_attention_has_flops_of_its_own_and_skips_blocks(causal: bool, share: fl
     machine = MACHINE.with_rates({"memory_bw": 1e30, "attention_flops": {"float32": 4e9}})
     ns = times_ns(attention(causal), machine)["_scaled_dot_product_flash_attention_for_cpu"]
     assert ns == share * 4 * 2 * 2048 * 2048 * 64 / 4
+
+
+def test_attention_over_short_rows_runs_at_a_lower_rate() -> None:
+    """Four times the pairs take less than four times as long."""
+    machine = MACHINE.with_rates({"memory_bw": 1e30, "attention_flops": {"float32": 4e9}})
+    short, calibrated = (
+        times_ns(attention(False, length), machine)["_scaled_dot_product_flash_attention_for_cpu"]
+        for length in (512, 1024)
+    )
+    assert calibrated == 4 * 2 * 1024 * 1024 * 64 / 4
+    assert 0.8 < calibrated / (4 * short) < 0.9
 
 
 @pytest.mark.parametrize("wrapper", ["run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"])

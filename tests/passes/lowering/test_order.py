@@ -144,6 +144,27 @@ extern mm, sin""",
     )
 
 
+def fused_over_a_load(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
+    """sin -> mm; load -> add, of cos."""
+    first = x.sin() @ w
+    loaded = ops.load(handle, [64, 64], [64, 1], torch.float32, torch.device("cpu"), 0)
+    ops.wait_load_(loaded, handle, 1)
+    return first, x.cos() + loaded
+
+
+def test_only_library_calls_keep_apart_what_is_computed_again() -> None:
+    """The plan knows no places of our nodes when it predicts what is fused."""
+    inputs = torch.empty((), dtype=torch.int64), torch.randn(64, 64), torch.randn(64, 64)
+    assert_expected_inline(
+        text(lower_alone(fused_over_a_load, *inputs, again={"sin"})),
+        """\
+load 0
+wait_load_ 1
+loops add, cos, sin
+extern mm, sin""",
+    )
+
+
 def late_reader(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> object:
     """mm [store] -> mul [release] -> add; Inductor computes mul where add is, so mm is read behind its release."""
     product = x @ w

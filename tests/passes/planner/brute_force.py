@@ -7,11 +7,12 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from ssd_fx.passes.axis import Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.budget import HEADROOM
 from ssd_fx.passes.planner.compare import fits
 from ssd_fx.passes.planner.replay import first_uses, replay
-from ssd_fx.passes.schedule import Choice, Item, Schedule, Step, Trip
+from ssd_fx.passes.schedule import Schedule, Trip
 
 SLOWDOWN = 0.01
 TINY = ((2, 3), (5, 6))  # items and operators, few enough to try every plan

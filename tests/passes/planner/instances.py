@@ -10,10 +10,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from ssd_fx.passes.axis import CHOICES, Choice, Item, Shared, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.budget import limits as limits  # what a share is in bytes
 from ssd_fx.passes.planner.replay import first_uses
-from ssd_fx.passes.schedule import CHOICES, Choice, Item, Schedule, Shared, Step, Trip
+from ssd_fx.passes.schedule import Schedule, Trip
 
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 LANES = {"fast": (0.2, 0.6), "balanced": (0.8, 1.3), "slow": (1.6, 4.0)}  # seconds of the lane per second of compute

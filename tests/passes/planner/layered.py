@@ -14,7 +14,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from ssd_fx.passes.schedule import CHOICES, Choice, Item, Step
+from ssd_fx.passes.axis import CHOICES, Choice, Item, Step
 from tests.passes.planner.instances import Instance, random_machine, shared_nodes
 
 BLOCKS = {"attention": ["attention"], "plain": ["plain"], "gated": ["gated"], "both": ["attention", "plain"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd_fx.passes.schedule import Step
+from ssd_fx.passes.axis import Step
 
 
 def memory_rows(step: Step, limit: float, most: int | None) -> list[int]:

@@ -16,8 +16,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.schedule import Choice, Step
 from tests.passes.planner.memory_rows import memory_rows
 
 Terms = list[tuple[int, float]]  # (column, coefficient)

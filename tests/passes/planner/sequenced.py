@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.schedule import Choice, Schedule, Step
+from ssd_fx.passes.schedule import Schedule
 from tests.passes.planner.instances import scheduled
 from tests.passes.planner.optimum import Program, Terms, at, negative, optimum
 

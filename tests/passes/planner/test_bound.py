@@ -6,11 +6,11 @@ import math
 
 import pytest
 
+from ssd_fx.passes.axis import CHOICES, Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.bound import least_bytes, lower_bound
 from ssd_fx.passes.planner.replay import own_s
 from ssd_fx.passes.planner.solve import solve
-from ssd_fx.passes.schedule import CHOICES, Choice, Item, Step
 from tests.passes.planner.instances import BUDGETS, limits, random_instance
 
 NODES = Machine(1, 1, write_bw=1e9, read_bw=1e9, latency_s=0.0, node_s=0.5)  # an offload costs twice as much

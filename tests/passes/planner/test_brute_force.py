@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from ssd_fx.passes.axis import Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner import budget
 from ssd_fx.passes.planner.solve import solve
-from ssd_fx.passes.schedule import Choice, Item, Step
 from tests.passes.planner.brute_force import SLOWDOWN, TINY, all_kept_s, best_of_all, least_that_is_cheap
 from tests.passes.planner.instances import limits, random_instance
 

@@ -15,14 +15,16 @@ from expecttest import assert_expected_inline
 from torch.utils.checkpoint import CheckpointPolicy
 
 import ssd_fx
+from ssd_fx.options import Tier
 from ssd_fx.passes import decide, pipeline
-from ssd_fx.passes.cost.machine import Machine, Tier
+from ssd_fx.passes.axis import Choice, Item, Step
+from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.partition import Partition, arguments_of, node_names
 from ssd_fx.passes.plan import Offload, Plan, replay_of
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.select import _in_order
 from ssd_fx.passes.planner.solve import solve
-from ssd_fx.passes.schedule import Choice, Item, Replay, Schedule, Step, Trip
+from ssd_fx.passes.schedule import Replay, Schedule, Trip
 from ssd_fx.passes.verify.errors import VerifyError
 from ssd_fx.passes.verify.plan import verify_plan
 from ssd_fx.report import dump

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from ssd_fx.passes.axis import CHOICES, Choice, Item, Shared, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.plan import Limits
 from ssd_fx.passes.planner.budget import is_worth, limits, solve_for
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.segments import boundaries
 from ssd_fx.passes.planner.solve import solve
-from ssd_fx.passes.schedule import CHOICES, Choice, Item, Replay, Schedule, Shared, Step
+from ssd_fx.passes.schedule import Replay, Schedule
 from tests.passes.planner.layered import layered_instance
 
 ALL = CHOICES

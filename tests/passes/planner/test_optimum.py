@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 
+from ssd_fx.passes.axis import Choice, Item, Shared, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.plan import Limits
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import solve
-from ssd_fx.passes.schedule import Choice, Item, Shared, Step
 from tests.passes.planner.brute_force import TINY, best_of_all
 from tests.passes.planner.instances import Instance, chained_instance, instances, limits, random_instance, scheduled
 from tests.passes.planner.memory_rows import memory_rows

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_fx.passes.axis import CHOICES, Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.place import TOGETHER, Placer
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import BudgetError, solve
-from ssd_fx.passes.schedule import CHOICES, Choice, Item, Step
 from tests.passes.planner.instances import Instance, instances, limits, undeferred
 
 shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from ssd_fx.passes.axis import CHOICES, Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.replay import first_uses, replay
-from ssd_fx.passes.schedule import CHOICES, Choice, Item, Step
 from tests.passes.planner.instances import random_instance, scheduled
 
 ALL = frozenset({Choice.KEEP, Choice.OFFLOAD})

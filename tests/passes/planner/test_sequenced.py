@@ -9,10 +9,11 @@ from random import Random
 
 import pytest
 
+from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.replay import first_uses, replay
 from ssd_fx.passes.planner.solve import BudgetError, solve
-from ssd_fx.passes.schedule import Choice, Replay, Schedule, Step, Trip
+from ssd_fx.passes.schedule import Replay, Schedule, Trip
 from tests.passes.planner.instances import BUDGETS, Instance, chained_instance, limits, random_instance, undeferred
 from tests.passes.planner.layered import layered_instance
 from tests.passes.planner.optimum import Program, Terms, optimum

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from ssd_fx.passes.axis import Choice
 from ssd_fx.passes.decide import analyse
 from ssd_fx.passes.partition import calls_ours
 from ssd_fx.passes.planner.step import _behind_items, model
-from ssd_fx.passes.schedule import Choice
 from tests.passes import toys
 
 

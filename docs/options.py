@@ -1,6 +1,6 @@
 """The page docs/options.md, made from the docstring and the defaults of `ssd_fx.Config`.
 
-python -m ssd_fx.report.options > docs/options.md
+python docs/options.py > docs/options.md
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ssd_fx.sizes import format_bytes
 
 _HEAD = """# Options
 
-This page is made from the docstring of `ssd_fx.Config` by `python -m ssd_fx.report.options`.
+This page is made from the docstring of `ssd_fx.Config` by `python docs/options.py`.
 
 Pass options as `torch.compile(model, backend=ssd_fx.backend, options={"dirs": ["/mnt/nvme"], "budget": "2GiB"})`.
 Or set them in the environment as `SSD_FX_<NAME>`. `options` wins over the environment. An unknown name or a bad value

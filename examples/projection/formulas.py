@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ssd_fx.projection.scenario import Drive, Drives, Model, Parallelism, Scenario
+from projection.scenario import Model, Parallelism, Scenario
+from ssd_fx.hardware import Drive, Drives
 from ssd_fx.runtime.wear import DAY_S, rated_days
 
 LAYERS_IN_MEMORY = 2  # one that computes, and one that is being written or read (arXiv 2408.10013)
@@ -163,7 +164,7 @@ def memory(scenario: Scenario, share: float = 1.0) -> GpuMemory:
     kept, offloaded = kept_bytes(scenario, 1), offloaded_bytes(scenario, 1, share)
     recomputed = recomputed_bytes(scenario, 1)
     fits = max(0, int((room - state) / offloaded))
-    largest = min(fits, int(scenario.drives.nbytes / (share * kept)))
+    largest = min(fits, int(drives_bytes(scenario.drives) / (share * kept)))
     return GpuMemory(
         state_bytes=state,
         kept_bytes=kept * scenario.batch,
@@ -175,6 +176,11 @@ def memory(scenario: Scenario, share: float = 1.0) -> GpuMemory:
         largest_drive_bytes=share * kept * largest,
         drives_are_full=largest < fits,
     )
+
+
+def drives_bytes(drives: Drives) -> float:
+    """What drives hold."""
+    return drives.count * drives.drive.capacity_tb * 1e12
 
 
 def state_bytes(scenario: Scenario) -> float:
@@ -232,17 +238,21 @@ class Endurance:
     wear_usd_per_day: float
 
 
-def endurance(traffic: StepIO, drives: Drives) -> Endurance:
-    """The life of `drives` that get `traffic` day and night, or the share of it that they keep up with."""
+def endurance(traffic: StepIO, drives: Drives, drive_usd: float = 0.0) -> Endurance:
+    """The life of `drives` that get `traffic` day and night, or the share of it that they keep up with.
+
+    drive_usd: the price of one.
+    """
     bytes_per_day = traffic.bytes_per_day * traffic.share(drives)
     days = rated_days(drives.rated_tb, bytes_per_day / DAY_S)
+    price = drives.count * drive_usd
     return Endurance(
         bytes_per_day=bytes_per_day,
         rated_days=days,
         paper_waf_days=days * PAPER_WAF,
         paper_days=days * PAPER_WAF * PAPER_RETENTION,
-        drives_usd=drives.price_usd,
-        wear_usd_per_day=drives.price_usd / days,
+        drives_usd=price,
+        wear_usd_per_day=price / days,
     )
 
 
@@ -291,5 +301,5 @@ def project(scenario: Scenario) -> Projection:
         hides=traffic.hides(scenario.drives),
         share=share,
         memory=memory(scenario, share),
-        endurance=endurance(traffic, scenario.drives),
+        endurance=endurance(traffic, scenario.drives, scenario.drive_usd),
     )

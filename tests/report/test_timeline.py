@@ -6,7 +6,7 @@ import pytest
 
 from ssd_fx.report.model import GraphReport
 from ssd_fx.report.report import made
-from ssd_fx.report.step import UNKNOWN, Span, Step, joined, measured
+from ssd_fx.report.timeline import UNKNOWN, Span, Timeline, joined, measured
 from ssd_fx.runtime.plans import unpack
 from ssd_fx.runtime.trace import Event
 from tests.report.made_up import MIB, graph, group
@@ -22,10 +22,10 @@ TIMES = {
 }
 
 
-def step(name: str, seconds: float, stays: int) -> Step:
+def step(name: str, seconds: float, stays: int) -> Timeline:
     """A forward and a backward of so many seconds, with twice the bytes that stay at the end of the forward."""
     memory = ((0.0, stays), (seconds / 2, 2 * stays), (seconds, stays), (2 * seconds - 0.5, 0))
-    return Step((name,), (Span("wait", name, 0, 0, seconds, seconds),), memory, seconds, 2 * seconds, stays)
+    return Timeline((name,), (Span("wait", name, 0, 0, seconds, seconds),), memory, seconds, 2 * seconds, stays)
 
 
 def test_a_graph_runs_between_forward_and_backward_of_the_one_before() -> None:
@@ -39,7 +39,7 @@ def test_a_step_of_steps_is_that_of_their_graphs() -> None:
     a, b, c = step("a", 1, 1), step("b", 2, 2), step("c", 4, 4)
     assert joined([joined([a, b]), c]).memory == joined([a, joined([b, c])]).memory == joined([a, b, c]).memory
     assert joined([a]) == a
-    assert joined([]) == Step()
+    assert joined([]) == Timeline()
 
 
 def test_memory_is_free_from_the_forward_to_the_backward() -> None:

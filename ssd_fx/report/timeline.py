@@ -3,7 +3,7 @@
     forward A   forward B   backward B   backward A
 
 The plan of a graph, PyTorch's own partition, all graphs of a step together (`joined`) and what the runtime recorded
-(`measured`) are all a `Step`. So one code draws, prints and compares what was predicted and what was measured.
+(`measured`) are all a `Timeline`. So one code draws, prints and compares what was predicted and what was measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ssd_fx.runtime.trace import Event
+from ssd_fx.runtime import trace
 
 _FORWARD = ("store", "release", "write")
 LEAST_S = 2e-5  # a shorter wait is the price of the call
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Timeline:
     """A step, or a part of one. Seconds are from its start.
 
     Attributes:
@@ -98,7 +98,7 @@ class Step:
         return sum(span.nbytes for span in moved) / busy if busy else 0.0
 
 
-def joined(parts: Sequence[Step]) -> Step:
+def joined(parts: Sequence[Timeline]) -> Timeline:
     """One step of several: each runs between forward and backward of the one before, above what its forward leaves."""
     spans: list[Span] = []
     forward: list[tuple[float, int]] = []
@@ -114,7 +114,7 @@ def joined(parts: Sequence[Step]) -> Step:
         forward += [(at + begun_s, nbytes + level) for at, nbytes in part.memory if at < part.turn_s]
         backward[:0] = [(at + turned_s, nbytes + level) for at, nbytes in part.memory if at >= part.turn_s]
         begun_s, level = begun_s + part.turn_s, level + part.stays
-    return Step(
+    return Timeline(
         order=tuple(name for part in parts for name in part.order),
         spans=tuple(spans),
         memory=(*forward, *backward),
@@ -131,7 +131,7 @@ def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float,
     return [(part[0][0], max(nbytes for _, nbytes in part)) for part in parts]
 
 
-def measured(events: Iterable[Event]) -> Step | None:
+def measured(events: Iterable[trace.Event]) -> Timeline | None:
     """The last complete step of `events`, which another one follows, or else the only one; None if no forward began.
 
     A step is what `runtime.step_clock` takes for one, so also one of graphs that keep everything and load nothing. Of a
@@ -154,12 +154,12 @@ def measured(events: Iterable[Event]) -> Step | None:
     return _recorded(ordered[first:end], ordered[end].started)
 
 
-def _is_timed(events: Sequence[Event]) -> bool:
+def _is_timed(events: Sequence[trace.Event]) -> bool:
     """Whether the transfers of a step are among its events, if it had any."""
     return any(e.kind in ("write", "read") for e in events) or not any(e.where == "disk" for e in events)
 
 
-def _recorded(events: Sequence[Event], next_s: float | None) -> Step:
+def _recorded(events: Sequence[trace.Event], next_s: float | None) -> Timeline:
     """A step of these events; `next_s`: when the next one begins."""
     zero, live = events[0].started, [event for event in events if event.live]
     spans = tuple(
@@ -171,7 +171,7 @@ def _recorded(events: Sequence[Event], next_s: float | None) -> Step:
         for e in events
     )
     end = max(span.end for span in spans)
-    return Step(
+    return Timeline(
         order=_order(events),
         spans=spans,
         memory=tuple((event.ended - zero, event.live - live[0].live) for event in live),
@@ -182,7 +182,7 @@ def _recorded(events: Sequence[Event], next_s: float | None) -> Step:
     )
 
 
-def _order(events: Sequence[Event]) -> tuple[str, ...]:
+def _order(events: Sequence[trace.Event]) -> tuple[str, ...]:
     """The graphs, as their forwards began. A forward within a backward counts if there was no other."""
     forwards = [event.graph for event in events if event.kind == "begin" and event.step]
     again = Counter(event.graph for event in events if event.kind == "begin" and not event.step)

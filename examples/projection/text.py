@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 
-from ssd_fx.projection.compiled import Compiled
-from ssd_fx.projection.formulas import (
+from projection.formulas import (
     LAYERS_IN_MEMORY,
     PAPER_RETENTION,
     PAPER_WAF,
     Endurance,
     Projection,
     StepIO,
-    endurance,
+    drives_bytes,
 )
-from ssd_fx.projection.scenario import Drives
+from ssd_fx.hardware import Drives
 from ssd_fx.report.rows import aligned
 from ssd_fx.runtime.wear import digits, format_days
 from ssd_fx.sizes import format_bytes, format_seconds
@@ -29,29 +28,6 @@ def of_scenario(found: Projection) -> str:
     rows += [*_rates(found.traffic, scenario.drives), *_memory(found), _recomputed(found)]
     rows += _life(found.endurance, scenario.drives, found.share)
     return "\n".join(aligned([*rows, *_cost(found)]))
-
-
-def of_compiled(found: Compiled, drives: Drives) -> str:
-    """The text about a compiled model."""
-    step = "predicted by the plan for the machine that made it" if found.step_is_predicted else "as given"
-    offloaded = f"{format_bytes(found.offloaded_bytes)} of {format_bytes(found.saved_bytes)} are offloaded"
-    rows = [
-        ("graphs", _graphs(found)),
-        ("drives", _drives(drives)),
-        ("activations", f"{offloaded}, {format_bytes(found.written_bytes)} of that to the drives"),
-        ("layers", f"{found.layers}, of at most {format_bytes(found.layer_bytes)}"),
-        ("step", f"{format_seconds(found.step_s)}, {step}; the forward is taken as a third of it"),
-    ]
-    life = endurance(found.traffic, drives)
-    price = [("cost", f"{_dollars(life.drives_usd)} of drives; {_wear(life)}")] if life.drives_usd else []
-    rows += [*_rates(found.traffic, drives), *_life(life, drives, found.traffic.share(drives)), *price]
-    return "\n".join(aligned(rows))
-
-
-def _graphs(found: Compiled) -> str:
-    named = [f"{graph} x {runs}" if runs > 1 else graph for graph, runs in zip(found.graphs, found.runs, strict=True)]
-    once = "; each counts once, and --runs says how often a step runs it" if set(found.runs) == {1} else ""
-    return ", ".join(named) + once
 
 
 def _inputs(found: Projection) -> Rows:
@@ -72,7 +48,7 @@ def _inputs(found: Projection) -> Rows:
 
 def _drives(drives: Drives) -> str:
     rates = f"{digits(drives.write_bytes_s / 1e9)} GB/s written, {digits(drives.read_bytes_s / 1e9)} read"
-    each = f"{digits(drives.nbytes / 1e12, 4)} TB, {rates}, {digits(drives.rated_tb, 6)} TB rated"
+    each = f"{digits(drives_bytes(drives) / 1e12, 4)} TB, {rates}, {digits(drives.rated_tb, 6)} TB rated"
     return f"{drives.count:g} x {drives.drive.name} per GPU: {each}; the link has {drives.link_gbps:g} GB/s each way"
 
 
@@ -156,16 +132,11 @@ def _cost(found: Projection) -> Rows:
     scenario, life = found.scenario, found.endurance
     if not life.drives_usd:
         return [("cost", "not known; --price is US dollars for one drive")]
-    device = scenario.device
-    share = f", {life.drives_usd / device.price_usd:.1%} of what that costs" if device.price_usd else ""
+    share = f", {life.drives_usd / scenario.device_usd:.1%} of what that costs" if scenario.device_usd else ""
     count = scenario.parallelism.gpus
     gpus = f"{count} GPU{'s' if count > 1 else ''}"
     own = f"{_dollars(life.drives_usd)} of drives per GPU{share}; {_dollars(count * life.drives_usd)} for {gpus}"
-    return [("cost", f"{own}; {_wear(life)}")]
-
-
-def _wear(life: Endurance) -> str:
-    return f"wear by rated TBW {_dollars(life.wear_usd_per_day)} per GPU and day"
+    return [("cost", f"{own}; wear by rated TBW {_dollars(life.wear_usd_per_day)} per GPU and day")]
 
 
 def _percent(share: float) -> float:

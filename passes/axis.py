@@ -1,0 +1,182 @@
+"""A training step on one axis, as the planner sees it: operators, and the alias groups as items.
+
+    forward    produced ........ last_use
+    backward   first_use ....... last_bwd_use
+
+A place on the axis is the index of a node in a `Plan`, and that of an operator in the planner, which merges nodes
+(`planner/step.py`). The indices of the backward follow those of the forward.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar, cast
+
+if TYPE_CHECKING:
+    from ssd_fx.options import Tier
+    from ssd_fx.passes.cost.machine import Machine
+
+T = TypeVar("T")
+
+
+class Choice(enum.Enum):
+    """What becomes of an alias group between forward and backward.
+
+    A group that is deferred is offloaded, but it is written when there is nothing else to write, and loaded first. If
+    it is still in memory then, it is forwarded: nothing is read.
+    """
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    DEFER = "defer"
+
+    __hash__ = object.__hash__  # Enum's own is a Python function, and the search looks up tuples of thousands of these
+
+
+CHOICES = frozenset({Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD})  # what may be allowed; only the search defers
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An alias group of `nbytes`, and its places on the axis: where it is produced and read last in the forward, read
+    first and last in the backward.
+
+    `choices`: what is allowed. `recompute_s`: seconds to compute it again, for which the items `needs` must be there.
+    `tier`: where it goes if it is offloaded, host memory only as far as it fits; None: wherever it is better.
+    """
+
+    nbytes: int
+    produced: int
+    last_use: int
+    first_use: int
+    last_bwd_use: int
+    recompute_s: float = math.inf
+    choices: frozenset[Choice] = frozenset({Choice.KEEP, Choice.OFFLOAD})
+    needs: tuple[int, ...] = ()
+    stored_nbytes: int | None = None
+    tier: Tier | None = None
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that are written and read back; fewer than `nbytes` where a part of the storage is enough."""
+        return self.nbytes if self.stored_nbytes is None else self.stored_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the prices of several items have in common: those that are recomputed together compute it once."""
+
+    seconds: float
+    items: tuple[int, ...]
+
+
+def _of_items(field: Callable[[Item], int]) -> cached_property[list[int]]:
+    """What is read of every item each time that the step is replayed."""
+    return cached_property(lambda step: [field(item) for item in step.items])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step, as the planner sees it.
+
+    `seconds`: of every operator, forward then backward. `base`: the bytes alive during each that no choice touches.
+    `forward`: how many of them are the forward's. `host_budget`: bytes that may be in host memory. `shared`: seconds
+    that are in the price of more than one item. Of the step of a graph, `slots` has the slot of every item, and `nodes`
+    the first and the last node of every operator.
+    """
+
+    seconds: tuple[float, ...]
+    base: tuple[int, ...]
+    forward: int
+    items: tuple[Item, ...]
+    host_budget: int = 0
+    shared: tuple[Shared, ...] = ()
+    slots: tuple[int, ...] = ()
+    nodes: tuple[tuple[int, int], ...] = field(repr=False, default=())
+
+    def again_s(self, recomputed: Collection[int]) -> float:
+        """Seconds to recompute these items together."""
+        together = frozenset(recomputed)
+        alone = math.fsum(self.items[i].recompute_s for i in together)
+        return alone - math.fsum(s.seconds * max(len(together.intersection(s.items)) - 1, 0) for s in self.shared)
+
+    @cached_property
+    def own_again_s(self) -> list[float]:
+        """Seconds to recompute every item, without what it shares with others: no set of items costs less."""
+        own = [item.recompute_s for item in self.items]
+        for shared in self.shared:
+            for i in shared.items:
+                own[i] -= shared.seconds
+        return own
+
+    @cached_property
+    def fair_again_s(self) -> list[float]:
+        """Seconds to recompute every item, with its part of what it shares: by bytes, as if all were recomputed."""
+        fair = list(self.own_again_s)
+        for shared in self.shared:
+            nbytes = sum(self.items[i].nbytes for i in shared.items)
+            for i in shared.items:
+                fair[i] += shared.seconds * self.items[i].nbytes / max(nbytes, 1)
+        return fair
+
+    @cached_property
+    def kernels(self) -> int:
+        """How many operators take time."""
+        return sum(seconds > 0 for seconds in self.seconds)
+
+    nbytes = _of_items(lambda item: item.nbytes)
+    moved = _of_items(lambda item: item.moved_nbytes)
+    produced = _of_items(lambda item: item.produced)
+    last_use = _of_items(lambda item: item.last_use)
+    first_use = _of_items(lambda item: item.first_use)
+    free_bytes = _of_items(lambda item: item.nbytes if len(item.choices) > 1 else 0)  # of what has a choice
+
+    @cached_property
+    def change(self) -> list[int]:
+        """How the bytes alive with everything kept change from each operator to the next."""
+        change = [after - before for before, after in itertools.pairwise((0, *self.base, 0))]
+        for item in self.items:
+            change[item.produced] += item.nbytes
+            change[item.last_bwd_use + 1] -= item.nbytes
+        return change
+
+    @cached_property
+    def everything(self) -> int:
+        """The peak in bytes with everything kept."""
+        return max(itertools.accumulate(self.change[:-1]), default=0)
+
+    @cached_property
+    def floor(self) -> int:
+        """The peak in bytes with all that can be offloaded or recomputed gone, and infinitely fast I/O."""
+        change = self.change.copy()
+        for item in self.items:
+            if item.choices != {Choice.KEEP}:
+                change[item.last_use + 1] -= item.nbytes
+                change[item.first_use] += item.nbytes
+        return max(itertools.accumulate(change[:-1]), default=0)
+
+    def kept_bytes(self, choices: Sequence[Choice]) -> int:
+        """Bytes that are kept of what can be offloaded or recomputed."""
+        return sum([nbytes for nbytes, c in zip(self.free_bytes, choices, strict=True) if c is Choice.KEEP])
+
+    def operator(self, node: int) -> int:
+        """The operator that a node of the graph belongs to."""
+        return bisect_right(self.nodes, (node, math.inf)) - 1
+
+    @cached_property
+    def _found(self) -> dict[object, object]:
+        return {}
+
+    def once(self, analysis: Callable[[Step, Machine], T], machine: Machine) -> T:
+        """The result of `analysis`, computed once for each machine."""
+        key = (analysis, machine)
+        if key not in self._found:
+            self._found[key] = analysis(self, machine)
+        return cast(T, self._found[key])
