@@ -70,8 +70,9 @@ class Store:
                 counters(graph).stall_s += stall
                 self.account.settled()
                 steady = self.account.steady() if self._config.adapt else None
-            for told in when_steady if steady else ():
-                told(self._config, steady)
+            if steady is not None:
+                for told in when_steady:
+                    told(self._config, steady)
 
     def store(
         self,
