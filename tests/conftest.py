@@ -57,7 +57,7 @@ def fresh() -> Iterator[None]:
     trace.clear()
     device_trace.clear()
     ssd_fx.reset_stats()
-    counts._whole, counts._whole_why = 0, ""  # which a reset leaves
+    counts._totals.whole_graphs, counts._totals.whole_why = 0, ""  # which a reset leaves
     yield
     torch._dynamo.reset()
     close_stores()

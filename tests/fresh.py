@@ -65,7 +65,9 @@ def run(code: str, *arguments: object, timeout_s: float = 120, **environment: st
 def _server() -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     # At the end of this line all that the code has made is alive, as at the end of any program.
-    command = [sys.executable, "-c", "from tests.fresh import _serve; exec(compile(_serve(), '<string>', 'exec'))"]
+    code = "from tests.fresh import _serve; exec(compile(_serve(), '<string>', 'exec'))"
+    # A fork may turn these warnings on; whether there are any is settled when an interpreter starts.
+    command = [sys.executable, "-X", "warn_default_encoding", "-W", "ignore::EncodingWarning", "-c", code]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, start_new_session=True, **pipes)
     atexit.register(server.communicate)  # it ends with its input

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,28 @@ def estimated(model: Any, inputs: object, budgets: list[Any], **changes: Any) ->
     return ssd_fx.estimate(model, inputs, budgets=budgets, options=TOY | changes, rivals=False)
 
 
+def one_layer() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return GPT(replace(SMALL, layers=1)), batch()
+
+
+def perceptron() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU()))), (torch.randn(1024, 64),)
+
+
 @pytest.mark.parametrize(
-    ("inner", "budgets"),
-    [("aot_eager", [0.5, 0, "auto", 1.0, 0]), ("inductor", [0.5, 0])],
+    ("inner", "made", "budgets"),
+    [("aot_eager", one_layer, [0.5, 0, "auto", 1.0, 0]), ("inductor", perceptron, [0.5, 0])],
     ids=["aot_eager", "inductor"],
 )
-def test_it_is_the_plan_that_compiling_makes_for_each_budget(inner: str, budgets: list[Any]) -> None:
+def test_it_is_the_plan_that_compiling_makes_for_each_budget(
+    inner: str, made: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]], budgets: list[Any]
+) -> None:
     """One traced graph serves all budgets, and to look at one of them changes no other."""
     options = TOY | {"inner": inner, "recompute": True, "machine": SLOW, "budget": 0.5}
-    one_layer = replace(SMALL, layers=1)
-    found, again = ssd_fx.estimate(GPT(one_layer), batch(), budgets=budgets, options=options), list[bool]()
+    model, inputs = made()
+    found, again = ssd_fx.estimate(model, inputs, budgets=budgets, options=options), list[bool]()
     for budget, row in zip(budgets, found.predictions, strict=True):
-        (graph,) = ssd_fx.explain(GPT(one_layer), options=options | {"budget": budget})(*batch()).dumps
+        (graph,) = ssd_fx.explain(model, options=options | {"budget": budget})(*inputs).dumps
         again.append(bool(graph.plan["recomputed"]))
         if budget == options["budget"]:
             assert (graph.graph == found.graph) is not again[-1], "another partition has another name"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.bitwise import stock
 from tests.gpu import test_gpu_roundtrip as roundtrips
 from tests.gpu import test_gpu_training as training
 
@@ -52,7 +53,10 @@ def test_every_engine_is_tried_and_the_forced_one_alone(engines: str) -> None:
 
 
 def test_training_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through Inductor `tests/test_training.py` trains there."""
     monkeypatch.setattr(training, "DEVICE", "cpu")
+    monkeypatch.setattr(training, "stock", lambda inner: stock("aot_eager"))
+    monkeypatch.setenv("SSD_FX_INNER", "aot_eager")
     config = json.dumps({"dirs": [str(tmp_path)], "engine": "posix"})
     training.test_same_bits_as_in_memory(config)
     training.test_close_to_plain_inductor(config)

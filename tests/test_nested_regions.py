@@ -114,8 +114,15 @@ def one_gradient_for_two(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (joined(y * 0.5, b + 1, w) + y).square().sum()
 
 
-@pytest.mark.parametrize("budget", [0, 1.0])
-@pytest.mark.parametrize("loss", [residual, one_gradient_for_two])
+@pytest.mark.parametrize(
+    ("loss", "budget"),
+    [
+        (residual, 0),
+        (one_gradient_for_two, 1.0),
+        pytest.param(residual, 1.0, marks=pytest.mark.slow),
+        pytest.param(one_gradient_for_two, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_no_kernel_writes_over_a_tensor_that_a_region_returns_twice(
     loss: Region, budget: float, tmp_path: Path
 ) -> None:

@@ -162,24 +162,6 @@ def test_graphs_of_one_set_of_options_share_a_store_until_the_last_has_gone(
     comes_true(lambda: not stores)
 
 
-def test_a_graph_that_somebody_holds_outlives_a_reset(
-    model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path
-) -> None:
-    forget_graphs()
-    backend = Holding()
-    options = {"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0}
-    compiled = torch.compile(model, backend=backend, options=options, dynamic=False)
-    assert_same_bits(train(model, x, compiled), expected)
-    (store,) = stores.values()
-    torch._dynamo.reset()
-    gc.collect()
-    time.sleep(0.2)
-    assert list(stores.values()) == [store]
-    backend.held.clear()
-    gc.collect()
-    comes_true(lambda: not stores)
-
-
 def test_a_backward_still_comes_after_its_graph_has_gone(
     model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from tests.cuda_codegen.code import Counts, count
 from tests.cuda_codegen.models import CASES
 from tests.cuda_codegen.process import ROOT, Generated, generated, pretending
 
-FAST = ("MLP", "MLP of odd sizes", "GPT, 1 layer")
+FAST = ("MLP of odd sizes", "GPT, 1 layer")
 SLOW = tuple(case for case in CASES if case not in FAST)
 pytestmark = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="pretends a device to torch 2.13; others ask for other things"

@@ -30,18 +30,18 @@ def unlinked(directory: str) -> int:
     return fd
 
 
+FLIPPED = BYTES[:HALF] + bytes([BYTES[HALF] ^ 4]) + BYTES[HALF + 1 :]
+WANTED = {  # what a write or a read says, and what the file or the buffer has then
+    Action.SHORT: (HALF, BYTES[:HALF] + OLD[HALF:]),
+    Action.NOTHING: (0, OLD),
+    Action.LOST: (len(BYTES), OLD),
+    Action.FLIP: (len(BYTES), FLIPPED),
+    Action.ZEROS: (len(BYTES), bytes(len(BYTES))),
+}
+
+
 def check_writes(faults: Faults, fd: int) -> None:
-    """What a write says, and what the file has then."""
-    flipped = bytearray(BYTES)
-    flipped[HALF] ^= 4
-    wanted = {
-        Action.SHORT: (HALF, BYTES[:HALF] + OLD[HALF:]),
-        Action.NOTHING: (0, OLD),
-        Action.LOST: (len(BYTES), OLD),
-        Action.FLIP: (len(BYTES), bytes(flipped)),
-        Action.ZEROS: (len(BYTES), bytes(len(BYTES))),
-    }
-    for action, (says, has) in wanted.items():
+    for action, (says, has) in WANTED.items():
         os.pwrite(fd, OLD, 0)
         faults.at(Call.WRITE, action, 1)
         assert os.pwrite(fd, BYTES, 0) == says, action
@@ -56,16 +56,7 @@ def check_writes(faults: Faults, fd: int) -> None:
 
 def check_reads(faults: Faults, fd: int) -> None:
     os.pwrite(fd, BYTES, 0)
-    flipped = bytearray(BYTES)
-    flipped[HALF] ^= 4
-    wanted = {
-        Action.SHORT: (HALF, BYTES[:HALF] + OLD[HALF:]),
-        Action.NOTHING: (0, OLD),
-        Action.LOST: (len(BYTES), OLD),
-        Action.FLIP: (len(BYTES), bytes(flipped)),
-        Action.ZEROS: (len(BYTES), bytes(len(BYTES))),
-    }
-    for action, (says, has) in wanted.items():
+    for action, (says, has) in WANTED.items():
         buffer = bytearray(OLD)
         faults.at(Call.READ, action, 1)
         assert os.preadv(fd, [buffer], 0) == says, action

@@ -53,7 +53,6 @@ def in_flight(micro_batches: int, disk: list[int]) -> Loop:
 @pytest.mark.parametrize(
     ("micro_batches", "inner"),
     [
-        (2, "aot_eager"),
         (16, "aot_eager"),
         pytest.param(64, "aot_eager", marks=pytest.mark.slow),
         pytest.param(64, "inductor", marks=pytest.mark.slow),

@@ -21,6 +21,7 @@ from ssd_fx.report.model import GraphReport
 from ssd_fx.report.page import data, page
 from ssd_fx.report.report import Report, made
 from ssd_fx.runtime.plans import pack, unpack
+from tests import fresh
 from tests.report.trained import report, train
 
 
@@ -165,8 +166,10 @@ def test_a_page_for_a_pipe_goes_through_it(found: Report) -> None:
     assert got.result().decode() == page(found)
 
 
-NAMED = """
-import sys, torch, ssd_fx
+NAMED = r"""
+import sys, warnings
+warnings.filterwarnings("error", category=EncodingWarning, module=r"ssd_fx\.report\.(page|folder)$")
+import torch, ssd_fx
 def toy(größe, w):
     return ((größe @ w).relu() @ w).relu().sum()
 options = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0, "dump": sys.argv[1]}
@@ -178,20 +181,9 @@ ssd_fx.report().save(sys.argv[1] + "/report.html")
 
 def test_page_and_dump_are_the_same_in_every_locale(tmp_path: Path) -> None:
     """Python warns of files that are in the encoding of the locale. torch itself compiles nothing in that of C."""
-    (tmp_path / "train.py").write_text(NAMED, encoding="utf-8")
-    strict = [each for name in ("page", "folder") for each in ("-W", f"error::EncodingWarning:ssd_fx.report.{name}")]
-    command = [
-        sys.executable,
-        "-X",
-        "warn_default_encoding",
-        *strict,
-        str(tmp_path / "train.py"),
-        str(tmp_path / "out"),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(Path(ssd_fx.__file__).resolve().parents[1])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = fresh.run(NAMED, tmp_path)
     assert done.returncode == 0, done.stderr
-    (plan,) = (tmp_path / "out").glob("*.plan.txt")
+    (plan,) = tmp_path.glob("*.plan.txt")
     assert "argument größe" in plan.read_text(encoding="utf-8")
 
 

@@ -11,16 +11,17 @@
 
 `config_json` makes other configurations, with the engines of `engines.py` too. `start_load` and `wait` are the halves
 of `load`; `begin` starts a forward that counts as a step. `watch` tells whether memory is gone; `between_locks` and
-`interrupted` put another thread, or a Ctrl-C, between two lines of the runtime. `tests/conftest.py` ends what a test
+`everywhere` put another thread, or a Ctrl-C, between two lines of the runtime. `tests/conftest.py` ends what a test
 has left: stores, engines, entries.
 """
 
 import ctypes
 import gc
+import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -173,3 +174,15 @@ def interrupted(action: Callable[[], object], at: int) -> bool:
         gc.enable()
     assert came == (places >= at), f"the Ctrl-C at place {at} vanished"
     return came
+
+
+def everywhere() -> Iterator[tuple[int, Callable[[Callable[[], object]], None]]]:
+    """The number of each place where a Ctrl-C may come, and `strike`, until one comes nowhere.
+
+    The body of the loop calls `strike` once, with what is to be interrupted there: see `interrupted`.
+    """
+    came: list[bool] = [True]
+    for at in itertools.count(1):
+        if not came.pop():
+            return
+        yield at, lambda action, at=at: came.append(interrupted(action, at))  # type: ignore[misc]

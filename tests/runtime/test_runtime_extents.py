@@ -208,16 +208,10 @@ def used_over_live(events):
 
 @pytest.mark.parametrize("order", ["lifo", "fifo", "random"])
 @pytest.mark.parametrize("alive", [0, 1, 4])
-def test_steps_of_changing_shapes_leave_no_fragments(order, alive):
-    """1,000 steps: the range never grows beyond 1.1 times the peak of live bytes."""
-    assert used_over_live(steps(0, 1000, order, alive)) <= 1.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["lifo", "fifo", "random"])
-@pytest.mark.parametrize("alive", [0, 4])
-def test_ten_thousand_steps_of_changing_shapes_leave_no_fragments(order, alive):
-    assert used_over_live(steps(1, 10_000, order, alive)) <= 1.1
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_steps_of_changing_shapes_leave_no_fragments(order, alive, count):
+    """The range never grows beyond 1.1 times the peak of live bytes."""
+    assert used_over_live(steps(0, count, order, alive)) <= 1.1
 
 
 def test_random_lifetimes_leave_few_fragments():

@@ -14,7 +14,7 @@ from tests.runtime.harness import (
     begin,
     between_locks,
     config_json,
-    interrupted,
+    everywhere,
     load,
     op,
     raw,
@@ -164,14 +164,12 @@ def test_what_loses_nothing_is_encoded_later_too(tmp_path, codec):
 def test_a_forward_that_ctrl_c_ends_leaves_all_to_be_loaded(tmp_path):
     config = config_json(tmp_path)
     begin(config, offloaded=B)
-    at, came = 0, True
-    while came:
-        at += 1
+    for at, strike in everywhere():
         xs = [torch.randn(N) for _ in range(2)]
         handles = [store(x, config, slot=i, later=True) for i, x in enumerate(xs)]
-        came = interrupted(lambda: begin(config, offloaded=B), at)
+        strike(lambda: begin(config, offloaded=B))
         for h, x in zip(handles, xs, strict=True):
-            assert raw(load(h, x)) == raw(x)
+            assert raw(load(h, x)) == raw(x), at
         del h, handles
     assert at > 10
     assert get_store(config).ledger.resident_bytes == 0
@@ -522,13 +520,11 @@ def test_no_signal_stops_the_learning(tmp_path, what):
         "load": lambda: start_load(handles[0], x),
         "death": die,
     }
-    came, at = True, 0
-    while came:
-        at += 1
+    for at, strike in everywhere():
         begin(config, offloaded=32)
         if what != "store":
             actions["store"]()
-        came = interrupted(actions[what], at)
+        strike(actions[what])
         die()
         found, ledger = get_store(config), get_store(config).ledger
         assert found.peak.nbytes == ledger.resident_bytes == ledger.writing_bytes == 0, at
@@ -545,25 +541,23 @@ def test_a_signal_in_a_load_leaves_no_bytes_that_were_not_written(tmp_path):
             y.zero_()
 
     config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 3600, 3600)), checksums=False)
-    good, came, at = torch.randn(N), True, 0
-    while came:
-        at += 1
+    good = torch.randn(N)
+    for at, strike in everywhere():
         x = good.clone()
         h = store(x, config)
         release(h, x)
         del x
-        came = interrupted(lambda h=h: start_load(h, good), at)
+        strike(lambda h=h: start_load(h, good))
         with pytest.raises(RuntimeError, match="retain_graph"):
             load_until_it_is_handed_over(h, at)
 
 
 def test_a_signal_in_close_leaves_no_store_that_writes_nothing(tmp_path):
     config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 3600, 3600)))
-    good, came, at = torch.randn(N), True, 0
-    while came:
-        at += 1
+    good = torch.randn(N)
+    for at, strike in everywhere():
         h = store(good, config)
-        came = interrupted(close_stores, at)
+        strike(close_stores)
         new = store(good, config)
         assert lookup(new).write, at
         close_stores()
@@ -598,11 +592,9 @@ def last_load(runs):
 def test_no_signal_makes_a_backward_wait_for_a_read_ahead_that_never_started(tmp_path):
     config = config_json(tmp_path, prefetch=1 << 30)
     steps = Steps(config, blocks=2, size=FEW)
-    came, at = True, 0
-    while came:
-        at += 1
+    for at, strike in everywhere():
         runs = steps.forward()
-        came = interrupted(last_load(runs), at)
+        strike(last_load(runs))
         for slot, h in enumerate(runs[0]):
             assert (load(h, torch.empty(FEW)) == slot).all(), at
         del runs, h
@@ -614,9 +606,7 @@ def test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills(tmp_path):
     config = config_json(tmp_path, around(LateReads), prefetch=1 << 30)
     engine = get_store(config).engine
     steps = Steps(config, blocks=2, size=FEW)
-    came, at = True, 0
-    while came:
-        at += 1
+    for at, strike in everywhere():
         engine.late = False
         runs = steps.forward()
         call = last_load(runs)
@@ -630,27 +620,10 @@ def test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills(tmp_path):
             runs.clear()
             entries.GUARD.drain()
 
-        came = interrupted(die, at)
+        strike(die)
         assert all(read.done() or not memory.expired() for read, memory in ahead), at
         entries.GUARD.drain()
         assert all(read.done() for read, _ in ahead), at
-        assert get_store(config).ledger.reading_bytes == 0, at
-
-
-def test_no_signal_leaves_bytes_outstanding(tmp_path):
-    """Reading ahead would have that much less room for as long as the store lives."""
-    config = config_json(tmp_path, prefetch=1 << 30)
-    steps = Steps(config, blocks=2, size=FEW)
-    came, at = True, 0
-    while came:
-        at += 1
-        runs = steps.forward()
-        last_load(runs)()
-        first = runs[0][0]
-        assert lookup(first).ahead
-        came = interrupted(lambda h=first: wait(start_load(h, torch.empty(FEW)), h), at)
-        del runs, first
-        entries.GUARD.drain()
         assert get_store(config).ledger.reading_bytes == 0, at
 
 

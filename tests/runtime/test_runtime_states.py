@@ -12,7 +12,7 @@ from ssd_fx.runtime import entries
 from ssd_fx.runtime.states import Entry, Ledger, Stage, State
 from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, around
-from tests.runtime.harness import config_json, interrupted, load, raw, release, settle, start_load, store, wait
+from tests.runtime.harness import config_json, everywhere, load, raw, release, settle, start_load, store, wait
 
 pytestmark = pytest.mark.usefixtures("no_device")
 N = 1000
@@ -107,13 +107,11 @@ def test_a_ctrl_c_anywhere(tmp_path: Path, life: str, kind: str) -> None:
     config = config_json(tmp_path, "memory", **KINDS[kind])
     ledger = get_store(config).ledger
     *before, last = life.split()
-    came, at = True, 0
-    while came:
-        at += 1
+    for at, strike in everywhere():
         one = Life(config)
         for step in before:
             getattr(one, step)()
-        came = interrupted(getattr(one, last), at)
+        strike(getattr(one, last))
         with entries.GUARD.lock:
             check(ledger, list(entries._entries.values()))
         if one.handles and not one.loaded and entries.lookup(one.handles[0]).state is not State.DONATED:
@@ -128,13 +126,11 @@ def test_a_ctrl_c_anywhere(tmp_path: Path, life: str, kind: str) -> None:
 def test_a_ctrl_c_while_a_slow_drive_writes(tmp_path: Path, action: str) -> None:
     config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 3600, 3600)))
     ledger = get_store(config).ledger
-    came, at = True, 0
-    while came:
-        at += 1
+    for at, strike in everywhere():
         life = Life(config)
         life.store()
         life.release()
-        came = interrupted(getattr(life, action), at)
+        strike(getattr(life, action))
         with entries.GUARD.lock:
             check(ledger, list(entries._entries.values()))
         life.die()

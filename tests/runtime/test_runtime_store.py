@@ -308,20 +308,6 @@ def test_release_of_another_buffer(config):
         release(h, x.clone())
 
 
-def test_memory_is_freed_once_written(slow):
-    x = torch.randn(N)
-    alive = watch(x)
-    h = store(x, slow)
-    release(h, x)
-    del x
-    assert not alive.expired()
-    settle(h)
-    begin_another = torch.randn(3)
-    store(begin_another, slow)  # any op reaps
-    assert alive.expired()
-    assert lookup(h).state is State.ON_DISK
-
-
 # ---- loads
 
 

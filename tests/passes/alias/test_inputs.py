@@ -13,7 +13,6 @@ import ssd_fx
 from ssd_fx.runtime.entries import living
 from tests.bitwise import Compile, kept, ours, prove_bitwise
 from tests.faults.toys import settle
-from tests.inductor import kernels_on_demand
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 
@@ -80,12 +79,11 @@ def test_an_input_that_is_changed_before_the_backward_is_an_error(
     torch._dynamo.reset()
     x, w = INPUTS[kind][1](torch.randn(8, 16)), torch.randn(8, 8, requires_grad=True)
     options = {"inner": inner, "min_bytes": 0, "budget": budget, "dirs": [tmp_path], "allow_tmpfs": True}
-    with kernels_on_demand():
-        y = torch.compile(product, backend=ssd_fx.backend, options=options | {"machine": "default"})(x, w)
-        (stored,) = (entry for entry in living() if entry.ptr == x.data_ptr())
-        if where == "disk":
-            settle()
-        (x if x._base is None else x._base).mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward()
-        assert stored.state.where == where
+    y = torch.compile(product, backend=ssd_fx.backend, options=options | {"machine": "default"})(x, w)
+    (stored,) = (entry for entry in living() if entry.ptr == x.data_ptr())
+    if where == "disk":
+        settle()
+    (x if x._base is None else x._base).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    assert stored.state.where == where

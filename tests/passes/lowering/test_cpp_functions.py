@@ -193,16 +193,19 @@ def test_what_has_its_place_for_a_reason_keeps_it(
     assert [line for line in lines if line in expected] == expected
 
 
-CUT = ("expanded", "saved_copies")  # of the toys, those that have fewer functions
+CUT = (toys.expanded, toys.saved_copies)  # those that have fewer functions
+OTHERS = [
+    pytest.param(toy, marks=[pytest.mark.slow] if i % 5 else []) for i, toy in enumerate(toys.ALL) if toy not in CUT
+]
 
 
-@pytest.mark.parametrize("toy", toys.ALL, ids=toys.name)
+@pytest.mark.parametrize("toy", [*CUT, *OTHERS], ids=toys.name)
 def test_there_are_never_more_functions(toy: toys.Toy) -> None:
     joined = lower(toy, *toys.inputs(), options={})
     with mock.patch.object(order, "move_out_of_functions", lambda planned, *_: planned):
         cut = lower(toy, *toys.inputs(), options={})
     assert all(functions(a) <= functions(b) for a, b in zip(joined, cut, strict=True))
-    if toys.name(toy) in CUT:
+    if toy in CUT:
         assert sum(map(functions, joined)) < sum(map(functions, cut))
 
 
@@ -220,8 +223,12 @@ class Nop(Kernel, NopKernelSchedulerNode):  # type: ignore[misc]  # nothing but 
     pass
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_random_loops_are_cut_as_rarely_as_dependencies_allow(seed: int) -> None:
+def test_random_loops_are_cut_as_rarely_as_dependencies_allow() -> None:
+    for seed in range(300):
+        cut_as_rarely_as_dependencies_allow(seed)
+
+
+def cut_as_rarely_as_dependencies_allow(seed: int) -> None:
     rng = random.Random(seed)
     names = [rng.choice(["ours", "ours", "loops", "loops", "nop"]) for _ in range(rng.randint(1, 9))]
     kernels = [Nop(name) if name == "nop" else Kernel(name) for name in names]
@@ -233,10 +240,10 @@ def test_random_loops_are_cut_as_rarely_as_dependencies_allow(seed: int) -> None
     needs.add_edges_from(itertools.pairwise(k for k in kernels if k not in ours))
 
     moved = cpp_functions._Loops(kernels, set(ours), needs).with_ours_outside()  # type: ignore[arg-type]
-    assert set(moved) == set(kernels)
-    assert all(moved.index(a) < moved.index(b) for a, b in needs.edges)  # type: ignore[arg-type]
-    assert pieces(moved) == min(map(pieces, nx.all_topological_sorts(needs)))  # type: ignore[arg-type]
-    assert set(in_front(kernels)) <= set(in_front(moved))  # type: ignore[arg-type]
+    assert set(moved) == set(kernels), seed
+    assert all(moved.index(a) < moved.index(b) for a, b in needs.edges), seed  # type: ignore[arg-type]
+    assert pieces(moved) == min(map(pieces, nx.all_topological_sorts(needs))), seed  # type: ignore[arg-type]
+    assert set(in_front(kernels)) <= set(in_front(moved)), seed  # type: ignore[arg-type]
 
 
 def in_front(kernels: list[Kernel]) -> list[Kernel]:

@@ -11,7 +11,6 @@ from torch._inductor import lowering
 import ssd_fx
 from ssd_fx.passes.lowering import inductor
 from ssd_fx.passes.lowering.inductor import with_constant
-from tests.inductor import kernels_on_demand
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
 
@@ -47,7 +46,7 @@ def test_what_is_computed_again_is_rounded_in_both_graphs(rounding: pytest.Monke
     rounding.setattr(inductor, "_is_saved_and_read", look)
     torch._dynamo.reset()
     options = {"budget": 0, "min_bytes": 0, "engine": "memory", "recompute": True, "machine": SLOW}
-    with everything_recomputed() as groups, kernels_on_demand():
+    with everything_recomputed() as groups:
         torch.compile(toys.rounded, backend=ssd_fx.backend, options=options)(*toys.inputs()).backward()
     assert sum(groups) > 0
     assert asked["sub"] == [True, True]
@@ -68,7 +67,7 @@ def test_what_is_stored_is_rounded_as_if_it_was_kept(rounding: pytest.MonkeyPatc
         rounding.setattr(inductor, "_is_saved_and_read", look)
         torch._dynamo.reset()
         options = {"budget": budget, "min_bytes": 0, "engine": "memory", "recompute": False}
-        with kernels_on_demand(), torch._inductor.config.patch(force_disable_caches=True):
+        with torch._inductor.config.patch(force_disable_caches=True):
             torch.compile(toys.rounded, backend=ssd_fx.backend, options=options)(*toys.inputs())
         assert (ssd_fx.stats().stores > 0) == (budget == 0)
     assert rounded == {1.0: {"sub"}, 0: {"sub"}}

@@ -19,7 +19,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 import ssd_fx
 from ssd_fx.passes.lowering import inductor
 from ssd_fx.passes.planner import select
-from tests.inductor import kernels_on_demand
 
 N = 64
 Step = Callable[..., tuple[Tensor, Tensor]]  # what the caller writes into, and the loss
@@ -115,8 +114,9 @@ def late(of_nodes: Callable[..., Any]) -> Callable[..., Any]:
     return planned
 
 
-@pytest.mark.parametrize("budget", ["1GiB", 0], ids=["it rests in memory", "it is written"])
-@pytest.mark.parametrize("stored", ["as planned", "late"])
+@pytest.mark.parametrize(
+    ("stored", "budget"), [("as planned", 0), ("late", "1GiB")], ids=["written as planned", "late, and rests in memory"]
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_write_of_the_caller_changes_no_gradient(
     step: Step, stored: str, budget: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +134,7 @@ def trained(step: Step, budget: str | int, directory: Path) -> Iterator[list[Ten
     """The gradients of four steps."""
     options = {"dirs": [directory], "allow_tmpfs": True, "budget": budget, "min_bytes": 0, "recompute": False}
     options |= {"machine": {"write_bw": 5e7, "read_bw": 5e9}}
-    with kernels_on_demand(), torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(force_disable_caches=True):
         run = torch.compile(step, backend=ssd_fx.backend, options=options, dynamic=False)
         for _ in range(4):
             yield gradients(step, run)
@@ -159,8 +159,7 @@ def test_an_output_that_is_made_of_a_stored_tensor(
     expected = unless_refused(lambda: gradients(step, step))
     if not expected:
         pytest.skip("eager mode refuses it")
-    with kernels_on_demand():
-        plain = unless_refused(lambda: gradients(step, torch.compile(step, dynamic=False)))
+    plain = unless_refused(lambda: gradients(step, torch.compile(step, dynamic=False)))
     if plain and not is_close(plain, expected):
         pytest.skip("plain Inductor has another gradient, and no error")
     steps = unless_refused(lambda: list(trained(step, budget, tmp_path)))
@@ -185,7 +184,7 @@ def test_the_audit_refuses_a_part_that_is_stored(step: Step, tmp_path: Path, mon
     monkeypatch.setattr(select, "_of_nodes", late(select._of_nodes))
     monkeypatch.setattr(inductor, "_is_in_memory_of_another", lambda *_: False)
     options = {"dirs": [tmp_path], "allow_tmpfs": True, "budget": 0, "min_bytes": 0, "recompute": False}
-    with kernels_on_demand(), torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(force_disable_caches=True):
         run = torch.compile(step, backend=ssd_fx.backend, options=options | {"machine": "default"}, dynamic=False)
         with pytest.raises(BackendCompilerFailed, match=r"VerifyError: .* is stored as a part of .* may write into"):
             gradients(step, run)

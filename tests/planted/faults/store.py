@@ -97,7 +97,7 @@ FAULTS = (
         "        self.reading_bytes += nbytes - was\n",
         "        self.reading_bytes += nbytes - was\n        len(entry.loads)\n",
         "after a Ctrl-C reading ahead has less room for as long as the store lives: steps stall",
-        "tests/runtime/test_runtime_learning.py::test_no_signal_leaves_bytes_outstanding",
+        "tests/runtime/test_runtime_states.py::test_a_ctrl_c_anywhere",
     ),
     Fault(
         "a_call_within_a_change_of_state",
