@@ -22,7 +22,8 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.place import free_bytes
 from ssd_fx.passes.planner.replay import again, first_uses, own_s
 
-Places, Seconds = npt.NDArray[np.intp], npt.NDArray[np.float64]
+Places = npt.NDArray[np.intp]
+Seconds = npt.NDArray[np.float64]
 
 
 def least_bytes(step: Step, limit: float, share_bytes: float) -> float:
