@@ -43,6 +43,7 @@ NAVIGATION = {
         "docs/pareto",
         "docs/compatibility",
         "docs/results/measurements",
+        "docs/results/peaks",
         "docs/results/paper/benchmarks",
         "docs/results/gpu/README",
         "docs/results/pareto/2026-11-27",

@@ -83,10 +83,13 @@ class Trip(NamedTuple):
             Event(slot, WAIT, wait, False, tier),
         )
 
-    def moved(self, *, block: bool | None = None, **places: int) -> Trip:
-        """The trip with other places, by the names of its events, or with a release that blocks or does not."""
+    def moved(self, *, block: bool | None = None, strict: bool | None = None, **places: int) -> Trip:
+        """The trip with other places, by the names of its events; with a release that blocks or does not, with a load
+        that is strict or is not."""
         found = self._replace(**{name: getattr(self, name)._replace(at=at) for name, at in places.items()})
-        return found if block is None else found._replace(release=found.release._replace(flag=block))
+        if block is not None:
+            found = found._replace(release=found.release._replace(flag=block))
+        return found if strict is None else found._replace(load=found.load._replace(flag=strict))
 
     @property
     def slot(self) -> int:

@@ -21,9 +21,16 @@ _log = logging.getLogger("ssd_fx")
 
 
 class Prefetcher:
-    """Prefetches up to `window` bytes, and `spare()` bytes more."""
+    """Prefetches up to `window` bytes, and `spare()` bytes more.
 
-    def __init__(self, reader: Reader, ledger: Ledger, runs: Runs, window: int, spare: Callable[[], int]) -> None:
+    `budget`: of bytes that may be in memory for backwards to come, 0 for none. What is read ahead counts as what stays
+    does.
+    """
+
+    def __init__(
+        self, reader: Reader, ledger: Ledger, runs: Runs, window: int, spare: Callable[[], int], budget: int = 0
+    ) -> None:
+        self._budget = budget
         self._reader = reader
         self._ledger = ledger
         self._runs = runs
@@ -63,7 +70,10 @@ class Prefetcher:
             self._upcoming.popleft()
 
     def _has_room(self, entry: Entry) -> bool:
-        """Whether the window has room for an entry. An entry larger than the window is read alone."""
+        """Whether the window and the budget have room for an entry. One larger than the window is read alone."""
+        waits = self._ledger.resident_bytes + self._ledger.ahead_bytes
+        if self._budget and waits + entry.nbytes > self._budget:
+            return False
         reading = self._ledger.reading_bytes
         if self._window and not reading:
             return True

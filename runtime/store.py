@@ -48,7 +48,7 @@ class Store:
         self.reader = Reader(self.engine, self.ledger, self.writer)
         self.account = self._account(config) if config.memory else None
         window = 0 if config.memory else config.prefetch
-        self.prefetcher = Prefetcher(self.reader, self.ledger, self.runs, window, self._spare)
+        self.prefetcher = Prefetcher(self.reader, self.ledger, self.runs, window, self._spare, config.resident)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
     def begin(self, graph: str, saved_bytes: int, device: torch.device, step: int) -> None:

@@ -78,7 +78,8 @@ class PinOrder(_Ordering):
         may_overwrite_loaded(nodes, [n for n in nodes if called(n.node) == "wait_load_"])
         order = planned_order(nodes)
         for before, after in _links(order):
-            _pin(before, after)
+            if not _is_held_by_data(before, after):
+                _pin(before, after)
         return order
 
 
@@ -337,6 +338,18 @@ def _links(order: list[BaseSchedulerNode]) -> Iterator[tuple[BaseSchedulerNode, 
 
 def _may_be_replaced(node: BaseSchedulerNode) -> bool:
     return isinstance(node, NopKernelSchedulerNode) or isinstance(node.node, ir.MultiTemplateBuffer)
+
+
+def _is_held_by_data(before: BaseSchedulerNode, after: BaseSchedulerNode) -> bool:
+    """Whether a loop reads what the kernel before it has made, which holds their order without a link.
+
+    With one it would depend on that buffer twice. Then Inductor takes it to read the buffer in two ways, and writes
+    nothing over it (`single_index_in_fused_node`, torch 2.13). Fused loops have their links beside their reads.
+    """
+    if is_ours(before) or isinstance(after, FusedSchedulerNode):
+        return False
+    made = {buffer.get_name() for buffer in before.get_outputs()}
+    return any(d.name in made and not isinstance(d, WeakDep) for d in after.unmet_dependencies)
 
 
 def _pin(before: BaseSchedulerNode, after: BaseSchedulerNode) -> None:

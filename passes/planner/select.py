@@ -21,7 +21,8 @@ from ssd_fx.passes.joint.marks import forced, prefers_offload
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Decision, Keep, Offload, Plan, Recompute
-from ssd_fx.passes.planner.budget import Budget, solve_for
+from ssd_fx.passes.planner.budget import AUTO, Budget, solve_for
+from ssd_fx.passes.planner.off_plan import held_to_its_limit
 from ssd_fx.passes.planner.place import free_bytes
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import BudgetError
@@ -70,6 +71,8 @@ def select(
         slowdown=options.slowdown,
         whole=options.spare and partition.is_whole_step,
     )
+    if options.budget != AUTO:
+        found = held_to_its_limit(found, at.memory, machine, late=partition.is_whole_step)
     later = _later(plan, found, options) if host_tier else set()
     schedule = _in_order(found) if options.copies_only and host_tier else found.schedule
     chosen = dict(zip(step.slots, found.choices, strict=True))

@@ -17,7 +17,7 @@ from ssd_fx.runtime.adapt.habits import Habits
 from ssd_fx.runtime.states import Entry
 
 OLD = 4096  # runs: 64 micro-batches through 48 blocks may all wait for their backwards at a time
-FAR = 2  # a late slot is read early if it is among this many that follow in the last backward's order
+FAR = 2  # a late slot is read early if it is among this many that follow in the last backward's order; plans know it
 
 _Key = tuple[int, str]
 """A run in any step: its number and its graph."""

@@ -420,6 +420,13 @@ def test_reads_ahead_stay_within_the_window(tmp_path):
     assert ahead == [[], [0, 1], [0, 1]]
 
 
+def test_reads_ahead_stay_within_a_budget_in_bytes(tmp_path):
+    """They are saved tensors in memory, as those are that stay there until the last block asks for them."""
+    for budget, ahead in ((3 * B, [0, 1, 2]), (2 * B, [1, 2])):  # the first step: in reverse order of the stores
+        steps = Steps(config_json(tmp_path, prefetch=1 << 30, budget=budget), blocks=2)
+        assert steps.backward(steps.forward(), [1, 0]) == [[], ahead]
+
+
 def test_a_window_of_nothing_reads_nothing_ahead(tmp_path):
     steps = Steps(config_json(tmp_path, prefetch=0))
     assert steps.backward(steps.forward(), [2, 1, 0]) == [[], [], []]

@@ -57,10 +57,10 @@ def mm_behind(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
 
 
 def mm_before(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """[load, wait] -> mm -> mul: the mul reads last"""
+    """[load, wait] -> mm -> mul: the mul reads last, and the product in another order"""
     y = load(handle, 0)
     ops.wait_load_(y, handle, 1)
-    return (g.mm(y).mm(g) * y,)
+    return (y * g.mm(y).mm(g).permute(1, 0),)
 
 
 def transposed(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -232,3 +232,17 @@ def test_gradients_under_every_source(function: toys.Toy) -> None:
 def test_toys_write_over_what_they_loaded(toy: toys.Toy) -> None:
     """So what runs toys under every source looks at this too."""
     assert overwritten(lower(toy, *toys.inputs(), options={})[1])
+
+
+def test_a_loop_writes_over_the_product_that_comes_right_before_it() -> None:
+    """mm -> tanh -> [store] -> mm -> [release]: a link between the first two would be a second dependency."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = (x @ w).tanh()
+        handle = ops.store(y, "{}", "g", 0, 0)
+        product = y @ w
+        ops.wait_store_(handle, y, 1)
+        return handle, product
+
+    code = lower_alone(function, torch.randn(8, 8), torch.randn(8, 8)).code
+    assert code.count("# reuse") == 1

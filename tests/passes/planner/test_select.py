@@ -10,6 +10,7 @@ from ssd_fx.passes.axis import Choice
 from ssd_fx.passes.decide import decide
 from ssd_fx.passes.plan import Keep, replay_of
 from ssd_fx.passes.planner.budget import solve_for
+from ssd_fx.passes.planner.off_plan import held_to_its_limit
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.planner.step import model
 from tests.passes import toys
@@ -53,7 +54,8 @@ def test_nodes_stand_where_memory_was_predicted(toy: toys.Toy, budget: float) ->
     partition = toys.partitioned(toy)
     plan = decide(partition, toys.options(budget=budget))
     step = model(partition, plan, {g.slot: frozenset({Choice.KEEP, Choice.OFFLOAD}) for g in plan.groups})
-    found, _ = solve_for(step, budget, toys.MACHINE, toys.options().prefetch)
+    solved, at = solve_for(step, budget, toys.MACHINE, toys.options().prefetch)
+    found = held_to_its_limit(solved, at.memory, toys.MACHINE, late=partition.is_whole_step)
     assert replay_of(plan).peak == found.peak
     highest = found.memory.index(found.peak)
     half = partition.forward if highest < step.forward else partition.backward
