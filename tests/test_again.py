@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ssd_fx
@@ -27,10 +29,23 @@ def no_budget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     again._functions.clear()
 
 
-class Blocks(nn.Module):
-    """Each is compiled by itself, and all share one graph. On a slow drive each computes again what is within it."""
+class Residual(nn.Module):
+    """On a slow drive most of what is within a layer is computed again."""
 
-    def __init__(self, compile: Compile, width: int = 256, count: int = 3) -> None:
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.gelu(layer(x)).tanh()
+        return x.sum()
+
+
+class Blocks(nn.Module):
+    """Each is compiled by itself, and all share one graph."""
+
+    def __init__(self, compile: Compile, width: int = 32, count: int = 3) -> None:
         super().__init__()
         parts = [nn.Linear, nn.Tanh] * 2
         made = [nn.Sequential(*(p(width, width) if p is nn.Linear else p() for p in parts)) for _ in range(count)]
@@ -45,20 +60,15 @@ class Blocks(nn.Module):
 
 
 class Recomputing(Trained):
-    """Steps of blocks with tensors of 2 MiB."""
+    """Steps of layers with tensors of 2 MiB."""
 
     more: ClassVar[dict[str, Any]] = {}
 
     def made(self) -> tuple[Callable[..., torch.Tensor], torch.optim.Optimizer]:
         self.options |= {"machine": SLOW, "recompute": True} | self.more
-        model = Blocks(self.compile)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def compile(self, block: nn.Module) -> Callable[..., torch.Tensor]:
-        made: Callable[..., torch.Tensor] = torch.compile(
-            block, backend=ssd_fx.backend, options=self.options, dynamic=False
-        )
-        return made
+        model = Residual(256, 6)
+        compiled = torch.compile(model, backend=ssd_fx.backend, options=self.options, dynamic=False)
+        return compiled, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def losses(self, rows: int = 2048, micro: int = 1) -> list[float]:
         return super().losses(rows, micro)
@@ -81,6 +91,29 @@ def compiled() -> int:
     return ssd_fx.stats().compiled_graphs
 
 
+def computed_again() -> list[int]:
+    """How many tensors each graph that ran computes again, beyond PyTorch's own partition."""
+    return [len(graph.recomputed) for graph in ssd_fx.report().graphs]
+
+
+def test_once_more_when_steps_are_steady(
+    training: Callable[..., Recomputing], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everything fits, so nothing is computed again any more. No later step compiles."""
+    trained, before = training("1TiB"), compiled()
+    for _ in range(SETTLED + 1):
+        trained.step()
+    assert compiled() == before + 1
+    assert computed_again()[0] > 0
+    with caplog.at_level(logging.WARNING, "ssd_fx"):
+        trained.step()
+    assert "functions are compiled once more when they are called next" in caplog.text
+    for _ in range(2 * ENOUGH):
+        trained.step()
+    assert compiled() == before + 2
+    assert computed_again()[-1] == 0
+
+
 @pytest.fixture
 def peaks(training: Callable[..., Recomputing]) -> tuple[int, int]:
     """Of a step in which nothing stays, and of one in which everything does and nothing is computed again."""
@@ -90,6 +123,18 @@ def peaks(training: Callable[..., Recomputing]) -> tuple[int, int]:
     del tight
     loose = training("1TiB", recompute=False)
     return least, max(loose.step() for _ in range(3))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.3])
+def test_within_the_limit_before_and_behind_it(
+    training: Callable[..., Recomputing], peaks: tuple[int, int], share: float
+) -> None:
+    least, most = peaks
+    limit = int(1.1 * least + share * (most - least))
+    trained, before = training(limit), compiled()
+    found = [trained.step() for _ in range(ENOUGH + 4)]
+    assert compiled() == before + 2
+    assert max(found) <= limit
 
 
 def test_steps_of_other_kinds_behind_it(training: Callable[..., Recomputing], peaks: tuple[int, int]) -> None:
@@ -107,6 +152,23 @@ def test_steps_of_other_kinds_behind_it(training: Callable[..., Recomputing], pe
     assert max(found) <= limit
 
 
+def test_what_waits_for_its_backward_when_the_plan_changes(training: Callable[..., Recomputing]) -> None:
+    """The backward of the old code runs behind one of the new plan."""
+    trained, before = training("1TiB"), compiled()
+    x = torch.randn(2048, 256)
+    (model, _), gradients = trained.models[0], []
+    for _ in range(SETTLED + 1):
+        trained.step()
+    assert compiled() == before + 1
+    old, new = model(x), model(x)
+    assert compiled() == before + 2
+    for loss in (new, old):
+        model.zero_grad()
+        loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def force(monkeypatch: pytest.MonkeyPatch, *shares: float) -> None:
     """Whenever steps are steady there is room for the next of these shares, and it is worth it."""
     rooms = iter(shares)
@@ -120,15 +182,16 @@ def limited(directory: Path, **more: Any) -> Compile:
     return ours(GIVEN, dirs=[str(directory)], memory="1TiB", machine=SLOW, recompute=True, **more)
 
 
-def trained(count: int = ENOUGH + 1) -> Callable[[Compile], list[torch.Tensor]]:
-    """A program (`tests/bitwise.py`): loss and gradients of every step of small blocks."""
+def trained(count: int = ENOUGH + 1, *, blocks: bool = False) -> Callable[[Compile], list[torch.Tensor]]:
+    """A program (`tests/bitwise.py`): loss and gradients of every step."""
 
     def program(compile: Compile) -> list[torch.Tensor]:
-        model, found = Blocks(compile, width=32), []
+        model, found = Blocks(compile) if blocks else Residual(256, 6), []
+        forward = model if blocks else compile(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        x = torch.randn(128, 32)
+        x = torch.randn(128, 32) if blocks else torch.randn(1024, 256)
         for _ in range(count):
-            loss = model(x)
+            loss = forward(x)
             loss.backward()
             found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
             optimizer.step()
@@ -143,6 +206,14 @@ def test_bitwise_across_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shar
     force(monkeypatch, share)
     before = compiled()
     prove_bitwise(trained(), [kept(GIVEN), limited(tmp_path)])
+    assert compiled() == before + 3
+    assert len(ssd_fx.stats().graphs) == 2  # another partition
+
+
+def test_blocks_share_what_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, 1.0)
+    before = compiled()
+    prove_bitwise(trained(blocks=True), [kept(GIVEN), limited(tmp_path)])
     assert compiled() == before + 3
 
 
@@ -164,6 +235,18 @@ def test_not_where_it_is_not_wanted(
     before = compiled()
     with torch._dynamo.config.patch(settings):
         run(trained(), limited(tmp_path, **options))
+    assert compiled() == before + 1
+
+
+def test_not_under_a_stance_that_forbids_it(
+    training: Callable[..., Recomputing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, 1.0)
+    trained, before = training("1TiB"), compiled()
+    trained.step()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(ENOUGH):
+            trained.step()
     assert compiled() == before + 1
 
 
