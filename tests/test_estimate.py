@@ -56,8 +56,9 @@ def test_it_is_the_plan_that_compiling_makes_for_each_budget(
     options = TOY | {"inner": inner, "recompute": True, "machine": SLOW, "budget": 0.5}
     model, inputs = made()
     found, again = ssd_fx.estimate(model, inputs, budgets=budgets, options=options), list[bool]()
+    explained = {b: ssd_fx.explain(model, options=options | {"budget": b})(*inputs).dumps for b in {*budgets}}
     for budget, row in zip(budgets, found.predictions, strict=True):
-        (graph,) = ssd_fx.explain(model, options=options | {"budget": budget})(*inputs).dumps
+        (graph,) = explained[budget]
         again.append(bool(graph.plan["recomputed"]))
         if budget == options["budget"]:
             assert (graph.graph == found.graph) is not again[-1], "another partition has another name"

@@ -27,18 +27,19 @@ FARTHEST = 64
 # Library calls between two loops that do not read each other and are fused all the same: about those of a layer. This
 # limit is ours, and holds in Inductor too (`lowering/order.py`).
 CALLS_BETWEEN = 8
-# The same if the backward computes one of the two again, which is to happen late. The product for a gradient of weights
-# reads what is computed again, and stands before the loop that turns the other gradient back. To keep these two apart
-# would be to read their input twice.
-CALLS_BETWEEN_AGAIN = 1
+# The same if the backward computes the earlier one again. The product for a gradient of weights reads that, and stands
+# before the loop that turns the other gradient back: to keep these two apart would be to read their input twice.
+CALLS_BEHIND_AGAIN = 1
 
 
-def are_apart(calls: int, again: bool) -> bool:
+def are_apart(calls: int, earlier: bool, later: bool) -> bool:
     """Whether two loops that do not read each other must not be fused, with so many library calls between them.
 
-    `again`: the backward computes one of them again by our choice.
+    `earlier`, `later`: the backward computes that one again by our choice. The later one would move to the earlier, and
+    what is computed again is to happen late.
     """
-    return calls > (CALLS_BETWEEN_AGAIN if again else CALLS_BETWEEN)
+    most = 0 if later else CALLS_BEHIND_AGAIN if earlier else CALLS_BETWEEN
+    return calls > most
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,8 @@ class Groups:
         if None not in (one.results, other.results) and one.results != other.results:
             return True
         span = self._rank[max(one.last, other.last)] - self._rank[min(one.first, other.first)]
-        apart = are_apart(self._calls_between(one, other), one.again or other.again)
+        earlier, later = sorted((one, other), key=lambda group: group.first)
+        apart = are_apart(self._calls_between(one, other), earlier.again, later.again)
         if span <= FARTHEST and nbytes >= config.score_fusion_memory_threshold and not apart:
             return False
         reads = any(self.of(n) == b for n in one.readers) or any(self.of(n) == a for n in other.readers)

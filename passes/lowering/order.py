@@ -112,8 +112,9 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
     def far(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
         end, begin = min(one.max_order, other.max_order), max(one.min_order, other.min_order)
         between = bisect(calls, begin) - bisect(calls, end)
-        is_again = not again.isdisjoint(n.get_name() for each in (one, other) for n in each.get_nodes())
-        return are_apart(between, is_again) or are_long_distant(one, other)
+        in_order = sorted((one, other), key=lambda node: node.min_order)
+        earlier, later = (not again.isdisjoint(n.get_name() for n in each.get_nodes()) for each in in_order)
+        return are_apart(between, earlier, later) or are_long_distant(one, other)
 
     scheduler.are_long_distant_nodes = far  # type: ignore[method-assign,assignment]  # of this scheduler alone
 
