@@ -4,6 +4,7 @@ python benchmarks/fit_memory.py --dir /mnt/nvme                        # a GPT o
 python benchmarks/fit_memory.py --dir /mnt/nvme --scene changes        # another batch, evaluation, a second model
 python benchmarks/fit_memory.py --dir /mnt/nvme --scene blocks         # each block compiled by itself
 python benchmarks/fit_memory.py --dir /mnt/nvme --quick                # small, in a few minutes
+python benchmarks/fit_memory.py --dir /mnt/nvme --pytorch              # beside PyTorch's activation_memory_budget
 
 How it is measured: a process for each limit, one step of each in turn. The peak is that of all live CPU tensors of the
 process in a step, parameters, gradients and the optimizer's state included (memtrack.c, and what ssd_fx's allocator
@@ -35,12 +36,17 @@ from ways import Way, blocks, compiled
 
 SCENES = ("steady", "blocks", "micro", "amp", "changes")
 SHARES = (0.03, 0.25, 0.5, 0.75, 1.1)  # of the way from the peak of budget 0 to Inductor's
+ENDS = 5  # steps that find these two peaks
+PYTORCH = (0.1, 0.3, 0.5, 0.8)  # of its own budget
 GROWS, SHRINKS, SECOND, EVALUATES, END = 20, 40, 50, 5, 60  # steps of the scene "changes"; a third of them if small
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process trains. `limit`: bytes; 0 for none. `way`: "inductor", "budget0" or "memory"."""
+    """What one process trains. `limit`: bytes; 0 for none. `way`: "inductor", "recompute", "budget0" or "memory".
+
+    `share`: PyTorch's `activation_memory_budget`, of the way "recompute".
+    """
 
     model: Model
     scene: str
@@ -48,6 +54,11 @@ class Job:
     limit: int
     directory: str
     small: bool
+    share: float = 1.0
+
+    @property
+    def ours(self) -> bool:
+        return self.way in ("budget0", "memory")
 
     @staticmethod
     def read(text: str) -> Job:
@@ -77,7 +88,7 @@ class Step:
 
 def training(job: Job) -> Iterator[Step]:
     """Endless steps."""
-    about, ours = job.model, job.way != "inductor"
+    about, ours = job.model, job.ours
     tracker = peak.Peak()
     if ours:
         from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -110,15 +121,16 @@ def _made(job: Job, shape: train_gpt.Shape) -> tuple[Callable[..., torch.Tensor]
     model = families.make(job.model.family, shape, job.model.vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.model.lr)
     if job.scene != "blocks":
-        way: Way = "inductor" if job.way == "inductor" else "ssd_fx"
-        return compiled(model, way, 1.0, {} if way == "inductor" else job.options, "")[0], optimizer
+        way: Way = "ssd_fx" if job.ours else "recompute"
+        return compiled(model, way, job.share, job.options if job.ours else {}, "")[0], optimizer
+    torch._functorch.config.activation_memory_budget = job.share
     for block in blocks(model):
-        if job.way == "inductor":
-            block.compile()
-        else:
+        if job.ours:
             import ssd_fx
 
             block.compile(backend=ssd_fx.backend, options=job.options)
+        else:
+            block.compile()
     return model, optimizer
 
 
@@ -215,26 +227,28 @@ def main() -> int:
     parser.set_defaults(layers=12, seq=512, lr=3e-4)
     parser.add_argument("--family", choices=families.FAMILIES, default="gpt")
     parser.add_argument("--scene", choices=SCENES, default="steady")
-    parser.add_argument("--steps", type=int, default=0, help="default 12, and 60 of the scene that changes")
-    parser.add_argument("--warm", type=int, default=4, help="steps that count for the peak alone")
+    parser.add_argument("--steps", type=int, default=0, help="default 16, and 60 of the scene that changes")
+    parser.add_argument("--warm", type=int, default=9, help="steps that count for the peak alone; two of them compile")
+    parser.add_argument("--pytorch", action="store_true", help="PyTorch's own budgets as well")
     parser.add_argument("--quick", action="store_true", help="a small model")
     flags = parser.parse_args()
     if flags.quick:
         flags.layers, flags.width, flags.heads, flags.seq, flags.batch = 4, 128, 4, 256, 8
-    steps = flags.steps or (END // (3 if flags.quick else 1) if flags.scene == "changes" else 12)
+    steps = flags.steps or (END // (3 if flags.quick else 1) if flags.scene == "changes" else 16)
     model, directory = Model.of(flags), flags.dir or tempfile.gettempdir()
     announce(directory, model=f"{model}, {flags.scene}\n")
 
-    def job(way: str, limit: int = 0) -> Job:
-        return Job(model, flags.scene, way, limit, directory, flags.quick)
+    def job(way: str, limit: int = 0, share: float = 1.0) -> Job:
+        return Job(model, flags.scene, way, limit, directory, flags.quick, share)
 
-    ends = run({way: job(way) for way in ("budget0", "inductor")}, flags.warm + 1)
+    ends = run({way: job(way) for way in ("budget0", "inductor")}, ENDS)
     least, most = (max(step.peak_bytes for step in ends[way]) for way in ("budget0", "inductor"))
     if flags.scene == "changes":  # a batch twice as large, and two models
         least, most = 2 * least, 2 * most
     limits = {f"{share:.0%}": int(least + share * (most - least)) for share in SHARES}
     jobs = {name: job("memory", limit) for name, limit in limits.items()}
-    found = run({"budget0": job("budget0"), **jobs, "inductor": job("inductor")}, steps)
+    rivals = {f"PyTorch {share}": job("recompute", share=share) for share in PYTORCH if flags.pytorch}
+    found = run({"budget0": job("budget0"), **jobs, **rivals, "inductor": job("inductor")}, steps)
     print(table(found, limits, flags.warm))
     wrong = over(found, limits)
     print(*wrong, sep="\n")

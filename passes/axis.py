@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from ssd_fx.options import Tier
     from ssd_fx.passes.cost.machine import Machine
@@ -83,6 +86,16 @@ def _of_items(field: Callable[[Item], int]) -> cached_property[list[int]]:
 
 
 @dataclass(frozen=True)
+class Arrays:
+    """Of the items of a step; `change` as the step has it. Bytes are exact up to 2**53."""
+
+    nbytes: npt.NDArray[np.float64]
+    change: npt.NDArray[np.float64]
+    produced: npt.NDArray[np.intp]
+    last_use: npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True)
 class Step:
     """One training step, as the planner sees it.
 
@@ -137,6 +150,27 @@ class Step:
     last_use = _of_items(lambda item: item.last_use)
     first_use = _of_items(lambda item: item.first_use)
     free_bytes = _of_items(lambda item: item.nbytes if len(item.choices) > 1 else 0)  # of what has a choice
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        places = (np.array(each, dtype=np.intp) for each in (self.produced, self.last_use))
+        return Arrays(np.array(self.nbytes, dtype=np.float64), np.array(self.change, dtype=np.float64), *places)
+
+    @cached_property
+    def movable(self) -> list[int]:
+        """The items that may be offloaded."""
+        return [i for i, item in enumerate(self.items) if Choice.OFFLOAD in item.choices]
+
+    @cached_property
+    def least_moved(self) -> float:
+        """The least part of the bytes of any item that is moved if the item is."""
+        return min((moved / n for moved, n in zip(self.moved, self.nbytes, strict=True) if n), default=0.0)
+
+    @cached_property
+    def chains(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The items that need others to be computed again, and these, last produced first."""
+        order = sorted(range(len(self.items)), key=self.produced.__getitem__, reverse=True)
+        return [(i, self.items[i].needs) for i in order if self.items[i].needs]
 
     @cached_property
     def change(self) -> list[int]:

@@ -22,6 +22,8 @@ class PlanOptions(Options):
     * `annotations`: a digest of the graph's annotations, which caches ignore otherwise.
     * `shrinks`: the shares of their bytes in which tensors of a dtype are written, with compression, by dtype.
     * `lossy`: whether what is offloaded may come back with other bits.
+    * `room`: what steps under `memory` were measured to leave, as a share of the way from the lowest peak to the one
+      with everything kept; 0 before that is known.
     * `chosen`: a digest of the user's options, for the graph's name. The runtime counts by it, and has a plan for each.
     """
 
@@ -33,4 +35,5 @@ class PlanOptions(Options):
     annotations: str = ""
     shrinks: Rates = ()
     lossy: bool = False
+    room: float = 0.0
     chosen: str = ""

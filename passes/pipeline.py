@@ -29,7 +29,7 @@ from ssd_fx.passes.notices import warn
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.proposals import cut, decide_for_all
+from ssd_fx.passes.proposals import cut, decide_for_all, decide_with_room
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.lite_mode import annotate_ours
 from ssd_fx.passes.rewrite.refuse import kept_activations, refuse_stand_ins
@@ -94,7 +94,10 @@ def joint_of(
 
 def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
     """The best partition within the budget, and its plan."""
-    return decide_for_all(joint, cut(joint, options), options, [options.budget])[0]
+    own = cut(joint, options)
+    if options.room:
+        return decide_with_room(joint, own, options)
+    return decide_for_all(joint, own, options, [options.budget])[0]
 
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:

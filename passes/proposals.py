@@ -102,6 +102,22 @@ def decide_for_all(
     return [(found[i].partition, found[i].plan) for i in range(len(asked))]
 
 
+def decide_with_room(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Partition, Plan]:
+    """The best partition for steps that leave `options.room`, and its plan; that of the budget if it is hardly slower.
+
+    Even then the plan has the lowest peak. The runtime holds as much as it measures to fit, whatever the plan says, and
+    an allowance that shrinks can be kept. So the room decides only what is computed again, and no longer saved.
+    """
+    (least, lowest), (partition, roomy) = decide_for_all(joint, own, options, [options.budget, options.room])
+    tight, loose = replay_of(lowest), replay_of(roomy)
+    if loose.seconds > tight.compute_s - GAIN * tight.seconds:  # what is held waits for no drive
+        return least, lowest
+    plan = decide(partition, options, analysed=roomy)
+    room = options.room * (loose.step.everything - loose.step.floor)
+    more = replay_of(plan).peak - tight.peak
+    return (partition, plan) if more <= room / 2 else (least, lowest)  # the rest of the room is for what is held
+
+
 class Proposals:
     """The partitions of one joint graph that were tried, for all budgets of a call.
 

@@ -11,10 +11,15 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ssd_fx.runtime.allowance import Allowance, Seen
+from ssd_fx.options import Options
+from ssd_fx.runtime.allowance import Allowance, Seen, Steady
 from ssd_fx.runtime.memory.gauge import Gauge, gauge
 
 AUTO = 0.95  # of what this process could have: it takes memory for other things than tensors too
+
+when_steady: list[Callable[[Options, Steady], None]] = []
+"""Called with the options of a store when the account of its steps is steady, by the forward that begins the next step.
+"""
 
 _optimizer_steps = 0
 _hooked = False
@@ -62,6 +67,7 @@ class Account:
         self._gauge: Gauge | None = None
         self._allowance: Allowance | None = None
         self._steps = -1  # of optimizers, when the last forward began
+        self._before = _optimizer_steps  # others have made so many
 
     @property
     def seen(self) -> Seen | None:
@@ -75,7 +81,8 @@ class Account:
         if self._gauge is None or self._allowance is None:
             return
         self.look()
-        optimized, self._steps = self._steps != _optimizer_steps, _optimizer_steps
+        optimized = self._steps != _optimizer_steps
+        first, self._steps = self._steps <= self._before < _optimizer_steps, _optimizer_steps
         if not self._allowance.is_known(graph, saved, optimized):
             self._gauge.look_around()
         if self._memory == "auto":
@@ -83,7 +90,15 @@ class Account:
         self._allowance.waste = self._gauge.waste_bytes()
         base = self._gauge.live_bytes() - self._held()
         self._allowance.begins(graph, saved, base, optimized, waits=self._waiting() > 0)
+        if first:
+            self._allowance.unsettle()  # an optimizer makes its state in its first step
         self._allow(self._allowance.nbytes)
+
+    def steady(self) -> Steady | None:
+        """As `Allowance.steady`; None before an optimizer has made its state."""
+        if self._allowance is None or self._steps <= self._before:
+            return None
+        return self._allowance.steady()
 
     def turns(self) -> None:
         """The backward loads a tensor."""

@@ -15,7 +15,7 @@ import logging
 import sys
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ssd_fx.compat import _current_graph_task_id
@@ -24,6 +24,7 @@ from ssd_fx.runtime.wear import format_bytes
 _log = logging.getLogger("ssd_fx")
 
 REMEMBERED = 4  # steps of a kind and a size
+SETTLED = 5  # steps in a row that were known before they ran: what they leave is steady
 SIZES = 32  # of a kind
 MARGIN = 0.01  # of the limit, for what nobody counts: small tensors, and what others take meanwhile
 STEADY = 0.01  # of the limit: by less an allowance changes without a word
@@ -56,6 +57,7 @@ class _Step:
     kind: Kind
     size: int
     level: int
+    known: bool = True  # steps with all of its forwards were measured before
     runs: _Runs = field(default_factory=_Runs)
     points: list[Point] = field(default_factory=list)
     peak: int = 0  # of all tensors
@@ -87,6 +89,18 @@ class Seen:
     stayed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """What steps leave, in bytes: `room` below the limit at their peaks, with nothing held; the least of some steps.
+
+    `runs`: the forwards of the last of them, by graph.
+    """
+
+    limit: int
+    room: int
+    runs: Mapping[str, int]
+
+
 class Allowance:
     """The allowance under a limit, from forward to forward. All methods run under the lock of `entries`.
 
@@ -98,6 +112,8 @@ class Allowance:
         self.nbytes = 0
         self.waste = 0  # bytes that the device's allocator has and cannot use
         self.seen: Seen | None = None
+        self._left: deque[int] = deque(maxlen=SETTLED)  # what each of the last steps left, as in `Steady`
+        self._runs: Mapping[str, int] = {}  # of the last of them
         self._known: dict[Kind, dict[int, deque[_Measured]]] = {}  # by size
         self._step: _Step | None = None
         self._turned = False  # the step's backward has begun
@@ -120,11 +136,29 @@ class Allowance:
         step = self._step
         step.runs.add(graph, saved)
         known = self._measured(step)
-        before, limit = self.nbytes, int((1 - MARGIN) * self.limit) - self.waste
+        step.known &= bool(known)
+        before, limit = self.nbytes, self._within
         self.nbytes = max(0, min((each.allowed(limit, step.level) for each in known), default=0))
         if abs(min(self.nbytes, self.limit) - min(before, self.limit)) > STEADY * self.limit:
             said = "all saved tensors" if self.nbytes > self.limit else format_bytes(self.nbytes)
             _log.info("within memory=%s %s may now stay in memory", format_bytes(self.limit), said)
+
+    @property
+    def _within(self) -> int:
+        """What all tensors may take."""
+        return int((1 - MARGIN) * self.limit) - self.waste
+
+    def steady(self) -> Steady | None:
+        """What the last steps left, if all were known before they ran; None until as many more have run."""
+        if len(self._left) < SETTLED:
+            return None
+        found = Steady(self.limit, min(self._left), self._runs)
+        self.unsettle()
+        return found
+
+    def unsettle(self) -> None:
+        """What the last steps left says nothing of the next ones."""
+        self._left.clear()
 
     def note(self, peak: int, held: int, outstanding: int) -> None:
         """At most `peak` bytes lived since the last node, while `held` of them were held."""
@@ -153,6 +187,11 @@ class Allowance:
             sizes.setdefault(step.size, deque(maxlen=REMEMBERED)).append(measured)
             if len(sizes) > SIZES:
                 del sizes[min(sizes)]  # those of a larger batch count for it from here on
+            if step.known:
+                self._left.append(self._within - step.base)
+                self._runs = step.runs.counts
+            else:
+                self.unsettle()
         over = step.base - self.limit
         if over > 0 and not self._warned:
             self._warned = True

@@ -9,7 +9,6 @@ A store that a direct call of an op made lives until `close`. A store that is ne
 import functools
 import itertools
 import os
-from collections.abc import Callable
 from typing import NamedTuple
 
 from ssd_fx.options import Options
@@ -29,8 +28,11 @@ _numbers = itertools.count()
 _living: dict[Options, set[int]] = {}
 
 
-def uses(graph: Callable[..., object], config: str) -> None:
-    """Records that `graph` runs ops with this configuration. Waits for the end of stores whose graphs have died."""
+def uses(graph: object, config: str) -> None:
+    """Records that `graph` runs ops with this configuration, or keeps their store for one that will.
+
+    Waits for the end of stores whose graphs have died.
+    """
     _GUARD.drain()
     made = _Graph(parse(config), next(_numbers))
     with _GUARD.lock:

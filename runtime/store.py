@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ssd_fx.options import TIERS, Options
 from ssd_fx.runtime import entries, errors, stats, trace
-from ssd_fx.runtime.account import Account
+from ssd_fx.runtime.account import Account, when_steady
 from ssd_fx.runtime.adapt.habits import Habits
 from ssd_fx.runtime.adapt.residency import Peak, Residency
 from ssd_fx.runtime.adapt.runs import Runs
@@ -37,6 +37,7 @@ class Store:
     def __init__(self, config: Options) -> None:
         self.engine, resident_bytes = registry.make_tiers(config, stats.moved)
         self.device = torch.device("cpu")  # of the tensor that was stored last
+        self._config = config
         self._ranks = config.ranks.count
         most = config.resident_at_most if config.adapt else 0
         self.residency = Residency(resident_bytes, most, self._available_bytes, waits=config.slowdown)
@@ -68,6 +69,10 @@ class Store:
             with GUARD.lock:
                 counters(graph).stall_s += stall
                 self.account.settled()
+                steady = self.account.steady() if self._config.adapt else None
+            if steady is not None:
+                for told in when_steady:
+                    told(self._config, steady)
 
     def store(
         self,

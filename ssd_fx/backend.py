@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from ssd_fx import patterns, progress, traced
+from ssd_fx import again, patterns, progress, traced
 from ssd_fx.calibration import calibrate
 from ssd_fx.compat import (
     inductor_config,
@@ -116,9 +116,13 @@ def compile_graph(
         config = check_options(options, mode=mode)
         _register()
         _keep_out_of_packages()
-        if config.cpu_allocator and _trains_on_cpu(inputs):
+        if config.cpu_allocator and _trains(inputs) and _device(inputs).type == "cpu":
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
+        only_told = survey is not None or report is not None or bool(config.dump)
+        adapts = bool(config.memory) and config.adapt and not only_told and _trains(inputs)
+        room = again.planned(config.runtime_json()) if adapts else again.Room()
+        plan = replace(plan, room=room.share)
         arguments, whole = traced.arguments(gm), _keeps_all(gm)
         tells = partial(about, arguments, traced.function())
         if config.memory:
@@ -292,10 +296,9 @@ def _device(inputs: Sequence[object]) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _trains_on_cpu(inputs: Sequence[object]) -> bool:
-    """Whether a graph with these inputs computes on the CPU and has a backward."""
-    trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-    return trains and torch.is_grad_enabled() and _device(inputs).type == "cpu"
+def _trains(inputs: Sequence[object]) -> bool:
+    """Whether a graph with these inputs has a backward."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
 
 
 def _inductor(

@@ -43,7 +43,8 @@ class Options:
         parameters, gradients, the optimizer's state, activations of all graphs. A size (`"24GiB"`), a share of what the
         device has (`"90%"`), or `"auto"`, which is what others leave, less 5%. On the CPU the device has what the
         machine, the container and `RLIMIT_DATA` allow. The first step runs with the lowest peak, as with `budget=0`.
-        From the second one on as much stays in memory as fits. Instead of `budget`. Default: no limit.
+        From the second one on as much stays in memory as fits, and when that is known the plan is made once more, if a
+        step is predicted to be shorter then (`adapt`). Instead of `budget`. Default: no limit.
     budget (a size, a share or `"auto"`): Saved tensors that may stay in memory. A size (`"2GiB"`) is one budget over
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
         memory is an error that names the least possible size. A number below a MiB without a unit is an error, because
@@ -91,7 +92,8 @@ class Options:
         drive. `{"host": "bitpack", "ssd": "fp8"}`, or `host=bitpack,ssd=fp8` in the environment, names one codec per
         tier. A tensor that enters no tier with a codec keeps its exact values. A slow drive makes more do so (`adapt`).
     adapt (a flag): Learn from the steps that ran. Stop writing a tensor that the program holds anyway, and read
-        earlier what was waited for. On a CPU with `budget="auto"`, keep more in memory while the drive is slow.
+        earlier what was waited for. On a CPU with `budget="auto"`, keep more in memory while the drive is slow. With
+        `memory`, compile again for the room that is left.
     cpu_allocator (a flag): On the CPU, take the memory of all tensors of the process from 64 KiB on from ssd_fx's own
         allocator, from the first compilation on. It gives idle memory back to the system; malloc keeps most of it. A
         process that preloads its own malloc, such as jemalloc, is left alone.

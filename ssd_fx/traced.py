@@ -6,13 +6,13 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ssd_fx.compat import tls
+from ssd_fx.compat import CompileContext, CompileId, tls
 from ssd_fx.passes.joint.marks import ANNOTATION
 from ssd_fx.passes.joint.modules import dotted, paths
 
@@ -63,6 +63,12 @@ def function() -> str:
         return ""
     name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
     return f"{name.rpartition('<locals>.')[2]} {Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def compilation() -> tuple[CodeType, CompileId] | None:
+    """The code of the function that Dynamo compiles now, and the number of this compilation; None outside of Dynamo."""
+    code, number = frame().f_code, CompileContext.current_compile_id()
+    return None if code is None or number is None else (code, number)
 
 
 def annotation_digest(graph_module: fx.GraphModule, *, names: bool) -> str:

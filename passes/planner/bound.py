@@ -4,17 +4,26 @@
     at what cost    of each item the least of: its nodes on the compute lane; computing it again
     the bound       compute, and the cheapest items per byte until enough is gone, the last one in part
 
-It leaves out lanes, waits and which items are alive at the peak, so it is a bound and no prediction.
+It leaves out lanes, waits and which items are alive at the peak, so it is a bound and no prediction. `bound_with` is
+for one set of what is recomputed, and counts the lanes. That one is near what the best plan of such a set takes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from ssd_fx.options import TIERS
+import numpy as np
+import numpy.typing as npt
+
+from ssd_fx.options import TIERS, Tier
 from ssd_fx.passes.axis import Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner.replay import own_s
+from ssd_fx.passes.planner.place import free_bytes
+from ssd_fx.passes.planner.replay import again, first_uses, own_s
+
+Places = npt.NDArray[np.intp]
+Seconds = npt.NDArray[np.float64]
 
 
 def least_bytes(step: Step, limit: float, share_bytes: float) -> float:
@@ -26,8 +35,7 @@ def least_bytes(step: Step, limit: float, share_bytes: float) -> float:
 
 def lower_bound(step: Step, machine: Machine, limit: float, share_bytes: float) -> float:
     """Seconds; no choices and no placement of them take less."""
-    tiers = TIERS if step.host_budget else TIERS[:1]
-    own = [min(pair) for pair in zip(*(step.once(own_s, machine)[tier] for tier in tiers), strict=True)]
+    own = [min(pair) for pair in zip(*(step.once(own_s, machine)[tier] for tier in _tiers(step)), strict=True)]
     costs = [(item, _least(item, *pair)) for item, *pair in zip(step.items, own, step.own_again_s, strict=True)]
     forced = [(item, cost) for item, cost in costs if Choice.KEEP not in item.choices]
     seconds = math.fsum(step.seconds) + math.fsum(cost for _, cost in forced)
@@ -45,3 +53,63 @@ def _least(item: Item, own_s: float, again_s: float) -> float:
     """Seconds on the compute lane if the item goes: its four nodes, or computing it again; infinite if it cannot."""
     offload = 2 * own_s if Choice.OFFLOAD in item.choices else math.inf
     return min(offload, again_s if Choice.RECOMPUTE in item.choices else math.inf)
+
+
+def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Choice]) -> float:
+    """Seconds; no plan that recomputes the same items takes less, whatever it offloads of what `choices` keep.
+
+    The bytes above the limit at an operator are gone there. They were written before it began, and behind the operators
+    that make them. They are read when it has ended, in the backward, and before they are used. Infinite where not so
+    many bytes can go.
+    """
+    firsts, count = first_uses(step, choices), step.forward
+    free, seconds = free_bytes(step, choices, limit, firsts), np.array(step.seconds)
+    for first, again_s in again(step, choices, firsts):
+        seconds[first] += again_s
+    kept = np.array([i for i in step.movable if choices[i] is Choice.KEEP], dtype=np.intp)
+    nbytes, behind = step.arrays.nbytes[kept], len(seconds) + 1
+    back = np.bincount(np.array(firsts, dtype=np.intp)[kept], nbytes, behind)
+    absent = np.cumsum(np.bincount(step.arrays.last_use[kept] + 1, nbytes, behind) - back)[:-1]
+    if (free + absent).min(initial=0) < 0:
+        return math.inf
+    made = np.cumsum(np.bincount(step.arrays.produced[kept] + 1, nbytes, behind))[:-1]  # before an operator begins
+    later = nbytes.sum() - np.cumsum(back)[:-1]  # what may be gone until an operator has begun
+    gone = np.maximum(0.0, -free)
+    lanes = [machine.lanes(tier) for tier in _tiers(step)]
+    write_s, read_s = (
+        step.least_moved / sum(bws) for bws in zip(*((t.write_bw, t.read_bw) for t in lanes), strict=True)
+    )
+    ends, left = np.cumsum(seconds), np.cumsum(seconds[::-1])[::-1]  # left: from its start to the end of the step
+    starts = ends - seconds
+    waits = gone[1:] * write_s + np.maximum.accumulate(ends - made * write_s)[:-1] - starts[1:]
+    starts[1:] += np.maximum.accumulate(np.maximum(0.0, waits))
+    turn = starts[count - 1] + seconds[count - 1] + read_s * gone[:count].max(initial=0.0)
+    read = np.maximum.accumulate(np.append(turn, (starts + seconds + read_s * gone)[count:]))
+    starts[count:] = np.maximum(starts[count:], read[:-1] - read_s * later[count:])
+    nodes_s = _nodes_s(step, machine, choices, firsts, int(gone.argmax()), gone.max(initial=0.0))
+    return float(max(read[-1], (starts + left).max(initial=0.0), ends[-1] + nodes_s))
+
+
+def _nodes_s(
+    step: Step, machine: Machine, choices: Sequence[Choice], firsts: Sequence[int], peak: int, nbytes: float
+) -> float:
+    """Seconds of the compute lane for the nodes of what goes: at least, if so many bytes are gone at an operator."""
+    order, own, sizes = step.once(_by_own_s, machine)
+    may_go = [
+        c is Choice.KEEP and last < peak < first for c, last, first in zip(choices, step.last_use, firsts, strict=True)
+    ]
+    chosen = np.array(may_go, dtype=np.bool_)[order]
+    costs, gone = (np.append(0.0, np.cumsum(each[chosen])) for each in (own, sizes))
+    return float(np.interp(nbytes, gone, costs))
+
+
+def _by_own_s(step: Step, machine: Machine) -> tuple[Places, Seconds, Seconds]:
+    """What may be offloaded, in the order of what it costs per byte; the seconds at both ends; the bytes."""
+    own = 2 * np.min([own_s(step, machine)[tier] for tier in _tiers(step)], axis=0)
+    order = np.array(step.movable, dtype=np.intp)
+    order = order[np.argsort(own[order] / np.maximum(step.arrays.nbytes[order], 1.0), kind="stable")]
+    return order, own[order], step.arrays.nbytes[order]
+
+
+def _tiers(step: Step) -> Sequence[Tier]:
+    return TIERS if step.host_budget else TIERS[:1]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
@@ -80,17 +80,26 @@ def is_worth(peak: float, seconds: float, higher_peak: float, other_seconds: flo
 
 @dataclass(frozen=True)
 class _Solver:
-    """Solves one step under several limits."""
+    """Solves one step under several limits. Each is offered what the ones before have `found`."""
 
     step: Step
     machine: Machine
     prefetch: float
     whole: bool
+    found: list[Replay] = field(default_factory=list)
 
     def solved(self, at: Limits, *, quick: bool = True) -> Solved:
+        starts = [earlier.choices for earlier in self.found]
         found = solve(
-            self.step, self.machine, limit=at.memory, share_bytes=at.kept, prefetch=self.prefetch, quick=quick
+            self.step,
+            self.machine,
+            limit=at.memory,
+            share_bytes=at.kept,
+            prefetch=self.prefetch,
+            quick=quick,
+            starts=starts,
         )
+        self.found.append(found)
         return found, at
 
     def lowest(self) -> Solved:
@@ -127,7 +136,8 @@ class _Solver:
         """The least share whose step takes at most `slowdown` longer than the one with everything kept.
 
         All counts: waits, what is computed again, starting transfers, and a host that has more to do than the device.
-        The share is found by doubling and bisection, since less memory does not take less time.
+        The share is found by doubling and bisection, since less memory does not take less time. The lowest peak takes
+        several searches, so it comes last.
         """
 
         @functools.cache
@@ -142,10 +152,10 @@ class _Solver:
             except BudgetError:  # tensors wait too long for their writes
                 return False
 
-        low, high = -1, 0
+        low, high = 0, 1
         while high < SHARES and not is_cheap(high):
-            low, high = high, min(max(2 * high, 1), SHARES)
+            low, high = high, min(2 * high, SHARES)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if is_cheap(middle) else (middle, high)
-        return searched(high)
+        return searched(0 if high == 1 and is_cheap(0) else high)

@@ -25,7 +25,7 @@ from ssd_fx.options import TIERS, Tier
 from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.replay import again, first_uses
-from ssd_fx.passes.schedule import Replay, Schedule, Trip
+from ssd_fx.passes.schedule import LOAD, RELEASE, STORE, WAIT, Event, Replay, Schedule, Trip
 
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
 # is early costs some memory within the limit while one that is late costs a stall.
@@ -79,20 +79,20 @@ class Placer:
         order = self._write_order()
         if not self._force_releases(order):
             return None
-        self._release_when_written(order)
+        stalls = played.stalls.items() if played else ()
+        last = self.step.forward - 1
+        waited = sum(seconds for event, seconds in stalls if event.kind is RELEASE and event.at == last)
+        self._release_when_written(order, self.ends[last] + waited)
         self._load()
         return Schedule(map(self._trip, self.offloaded), self.step.items)
 
     def _trip(self, i: int) -> Trip:
-        return Trip.of(
-            i,
-            store=self.store_after[i],
-            release=self.release_after[i],
-            load=self.load_before[i],
-            wait=self.firsts[i],
-            block=i in self.blocking,
-            strict=i in self.strict,
-            tier=self._tier(i),
+        tier = self._tier(i)
+        return Trip(
+            Event(i, STORE, self.store_after[i], False, tier),
+            Event(i, RELEASE, self.release_after[i], i in self.blocking, tier),
+            Event(i, LOAD, self.load_before[i], i in self.strict, tier),
+            Event(i, WAIT, self.firsts[i], False, tier),
         )
 
     def _tier(self, i: int) -> Tier:
@@ -169,25 +169,31 @@ class Placer:
             held += idle.get(p, 0)
         return True
 
-    def _release_when_written(self, order: list[int]) -> None:
+    def _release_when_written(self, order: list[int], begin: float) -> None:
         """Release all others where their writes are predicted to be done, at the latest at the end of the forward.
 
-        An item that is still being written then, and that the backward has no room for, blocks there.
+        `begin`: when the backward begins, by the times that are reckoned with.
+
+        An item that is still being written then, and that the backward has no room for, blocks there. So the backward
+        begins later, when more is written of what comes behind it.
         """
-        items, last = self.step.items, self.step.forward - 1
+        items, forward = self.step.items, self.step.forward
+        last, turn = forward - 1, self.ends[forward - 1]
         for i in order:
             if i not in self.release_after:
                 done = bisect_left(self.starts, self.written[i]) - 1
                 self.release_after[i] = min(max(items[i].last_use, self.store_after[i], done), last)
         for i in order:
-            if i in self.blocking or self.release_after[i] < last or i in self.deferred:
+            if self.release_after[i] < last or i in self.deferred:
                 continue
-            until = min(bisect_left(self.starts, self.written[i]), self.firsts[i])
-            span = self.free[self.step.forward : until]
-            if np.any(span < items[i].nbytes):
+            # the first operator that begins when it is written, if the backward begins at `turn`
+            done = bisect_left(self.starts, self.written[i] - turn + begin, forward)
+            span = self.free[forward : min(done, self.firsts[i])]
+            if i in self.blocking or np.minimum.reduce(span, initial=np.inf) < items[i].nbytes:
                 self.blocking.add(i)
-                continue
-            span -= items[i].nbytes
+                turn = max(turn, self.written[i])
+            else:
+                span -= items[i].nbytes
 
     def _load(self) -> None:
         """Place each load as early as it is wanted, or as memory allows."""
@@ -208,9 +214,10 @@ class Placer:
                 first = window.pop(0)
                 ahead -= items[first].nbytes
                 earliest = max(earliest, self.firsts[first])
-            begin = max(wanted[i], min(earliest, self.firsts[i]))
-            tight = np.flatnonzero(free[begin : self.firsts[i]] < item.nbytes)
-            at = begin + int(tight[-1]) + 1 if len(tight) else begin
+            begin = at = max(wanted[i], min(earliest, self.firsts[i]))
+            span = free[begin : self.firsts[i]]
+            if np.minimum.reduce(span, initial=np.inf) < item.nbytes:
+                at += int(np.flatnonzero(span < item.nbytes)[-1]) + 1
             free[at : self.firsts[i]] -= item.nbytes
             self.load_before[i] = at
             if at > begin:
@@ -233,12 +240,17 @@ def free_bytes(step: Step, choices: Sequence[Choice], limit: float, firsts: Sequ
     `firsts`: as `first_uses` has them.
     """
     firsts = first_uses(step, choices) if firsts is None else firsts
-    change = step.change.copy()
-    for i, choice in enumerate(choices):
-        if choice is not Choice.KEEP and choice is not Choice.DEFER:
-            change[step.last_use[i] + 1] -= step.nbytes[i]
-            change[firsts[i]] += step.nbytes[i]
-    return limit - np.cumsum(change[:-1], dtype=np.float64)
+    gone = [i for i, choice in enumerate(choices) if choice is not Choice.KEEP and choice is not Choice.DEFER]
+    return limit - np.cumsum(_changed(step, gone, firsts)[:-1])
+
+
+def _changed(step: Step, gone: Sequence[int], firsts: Sequence[int]) -> FloatArray:
+    """How the bytes alive change from each operator to the next, with these items gone between their uses."""
+    chosen, change = np.array(gone, dtype=np.intp), step.arrays.change.copy()
+    nbytes = step.arrays.nbytes[chosen]
+    np.subtract.at(change, step.arrays.last_use[chosen] + 1, nbytes)
+    np.add.at(change, np.array(firsts, dtype=np.intp)[chosen], nbytes)
+    return change
 
 
 def least_head(step: Step, choices: Sequence[Choice], order: Sequence[int], limit: float) -> int:
@@ -248,12 +260,13 @@ def least_head(step: Step, choices: Sequence[Choice], order: Sequence[int], limi
     """
     firsts = first_uses(step, choices)
     free = free_bytes(step, choices, limit, firsts)
-    nbytes = np.array([step.nbytes[i] if choices[i] is Choice.KEEP else 0 for i in order], dtype=np.int64)
-    gone = np.array([step.last_use[i] + 1 for i in order], dtype=np.int64)
-    back = np.array([firsts[i] for i in order], dtype=np.int64)
+    chosen = np.array(order, dtype=np.intp)
+    kept = np.array([choices[i] is Choice.KEEP for i in order], dtype=np.float64)
+    nbytes, gone = kept * step.arrays.nbytes[chosen], step.arrays.last_use[chosen] + 1
+    back = np.array(firsts, dtype=np.intp)[chosen]
 
     def is_enough(count: int) -> bool:
-        change = np.zeros(len(free) + 1, dtype=np.int64)
+        change = np.zeros(len(free) + 1)
         np.subtract.at(change, gone[:count], nbytes[:count])
         np.add.at(change, back[:count], nbytes[:count])
         return bool((free - np.cumsum(change[:-1])).min(initial=0) >= 0)

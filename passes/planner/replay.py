@@ -174,10 +174,12 @@ class _Play:
 def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:
     """The operator before which every item must be there in the backward: recomputing one needs others earlier."""
     firsts = step.first_use.copy()
-    recomputed = [i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
-    for i in sorted(recomputed, key=step.produced.__getitem__, reverse=True):  # what needs an item comes later
-        for needed in step.items[i].needs:
-            firsts[needed] = min(firsts[needed], firsts[i])
+    for i, needs in step.chains:  # what needs an item comes later
+        if choices[i] is Choice.RECOMPUTE:
+            first = firsts[i]
+            for needed in needs:
+                if first < firsts[needed]:
+                    firsts[needed] = first
     return firsts
 
 

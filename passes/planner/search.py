@@ -14,45 +14,43 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from functools import cached_property
 
 import numpy as np
 
 from ssd_fx.passes.axis import Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.planner import host_tier
-from ssd_fx.passes.planner.bound import least_bytes, lower_bound
-from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE, better, fits, loses_time, stalls
-from ssd_fx.passes.planner.place import LOAD_MARGIN, Placer, free_bytes, least_head
-from ssd_fx.passes.planner.replay import first_uses, own_s, replay
+from ssd_fx.passes.planner.bound import bound_with, least_bytes, lower_bound
+from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE, better, loses_time
+from ssd_fx.passes.planner.place import free_bytes, least_head
+from ssd_fx.passes.planner.replay import first_uses, own_s
 from ssd_fx.passes.planner.segments import boundaries
-from ssd_fx.passes.schedule import Replay, Schedule
+from ssd_fx.passes.planner.trials import Choices, Trials, size
+from ssd_fx.passes.schedule import Replay
 
-# Replays, in the time that one takes; each visits all operators and items of the step. So the search is a constant
-# part of compiling, which is in proportion to the size of the step too. Small steps, which cost nothing, get more.
-TRIALS, QUICK_TRIALS = 200, 50
-LEAST_EFFORT = 120_000
 ENOUGH = 2e-3  # the share of a step that is not searched for: the bound on all plans is as near
 EXHAUSTIVE = 1024  # up to so many choices are all tried
-# Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
-MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
+FEW = 2  # placements that are not better, before other items are looked for to recompute
+MANY = 8  # the same, when no others are left to look for
+NEAR = 8  # so many of the dearest that are recomputed are exchanged for as many of the cheapest that are not
 STRIDES = (1, 2, 3, 4, 8)  # checkpoints at every boundary between layers, at every second one, and so on
 
-
-Choices = tuple[Choice, ...]
-Order = Callable[[int], tuple[float, ...]]  # of items, as a key to sort by
+Way = tuple[int, bool]  # of offloading: the index of an order, and whether what need not leave memory is deferred
 
 
-class Search:
+class Search(Trials):
+    """Which choices are tried."""
+
     def __init__(
         self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float, *, quick: bool = False
     ) -> None:
-        self.step, self.machine, self.limit = step, machine, limit
-        self.share_bytes, self.prefetch = share_bytes, prefetch
-        self.best: Replay | None = None
-        self.effort = effort_of(step, quick=quick) // (2 if step.host_budget else 1)
-        self.left = self.effort
-        self.waits = False  # whether every release waits for its write
-        self.seen: dict[Choices, Replay | None] = {}
+        super().__init__(step, machine, limit, share_bytes, prefetch, quick=quick)
+        self.shortest: dict[tuple[frozenset[int], Way], Replay | None] = {}
+        self.bounds: dict[frozenset[int], float] = {}
+        self.orders = _orders(step)
+        self.ways = list(itertools.product(range(len(self.orders)), (False, True)))
+        able = (i for i, item in enumerate(step.items) if Choice.RECOMPUTE in item.choices)
+        self.dearest = sorted(able, key=self._again_per_byte, reverse=True)  # to recompute, per byte
         self.allowed = [_allowed(item) for item in step.items]
         self.preferred = [_preferred(item) for item in step.items]
         self.must = least_bytes(step, limit, share_bytes)
@@ -64,21 +62,67 @@ class Search:
         return math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE
 
     def families(self) -> None:
-        """Find how much to recompute, in every order of recomputing; there, try the other orders of offloading."""
-        first, *others = itertools.product(self._orders(), (False, True))
-        tried: list[tuple[float, list[int]]] = []
-        for between in self._layers():
-            self._shortest(set(between), *first)
+        """Find what to recompute: in every order how much, then with other items in it. A bound says what is worth a
+        placement. Where that is found, try the other ways of offloading."""
+        for again in (frozenset[int](), *self._layers):
+            self._bound(again)
+        self._place(self.ways[0], FEW)
+        way = self._best_way()
         for cheap in self._again():
             if self._is_spent(1 / 4):
                 break
-            found = self._amount(cheap, *first)
-            tried += [(seconds, cheap[:count]) for count, seconds in found.items()]
-        for (_, again), (key, defer) in itertools.product(sorted(tried, key=lambda t: t[0]), others):
+            self._amount(cheap)
+            self._place(way, FEW)
+        while self.best is not None and not self._is_spent(1 / 4) and self._exchange(way):
+            self._place(way, FEW)
+        way = self._best_way()
+        self._place(way, MANY)
+        tried = [(found.seconds if found else math.inf, again) for (again, _), found in self.shortest.items()]
+        for (_, again), way in itertools.product(sorted(tried, key=lambda t: t[0]), self.ways):
             if self._is_spent(1 / 8):
                 break
             if self._may_gain(again):
-                self._shortest(set(again), key, defer)
+                self._shortest(again, way)
+
+    def _best_way(self) -> Way:
+        """The way of offloading that is best for what the best recomputes."""
+        if self.best is None:
+            return self.ways[0]
+        again = _recomputed(self.best.choices)
+
+        def seconds(way: Way) -> float:
+            found = self._shortest(again, way) if not self._is_spent(1 / 4) else self.shortest.get((again, way))
+            return found.seconds if found else math.inf
+
+        return min(self.ways, key=seconds)
+
+    def _place(self, way: Way, most: int) -> None:
+        """Place what may gain, the least bounds first; `most`: so many that do not become the best."""
+        for again in sorted(self.bounds, key=self.bounds.__getitem__):
+            if self._is_spent(1 / 4) or most <= 0 or self.bounds[again] == math.inf:
+                return
+            if (again, way) not in self.shortest and self._may_gain(again):
+                before = self.best
+                self._shortest(again, way)
+                most -= self.best is before and before is not None
+
+    def _exchange(self, way: Way) -> bool:
+        """From what the best recomputes, add, leave or exchange items while the bound gets less. Whether that is to be
+        placed."""
+        assert self.best is not None
+        again = _recomputed(self.best.choices)
+        unchanged = 0
+        changes = [{i} for i in self.dearest]
+        inside, outside = [i for i in self.dearest if i in again], [i for i in self.dearest if i not in again]
+        changes += [{i, j} for i in inside[:NEAR] for j in outside[: -NEAR - 1 : -1]]
+        for change in itertools.cycle(changes):
+            unchanged += 1
+            other = again.symmetric_difference(change)
+            if self._bound(other) < (1 - TOLERANCE) * self._bound(again):
+                again, unchanged = other, 0
+            if unchanged >= len(changes) or self.left <= self.effort / 4:
+                break
+        return (again, way) not in self.shortest and self._may_gain(again)
 
     def _is_spent(self, left: float) -> bool:
         """Whether nothing is to be gained any more, or no more than the share `left` of the effort is left."""
@@ -100,20 +144,18 @@ class Search:
         if not able:
             return
         yield self._that_fit(sorted(able, key=lambda i: (self._again_per_byte(i), -items[i].produced)))
-        layers = list(self._layers())
-        within = [i for i in cheap if not layers or i in layers[0]]
-        if layers:
+        within = [i for i in cheap if not self._layers or i in self._layers[0]]
+        if self._layers:
             yield self._that_fit(within)
         yield sorted(self._that_fit(within[::-1]), key=lambda i: items[i].produced)
-        for each in layers[1:]:
+        for each in self._layers[1:]:
             yield [i for i in first if i in each]
 
-    def _layers(self) -> Iterator[frozenset[int]]:
+    @cached_property
+    def _layers(self) -> list[frozenset[int]]:
         """What checkpoints recompute: all but what lies between layers, between every second one, and so on."""
-        able = frozenset(i for i, item in enumerate(self.step.items) if Choice.RECOMPUTE in item.choices)
-        between = boundaries(self.step) if able else []
-        for stride in STRIDES[: len(between)]:
-            yield able.difference(*between[::stride])
+        between = boundaries(self.step) if self.dearest else []
+        return [frozenset(self.dearest).difference(*between[::stride]) for stride in STRIDES[: len(between)]]
 
     def _that_fit(self, order: list[int]) -> list[int]:
         """The items of an order that can be recomputed together with those before, within the limit.
@@ -127,7 +169,7 @@ class Search:
             self.left -= len(self.step.items)
             if self.left < least:
                 return  # what is left is not looked at one by one
-            choices = self._with({*fit, *more}, self._movable({*fit, *more}), len(self.step.items), False)
+            choices = self._with({*fit, *more}, self._movable({*fit, *more}, 0), len(self.step.items), False)
             if free_bytes(self.step, choices, self.limit).min(initial=0) >= 0:
                 fit.extend(more)
             elif len(more) > 1:
@@ -137,32 +179,23 @@ class Search:
         add(order)
         return fit
 
-    def _movable(self, recomputed: AbstractSet[int]) -> list[int]:
-        """What can be offloaded beside what is recomputed."""
-        items = enumerate(self.step.items)
-        return [i for i, item in items if Choice.OFFLOAD in item.choices and i not in recomputed]
+    def _movable(self, recomputed: AbstractSet[int], order: int) -> list[int]:
+        """What can be offloaded beside what is recomputed, in an order."""
+        return [i for i in self.orders[order] if i not in recomputed]
 
-    def _amount(self, cheap: list[int], key: Order, defer: bool) -> dict[int, float]:
-        """The seconds of the step by how many of `cheap` are recomputed, for the numbers that were tried.
+    def _amount(self, cheap: list[int]) -> None:
+        """Bound what recomputes the first of `cheap`: as many as the closed form says, none, all, parts, and ever
+        nearer neighbours of the best."""
 
-        These are what the closed form says, none, all, parts, and ever nearer neighbours of the best.
-        """
-        found: dict[int, float] = {}
-
-        def seconds(count: int) -> float:
-            if count not in found and 0 <= count <= len(cheap):
-                gains = self._may_gain(cheap[:count])
-                shortest = self._shortest(set(cheap[:count]), key, defer) if gains else None
-                found[count] = shortest.seconds if shortest else math.inf
-            return found.get(count, math.inf)
+        def bound(count: int) -> float:
+            return self._bound(frozenset(cheap[:count])) if 0 <= count <= len(cheap) else math.inf
 
         quarters = (len(cheap) * part // 4 for part in (0, 4, 3, 2, 1))
-        at = min((self._closed_form(cheap), *quarters), key=seconds)
+        at = min((self._closed_form(cheap), *quarters), key=bound)
         width = max(len(cheap) // 8, 1)
-        while width and not self._is_spent(1 / 4):
-            nearest = min((at, at - width, at + width), key=seconds)
+        while width:
+            nearest = min((at, at - width, at + width), key=bound)
             at, width = (nearest, width) if nearest != at else (at, width // 2)
-        return found
 
     def _closed_form(self, cheap: Sequence[int]) -> int:
         """How many to recompute, if the lanes hide what they can in the forward and the backward, and no more."""
@@ -175,16 +208,22 @@ class Search:
         read_s = np.maximum(0.0, left / lanes.read_bw - backward_s - again_s)
         return int(np.argmin(again_s + 2 * lanes.drag_s_per_byte * left + write_s + read_s))
 
-    def _may_gain(self, recomputed: Sequence[int]) -> bool:
-        """Whether the step can be faster than the best even with nothing to wait for."""
-        seconds = sum(self.step.seconds) + self.step.again_s(recomputed)
-        return self.best is None or seconds <= (1 + TOLERANCE) * self.best.seconds
+    def _bound(self, recomputed: frozenset[int]) -> float:
+        """Seconds; no plan that recomputes these items takes less."""
+        if recomputed not in self.bounds:
+            self.left -= size(self.step) // 4  # what it takes beside a replay
+            choices = self._with(recomputed, [], 0, False)
+            self.bounds[recomputed] = bound_with(self.step, self.machine, self.limit, choices)
+        return self.bounds[recomputed]
+
+    def _may_gain(self, recomputed: frozenset[int]) -> bool:
+        """Whether the step can be as fast as the best."""
+        return self.best is None or self._bound(recomputed) <= (1 + EQUAL) * self.best.seconds
 
     def wait_for_writes(self) -> None:
         """Look again with releases that wait for their writes, so that memory is as placed however late they are."""
-        self.waits = True
-        self.seen.clear()
-        self.left = self.effort
+        super().wait_for_writes()
+        self.shortest.clear()
         self.families()
 
     def is_cheapest(self) -> bool:
@@ -202,15 +241,16 @@ class Search:
         own, again_s = self.step.once(own_s, self.machine), self.step.own_again_s  # own: at the store, and at the load
         return any(again_s[i] < 2 * own[trip.tier][i] for i, trip in self.best.schedule.items())
 
-    def _orders(self) -> Iterator[Order]:
-        items = self.step.items
-        yield lambda i: (items[i].produced - items[i].first_use, -items[i].nbytes, i)  # longest idle first
-        yield lambda i: ((items[i].produced - items[i].first_use) * items[i].nbytes, i)  # most idle bytes first
-        yield lambda i: (items[i].last_use, i)  # soonest free to go
+    def _shortest(self, recomputed: frozenset[int], way: Way) -> Replay | None:
+        """`_shortest_head`, found once."""
+        key = recomputed, way
+        if key not in self.shortest:
+            self.shortest[key] = self._shortest_head(recomputed, *way)
+        return self.shortest[key]
 
-    def _shortest(self, recomputed: set[int], key: Order, defer: bool) -> Replay | None:
+    def _shortest_head(self, recomputed: AbstractSet[int], by: int, defer: bool) -> Replay | None:
         """Offload the shortest head of an order that meets the budget: more offloaded is less memory."""
-        order = sorted(self._movable(recomputed), key=key)
+        order = self._movable(recomputed, by)
 
         def offloaded(count: int) -> Replay | None:
             return self.solution(self._with(recomputed, order, count, defer))
@@ -234,13 +274,17 @@ class Search:
         items = self.step.items
         free, firsts = self.limit - np.array(found.memory), first_uses(self.step, choices)
         room = self.share_bytes - self.step.kept_bytes(choices)
-        kept = set[int]()
-        recomputed = (i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE)
-        for i in sorted(recomputed, key=self._again_per_byte, reverse=True):
-            gone = free[items[i].last_use + 1 : firsts[i]]
-            if Choice.KEEP in items[i].choices and gone.size and items[i].nbytes <= min(room, gone.min()):
-                gone -= items[i].nbytes
-                room -= items[i].nbytes
+        tightest, kept = int(free.argmin()), set[int]()
+        for i in self.dearest:
+            last, first, nbytes = self.step.last_use[i], firsts[i], self.step.nbytes[i]
+            if choices[i] is not Choice.RECOMPUTE or nbytes > room or first <= last + 1:
+                continue
+            if last < tightest < first and nbytes > free[tightest]:
+                continue
+            gone = free[last + 1 : first]
+            if Choice.KEEP in items[i].choices and nbytes <= gone.min():
+                gone -= nbytes
+                room -= nbytes
                 kept.add(i)
         if not kept:
             return found
@@ -251,7 +295,7 @@ class Search:
         """Seconds to recompute an item, per byte; a size that only the run knows is 0."""
         return round(self.step.fair_again_s[i] / max(self.step.items[i].nbytes, 1), 15)
 
-    def _with(self, recomputed: set[int], order: list[int], count: int, defer: bool) -> Choices:
+    def _with(self, recomputed: AbstractSet[int], order: list[int], count: int, defer: bool) -> Choices:
         """Offload the first `count` of `order`. With `defer`, the next ones are deferred until the share is met."""
         choices = self.preferred.copy()
         for i in recomputed:
@@ -271,100 +315,60 @@ class Search:
                     over -= self.step.nbytes[i]
                 choices[i] = Choice.DEFER
 
-    def solution(self, choices: Choices) -> Replay | None:
-        """The choices placed and replayed; None where the budget is not met. The best is remembered."""
-        if choices in self.seen:
-            self.left -= 1  # `better` is not transitive: without this a circle of ever better ones would not end
-            return self.seen[choices]
-        found = None
-        self.left -= len(choices)  # choices that are not placed take time too
-        if self.step.kept_bytes(choices) <= self.share_bytes:
-            found = self._filled(choices)
-        self.seen[choices] = found
-        if found is not None and (self.best is None or better(found, self.best)):
-            self.best = found
-        return found
+    def improve(self, most: float) -> None:
+        """Try every choice of a small step; of others, change single items and pairs while the step gets better.
 
-    def least_written(self) -> Replay:
-        """Of all that was found about as fast as the best, what writes least."""
-        assert self.best is not None
-        enough_s = (1 + EQUAL) * self.best.seconds
-        near = (found for found in self.seen.values() if found is not None and found.seconds <= enough_s)
-        return min((self.best, *near), key=lambda found: (found.written, found.seconds))
-
-    def _filled(self, choices: Choices) -> Replay | None:
-        """The best of three: in host memory is only what is bound to be there, or what else fits, in two orders."""
-        best = self._placed(choices, host_tier.bound(self.step, choices))
-        if not self.step.host_budget or best is None:
-            return best
-        for hosted in host_tier.fillings(self.step, choices, best.waits):
-            found = self._placed(choices, hosted)
-            if found is not None and better(found, best):
-                best = found
-            if not stalls(best):
-                break  # others hardly write less
-        return best
-
-    def exchange_hosted(self) -> None:
-        """Give the best choices other items in host memory, one by one, as long as each makes the step better."""
-        if not self.step.host_budget:
-            return
-        self.left = self.effort // 2
-        better_one = self.best
-        while better_one is not None:
-            now = self.best = better_one
-            tries = (self._placed(now.choices, h) for h in host_tier.exchanges(now) if self.left > 0)
-            better_one = next((found for found in tries if found is not None and better(found, now)), None)
-
-    def _placed(self, choices: Sequence[Choice], hosted: host_tier.Hosted) -> Replay | None:
-        """The best of some placements: one as if nothing stalled, then some with the times of the one before."""
-        step, best, played = self.step, None, None
-        placer = Placer(step, choices, self.machine, self.limit, self.prefetch, hosted)
-        for margin in MARGINS:
-            schedule = placer.place(played, margin)
-            if schedule is None:
-                break
-            if self.waits:
-                schedule = schedule.edited(lambda _, trip: trip.moved(block=True), step.items)
-            played = self._played(choices, schedule)
-            if played.idle_lane:  # the order was made for other times; storing at once leaves no lane idle
-                schedule = schedule.edited(lambda i, trip: trip.moved(store=step.produced[i]), step.items)
-                played = self._played(choices, schedule)
-            if fits(played, self.limit) and (best is None or better(played, best)):
-                best = played
-            if not stalls(played):
-                break
-        return best
-
-    def _played(self, choices: Sequence[Choice], schedule: Schedule) -> Replay:
-        self.left -= size(self.step)
-        return replay(self.step, choices, schedule, self.machine)
-
-    def improve(self) -> None:
-        """Try every choice of a small step; of others, change single items while the step gets better."""
+        `most`: the share of the effort that the changes may take.
+        """
         if self.is_small:
             for choices in itertools.product(*self.allowed):
                 if self.left > 0:
                     self.solution(choices)
-        else:
-            self._descend()
+            return
+        self.left = min(self.left, int(most * self.effort))
+        before = None
+        while self.left > 0 and self.best is not before:
+            before = self.best
+            for together in (1, 2):
+                self._change(together)
+            if self.best is before:
+                self._place(self._best_way(), len(self.bounds))
 
-    def _descend(self) -> None:
-        """From the best, change to better neighbours: over all items again and again, until none is better."""
+    def _change(self, together: int) -> None:
+        """From the best, change so many items at once: over all of these again and again, until no change is better."""
         assert self.best is not None
-        choices = tuple(self.best.choices)
-        now = self.solution(choices)
-        assert now is not None
-        unchanged = 0
-        for i in itertools.cycle(self._dearest_first(now)):
+        now, choices = self.best, tuple(self.best.choices)
+        changed = self._dearest_first(now)
+        unchanged, all_unchanged = 0, math.comb(len(changed), together)
+        for items in itertools.cycle(itertools.combinations(changed, together)):
             unchanged += 1
-            for other in self.allowed[i]:
-                neighbour = (*choices[:i], other, *choices[i + 1 :])
-                found = self.solution(neighbour) if other is not choices[i] else None
+            self.left -= 8  # what it takes to look at them
+            for neighbour in self._changed(choices, items):
+                found = self._gaining(neighbour)
                 if found is not None and better(found, now):
                     choices, now, unchanged = neighbour, found, 0
-            if self.left <= 0 or unchanged >= len(choices):
+            if self.left <= 0 or unchanged >= all_unchanged:
                 return
+
+    def _changed(self, choices: Choices, items: tuple[int, ...]) -> Iterator[Choices]:
+        """The choices with another one for each of these items. Of two, one at least takes the choice of the other, as
+        where one leaves memory in the other's place."""
+        own = [choices[i] for i in items]
+        for others in itertools.product(*(self.allowed[i] for i in items)):
+            exchanged = len(items) == 1 or others[0] is own[1] or others[1] is own[0]
+            if not exchanged or any(a is b for a, b in zip(own, others, strict=True)):
+                continue
+            if len(items) == 2 and Choice.DEFER in others:
+                continue
+            changed = list(choices)
+            for i, other in zip(items, others, strict=True):
+                changed[i] = other
+            yield tuple(changed)
+
+    def _gaining(self, choices: Choices) -> Replay | None:
+        """The choices placed and replayed, where the step can be as fast as the best."""
+        self.left -= 1
+        return self.solution(choices) if self._may_gain(_recomputed(choices)) else None
 
     def _dearest_first(self, now: Replay) -> list[int]:
         """The items by what they cost in the step: waits, and seconds to recompute them."""
@@ -376,6 +380,24 @@ class Search:
         return sorted(range(len(items)), key=lambda i: (-cost_s(i), i))
 
 
+def _orders(step: Step) -> list[list[int]]:
+    """What can be offloaded, in the orders in which it may be."""
+    items = step.items
+    movable = [i for i, item in enumerate(items) if Choice.OFFLOAD in item.choices]
+    idle = [items[i].produced - items[i].first_use for i in range(len(items))]  # less is longer
+    keys: tuple[Callable[[int], tuple[float, ...]], ...] = (
+        lambda i: (idle[i], -items[i].nbytes, i),  # longest idle first
+        lambda i: (idle[i] * items[i].nbytes, i),  # most idle bytes first
+        lambda i: (items[i].last_use, i),  # soonest free to go
+        lambda i: (-items[i].nbytes, idle[i], i),  # fewest transfers
+    )
+    return [sorted(movable, key=key) for key in keys]
+
+
+def _recomputed(choices: Sequence[Choice]) -> frozenset[int]:
+    return frozenset(i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE)
+
+
 def _allowed(item: Item) -> list[Choice]:
     choices = sorted(item.choices, key=lambda c: c.value)
     return [*choices, Choice.DEFER] if Choice.OFFLOAD in choices else choices
@@ -383,12 +405,3 @@ def _allowed(item: Item) -> list[Choice]:
 
 def _preferred(item: Item) -> Choice:
     return next(c for c in (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE) if c in item.choices)
-
-
-def size(step: Step) -> int:
-    """What replaying the step costs, counted in operators."""
-    return len(step.seconds) + 4 * len(step.items)
-
-
-def effort_of(step: Step, quick: bool = False) -> int:
-    return max(LEAST_EFFORT, (QUICK_TRIALS if quick else TRIALS) * size(step))

@@ -7,6 +7,7 @@ many offloaded, in some order, as the budget asks. Then it tries other choices f
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ssd_fx.passes.axis import Choice, Step
@@ -35,11 +36,13 @@ def solve(
     share_bytes: float,
     prefetch: float = float("inf"),
     quick: bool = False,
+    starts: Iterable[Sequence[Choice]] = (),
 ) -> Replay:
     """The replay of the best choices found, with memory never above `limit` bytes, and at most `share_bytes` kept of
     the items that have a choice.
 
-    `quick`: only the families are looked at, unless the step is small; what is found is no faster than without.
+    `quick`: little more than the families is looked at, unless the step is small.
+    `starts`: choices that are tried too, as those of plans for other limits.
 
     Raises:
         BudgetError: no choices meet `limit`; the message says the least that can be met.
@@ -54,12 +57,14 @@ def solve(
         )
         search.solution(tuple(Choice.OFFLOAD if c is Choice.DEFER else c for c in plain.choices))
     search.families()
+    for choices in starts:
+        search.solution(tuple(choices))
     if search.best is None:  # what is handed over was held for longer than the placement reckoned with
         search.wait_for_writes()
     if search.best is None:
         raise BudgetError(limit, step.floor)
-    if not search.is_cheapest() and (search.is_small or not quick):
-        search.improve()
+    if not search.is_cheapest():
+        search.improve(1 / 8 if quick else 1)
     if not (quick or search.is_cheapest()):
         search.exchange_hosted()
     found = search.least_written()

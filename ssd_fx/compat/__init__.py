@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
 from typing import Any
 
 import torch
@@ -47,13 +48,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 # Dynamo: the backend, `traced.py`, `survey.py`, errors that pass through it.
-from torch._dynamo import OptimizedModule
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import OptimizedModule, eval_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.distributed import get_compile_pg
 from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.exc import ShortenTraceback, Unsupported
+from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.symbolic_convert import tls
+from torch._guards import CompileContext, CompileId
 
 # Inductor's settings, its custom passes, and the operators that it draws random numbers with.
 from torch._inductor import config as inductor_config
@@ -132,3 +137,27 @@ def layers_may_fill_caches() -> AbstractContextManager[None]:
     config = torch._dynamo.config
     patched: AbstractContextManager[None] = config.patch({name: True}) if hasattr(config, name) else nullcontext()
     return patched
+
+
+def may_compile_again() -> bool:
+    """Whether Dynamo compiles a function again where it has to, without an error, and without the other ranks."""
+    stance, config = eval_frame._stance, torch._dynamo.config
+    freely = stance.stance == "default" and not getattr(stance, "skip_guard_eval_unsafe", False)
+    return freely and not config.error_on_recompile and get_compile_pg() is None
+
+
+def compiled_entries(code: CodeType) -> int:
+    """How many times Dynamo has compiled a function, as its limit of recompilations counts: what is forgotten, too."""
+    return len(_debug_get_cache_entry_list(code))
+
+
+def forget_compiled(code: CodeType, compile_id: CompileId, reason: str) -> bool:
+    """Makes Dynamo forget one compilation of a function, as it does where an object that is guarded has died.
+
+    Code that runs goes on, and so do backwards that wait. The next call compiles. False if it is forgotten already.
+    """
+    for entry in _debug_get_cache_entry_list(code):
+        if entry.compile_id == compile_id and (owner := entry.guard_manager.extra_state) is not None:
+            owner.invalidate(entry, DeletedGuardManagerWrapper(reason))
+            return True
+    return False

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_fx.runtime.allowance import MARGIN, REMEMBERED, SIZES, Allowance
+from ssd_fx.runtime.allowance import MARGIN, REMEMBERED, SETTLED, SIZES, Allowance
 
 MIB = 1 << 20
 LIMIT = 1000 * MIB
@@ -57,6 +57,34 @@ def test_the_first_step_keeps_nothing_and_the_second_all_that_fits() -> None:
     training.level += 200 * MIB
     assert training.step() == ROOM
     assert training.allowance.nbytes == ROOM - 520 * MIB
+
+
+def test_steps_are_steady_when_all_were_known() -> None:
+    """The room is what the worst of them leaves with nothing held. It is told once, then of as many further steps."""
+    training, found = Training(), []
+    for _ in range(3 * SETTLED):
+        training.step()
+        training.allowance.finish()
+        found.append(training.allowance.steady())
+        training.level = 300 * MIB if len(found) == SETTLED - 1 else 200 * MIB
+    rooms = [each and (each.limit, each.room, each.runs) for each in found]
+    told = [LIMIT, ROOM - 450 * MIB, {"a": 1}], [LIMIT, ROOM - 350 * MIB, {"a": 1}]
+    expected = {SETTLED: tuple(told[0]), 2 * SETTLED: tuple(told[1])}  # the first step was not known
+    assert rooms == [expected.get(i) for i in range(3 * SETTLED)]
+
+
+def test_a_step_that_was_not_known_unsettles() -> None:
+    training = Training()
+    for _ in range(SETTLED):
+        training.step()
+    training.step(Batch(runs=(("a", 600), ("b", 300))))  # a graph that the steps before did not have
+    for _ in range(SETTLED - 1):
+        training.step()
+        training.allowance.finish()
+        assert training.allowance.steady() is None
+    training.step()
+    training.allowance.finish()
+    assert training.allowance.steady() is not None
 
 
 def test_a_peak_where_little_is_outstanding_does_not_count() -> None:

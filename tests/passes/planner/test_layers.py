@@ -78,6 +78,17 @@ def test_a_whole_layer_is_recomputed_where_its_norm_leaves_no_memory_for_that(
     assert found.seconds <= 1.06 * optimum_s
 
 
+@pytest.mark.parametrize(
+    ("seed", "share", "optimum_s"), [(4, 0.2, 0.00266021), (15, 0.0, 0.0155058)], ids=["exchange", "turn"]
+)
+def test_what_the_programs_prove_is_found(seed: int, share: float, optimum_s: float) -> None:
+    """Two items change places; and one release less blocks where the backward begins, as there is room until later."""
+    instance = layered_instance(seed)
+    at = limits(instance.step, share, whole=True)
+    found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
+    assert found.seconds == pytest.approx(optimum_s, rel=1e-3)
+
+
 @pytest.mark.parametrize("bandwidth", [1.0, 5.0, 20.0])
 @pytest.mark.parametrize("quick", [True, False])
 def test_more_memory_takes_no_more_time(bandwidth: float, quick: bool) -> None:

@@ -1,0 +1,179 @@
+"""Makes the plan once more when it is known how much memory the steps leave: the option `memory`.
+
+    steps are steady -- `_steady` --> a looser plan is predicted to be worth it --> Dynamo forgets the function
+    its next call compiles it, as for another reason -- `planned` --> the room to plan for
+
+Nothing changes within compiled code: what waits for its backward has the code of its forward. docs/design.md
+("A limit of memory") says why it is done so.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+
+import torch
+
+from ssd_fx import traced
+from ssd_fx.compat import CompileId, compiled_entries, forget_compiled, may_compile_again
+from ssd_fx.options import Options
+from ssd_fx.passes.planner.budget import SHARES
+from ssd_fx.passes.proposals import GAIN, ranks_agree
+from ssd_fx.report.model import GraphReport
+from ssd_fx.runtime import account, graphs, plans
+from ssd_fx.runtime.allowance import Steady
+from ssd_fx.runtime.config import parse
+from ssd_fx.sizes import format_bytes
+
+log = logging.getLogger("ssd_fx")
+MOST = 2  # times that a function is compiled again
+
+
+class User:
+    """Uses a store until the new graph does. Else it ended with the old one, and what it has measured were lost."""
+
+
+@dataclass(eq=False)
+class _Function:
+    """A function that was compiled to train.
+
+    `config`: the options of the runtime. `number`: of this compilation. `entries`: how often Dynamo may have compiled
+    the function, so that half of the compilations that it allows are left to others. `rooms`: what it was planned for,
+    in order, beginning with 0. `user`: None until Dynamo has forgotten this compilation.
+    """
+
+    config: str
+    code: weakref.ref[CodeType]
+    number: CompileId
+    entries: int
+    rooms: tuple[float, ...] = (0.0,)
+    user: User | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """What to plan for, as in `PlanOptions.room`. It has to live until the new graph uses its store."""
+
+    share: float = 0.0
+    user: User | None = field(default=None, repr=False)
+
+
+_functions: dict[Options, list[_Function]] = {}
+_LOCK = threading.Lock()
+
+
+def planned(config: str) -> Room:
+    """The room to plan the function for that Dynamo compiles now, to train with the runtime's options `config`."""
+    compiling = traced.compilation()
+    if compiling is None:
+        return Room()
+    code, number = compiling
+    with _LOCK:
+        known = _functions.setdefault(parse(config), [])
+        known[:] = [each for each in known if each.code() is not None]
+        same = [each for each in known if each.code() is code]
+        for each in same:
+            if each.number == number:  # one of several graphs, as DDP makes them
+                return Room(each.rooms[-1])
+        if not compiled_entries(code):  # `torch._dynamo.reset`
+            known[:] = [each for each in known if each not in same]
+            same = []
+        now = _Function(config, weakref.ref(code), number, torch._dynamo.config.recompile_limit // 2 - 1)
+        known.append(now)
+        for before in same:
+            if before.user is not None:
+                known.remove(before)
+                now.rooms = before.rooms
+                return Room(now.rooms[-1], before.user)
+        return Room()
+
+
+@dataclass(frozen=True)
+class _Forecast:
+    """Of one forward of a graph and its backward.
+
+    compute_s: without transfers. again_s: of these, what goes with what is computed again. peak_bytes, stay_bytes: how
+    much higher the peak is with everything kept, and how much more there is between forward and backward.
+    """
+
+    compute_s: float
+    again_s: float
+    peak_bytes: int
+    stay_bytes: int
+
+
+@functools.lru_cache(maxsize=64)
+def _forecast(about: str) -> _Forecast:
+    """Of the plan that a graph carries."""
+    found = GraphReport.unpacked(about)
+    compute_s = found.predicted["compute_s"]
+    return _Forecast(
+        compute_s=compute_s,
+        again_s=max(0.0, compute_s - found.stock.end_s),
+        peak_bytes=max(0, found.stock.peak - found.own.peak),
+        stay_bytes=max(0, found.stock.stays - found.own.stays),
+    )
+
+
+def _worth(parts: Sequence[_Forecast], room_bytes: int) -> tuple[float, float]:
+    """The room as a share of the way to everything kept, rounded down, and by which share a step is then shorter.
+
+    A plan gives up first what is dearest to compute again for its bytes. So the share of the time is at least the share
+    of the room.
+    """
+    needed = parts[0].peak_bytes if len(parts) == 1 else sum(part.stay_bytes for part in parts)
+    compute_s = math.fsum(part.compute_s for part in parts)
+    if not needed or not compute_s:
+        return 0.0, 0.0
+    share = min(1.0, max(0, math.floor(SHARES * room_bytes / needed)) / SHARES)
+    return share, share * math.fsum(part.again_s for part in parts) / compute_s
+
+
+def _steady(config: Options, found: Steady) -> None:
+    """Has functions compiled again if that is worth it. For `account.when_steady`."""
+    packed = plans.packed()
+    if not all(packed.get(graph) for graph in found.runs):
+        return
+    share, gain = _worth([_forecast(packed[g]) for g, runs in found.runs.items() for _ in range(runs)], found.room)
+    if gain <= GAIN or ranks_agree() or not may_compile_again():
+        return
+    with _LOCK:
+        forgotten = [each for each in _functions.get(config, ()) if _forget(each, share)]
+    if forgotten:
+        log.warning(
+            "memory=%s: steps leave %s of it, so %d functions are compiled once more when they are called next. Less "
+            "is computed again then, and a step is predicted to be %.0f%% shorter; adapt=False leaves it out",
+            *(format_bytes(found.limit), format_bytes(found.room), len(forgotten), 100 * gain),
+        )
+
+
+def _forget(function: _Function, share: float) -> bool:
+    """Whether Dynamo has forgotten a function, which was compiled for less room."""
+    code = function.code()
+    if code is None or function.user is not None or len(function.rooms) > MOST or share <= function.rooms[-1]:
+        return False
+    if compiled_entries(code) > function.entries:
+        return False
+    user = User()
+    graphs.uses(user, function.config)
+    if not forget_compiled(code, function.number, "ssd_fx plans once more: it knows how much memory the steps leave"):
+        return False
+    function.rooms += (share,)
+    function.user = user
+    return True
+
+
+def _after_fork() -> None:
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+account.when_steady.append(_steady)
+os.register_at_fork(after_in_child=_after_fork)
