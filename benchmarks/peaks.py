@@ -72,7 +72,7 @@ TOYS: dict[str, Toy] = {
     "cross entropy": lambda x, w: F.cross_entropy(x @ w, torch.zeros(len(x), dtype=torch.int64)),
 }
 # Those of the tests that have no size in them, each named for its hazard.
-HAZARDS: tuple[toys.Toy, ...] = (
+HAZARDS: tuple[Callable[..., Any], ...] = (
     toys.non_contiguous, toys.tied_weight, toys.saved_output, toys.view_of_output, toys.half_precision, toys.rounded,
     toys.complex_numbers, toys.lazy_negative, toys.real_view, toys.dtype_view, toys.float8, toys.saved_twice,
     toys.equal_copy, toys.changed_copy,
@@ -243,7 +243,7 @@ def _conv(inside: bool) -> Graph:
 def _zoo(name: str) -> Graph:
     from tests.zoo import models
 
-    with mock.patch.multiple(models, **ZOO_SIZES):
+    with mock.patch.dict(vars(models), ZOO_SIZES):
         case = models.MODELS[name](0.1)
     case.model.train()
     names = list(case.inputs)

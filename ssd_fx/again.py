@@ -19,10 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
-import torch
-
 from ssd_fx import traced
-from ssd_fx.compat import CompileId, compiled_entries, forget_compiled, may_compile_again
+from ssd_fx.compat import CompileId, compiled_entries, entries_allowed, forget_compiled, may_compile_again
 from ssd_fx.options import Options
 from ssd_fx.passes.planner.budget import SHARES
 from ssd_fx.passes.proposals import GAIN, ranks_agree
@@ -85,7 +83,7 @@ def planned(config: str) -> Room:
         if not compiled_entries(code):  # `torch._dynamo.reset`
             known[:] = [each for each in known if each not in same]
             same = []
-        now = _Function(config, weakref.ref(code), number, torch._dynamo.config.recompile_limit // 2 - 1)
+        now = _Function(config, weakref.ref(code), number, entries_allowed() // 2 - 1)
         known.append(now)
         for before in same:
             if before.user is not None:

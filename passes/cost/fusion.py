@@ -27,9 +27,10 @@ FARTHEST = 64
 # Library calls between two loops that do not read each other and are fused all the same: about those of a layer. This
 # limit is ours, and holds in Inductor too (`lowering/order.py`).
 CALLS_BETWEEN = 8
-# The same if the backward computes the earlier one again. The product for a gradient of weights reads that, and stands
-# before the loop that turns the other gradient back: to keep these two apart would be to read their input twice.
-CALLS_BEHIND_AGAIN = 1
+# The same if the backward computes the earlier one again. The products for both gradients of a linear layer stand
+# between that, which one of them reads, and the loop that turns the other's result back. These two loops read the same:
+# to keep them apart would be to read it twice.
+CALLS_BEHIND_AGAIN = 2
 
 
 def are_apart(calls: int, earlier: bool, later: bool) -> bool:

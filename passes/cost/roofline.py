@@ -116,7 +116,8 @@ def _rate(node: fx.Node, machine: Machine) -> float:
         return machine.product_flops(dtype)
     query, key = (arguments_of(node)[name].meta["val"] for name in ("query", "key"))
     rate = machine.fused_attention_flops(dtype, hint(query.shape[-1]), backward=_is_backward(node))
-    return rate * (_short_rows(hint(key.shape[-2])) if query.device.type == "cpu" else 1.0)
+    calibrated = query.device.type == "cpu" and machine.attention_flops  # else the machine is another one
+    return rate * (_short_rows(hint(key.shape[-2])) if calibrated else 1.0)
 
 
 def _short_rows(length: float) -> float:

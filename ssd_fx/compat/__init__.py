@@ -151,6 +151,11 @@ def compiled_entries(code: CodeType) -> int:
     return len(_debug_get_cache_entry_list(code))
 
 
+def entries_allowed() -> int:
+    """How many times Dynamo compiles a function before it runs it as it is."""
+    return int(torch._dynamo.config.recompile_limit)
+
+
 def forget_compiled(code: CodeType, compile_id: CompileId, reason: str) -> bool:
     """Makes Dynamo forget one compilation of a function, as it does where an object that is guarded has died.
 

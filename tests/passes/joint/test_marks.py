@@ -241,7 +241,7 @@ def test_prefer_cpu_offload_goes_first() -> None:
     check(
         toy,
         """\
-sigmoid  256 B  offload  store>sigmoid release>mm_2 load<detach_3 wait<mm_8                      [sigmoid]
+sigmoid  256 B  offload  store>sigmoid release>t_6 load<detach_3 wait<mm_8                       [sigmoid]
 mm_1     256 B  offload  store>mm_1 release>t_6 load<expand wait<sigmoid_1 (PREFER_CPU_OFFLOAD)  [mm_1]
 mm_2     256 B  offload  store>mm_2 release>t_6 load<expand wait<sigmoid_2 (PREFER_CPU_OFFLOAD)  [mm_2]""",
         budget=0.5,

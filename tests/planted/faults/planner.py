@@ -14,8 +14,8 @@ FAULTS = (
     Fault(
         "what_recomputing_needs_comes_late",
         "passes/planner/replay.py",
-        "min(firsts[needed], firsts[i])",
-        "max(firsts[needed], firsts[i])",
+        "if first < firsts[needed]:",
+        "if first > firsts[needed]:",
         "a tensor is loaded after what is computed of it: predicted times and memory are wrong",
         "tests/passes/planner/test_replay.py::test_what_recomputing_needs_is_there_as_early",
     ),
