@@ -15,7 +15,7 @@ from torch import nn
 import ssd_fx
 from ssd_fx import again
 from ssd_fx.runtime.allowance import SETTLED
-from tests.bitwise import Compile, kept, ours, prove_bitwise, run
+from tests.bitwise import Compile, eager, kept, ours, prove_bitwise, run
 from tests.passes.recomputing import SLOW
 from tests.test_memory import MIB, Trained
 
@@ -125,7 +125,7 @@ def peaks(training: Callable[..., Recomputing]) -> tuple[int, int]:
     return least, max(loose.step() for _ in range(3))
 
 
-@pytest.mark.parametrize("share", [0.5, 1.3])
+@pytest.mark.parametrize("share", [0.5, pytest.param(1.3, marks=pytest.mark.slow)])
 def test_within_the_limit_before_and_behind_it(
     training: Callable[..., Recomputing], peaks: tuple[int, int], share: float
 ) -> None:
@@ -137,6 +137,7 @@ def test_within_the_limit_before_and_behind_it(
     assert max(found) <= limit
 
 
+@pytest.mark.slow
 def test_steps_of_other_kinds_behind_it(training: Callable[..., Recomputing], peaks: tuple[int, int]) -> None:
     """A larger batch, micro-batches, evaluation, a second model: each step is within the limit."""
     least, most = peaks
@@ -201,13 +202,25 @@ def trained(count: int = ENOUGH + 1, *, blocks: bool = False) -> Callable[[Compi
     return program
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
-def test_bitwise_across_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+@pytest.mark.parametrize(
+    ("share", "partitions"), [pytest.param(0.5, 1, marks=pytest.mark.slow), (1.0, 2)], ids=["the same", "another"]
+)
+def test_bitwise_across_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, partitions: int) -> None:
     force(monkeypatch, share)
     before = compiled()
     prove_bitwise(trained(), [kept(GIVEN), limited(tmp_path)])
     assert compiled() == before + 3
-    assert len(ssd_fx.stats().graphs) == 2  # another partition
+    assert len(ssd_fx.stats().graphs) == partitions
+
+
+@pytest.mark.slow
+def test_inductor_across_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another partition has other kernels, so results differ by rounding."""
+    force(monkeypatch, 1.0)
+    plain = run(trained(), eager)
+    found = run(trained(), limited(tmp_path, inner="inductor"))
+    torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-3)
+    assert len(ssd_fx.stats().graphs) == 2
 
 
 def test_blocks_share_what_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +235,8 @@ def test_blocks_share_what_is_compiled_again(tmp_path: Path, monkeypatch: pytest
     [
         ({"dump": True}, {}),
         ({"adapt": False}, {}),
-        ({}, {"error_on_recompile": True}),
-        ({}, {"recompile_limit": 3}),  # more than half would be used up
+        pytest.param({}, {"error_on_recompile": True}, marks=pytest.mark.slow),
+        pytest.param({}, {"recompile_limit": 3}, marks=pytest.mark.slow),  # more than half would be used up
     ],
     ids=["dump", "adapt", "an error", "few left"],
 )
@@ -238,6 +251,7 @@ def test_not_where_it_is_not_wanted(
     assert compiled() == before + 1
 
 
+@pytest.mark.slow
 def test_not_under_a_stance_that_forbids_it(
     training: Callable[..., Recomputing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +264,7 @@ def test_not_under_a_stance_that_forbids_it(
     assert compiled() == before + 1
 
 
+@pytest.mark.slow
 def test_twice_at_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 0.3, 0.3, 0.6, 0.9, 1.0)  # the second time there is no more room than before
     before = compiled()
