@@ -49,6 +49,7 @@ NAVIGATION = {
         "docs/results/pareto/2026-11-27",
         "docs/results/pareto/2026-11-27-drives",
         "docs/results/slow-step/2026-11-27",
+        "docs/results/long-context",
         "docs/results/planted",
         "CHANGELOG",
     ],
