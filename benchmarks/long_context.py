@@ -54,23 +54,22 @@ class Row:
 
 def rates(gpu: str, drive_gbps: float) -> dict[str, Any]:
     """The option `machine`. `drive_gbps`: of drives each way, 0 for host memory instead of them."""
-    found = h200.plans.rates(h200.MACHINE)
+    found: dict[str, Any] = h200.plans.rates(h200.MACHINE)
     found["memory_bw"] *= MEMORY_BW[gpu]
     if drive_gbps:
         found |= {"write_bw": drive_gbps * 1e9, "read_bw": drive_gbps * 1e9, "latency_s": 1e-4}
-    return dict(found)
+    return found
 
 
 def predicted(gpu: str, tokens: int, layers: int, drives: Sequence[float]) -> Iterator[Row]:
-    """Everything kept, a checkpoint per layer, and ours: at the latter's peak, with "auto", and at the lowest."""
+    """Everything kept, a checkpoint per layer, and ours: at the latter's peak, and at the lowest."""
     sizes = Sizes("long", layers, WIDTH, HEADS, 1, tokens, WORDS)
-    rival = rates(gpu, 0)
-    for each in (Rival(KEEP), Rival(CHECKPOINT, per_layer)):
-        figure = of_rival(made(sizes), each, rival)
-        yield Row(tokens, gpu, each.name, figure)
+    yield Row(tokens, gpu, KEEP, of_rival(made(sizes), Rival(KEEP), rates(gpu, 0)))
+    checkpoint = of_rival(made(sizes), Rival(CHECKPOINT, per_layer), rates(gpu, 0))
+    yield Row(tokens, gpu, CHECKPOINT, checkpoint)
     for gbps in (0.0, *drives):
         where = f"{gbps:g} GB/s" if gbps else HOST
-        asked: dict[str, Budget] = {"at the checkpoint's peak": limit(figure.peak_bytes), "budget 0": 0.0}
+        asked: dict[str, Budget] = {"at the checkpoint's peak": limit(checkpoint.peak_bytes), "budget 0": 0.0}
         found = ours(made(sizes), list(asked.values()), rates(gpu, gbps))
         for name, planned in zip(asked, found, strict=True):
             yield Row(tokens, gpu, f"ssd_fx, {where}, {name}", planned)

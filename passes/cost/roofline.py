@@ -116,7 +116,8 @@ def _rate(node: fx.Node, machine: Machine) -> float:
         return machine.product_flops(dtype)
     query, key = (arguments_of(node)[name].meta["val"] for name in ("query", "key"))
     rate = machine.fused_attention_flops(dtype, hint(query.shape[-1]), backward=_is_backward(node))
-    calibrated = query.device.type == "cpu" and machine.attention_flops  # else the machine is another one
+    # a machine that somebody describes by its products alone, such as a GPU that is not here, has no such kernel
+    calibrated = query.device.type == "cpu" and machine.attention_flops
     return rate * (_short_rows(hint(key.shape[-2])) if calibrated else 1.0)
 
 

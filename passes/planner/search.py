@@ -136,8 +136,7 @@ class Search(Trials):
         layers, the first ones first. There may be no memory for the chains of what is dear beside those of what is
         cheap, so there what is dear is let in first.
         """
-        items = self.step.items
-        able = [i for i, item in enumerate(items) if Choice.RECOMPUTE in item.choices]
+        items, able = self.step.items, sorted(self.dearest)
         cheap = sorted(able, key=lambda i: (self._again_per_byte(i), items[i].produced))
         first = self._that_fit(cheap)
         yield first
