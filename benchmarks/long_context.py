@@ -29,7 +29,7 @@ from h200 import GIB
 from rivals import KEEP, Rival, Sizes, made, per_layer
 from system import MIB, announce, write_json
 from training import Model, Step, Task
-from workers import Workers
+from workers import Workers, ratios
 
 from ssd_fx.rivals import CHECKPOINT
 
@@ -129,11 +129,7 @@ def _tasks(model: Model, directory: str) -> dict[str, Task]:
 
 def _measured_cells(name: str, rounds: Sequence[Mapping[str, Step]]) -> str:
     steps, reference = [each[name] for each in rounds], [each[INDUCTOR] for each in rounds]
-    wall = sorted(a.time_s / b.time_s for a, b in zip(steps, reference, strict=True))
-    quarter = len(wall) // 4
-    cells = [name, f"{median(s.time_s for s in steps):.3f}"]
-    cells += [f"{median(wall):.3f} ({wall[quarter]:.3f} to {wall[-1 - quarter]:.3f})"]
-    cells += [f"{median(a.cpu_s / b.cpu_s for a, b in zip(steps, reference, strict=True)):.3f}"]
+    cells = [name, f"{median(s.time_s for s in steps):.3f}", *ratios(steps, reference)]
     cells += [f"{max(s.peak_bytes for s in steps) / MIB:.1f}"]
     cells += [f"{median(s.written_bytes for s in steps) / MIB:.1f}"]
     return " | ".join(cells)

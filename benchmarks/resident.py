@@ -25,7 +25,7 @@ from typing import Any
 from families import FAMILIES
 from system import MIB, announce, write_json
 from training import Model, Step, Task, train_gpt
-from workers import Workers
+from workers import Workers, ratios
 
 WAYS = ("inductor", "checkpoint", "default", "budget0")
 
@@ -54,14 +54,11 @@ def options_of(way: str) -> dict[str, Any]:
 
 
 def row(name: str, steps: Sequence[Step], reference: Sequence[Step]) -> str:
-    wall = sorted(a.time_s / b.time_s for a, b in zip(steps, reference, strict=True))
-    cpu = median(a.cpu_s / b.cpu_s for a, b in zip(steps, reference, strict=True))
     before = steps[0].resident_before_bytes
     resident, live = max(s.resident_peak_bytes for s in steps), max(s.peak_bytes for s in steps)
     seconds = f"{median(s.time_s for s in steps):.3f}"
-    times = f"{median(wall):.3f} ({wall[len(wall) // 4]:.3f} to {wall[-1 - len(wall) // 4]:.3f})"
     ratio = resident / (before + live)
-    cells = (name, seconds, times, f"{cpu:.3f}", live / MIB, before / MIB, resident / MIB, f"{ratio:.2f}")
+    cells = (name, seconds, *ratios(steps, reference), live / MIB, before / MIB, resident / MIB, f"{ratio:.2f}")
     return "| " + " | ".join(c if isinstance(c, str) else f"{c:.0f}" for c in cells) + " |"
 
 

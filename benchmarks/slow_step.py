@@ -39,7 +39,7 @@ from predicted import read as read_plan
 from rivals import KEEP, Call, Rival, rivals
 from system import MIB, announce, write_json
 from training import Model, Step, Task, train_gpt
-from workers import Workers
+from workers import Workers, ratios
 
 from ssd_fx.backend import machine_of
 from ssd_fx.config import Config
@@ -158,10 +158,7 @@ def table(title: str, found: Mapping[str, Any]) -> str:
 def row(name: str, rounds: Sequence[Mapping[str, Step]], found: Mapping[str, Any]) -> str:
     steps, reference = [each[name] for each in rounds], [each[INDUCTOR] for each in rounds]
     said = found["predicted"][name]
-    wall = sorted(a.time_s / b.time_s for a, b in zip(steps, reference, strict=True))
-    cpu = median(a.cpu_s / b.cpu_s for a, b in zip(steps, reference, strict=True))
-    cells = [name, f"{median(s.time_s for s in steps):.3f}"]
-    cells += [f"{median(wall):.3f} ({wall[len(wall) // 4]:.3f} to {wall[-1 - len(wall) // 4]:.3f})", f"{cpu:.3f}"]
+    cells = [name, f"{median(s.time_s for s in steps):.3f}", *ratios(steps, reference)]
     cells += [f"{max(s.peak_bytes for s in steps) / MIB:.1f}", f"{said['peak_bytes'] / MIB:.1f}"]
     cells += [f"{found['asked_bytes'][name] / MIB:.1f}" if name in found["asked_bytes"] else ""]
     cells += [f"{median(s.graph_s for s in steps):.3f}", f"{said['step_s']:.3f}"]

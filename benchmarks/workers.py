@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from statistics import median
 from types import TracebackType
 from typing import IO
 
@@ -139,6 +140,14 @@ def order(names: Sequence[str], number: int) -> list[str]:
     turn = (number // 2) % len(names)
     rotated = [*names[turn:], *names[:turn]]
     return rotated if number % 2 == 0 else rotated[::-1]
+
+
+def ratios(steps: Sequence[Step], reference: Sequence[Step]) -> list[str]:
+    """Two cells of a table: times to those of the same rounds, as median and quartiles; the median of CPU times."""
+    wall = sorted(a.time_s / b.time_s for a, b in zip(steps, reference, strict=True))
+    cpu = median(a.cpu_s / b.cpu_s for a, b in zip(steps, reference, strict=True))
+    quarter = len(wall) // 4
+    return [f"{median(wall):.3f} ({wall[quarter]:.3f} to {wall[-1 - quarter]:.3f})", f"{cpu:.3f}"]
 
 
 @contextmanager
