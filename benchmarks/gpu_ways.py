@@ -236,10 +236,25 @@ def middle(steps: Sequence[Mapping[str, Any]], name: str, scale: float) -> str:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ways", nargs="+", type=checked, default=["memory:auto"], metavar="WAY")
+    add("--rounds", type=int, default=7, help="measured rounds of one step of every way, default %(default)s")
+    add("--warmup", type=int, default=4, help="rounds before them, default %(default)s")
+    add("--seconds", type=float, default=3600.0, help="begin no round later, default %(default)s")
+    add("--profile", action="store_true", help="kernels and timeline of one more step of every way")
+    flags = add_model_flags(parser, arguments)
+    if len(set(flags.ways)) < len(flags.ways):
+        parser.error(f"a way is named twice: {' '.join(flags.ways)}")
+    if {ALONE, "kvikio"} <= {engine_of(way) for way in flags.ways}:
+        parser.error(f"{ALONE} needs a process of its own: it configures cuFile otherwise than kvikio")
+    return flags
+
+
+def add_model_flags(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses, with the flags of the model, of the machine and of turns as well."""
     add_flags(parser)
     add = parser.add_argument
     add("--family", default="gpt", choices=families.FAMILIES, help="default %(default)s; llama: grouped queries")
-    add("--ways", nargs="+", type=checked, default=["memory:auto"], metavar="WAY")
     for name, default in (("layers", 12), ("width", 768), ("heads", 12), ("batch", 8), ("seq", 1024), ("seed", 0)):
         add(f"--{name}", type=int, default=default, help="default %(default)s")
     for name, rate in (("dropout", 0.1), ("lr", 3e-4)):
@@ -248,18 +263,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--no-amp", dest="amp", action="store_false", help="float32 instead of bfloat16 autocast")
     precision.add_argument("--bfloat16", action="store_true", help="weights too, and no autocast")
-    add("--rounds", type=int, default=7, help="measured rounds of one step of every way, default %(default)s")
-    add("--warmup", type=int, default=4, help="rounds before them, default %(default)s")
-    add("--seconds", type=float, default=3600.0, help="begin no round later, default %(default)s")
     add("--turns", metavar="FILE", help="measure alone, of all processes that name this file")
     add("--patience", type=float, default=600.0, help="seconds to wait for that at most, default %(default)s")
-    add("--profile", action="store_true", help="kernels and timeline of one more step of every way")
     flags = parser.parse_args(arguments)
     flags.amp &= not flags.bfloat16
-    if len(set(flags.ways)) < len(flags.ways):
-        parser.error(f"a way is named twice: {' '.join(flags.ways)}")
-    if {ALONE, "kvikio"} <= {engine_of(way) for way in flags.ways}:
-        parser.error(f"{ALONE} needs a process of its own: it configures cuFile otherwise than kvikio")
     if not flags.print:
         prepare(parser, flags)
     return flags
