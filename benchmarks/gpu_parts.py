@@ -222,9 +222,9 @@ PARTS = (
     pareto("narrow", "6 layers of width 4,096", LARGE),
     pareto("gpt", "12 layers of width 768", WAYS),
     pareto("middle", "3 layers of width 8,192", LARGE),
-    fit("narrow", "6 layers of width 4,096", LARGE, "9GiB 11GiB 15GiB"),
+    fit("narrow", "6 layers of width 4,096", LARGE, "8704MiB 10GiB 14GiB"),
     fit("gpt", "12 layers of width 768", WAYS, "2GiB 2560MiB 4GiB"),
-    fit("middle", "3 layers of width 8,192", LARGE, "17GiB 20GiB 24GiB"),
+    fit("middle", "3 layers of width 8,192", LARGE, "18GiB 20GiB 24GiB"),
     Part(
         "kvikio",
         "real GPUDirect Storage: round trips and bandwidth",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import gpu_bandwidth
+import gpu_fit
 import gpu_parts
 import gpu_ways
 import pytest
@@ -73,8 +74,23 @@ def test_the_ways_are_taken(name: str, given: list[str]) -> None:
     assert flags.seconds < limit  # what was measured is printed before the part is ended
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("name", "given"), arguments("benchmarks/gpu_fit.py"), ids=lambda value: str(value)[:20])
+def test_the_limits_are_taken(name: str, given: list[str]) -> None:
+    flags = gpu_fit.parsed(here(given))
+    assert name == flags.name
+    assert flags.limits == given[given.index("--limits") + 1 :]
+
+
+def test_a_limit_that_was_passed_is_named() -> None:
+    step = {"peak_bytes": 3 << 30, "reserved_bytes": 4 << 30, "time_s": 0.02, "loss": 1.0, "written_bytes": 1 << 20}
+    lines = gpu_fit.row("2GiB", [step, step | {"peak_bytes": 1 << 30}], 1)
+    assert lines == "| 2GiB | 2 | 3072 | NO, 1024 MiB over | 4096 | 50.0% | 1 | 20.0 |"
+
+
 def test_results_of_the_parts_have_different_names() -> None:
-    given = (*arguments("benchmarks/gpu_bandwidth.py"), *arguments("benchmarks/gpu_ways.py"))
+    scripts = ("gpu_bandwidth", "gpu_ways", "gpu_fit")
+    given = [words for script in scripts for words in arguments(f"benchmarks/{script}.py")]
     names = [words[words.index("--name") + 1] for _, words in given]
     assert len(set(names)) == len(names)
 
@@ -264,10 +280,11 @@ def test_a_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert re.findall(r"^(\S+), at most", out, re.MULTILINE) == ["info", *ways]
     assert out.endswith("in all at most 350 s\n")
     assert {part.name for part in gpu_parts.chosen(["tests"])} == {
-        *("roundtrips", "accelerator", "sanitizer", "training", "ranks", "models")
+        *("roundtrips", "accelerator", "capture", "sanitizer", "training", "ranks", "models")
     }
     assert [part.name for part in gpu_parts.chosen(["long"])] == ["long-64k", "long-16k"]
-    assert [part.limit_s for part in gpu_parts.chosen(["pareto"])] == [240] * 3, "at once, four minutes"
+    assert [part.limit_s for part in gpu_parts.chosen(["pareto"])] == [290] * 3, "at once"
+    assert [part.limit_s for part in gpu_parts.chosen(["fit"])] == [120] * 3, "at once"
     assert not (tmp_path / "drive").exists()
     with pytest.raises(SystemExit, match="no part is called nothing; there are info, roundtrips,"):
         gpu_parts.main(["--dry-run", "nothing"])
