@@ -55,9 +55,7 @@ def _least(item: Item, own_s: float, again_s: float) -> float:
     return min(offload, again_s if Choice.RECOMPUTE in item.choices else math.inf)
 
 
-def bound_with(
-    step: Step, machine: Machine, limit: float, choices: Sequence[Choice], stays: float = math.inf
-) -> float:
+def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Choice], stays: float = math.inf) -> float:
     """Seconds; no plan that recomputes the same items takes less, whatever it offloads of what `choices` keep.
 
     The bytes above the limit at an operator are gone there. They were written before it began, and behind the operators
@@ -84,7 +82,7 @@ def bound_with(
     ends, left = np.cumsum(seconds), np.cumsum(seconds[::-1])[::-1]  # left: from its start to the end of the step
     starts = ends - seconds
     turned = max(0.0, nbytes.sum() - stays)  # what is gone between forward and backward
-    must, begun = gone.copy(), np.maximum.accumulate(ends - made * write_s)  # begun: when the lane can begin at the last
+    must, begun = gone.copy(), np.maximum.accumulate(ends - made * write_s)  # begun: its last write
     must[count] = max(must[count], turned)
     waits = must[1:] * write_s + begun[:-1] - starts[1:]
     starts[1:] += np.maximum.accumulate(np.maximum(0.0, waits))
