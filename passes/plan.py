@@ -75,12 +75,14 @@ class Mark:
 class Price:
     """What it costs to compute a group again.
 
-    `nodes`: the names of the nodes that must run again. `needs`: the slots of the groups that they read.
+    `nodes`: the names of the nodes that must run again. `needs`: the slots of the groups that they read. `launches`:
+    how many of the nodes the host launches by themselves.
     """
 
     seconds: float
     nodes: frozenset[str]
     needs: frozenset[int] = frozenset()
+    launches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +99,33 @@ class Recomputed:
 class Limits:
     """What a budget allows, in bytes.
 
-    `memory`: the peak, above the level before the step. `kept`: what may be kept although it could be offloaded. The
-    runtime obeys the others: `resident` may stay in the same memory beyond the peak. `shared` is a budget in bytes for
-    the latest tensors of all graphs, which stay.
+    `memory`: the peak, above the level before the step. `kept`: what may be kept although it could be offloaded.
+    `stays`: what may be in memory when the backward begins, of the same: it is kept, or not written yet. The runtime
+    obeys the others: `resident` may stay in the same memory beyond the peak. `shared` is a budget in bytes for the
+    latest tensors of all graphs, which stay.
     """
 
     memory: float
     kept: float
+    stays: float = math.inf
     resident: int = 0
     shared: int = 0
 
 
 NodeTimes = tuple[tuple[float, ...], tuple[float, ...]]
 """The predicted start of every node in ms, of the forward and of the backward. The last entry of either is its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """What the host launches on a device: kernels and library calls.
+
+    `step`: how many in a step, with the gradients that autograd adds up. `again`: names of the forward's nodes that are
+    a launch each if the backward computes them again. The others are then part of the kernels that read them.
+    """
+
+    step: int = 0
+    again: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,7 @@ class Plan:
     marks: MappingProxyType[int, Mark] = field(default_factory=lambda: MappingProxyType({}))
     modules: MappingProxyType[int, str] = field(default_factory=lambda: MappingProxyType({}))
     node_ms: NodeTimes | None = None
+    launches: Launches = Launches()
     items: MappingProxyType[int, Item] = field(default_factory=lambda: MappingProxyType({}))
     prices: MappingProxyType[int, Price] = field(default_factory=lambda: MappingProxyType({}))
     decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))
@@ -212,10 +229,10 @@ class Plan:
             return {"store": (produced, produced), "release": (released,) * 2, "wait": (used,) * 2, "last": (last,) * 2}
         released, load, write = ends[trip.release.at], starts[trip.load.at], found.writes[i]
         until = max(released, write[1]) if trip.blocks else released
-        wait_s = max(0.0, found.waits.get(i, 0.0) - (until - released))
+        waited_s, wait_s = (found.stalls.get(event, 0.0) for event in (trip.release, trip.wait))
         spans = {
             "store": (produced, produced),
-            "release": (released, until),
+            "release": (until - waited_s, until),  # behind the waits of others at its place
             "wait": (used - wait_s, used),
             "last": (last, last),
         }

@@ -23,13 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Generated:
-    """What came of one case under one backend; `audited`: graphs whose code the audit read."""
+    """What came of one case under one backend; `audited`: graphs whose code the audit read; `launches`: how many the
+    planner expects in both graphs."""
 
     case: str
     backend: str
     audited: int
     forward: Counts
     backward: Counts
+    launches: int = 0
 
     @staticmethod
     def read(line: str) -> Generated:

@@ -103,6 +103,18 @@ def test_of_the_pieces_of_a_loss_one_is_alive(tmp_path: Path) -> None:
     assert most_alive(ours, logits) == 1
 
 
+# A fifth too few: in the first, batch norms and biases of convolutions; in others, what a kernel of a template needs.
+FAR = ("conv net", "flex_attention", "Mamba")
+
+
+@pytest.mark.parametrize("case", cases())
+def test_launches_are_predicted(found: Found, case: str) -> None:
+    """None of torch's own sums is forgotten."""
+    _, ours = found(case)
+    made = ours.forward.launches + ours.backward.launches
+    assert abs(ours.launches - made) <= (0.3 if case in FAR else 0.11) * made
+
+
 CODE = """
 triton_a = async_compile.triton('triton_a', '''
     triton_meta={'signature': {'in_ptr0': '*bf16', 'in_ptr1': '*i64', 'xnumel': 'i32'}, 'constants': {},
@@ -125,6 +137,7 @@ def call(self, args):
         with torch.cuda._DeviceGuard(0):
             triton_b.run(d, stream=raw_stream0)
             e = torch.ops.aten.convolution.default(a, b)
+            f = workspace_0[0 * 2 : 2].view(1, 2).sum(dim=0)
         torch.ops.ssd_fx.wait_store_.default(handle_1, d, 2, False, True)
         loaded = torch.ops.ssd_fx.load.default(handle, [1], [1], torch.float32, device(type='cuda'), 0, True)
 """
@@ -133,8 +146,19 @@ def call(self, args):
 def test_what_is_counted() -> None:
     counts = count(CODE)
     assert counts == Counts(
-        guards=2, kernels=3, library=2, tensors=5, aligned=2, stores=1, loads=1, releases=2, handed_over=1, asked=1
+        guards=2,
+        kernels=3,
+        library=2,
+        sums=1,
+        tensors=5,
+        aligned=2,
+        stores=1,
+        loads=1,
+        releases=2,
+        handed_over=1,
+        asked=1,
     )
+    assert counts.launches == 6
     assert counts.blocking == 1
 
 
