@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _DEFINED = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.DOTALL | re.MULTILINE)
-_DEFINITIONS_END = "async_compile.wait(globals())"
+DEFINITIONS_END = "async_compile.wait(globals())"
 _GUARD = re.compile(r"with torch\.cuda\._DeviceGuard\(")
-_LAUNCHED = re.compile(r"(\w+)\.run\(")
+LAUNCHED = re.compile(r"(\w+)\.run\(")
 _LIBRARY = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.(?!ssd_fx\.)[\w.]+\(")
 _STORED = re.compile(r"torch\.ops\.ssd_fx\.store\.default\(")
 _LOADED = re.compile(r"torch\.ops\.ssd_fx\.load\.default\(")
@@ -50,11 +50,11 @@ def count(code: str) -> Counts:
 
     Raises: ValueError for code without calls, or a kernel that does not say what it takes.
     """
-    definitions, end, calls = code.partition(_DEFINITIONS_END)
+    definitions, end, calls = code.partition(DEFINITIONS_END)
     if not end:
-        raise ValueError(f"no {_DEFINITIONS_END!r} in the code:\n{code}")
+        raise ValueError(f"no {DEFINITIONS_END!r} in the code:\n{code}")
     kernels = {name: _arguments(name, source) for name, source in _DEFINED.findall(definitions)}
-    launched = [kernels[name] for name in _LAUNCHED.findall(calls)]
+    launched = [kernels[name] for name in LAUNCHED.findall(calls)]
     released = _RELEASED.findall(calls)
     return Counts(
         guards=len(_GUARD.findall(calls)),

@@ -23,11 +23,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Generated:
-    """What came of one case under one backend; `audited`: graphs whose code the audit read."""
+    """What came of one case under one backend; `audited`: graphs whose code the audit read.
+
+    `walked`: the peak of the code in bytes (`walk.py`), 0 where sizes are symbols. `peak`: what the plan says, 0
+    without one.
+    """
 
     case: str
     backend: str
     audited: int
+    walked: int
+    peak: int
     forward: Counts
     backward: Counts
 

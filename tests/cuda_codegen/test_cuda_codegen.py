@@ -12,7 +12,7 @@ import torch
 from tests.cuda_codegen import plans
 from tests.cuda_codegen.__main__ import table
 from tests.cuda_codegen.code import Counts, count
-from tests.cuda_codegen.models import CASES
+from tests.cuda_codegen.models import CASES, DYNAMIC
 from tests.cuda_codegen.process import ROOT, Generated, generated, pretending
 
 FAST = ("MLP of odd sizes", "GPT, 1 layer")
@@ -90,6 +90,18 @@ def test_no_kernel_is_lost_or_made(found: Found, case: str) -> None:
         assert abs(ours.kernels - plain.kernels) <= 2
 
 
+# Of LSTM and Mamba, whose tensors have some KiB, 13% are missed; sizes in symbols are not walked.
+WALKED = [case for case in CASES if not case.startswith(("LSTM", "Mamba")) and case not in DYNAMIC]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in WALKED]
+)
+def test_the_peak_that_is_planned_is_near_that_of_the_code(found: Found, case: str) -> None:
+    _, ours = found(case)
+    assert 0.9 < ours.peak / ours.walked < 1.02
+
+
 CODE = """
 triton_a = async_compile.triton('triton_a', '''
     triton_meta={'signature': {'in_ptr0': '*bf16', 'in_ptr1': '*i64', 'xnumel': 'i32'}, 'constants': {},
@@ -136,7 +148,9 @@ def test_code_that_cannot_be_counted(cut: str, message: str) -> None:
 
 def test_the_table() -> None:
     counts = count(CODE)
-    lines = table([Generated("a case", backend, 2, counts, counts) for backend in ("inductor", "ssd_fx")]).splitlines()
+    lines = table(
+        [Generated("a case", backend, 2, 0, 0, counts, counts) for backend in ("inductor", "ssd_fx")]
+    ).splitlines()
     assert lines[2] == "| a case | forward | 2 / 2 | 3 / 3 | 2 / 2 | 2 of 5 / 2 of 5 | 1 stores | 1 of 2 |"
     assert [line.count("|") for line in lines] == [9] * 4
 
@@ -147,17 +161,30 @@ def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         generated(["MLP"])
 
 
+def planned(*model: str, machine: str) -> dict[str, str]:
+    """The last row of the table of plans, by its columns; the options that all tests have are not looked at."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SSD_FX_")}
+    path = ROOT / "docs" / "results" / "gpu" / machine
+    *_, last = pretending("tests.cuda_codegen.plans", ["--machine", str(path), *model, "--pretending"], own)
+    return dict(zip(plans.COLUMNS, (cell.strip() for cell in last.strip("| ").split("|")), strict=True))
+
+
+@pytest.mark.slow
+def test_the_peak_that_is_planned_is_the_one_that_an_h200_measured() -> None:
+    """3,756.7 MiB (docs/results/gpu, `narrow` at budget 0), in the backward of flash attention."""
+    model = ["--layers", "6", "--width", "4096", "--heads", "32", "--batch", "16", "--budgets", "0"]
+    cells = planned(*model, machine="2026-11-27-nvidia-h200-machine-1b439be.json")
+    assert cells["peak GiB"] == cells["of code GiB"] == "3.669"
+
+
 @pytest.mark.slow
 def test_wide_layers_leave_a_gpu_without_waiting() -> None:
     """Their tensors are larger than `prefetch`. Read one at a time, 85% of the bytes would stay.
 
     Now half of them do, those that are needed before their copies would end. The peak comes when they have been used.
     """
-    machine = ROOT / "docs" / "results" / "gpu" / "2026-11-26-nvidia-h200-machine.json"
     model = ["--layers", "3", "--width", "8192", "--heads", "64", "--batch", "16", "--budgets", "auto"]
-    arguments = ["--machine", str(machine), *model, "--pretending"]
-    *_, last = pretending("tests.cuda_codegen.plans", arguments, os.environ)
-    cells = dict(zip(plans.COLUMNS, (cell.strip() for cell in last.strip("| ").split("|")), strict=True))
+    cells = planned(*model, machine="2026-11-26-nvidia-h200-machine.json")
     assert float(cells["offloaded"].rstrip("%")) > 45
     assert (cells["of compute"], cells["stalls ms"]) == ("1.000", "0.0")
-    assert float(cells["peak GiB"]) < 0.6 * float(cells["kept GiB"])
+    assert float(cells["peak GiB"]) < 0.65 * float(cells["kept GiB"])
