@@ -52,6 +52,7 @@ class Item:
     first and last in the backward.
 
     `choices`: what is allowed. `recompute_s`: seconds to compute it again, for which the items `needs` must be there.
+    `launches`: what the host launches for that.
     `tier`: where it goes if it is offloaded, host memory only as far as it fits; None: wherever it is better.
     """
 
@@ -65,6 +66,7 @@ class Item:
     needs: tuple[int, ...] = ()
     stored_nbytes: int | None = None
     tier: Tier | None = None
+    launches: int = 0
 
     @property
     def moved_nbytes(self) -> int:
@@ -78,6 +80,7 @@ class Shared:
 
     seconds: float
     items: tuple[int, ...]
+    launches: int = 0
 
 
 def _of_items(field: Callable[[Item], int]) -> cached_property[list[int]]:
@@ -100,9 +103,9 @@ class Step:
     """One training step, as the planner sees it.
 
     `seconds`: of every operator, forward then backward. `base`: the bytes alive during each that no choice touches.
-    `forward`: how many of them are the forward's. `host_budget`: bytes that may be in host memory. `shared`: seconds
-    that are in the price of more than one item. Of the step of a graph, `slots` has the slot of every item, and `nodes`
-    the first and the last node of every operator.
+    `forward`: how many of them are the forward's. `host_budget`: bytes that may be in host memory. `launches`: what
+    the host launches. `shared`: what is in the price of more than one item. Of the step of a graph, `slots` has the
+    slot of every item, and `nodes` the first and the last node of every operator.
     """
 
     seconds: tuple[float, ...]
@@ -110,6 +113,7 @@ class Step:
     forward: int
     items: tuple[Item, ...]
     host_budget: int = 0
+    launches: int = 0
     shared: tuple[Shared, ...] = ()
     slots: tuple[int, ...] = ()
     nodes: tuple[tuple[int, int], ...] = field(repr=False, default=())
@@ -139,10 +143,12 @@ class Step:
                 fair[i] += shared.seconds * self.items[i].nbytes / max(nbytes, 1)
         return fair
 
-    @cached_property
-    def kernels(self) -> int:
-        """How many operators take time."""
-        return sum(seconds > 0 for seconds in self.seconds)
+    def launched(self, recomputed: Collection[int]) -> int:
+        """What the host launches if these items are recomputed."""
+        together = frozenset(recomputed)
+        alone = sum(self.items[i].launches for i in together)
+        twice = (s.launches * max(len(together.intersection(s.items)) - 1, 0) for s in self.shared if s.launches)
+        return self.launches + alone - sum(twice)
 
     nbytes = _of_items(lambda item: item.nbytes)
     moved = _of_items(lambda item: item.moved_nbytes)

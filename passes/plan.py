@@ -75,12 +75,14 @@ class Mark:
 class Price:
     """What it costs to compute a group again.
 
-    `nodes`: the names of the nodes that must run again. `needs`: the slots of the groups that they read.
+    `nodes`: the names of the nodes that must run again. `needs`: the slots of the groups that they read. `launches`:
+    how many of the nodes the host launches by themselves.
     """
 
     seconds: float
     nodes: frozenset[str]
     needs: frozenset[int] = frozenset()
+    launches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,18 @@ NodeTimes = tuple[tuple[float, ...], tuple[float, ...]]
 """The predicted start of every node in ms, of the forward and of the backward. The last entry of either is its end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """What the host launches on a device: kernels and library calls.
+
+    `step`: how many in a step, with the gradients that autograd adds up. `again`: names of the forward's nodes that are
+    a launch each if the backward computes them again. The others are then part of the kernels that read them.
+    """
+
+    step: int = 0
+    again: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that was decided for one partitioned graph. Each pass fills its fields; mappings are by slot.
@@ -127,6 +141,7 @@ class Plan:
     marks: MappingProxyType[int, Mark] = field(default_factory=lambda: MappingProxyType({}))
     modules: MappingProxyType[int, str] = field(default_factory=lambda: MappingProxyType({}))
     node_ms: NodeTimes | None = None
+    launches: Launches = Launches()
     items: MappingProxyType[int, Item] = field(default_factory=lambda: MappingProxyType({}))
     prices: MappingProxyType[int, Price] = field(default_factory=lambda: MappingProxyType({}))
     decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))

@@ -27,6 +27,8 @@ aten = torch.ops.aten
 # Operators that read no more of their first input than they yield.
 _LOOKUPS = (aten.embedding, aten.gather, aten.index, aten.index_select, torch.ops.prims.inductor_lookup_seed)
 
+MANY_ROWS, FEW_COLUMNS = 512, 1 << 15
+
 
 @dataclass(slots=True)
 class _Work:
@@ -88,6 +90,18 @@ class Kernels:
     def kernels(self, i: int) -> set[int]:
         """The kernels that compute a node."""
         return {self.kernel[k] for k in self.inside[i] if k in self.kernel}
+
+    def split(self) -> set[int]:
+        """The kernels that are two: on a device Inductor sums up columns in parts, and then the parts.
+
+        It does so where one thread for each column would leave the device idle (`num_splits` in its ir.py, torch 2.13).
+        """
+        return {self.kernel[i] for i in self.sums if not is_on_cpu(self.nodes[i]) and _sums_columns(self.nodes[i])}
+
+    def alone(self) -> set[int]:
+        """The library calls, and what they read. Only these are kernels of their own whoever else reads them."""
+        read = {i for i, readers in enumerate(self._readers) if self.computes[i] and not self.calls.isdisjoint(readers)}
+        return {i for i in self.calls | read if i in self.inside[i]}
 
     def functions(self) -> dict[int, tuple[int, int]]:
         """By where a kernel runs, where the first and the last kernel of its C++ function do: on the CPU all loops
@@ -295,6 +309,16 @@ def _is_in_order(source: fx.Node, node: fx.Node) -> bool:
         return False
     of, steps = _hints(made)
     return size == of and all(a == b for a, b, n in zip(stride, steps, of, strict=True) if n != 1)
+
+
+def _sums_columns(node: fx.Node) -> bool:
+    """Whether a reduction is over the rows of a matrix, and these are many for so few columns."""
+    given, over = tensor_of(node.all_input_nodes[0]), node.args[1] if len(node.args) > 1 else None
+    if given is None or not isinstance(over, (list, tuple)) or not over:
+        return False
+    dims = {d % max(given.ndim, 1) for d in over}
+    rows = math.prod(hint(given.shape[d]) for d in dims)
+    return given.ndim - 1 not in dims and rows >= MANY_ROWS and count(given) / rows <= FEW_COLUMNS
 
 
 def _hints(tensor: torch.Tensor) -> tuple[list[float], list[float]]:

@@ -75,9 +75,9 @@ class Machine:
         """What the two nodes of ours at either end of a transfer add to the compute lane."""
         return 2 * self.node_s + self.lanes(tier).drag_s_per_byte * nbytes
 
-    def host_s(self, kernels: int, transfers: int) -> float:
+    def host_s(self, launches: int, transfers: int) -> float:
         """What a step takes of a host that a device runs behind. A transfer has four nodes."""
-        return self.launch_s * kernels + 4 * self.host_node_s * transfers
+        return self.launch_s * launches + 4 * self.host_node_s * transfers
 
     def product_flops(self, dtype: torch.dtype) -> float:
         """Flops per second of a matrix product."""

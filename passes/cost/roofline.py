@@ -10,6 +10,7 @@ The figures only place nodes; a wrong one costs a stall or some memory, never a 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
@@ -21,7 +22,7 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.operators import has_flops, is_attention, operator_of
 from ssd_fx.passes.cost.traffic import Traffic, traffic
 from ssd_fx.passes.partition import Partition, arguments_of, called, tensors_of
-from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.plan import Launches, Plan
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -57,13 +58,25 @@ _RANDOM = (prims.inductor_random, aten.native_dropout, aten.rand, aten.randn, at
 
 
 def time(partition: Partition, plan: Plan, *, machine: Machine) -> Plan:
-    """Fill `plan.node_ms`."""
-    forward, backward = partition.once(both_kernels)
-    return plan.with_(node_ms=(_starts(forward, machine), _starts(backward, machine)))
+    """Fill `plan.node_ms` and `plan.launches`."""
+    both = forward, backward = partition.once(both_kernels)
+    added = traffic(forward), traffic(backward)
+    return plan.with_(
+        node_ms=(_starts(forward, added[0], machine), _starts(backward, added[1], machine)),
+        launches=_launches(partition, both, added),
+    )
 
 
-def _starts(kernels: Kernels, machine: Machine) -> tuple[float, ...]:
-    starts, found = [0.0], traffic(kernels)
+def _launches(
+    partition: Partition, both: tuple[Kernels, Kernels], added: Iterable[Mapping[fx.Node, Traffic]]
+) -> Launches:
+    kernels = sum(one.first for found in added for one in found.values()) + sum(len(k.split()) for k in both)
+    gradients = len(partition.backward.graph.output_node().all_input_nodes)  # autograd adds each to what there is
+    return Launches(kernels + gradients, frozenset(both[0].nodes[i].name for i in both[0].alone()))
+
+
+def _starts(kernels: Kernels, found: Mapping[fx.Node, Traffic], machine: Machine) -> tuple[float, ...]:
+    starts = [0.0]
     for node in kernels.nodes:
         starts.append(starts[-1] + (1e3 * seconds(node, found[node], machine) if node in found else 0.0))
     return tuple(starts)

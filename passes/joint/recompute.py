@@ -19,6 +19,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -230,7 +231,7 @@ def price(partition: Partition, plan: Plan, *, saved: Collection[int] = ()) -> P
             continue
         cost = _price(nodes[group.base], slots, unstable, seconds)
         if cost is not None:
-            found[group.slot] = cost
+            found[group.slot] = replace(cost, launches=len(cost.nodes & plan.launches.again))
     return plan.with_(prices=found)
 
 

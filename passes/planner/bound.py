@@ -20,7 +20,7 @@ from ssd_fx.options import TIERS, Tier
 from ssd_fx.passes.axis import Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.place import free_bytes
-from ssd_fx.passes.planner.replay import again, first_uses, own_s
+from ssd_fx.passes.planner.replay import again, first_uses, host_s, own_s
 
 Places = npt.NDArray[np.intp]
 Seconds = npt.NDArray[np.float64]
@@ -46,7 +46,7 @@ def lower_bound(step: Step, machine: Machine, limit: float, share_bytes: float) 
             break
         seconds += cost * min(1.0, left / item.nbytes)
         left -= item.nbytes
-    return seconds
+    return max(seconds, host_s(step, (), 0, machine))
 
 
 def _least(item: Item, own_s: float, again_s: float) -> float:
@@ -87,7 +87,8 @@ def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Cho
     read = np.maximum.accumulate(np.append(turn, (starts + seconds + read_s * gone)[count:]))
     starts[count:] = np.maximum(starts[count:], read[:-1] - read_s * later[count:])
     nodes_s = _nodes_s(step, machine, choices, firsts, int(gone.argmax()), gone.max(initial=0.0))
-    return float(max(read[-1], (starts + left).max(initial=0.0), ends[-1] + nodes_s))
+    device_s = float(max(read[-1], (starts + left).max(initial=0.0), ends[-1] + nodes_s))
+    return max(device_s, host_s(step, choices, 0, machine))
 
 
 def _nodes_s(

@@ -47,7 +47,7 @@ def replay(step: Step, choices: Sequence[Choice], schedule: Schedule, machine: M
         step=step,
         choices=choices,
         schedule=schedule,
-        seconds=max(play.now, machine.host_s(step.kernels, len(play.writes))),
+        seconds=max(play.now, host_s(step, choices, len(play.writes), machine)),
         write_stall_s=play.write_stall_s,
         read_stall_s=play.read_stall_s,
         memory=_memory(step, choices, schedule, starts, play.writes, firsts),
@@ -60,6 +60,14 @@ def replay(step: Step, choices: Sequence[Choice], schedule: Schedule, machine: M
         forwarded=play.forwarded,
         idle_lane=not play.late.isdisjoint(play.forwarded),
     )
+
+
+def host_s(step: Step, choices: Sequence[Choice], transfers: int, machine: Machine) -> float:
+    """Seconds of a host that a device runs behind."""
+    if not (machine.launch_s or machine.host_node_s):
+        return 0.0
+    recomputed = [i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
+    return machine.host_s(step.launched(recomputed), transfers)
 
 
 def _costs(

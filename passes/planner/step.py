@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,6 +54,7 @@ class _Modelling:
             len(forward) - 1,
             self._linked(items),
             shared=self._shared(tuple(items)),
+            launches=self.plan.launches.step,
             slots=tuple(items),
             nodes=tuple((begin, end - 1) for begin, end in operators),
         )
@@ -77,18 +79,20 @@ class _Modelling:
         return tuple(replace(item, needs=self._needs(slot, index)) for slot, item in items.items())
 
     def _shared(self, slots: Sequence[int]) -> tuple[Shared, ...]:
-        """The time of nodes that several items need to be computed again, by those items."""
+        """What it takes to compute nodes again that several items need, by those items."""
         needed_by: dict[str, list[int]] = {}
         for i, slot in enumerate(slots):
             price = self.plan.prices.get(slot)
             for name in price.nodes if price else ():
                 needed_by.setdefault(name, []).append(i)
-        starts, seconds = self.fwd_ms, dict[tuple[int, ...], float]()
+        starts, again = self.fwd_ms, self.plan.launches.again
+        seconds, launches = dict[tuple[int, ...], float](), Counter[tuple[int, ...]]()
         for at, node in enumerate(self.partition.forward.graph.nodes if needed_by else ()):
             items = tuple(needed_by.get(node.name, ()))
             if len(items) > 1 and starts[at + 1] > starts[at]:
                 seconds[items] = seconds.get(items, 0.0) + (starts[at + 1] - starts[at]) / 1e3
-        return tuple(Shared(each, items) for items, each in seconds.items())
+                launches[items] += node.name in again
+        return tuple(Shared(each, items, launches[items]) for items, each in seconds.items())
 
     def _forward_cuts(self) -> list[int]:
         """Indices at which operators of the forward begin, and the number of nodes."""
@@ -124,6 +128,7 @@ class _Modelling:
             first_use=count + at(backward, item.first_use - self.behind),
             last_bwd_use=count + at(backward, item.last_bwd_use - self.behind),
             recompute_s=price.seconds if price else math.inf,
+            launches=price.launches if price else 0,
             choices=self.choices[slot],
         )
 

@@ -11,6 +11,7 @@ DEFINITIONS_END = "async_compile.wait(globals())"
 _GUARD = re.compile(r"with torch\.cuda\._DeviceGuard\(")
 LAUNCHED = re.compile(r"(\w+)\.run\(")
 _LIBRARY = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.(?!ssd_fx\.)[\w.]+\(")
+_SUMMED = re.compile(r"\.sum\(dim=0\)")
 _STORED = re.compile(r"torch\.ops\.ssd_fx\.store\.default\(")
 _LOADED = re.compile(r"torch\.ops\.ssd_fx\.load\.default\(")
 _RELEASED = re.compile(r"torch\.ops\.ssd_fx\.wait_store_\.default\(.*, (True|False), (True|False)\)")
@@ -23,14 +24,16 @@ class Counts:
     """Of one graph.
 
     `guards`: how often the code enters a device; `kernels`: launches of Triton's; `library`: calls of others that are
-    not ours; `tensors`: arguments of all launches that are tensors, and `aligned`: those of them that Triton is told
-    begin at a multiple of 16 bytes; `handed_over`: releases that return at once, `asked`: those that the plan has wait
+    not ours; `sums`: calls of PyTorch's `sum`, for what a kernel has summed up in parts; `tensors`: arguments of all
+    launches that are tensors, and `aligned`: those of them that Triton is told begin at a multiple of 16 bytes;
+    `handed_over`: releases that return at once, `asked`: those that the plan has wait
     for the write.
     """
 
     guards: int
     kernels: int
     library: int
+    sums: int
     tensors: int
     aligned: int
     stores: int
@@ -38,6 +41,10 @@ class Counts:
     releases: int
     handed_over: int
     asked: int
+
+    @property
+    def launches(self) -> int:
+        return self.kernels + self.library + self.sums
 
     @property
     def blocking(self) -> int:
@@ -60,6 +67,7 @@ def count(code: str) -> Counts:
         guards=len(_GUARD.findall(calls)),
         kernels=len(launched),
         library=len(_LIBRARY.findall(calls)),
+        sums=len(_SUMMED.findall(calls)),
         tensors=sum(len(arguments) for arguments in launched),
         aligned=sum(sum(arguments) for arguments in launched),
         stores=len(_STORED.findall(calls)),

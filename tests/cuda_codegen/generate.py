@@ -17,7 +17,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from ssd_fx.passes import decide
+from ssd_fx.passes.cost import roofline
 from ssd_fx.passes.lowering import audit
+from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.plan import Plan
 from tests.cuda_codegen import pretend
 from tests.cuda_codegen.code import count
 from tests.cuda_codegen.models import CASES, DYNAMIC
@@ -32,18 +36,23 @@ def generate(name: str, backend: str, directory: Path | None) -> dict[str, Any]:
     """Both graphs of a case, counted; the code goes into the directory."""
     model, inputs = CASES[name]()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with (
-        mode,
-        mock.patch.object(audit, "audit_lines", wraps=audit.audit_lines) as audited,
-        tempfile.TemporaryDirectory() as dumped,
-    ):
+    launches = [0]
+
+    def time(partition: Partition, plan: Plan, **more: Any) -> Plan:
+        timed = roofline.time(partition, plan, **more)
+        gradients = partition.backward.graph.output_node().all_input_nodes
+        launches.append(timed.launches.step - len(gradients))
+        return timed
+
+    audits = mock.patch.object(audit, "audit_lines", wraps=audit.audit_lines)
+    with mode, mock.patch.object(decide, "time", time), audits as audited, tempfile.TemporaryDirectory() as dumped:
         pretend.move(model)
         # Folding constants would compute them on the device, and padding, with Triton installed, would measure there.
         moved = [torch.empty_like(x, device=pretend.DEVICE) for x in inputs]
         patches: dict[str, Any] = {"joint_graph_constant_folding": False, "shape_padding": False}
         options = OPTIONS[backend] and {**OPTIONS[backend], "dump": dumped}
         graphs = lower(model, *moved, options=options, dynamic=name in DYNAMIC, **patches)
-        found = {"case": name, "backend": backend, "audited": audited.call_count}
+        found = {"case": name, "backend": backend, "audited": audited.call_count, "launches": launches[-1]}
         found["walked"] = 0 if name in DYNAMIC else walked(*graphs)
         predicted = [json.loads(path.read_text())["predicted"] for path in Path(dumped).glob("*.plan.json")]
         found["peak"] = sum(of["peak_bytes"] for of in predicted)

@@ -102,6 +102,18 @@ def test_the_peak_that_is_planned_is_near_that_of_the_code(found: Found, case: s
     assert 0.9 < ours.peak / ours.walked < 1.02
 
 
+# A fifth too few: in the first, batch norms and biases of convolutions; in others, what a kernel of a template needs.
+FAR = ("conv net", "flex_attention", "Mamba")
+
+
+@pytest.mark.parametrize("case", cases())
+def test_launches_are_predicted(found: Found, case: str) -> None:
+    """None of torch's own sums is forgotten."""
+    _, ours = found(case)
+    made = ours.forward.launches + ours.backward.launches
+    assert abs(ours.launches - made) <= (0.3 if case in FAR else 0.11) * made
+
+
 CODE = """
 triton_a = async_compile.triton('triton_a', '''
     triton_meta={'signature': {'in_ptr0': '*bf16', 'in_ptr1': '*i64', 'xnumel': 'i32'}, 'constants': {},
@@ -124,6 +136,7 @@ def call(self, args):
         with torch.cuda._DeviceGuard(0):
             triton_b.run(d, stream=raw_stream0)
             e = torch.ops.aten.convolution.default(a, b)
+            f = workspace_0[0 * 2 : 2].view(1, 2).sum(dim=0)
         torch.ops.ssd_fx.wait_store_.default(handle_1, d, 2, False, True)
         loaded = torch.ops.ssd_fx.load.default(handle, [1], [1], torch.float32, device(type='cuda'), 0, True)
 """
@@ -132,8 +145,19 @@ def call(self, args):
 def test_what_is_counted() -> None:
     counts = count(CODE)
     assert counts == Counts(
-        guards=2, kernels=3, library=2, tensors=5, aligned=2, stores=1, loads=1, releases=2, handed_over=1, asked=1
+        guards=2,
+        kernels=3,
+        library=2,
+        sums=1,
+        tensors=5,
+        aligned=2,
+        stores=1,
+        loads=1,
+        releases=2,
+        handed_over=1,
+        asked=1,
     )
+    assert counts.launches == 6
     assert counts.blocking == 1
 
 
@@ -148,9 +172,7 @@ def test_code_that_cannot_be_counted(cut: str, message: str) -> None:
 
 def test_the_table() -> None:
     counts = count(CODE)
-    lines = table(
-        [Generated("a case", backend, 2, 0, 0, counts, counts) for backend in ("inductor", "ssd_fx")]
-    ).splitlines()
+    lines = table([Generated("a case", backend, 2, counts, counts) for backend in ("inductor", "ssd_fx")]).splitlines()
     assert lines[2] == "| a case | forward | 2 / 2 | 3 / 3 | 2 / 2 | 2 of 5 / 2 of 5 | 1 stores | 1 of 2 |"
     assert [line.count("|") for line in lines] == [9] * 4
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ssd_fx.passes.axis import Choice, Item, Step
+from ssd_fx.passes.axis import Choice, Item, Shared, Step
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.plan import Limits
 from ssd_fx.passes.planner import budget
 from ssd_fx.passes.planner.solve import solve
 from tests.passes.planner.brute_force import SLOWDOWN, TINY, all_kept_s, best_of_all, least_that_is_cheap
@@ -59,10 +60,29 @@ def test_auto_is_the_least_share_that_costs_little(seed: int) -> None:
 def test_auto_leaves_a_busy_host_alone(host_node_s: float, offloaded: int) -> None:
     """Four tensors whose transfers take no time, in a step of 16 s of which the host needs 15. It may take 17."""
     items = tuple(Item(100, p, p, 15 - p, 15 - p) for p in range(4))
-    step = Step((1.0,) * 16, (0,) * 16, 8, items)
+    step = Step((1.0,) * 16, (0,) * 16, 8, items, launches=16)
     machine = Machine(1.0, 1.0, 1e12, 1e12, 0.0, launch_s=15 / 16, host_node_s=host_node_s)
     solution, _ = budget.solve_for(step, "auto", machine, slowdown=1 / 16)
     assert len(solution.schedule) == offloaded
+
+
+@pytest.mark.parametrize(("launch_s", "again"), [(0.0, 0), (1.0, 1)])
+def test_a_busy_host_computes_again_what_takes_few_launches(launch_s: float, again: int) -> None:
+    """One of two tensors has to go: in ten kernels of 0.01 s together, or in one of 0.1 s. The host needs 16 s."""
+    free = frozenset({Choice.KEEP, Choice.RECOMPUTE})
+    costs = ((0.01, 10), (0.1, 1))
+    items = tuple(Item(100, p, p, 15 - p, 15 - p, s, free, launches=n) for p, (s, n) in enumerate(costs))
+    step = Step((0.5,) * 16, (0,) * 7 + (100,) + (0,) * 8, 8, items, launches=16)
+    machine = Machine(1.0, 1.0, 1.0, 1.0, launch_s=launch_s)
+    solution, _ = budget.solve_for(step, Limits(250, math.inf), machine)
+    assert [choice is Choice.RECOMPUTE for choice in solution.choices] == [again == 0, again == 1]
+    assert solution.seconds == pytest.approx(17.0 if launch_s else 8.01)
+
+
+def test_what_two_share_is_launched_once() -> None:
+    items = tuple(Item(100, 1, 1, 14, 14, 1.0, launches=3) for _ in range(3))
+    step = Step((1.0,) * 16, (0,) * 16, 8, items, launches=16, shared=(Shared(0.5, (0, 1), launches=2),))
+    assert [step.launched(again) for again in ([], [0], [0, 1], [0, 2], [0, 1, 2])] == [16, 19, 20, 22, 23]
 
 
 @pytest.mark.parametrize(("node_s", "offloaded"), [(0.0, [10, 10, 10, 10, 1000]), (0.2, [1000]), (5.0, [])])
