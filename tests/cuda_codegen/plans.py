@@ -1,10 +1,10 @@
 """What is planned for a GPT on a GPU, without one: the rates are those that a GPU was measured to have.
 
-python -m tests.cuda_codegen.plans --machine docs/results/gpu/2026-11-27-nvidia-h200-machine-1b439be.json
+python -m tests.cuda_codegen.plans --machine docs/results/gpu/2026-11-26-nvidia-h200-machine.json
 python -m tests.cuda_codegen.plans --machine FILE --layers 6 --width 4096 --heads 32 --batch 16 --budgets auto 0.5 0
 
 The model is in bfloat16, with flash attention. What is offloaded goes to host memory (engine "memory"). FILE is the
-cache that `ssd-fx calibrate` writes. "of code" is the peak of the generated code (`walk.py`).
+cache that `ssd-fx calibrate` writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from examples.train_gpt import GPT, Shape
 from tests.cuda_codegen import pretend
 from tests.cuda_codegen.models import Flash
 from tests.cuda_codegen.process import pretending
-from tests.cuda_codegen.walk import walked
 from tests.passes.lowered import lower
 
 GIB = 2**30
@@ -37,7 +36,6 @@ COLUMNS = (
     "of compute",
     "stalls ms",
     "peak GiB",
-    "of code GiB",
     "kept GiB",
     "floor GiB",
 )
@@ -46,19 +44,13 @@ COLUMNS = (
 def rates(path: Path) -> dict[str, Any]:
     """The option `machine`, of a machine whose tier of host memory is all that there is."""
     found = json.loads(path.read_text())
-    sections = {
-        f"{section} {key}": each for section in ("compute", "disk") for key, each in found.get(section, {}).items()
-    }
-    of = sections or {key: each["rates"] for key, each in found["measured"].items()}  # as since version 7
-    compute = next(rates for key, rates in of.items() if key.startswith("compute "))
-    disks = {key: rates for key, rates in of.items() if key.startswith("disk ")}
-    disk = disks[max(disks, key=lambda key: '"engine": "memory"' in key)]
+    compute, disk = (next(iter(found[section].values())) for section in ("compute", "disk"))
     lanes = {"write_bw": compute["to_host_bw"], "read_bw": compute["from_host_bw"]}
     return {**compute, **disk, **lanes, "latency_s": compute["host_latency_s"], "drag_s_per_byte": 0.0}
 
 
 def planned(flags: argparse.Namespace, budget: str) -> dict[str, Any]:
-    """What `<graph>.plan.json` has, and the peak of the code in bytes as `walked`."""
+    """What `<graph>.plan.json` has."""
     shape = Shape(flags.layers, flags.width, flags.heads, flags.seq, 0.1)
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), tempfile.TemporaryDirectory() as scratch:
         torch.set_default_dtype(torch.bfloat16)
@@ -69,10 +61,10 @@ def planned(flags: argparse.Namespace, budget: str) -> dict[str, Any]:
         pretend.move(model)
         inputs = [torch.empty(flags.batch, flags.seq, dtype=torch.int64, device=pretend.DEVICE) for _ in range(2)]
         options = {"machine": json.dumps(rates(flags.machine)), "budget": budget, "dump": scratch, "min_bytes": 2**20}
-        graphs = lower(model, *inputs, options=options, joint_graph_constant_folding=False)
+        lower(model, *inputs, options=options, joint_graph_constant_folding=False)
         (path,) = Path(scratch).glob("*.plan.json")
         found: dict[str, Any] = json.loads(path.read_text())
-        return found | {"walked": walked(*graphs)}
+        return found
 
 
 def row(budget: str, plan: dict[str, Any]) -> str:
@@ -81,8 +73,7 @@ def row(budget: str, plan: dict[str, Any]) -> str:
     gone = sum(group["nbytes"] for group in plan["groups"] if group["decision"].startswith("offload"))
     cells = [budget, f"{saved / GIB:.2f}", f"{gone / saved:.1%}", f"{of['step_s'] * 1e3:.1f}"]
     cells += [f"{of['step_s'] / of['compute_s']:.3f}", f"{(of['write_stall_s'] + of['read_stall_s']) * 1e3:.1f}"]
-    peaks = (of["peak_bytes"], plan["walked"], of["kept_peak_bytes"], of["floor_bytes"])
-    cells += [f"{nbytes / GIB:.3f}" for nbytes in peaks]
+    cells += [f"{of[name] / GIB:.2f}" for name in ("peak_bytes", "kept_peak_bytes", "floor_bytes")]
     return f"| {' | '.join(cells)} |"
 
 
