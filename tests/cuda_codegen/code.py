@@ -15,6 +15,7 @@ _SUMMED = re.compile(r"\.sum\(dim=0\)")
 _STORED = re.compile(r"torch\.ops\.ssd_fx\.store\.default\(")
 _LOADED = re.compile(r"torch\.ops\.ssd_fx\.load\.default\(")
 _RELEASED = re.compile(r"torch\.ops\.ssd_fx\.wait_store_\.default\(.*, (True|False), (True|False)\)")
+_MADE, _DROPPED = re.compile(r"(\w+) = (empty_strided_cuda\(.*|\w+)"), re.compile(r"\bdel (\w+)")
 _SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
 _ALIGNED = re.compile(r"divisible_by_16=\(([\d, ]*)\)|'configs': \[\{(.*?)\}\]")  # without Triton, and with it
 
@@ -76,6 +77,19 @@ def count(code: str) -> Counts:
         handed_over=sum(hand_over == "True" for hand_over, _ in released),
         asked=sum(block == "True" for _, block in released),
     )
+
+
+def most_alive(code: str, size: tuple[int, ...]) -> int:
+    """How many buffers of a size the code holds at once."""
+    alive: set[str] = set()
+    most = 0
+    for line in code.partition(_DEFINITIONS_END)[2].splitlines():
+        for name, value in _MADE.findall(line):
+            if value.startswith(f"empty_strided_cuda({size}, ") or value in alive:  # one under another name
+                alive.add(name)
+        alive.difference_update(_DROPPED.findall(line))
+        most = max(most, len(alive))
+    return most
 
 
 def _arguments(name: str, source: str) -> list[bool]:

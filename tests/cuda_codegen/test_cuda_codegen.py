@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ import torch
 
 from tests.cuda_codegen import plans
 from tests.cuda_codegen.__main__ import table
-from tests.cuda_codegen.code import Counts, count
-from tests.cuda_codegen.models import CASES, DYNAMIC
+from tests.cuda_codegen.code import Counts, count, most_alive
+from tests.cuda_codegen.models import CASES, DYNAMIC, PIECES, InPieces
 from tests.cuda_codegen.process import ROOT, Generated, generated, pretending
 
 FAST = ("MLP of odd sizes", "GPT, 1 layer")
-SLOW = tuple(case for case in CASES if case not in FAST)
+SLOW = tuple(case for case in CASES if case not in (*FAST, PIECES))
 pytestmark = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="pretends a device to torch 2.13; others ask for other things"
 )
@@ -100,6 +101,18 @@ WALKED = [case for case in CASES if not case.startswith(("LSTM", "Mamba")) and c
 def test_the_peak_that_is_planned_is_near_that_of_the_code(found: Found, case: str) -> None:
     _, ours = found(case)
     assert 0.9 < ours.peak / ours.walked < 1.02
+
+
+def test_of_the_pieces_of_a_loss_one_is_alive(tmp_path: Path) -> None:
+    """Inductor makes the gradient of the head one kernel, behind all products, and the logits of several pieces too."""
+    generated([PIECES], tmp_path)
+    names = (f"{PIECES} {backend} backward.py".replace(" ", "_") for backend in ("inductor", "ssd_fx"))
+    plain, ours = ((tmp_path / name).read_text() for name in names)
+    gradient, logits = (InPieces.WORDS, InPieces.WIDTH), (InPieces.ROWS, InPieces.WORDS)
+    assert most_alive(plain, gradient) > InPieces.PIECES
+    assert most_alive(plain, logits) > 2
+    assert most_alive(ours, gradient) <= 3
+    assert most_alive(ours, logits) == 1
 
 
 # A fifth too few: in the first, batch norms and biases of convolutions; in others, what a kernel of a template needs.
