@@ -83,7 +83,7 @@ def most_alive(code: str, size: tuple[int, ...]) -> int:
     """How many buffers of a size the code holds at once."""
     alive: set[str] = set()
     most = 0
-    for line in code.partition(_DEFINITIONS_END)[2].splitlines():
+    for line in code.partition(DEFINITIONS_END)[2].splitlines():
         for name, value in _MADE.findall(line):
             if value.startswith(f"empty_strided_cuda({size}, ") or value in alive:  # one under another name
                 alive.add(name)
