@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ssd_fx.compat import OpOverload
-from ssd_fx.passes.cost.kernels import hint
-from ssd_fx.passes.cost.operators import operator_of
+from ssd_fx.passes.cost.operators import hint, operator_of
 from ssd_fx.passes.partition import arguments_of, called
 
 aten = torch.ops.aten
