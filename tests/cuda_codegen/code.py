@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _DEFINED = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.DOTALL | re.MULTILINE)
-_DEFINITIONS_END = "async_compile.wait(globals())"
+DEFINITIONS_END = "async_compile.wait(globals())"
 _GUARD = re.compile(r"with torch\.cuda\._DeviceGuard\(")
-_LAUNCHED = re.compile(r"(\w+)\.run\(")
+LAUNCHED = re.compile(r"(\w+)\.run\(")
 _LIBRARY = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.(?!ssd_fx\.)[\w.]+\(")
 _SUMMED = re.compile(r"\.sum\(dim=0\)")
 _STORED = re.compile(r"torch\.ops\.ssd_fx\.store\.default\(")
@@ -58,11 +58,11 @@ def count(code: str) -> Counts:
 
     Raises: ValueError for code without calls, or a kernel that does not say what it takes.
     """
-    definitions, end, calls = code.partition(_DEFINITIONS_END)
+    definitions, end, calls = code.partition(DEFINITIONS_END)
     if not end:
-        raise ValueError(f"no {_DEFINITIONS_END!r} in the code:\n{code}")
+        raise ValueError(f"no {DEFINITIONS_END!r} in the code:\n{code}")
     kernels = {name: _arguments(name, source) for name, source in _DEFINED.findall(definitions)}
-    launched = [kernels[name] for name in _LAUNCHED.findall(calls)]
+    launched = [kernels[name] for name in LAUNCHED.findall(calls)]
     released = _RELEASED.findall(calls)
     return Counts(
         guards=len(_GUARD.findall(calls)),
@@ -83,7 +83,7 @@ def most_alive(code: str, size: tuple[int, ...]) -> int:
     """How many buffers of a size the code holds at once."""
     alive: set[str] = set()
     most = 0
-    for line in code.partition(_DEFINITIONS_END)[2].splitlines():
+    for line in code.partition(DEFINITIONS_END)[2].splitlines():
         for name, value in _MADE.findall(line):
             if value.startswith(f"empty_strided_cuda({size}, ") or value in alive:  # one under another name
                 alive.add(name)

@@ -52,11 +52,12 @@ class Flash(nn.Module):
     def __init__(self, attention: Any) -> None:
         super().__init__()
         self.heads, self.qkv, self.proj = attention.heads, attention.qkv, attention.proj
+        self.dropout = attention.dropout
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.1, True)[0]
-        out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
+        y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+        out: Tensor = self.dropout(self.proj(y.transpose(1, 2).flatten(2)))
         return out
 
 
