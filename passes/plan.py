@@ -99,13 +99,15 @@ class Recomputed:
 class Limits:
     """What a budget allows, in bytes.
 
-    `memory`: the peak, above the level before the step. `kept`: what may be kept although it could be offloaded. The
-    runtime obeys the others: `resident` may stay in the same memory beyond the peak. `shared` is a budget in bytes for
-    the latest tensors of all graphs, which stay.
+    `memory`: the peak, above the level before the step. `kept`: what may be kept although it could be offloaded.
+    `stays`: what may be in memory when the backward begins, of the same: it is kept, or not written yet. The runtime
+    obeys the others: `resident` may stay in the same memory beyond the peak. `shared` is a budget in bytes for the
+    latest tensors of all graphs, which stay.
     """
 
     memory: float
     kept: float
+    stays: float = math.inf
     resident: int = 0
     shared: int = 0
 
@@ -227,10 +229,10 @@ class Plan:
             return {"store": (produced, produced), "release": (released,) * 2, "wait": (used,) * 2, "last": (last,) * 2}
         released, load, write = ends[trip.release.at], starts[trip.load.at], found.writes[i]
         until = max(released, write[1]) if trip.blocks else released
-        wait_s = max(0.0, found.waits.get(i, 0.0) - (until - released))
+        waited_s, wait_s = (found.stalls.get(event, 0.0) for event in (trip.release, trip.wait))
         spans = {
             "store": (produced, produced),
-            "release": (released, until),
+            "release": (until - waited_s, until),  # behind the waits of others at its place
             "wait": (used - wait_s, used),
             "last": (last, last),
         }

@@ -53,7 +53,8 @@ class Candidate:
         return replay_of(self.plan)
 
     def is_within(self, limits: Limits) -> bool:
-        return self.replay.peak <= limits.memory and self.replay.kept_bytes <= limits.kept
+        found = self.replay
+        return found.peak <= limits.memory and found.kept_bytes <= limits.kept and found.stays <= limits.stays
 
 
 def cut(joint: Joint, options: PlanOptions) -> Candidate:
@@ -110,7 +111,7 @@ def decide_with_room(joint: Joint, own: Candidate, options: PlanOptions) -> tupl
     """
     (least, lowest), (partition, roomy) = decide_for_all(joint, own, options, [options.budget, options.room])
     tight, loose = replay_of(lowest), replay_of(roomy)
-    if loose.seconds > tight.compute_s - GAIN * tight.seconds:  # what is held waits for no drive
+    if loose.seconds > (1 - GAIN) * tight.compute_s:  # what is held waits for no drive
         return least, lowest
     plan = decide(partition, options, analysed=roomy)
     room = options.room * (loose.step.everything - loose.step.floor)

@@ -245,6 +245,13 @@ class Replay:
         return self.step.kept_bytes(self.choices)
 
     @cached_property
+    def stays(self) -> int:
+        """Bytes that are in memory when the backward begins, of what can leave: it is kept, or not written yet."""
+        turn = self.starts[self.step.forward]
+        late = (i for i, trip in self.schedule.items() if not trip.blocks and self.writes[i][1] > turn)
+        return self.kept_bytes + sum(self.step.nbytes[i] for i in late)
+
+    @cached_property
     def waits(self) -> dict[int, float]:
         """Seconds that each item is waited for."""
         waits: dict[int, float] = {}

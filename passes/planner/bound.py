@@ -55,12 +55,12 @@ def _least(item: Item, own_s: float, again_s: float) -> float:
     return min(offload, again_s if Choice.RECOMPUTE in item.choices else math.inf)
 
 
-def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Choice]) -> float:
+def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Choice], stays: float = math.inf) -> float:
     """Seconds; no plan that recomputes the same items takes less, whatever it offloads of what `choices` keep.
 
     The bytes above the limit at an operator are gone there. They were written before it began, and behind the operators
     that make them. They are read when it has ended, in the backward, and before they are used. Infinite where not so
-    many bytes can go.
+    many bytes can go. When the backward begins, all but `stays` bytes are written.
     """
     firsts, count = first_uses(step, choices), step.forward
     free, seconds = free_bytes(step, choices, limit, firsts), np.array(step.seconds)
@@ -81,9 +81,13 @@ def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Cho
     )
     ends, left = np.cumsum(seconds), np.cumsum(seconds[::-1])[::-1]  # left: from its start to the end of the step
     starts = ends - seconds
-    waits = gone[1:] * write_s + np.maximum.accumulate(ends - made * write_s)[:-1] - starts[1:]
+    turned = max(0.0, nbytes.sum() - stays)  # what is gone between forward and backward
+    must, begun = gone.copy(), np.maximum.accumulate(ends - made * write_s)  # begun: its last write
+    must[count] = max(must[count], turned)
+    waits = must[1:] * write_s + begun[:-1] - starts[1:]
     starts[1:] += np.maximum.accumulate(np.maximum(0.0, waits))
-    turn = starts[count - 1] + seconds[count - 1] + read_s * gone[:count].max(initial=0.0)
+    turn = max(starts[count - 1] + seconds[count - 1], turned * write_s + begun[count - 1])
+    turn += read_s * max(gone[:count].max(initial=0.0), turned)
     read = np.maximum.accumulate(np.append(turn, (starts + seconds + read_s * gone)[count:]))
     starts[count:] = np.maximum(starts[count:], read[:-1] - read_s * later[count:])
     nodes_s = _nodes_s(step, machine, choices, firsts, int(gone.argmax()), gone.max(initial=0.0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
@@ -46,7 +46,8 @@ def solve_for(
 
     `whole`: the graph is a whole training step, whose backward follows its forward. Then a budget is about the peak
     alone, and what does not lower it stays. The saved tensors of other graphs, such as one of many blocks, pile up. So
-    there a share is also the share of the bytes that may stay of those that can leave.
+    there a share is also the share of the bytes that may stay of those that can leave: what is kept, and what is not
+    written yet when the forward ends. "auto" asks for no limit, and does not wait for writes there.
 
     Raises:
         BudgetError: no choices meet the limits.
@@ -67,10 +68,10 @@ def limits(step: Step, budget: int | float | str, *, whole: bool = False) -> Lim
     least = step.floor
     enough = HEADROOM * least
     if not isinstance(budget, float):
-        return Limits(max(enough, least + int(budget)), 0)
+        return Limits(max(enough, least + int(budget)), 0, math.inf if whole else int(budget))
     movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
     kept = math.inf if whole else budget * movable
-    return Limits(max(enough, least + budget * (step.everything - least)), kept)
+    return Limits(max(enough, least + budget * (step.everything - least)), kept, kept)
 
 
 def is_worth(peak: float, seconds: float, higher_peak: float, other_seconds: float) -> bool:
@@ -95,6 +96,7 @@ class _Solver:
             self.machine,
             limit=at.memory,
             share_bytes=at.kept,
+            stays=at.stays,
             prefetch=self.prefetch,
             quick=quick,
             starts=starts,
@@ -102,8 +104,10 @@ class _Solver:
         self.found.append(found)
         return found, at
 
-    def lowest(self) -> Solved:
+    def lowest(self, *, waits: bool = True) -> Solved:
         """The solution with the lowest peak, or one that is hardly higher and much faster.
+
+        `waits`: unless the graph is a whole step, the forward ends when all is written.
 
         Raises:
             BudgetError: no limit can be met.
@@ -112,7 +116,7 @@ class _Solver:
         lowest: Solved | None = None
         best: Solved | None = None
         for limit in dict.fromkeys(min(rung * least, most) if least else most for rung in RUNGS):
-            at = Limits(limit, kept)
+            at = Limits(limit, kept, kept if waits else math.inf)
             if lowest is not None and at.memory > (1 + MORE_PEAK) * lowest[1].memory:
                 break
             try:
@@ -142,7 +146,10 @@ class _Solver:
 
         @functools.cache
         def searched(share: int) -> Solved:
-            return self.solved(limits(self.step, share / SHARES, whole=self.whole)) if share else self.lowest()
+            if not share:
+                return self.lowest(waits=False)
+            at = limits(self.step, share / SHARES, whole=self.whole)
+            return self.solved(replace(at, stays=math.inf))
 
         allowed_s = (1 + slowdown + TOLERANCE) * searched(SHARES)[0].seconds
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ssd_fx.passes.axis import Choice
 from ssd_fx.passes.schedule import Replay
 
@@ -18,9 +20,14 @@ def better(a: Replay, b: Replay) -> bool:
     return (a.written, a.seconds) < (b.written, b.seconds)
 
 
-def fits(found: Replay, limit: float) -> bool:
-    """Whether the step keeps its limits, and every write that counts begins as soon as its lane is free."""
-    return found.peak <= limit and found.host_peak <= found.step.host_budget and not found.idle_lane
+def fits(found: Replay, limit: float, stays: float = math.inf) -> bool:
+    """Whether the step keeps its limits, and every write that counts begins as soon as its lane is free.
+
+    `limit`: bytes at the peak. `stays`: bytes when the backward begins, as in `Limits`.
+    """
+    if found.idle_lane or found.peak > limit or found.host_peak > found.step.host_budget:
+        return False
+    return stays == math.inf or found.stays <= stays
 
 
 def stalls(found: Replay) -> bool:

@@ -43,7 +43,7 @@ class Placer:
 
     At most `prefetch` bytes are loaded before their use, or `TOGETHER` items. `hosted`: the items that go to host
     memory. Items that are deferred are forwarded if the backward begins before they are written, so memory is kept for
-    them.
+    them. `stays`: bytes of the items that may be in memory when the backward begins.
     """
 
     step: Step
@@ -52,6 +52,7 @@ class Placer:
     limit: float
     prefetch: float = float("inf")
     hosted: AbstractSet[int] = frozenset()
+    stays: float = float("inf")
 
     def __post_init__(self) -> None:
         self.firsts = first_uses(self.step, self.choices)
@@ -174,8 +175,8 @@ class Placer:
 
         `begin`: when the backward begins, by the times that are reckoned with.
 
-        An item that is still being written then, and that the backward has no room for, blocks there. So the backward
-        begins later, when more is written of what comes behind it.
+        An item that is still being written then, and that the backward has no room for, or that may not stay, blocks
+        there. So the backward begins later, when more is written of what comes behind it.
         """
         items, forward = self.step.items, self.step.forward
         last, turn = forward - 1, self.ends[forward - 1]
@@ -183,17 +184,31 @@ class Placer:
             if i not in self.release_after:
                 done = bisect_left(self.starts, self.written[i]) - 1
                 self.release_after[i] = min(max(items[i].last_use, self.store_after[i], done), last)
+        stay = self._may_stay(order)
         for i in order:
             if self.release_after[i] < last or i in self.deferred:
                 continue
             # the first operator that begins when it is written, if the backward begins at `turn`
             done = bisect_left(self.starts, self.written[i] - turn + begin, forward)
             span = self.free[forward : min(done, self.firsts[i])]
-            if i in self.blocking or np.minimum.reduce(span, initial=np.inf) < items[i].nbytes:
+            if i in self.blocking or i not in stay or np.minimum.reduce(span, initial=np.inf) < items[i].nbytes:
                 self.blocking.add(i)
                 turn = max(turn, self.written[i])
             else:
                 span -= items[i].nbytes
+
+    def _may_stay(self, order: list[int]) -> AbstractSet[int]:
+        """What may still be in memory when the backward begins: of all but what is deferred, what is written last."""
+        if self.stays == float("inf"):
+            return set(order)
+        nbytes, found = self.step.nbytes, set[int]()
+        left = self.stays - self.step.kept_bytes(self.choices) - sum(nbytes[i] for i in self.deferred)
+        for i in reversed(order):
+            left -= 0 if i in self.deferred else nbytes[i]
+            if left < 0:
+                break
+            found.add(i)
+        return found
 
     def _load(self) -> None:
         """Place each load as early as it is wanted, or as memory allows."""

@@ -42,9 +42,17 @@ class Search(Trials):
     """Which choices are tried."""
 
     def __init__(
-        self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float, *, quick: bool = False
+        self,
+        step: Step,
+        machine: Machine,
+        limit: float,
+        share_bytes: float,
+        prefetch: float,
+        *,
+        stays: float = math.inf,
+        quick: bool = False,
     ) -> None:
-        super().__init__(step, machine, limit, share_bytes, prefetch, quick=quick)
+        super().__init__(step, machine, limit, share_bytes, prefetch, stays=stays, quick=quick)
         self.shortest: dict[tuple[frozenset[int], Way], Replay | None] = {}
         self.bounds: dict[frozenset[int], float] = {}
         self.orders = _orders(step)
@@ -212,7 +220,7 @@ class Search(Trials):
         if recomputed not in self.bounds:
             self.left -= size(self.step) // 4  # what it takes beside a replay
             choices = self._with(recomputed, [], 0, False)
-            self.bounds[recomputed] = bound_with(self.step, self.machine, self.limit, choices)
+            self.bounds[recomputed] = bound_with(self.step, self.machine, self.limit, choices, self.stays)
         return self.bounds[recomputed]
 
     def _may_gain(self, recomputed: frozenset[int]) -> bool:

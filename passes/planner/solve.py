@@ -7,6 +7,7 @@ many offloaded, in some order, as the budget asks. Then it tries other choices f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -34,12 +35,13 @@ def solve(
     *,
     limit: float,
     share_bytes: float,
-    prefetch: float = float("inf"),
+    stays: float = math.inf,
+    prefetch: float = math.inf,
     quick: bool = False,
     starts: Iterable[Sequence[Choice]] = (),
 ) -> Replay:
     """The replay of the best choices found, with memory never above `limit` bytes, and at most `share_bytes` kept of
-    the items that have a choice.
+    the items that have a choice. When the backward begins, `stays` bytes of the items are in memory at the most.
 
     `quick`: little more than the families is looked at, unless the step is small.
     `starts`: choices that are tried too, as those of plans for other limits.
@@ -49,11 +51,17 @@ def solve(
     """
     if limit < step.floor:
         raise BudgetError(limit, step.floor)
-    search = Search(step, machine, limit, share_bytes, prefetch, quick=quick)
+    search = Search(step, machine, limit, share_bytes, prefetch, stays=stays, quick=quick)
     plain = None
     if step.host_budget and all(item.tier != "host" for item in step.items):  # never slower than without
         plain = solve(
-            replace(step, host_budget=0), machine, limit=limit, share_bytes=share_bytes, prefetch=prefetch, quick=quick
+            replace(step, host_budget=0),
+            machine,
+            limit=limit,
+            share_bytes=share_bytes,
+            stays=stays,
+            prefetch=prefetch,
+            quick=quick,
         )
         search.solution(tuple(Choice.OFFLOAD if c is Choice.DEFER else c for c in plain.choices))
     search.families()

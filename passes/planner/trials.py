@@ -5,6 +5,7 @@ Effort is counted in operators that are visited, so that a search does not depen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ssd_fx.passes.axis import Choice, Step
@@ -30,10 +31,18 @@ class Trials:
     """Of one step under a limit. `waits`: every release waits for its write, so that memory is as placed."""
 
     def __init__(
-        self, step: Step, machine: Machine, limit: float, share_bytes: float, prefetch: float, *, quick: bool
+        self,
+        step: Step,
+        machine: Machine,
+        limit: float,
+        share_bytes: float,
+        prefetch: float,
+        *,
+        stays: float = math.inf,
+        quick: bool,
     ) -> None:
         self.step, self.machine, self.limit = step, machine, limit
-        self.share_bytes, self.prefetch = share_bytes, prefetch
+        self.share_bytes, self.prefetch, self.stays = share_bytes, prefetch, stays
         self.best: Replay | None = None
         self.effort = effort_of(step, quick=quick) // (2 if step.host_budget else 1)
         self.left = self.effort
@@ -94,7 +103,7 @@ class Trials:
     def _placed(self, choices: Sequence[Choice], hosted: host_tier.Hosted) -> Replay | None:
         """The best of some placements: one as if nothing stalled, then some with the times of the one before."""
         step, best, played = self.step, None, None
-        placer = Placer(step, choices, self.machine, self.limit, self.prefetch, hosted)
+        placer = Placer(step, choices, self.machine, self.limit, self.prefetch, hosted, self.stays)
         for margin in MARGINS:
             schedule = placer.place(played, margin)
             if schedule is None:
@@ -105,7 +114,7 @@ class Trials:
             if played.idle_lane:  # the order was made for other times; storing at once leaves no lane idle
                 schedule = schedule.edited(lambda i, trip: trip.moved(store=step.produced[i]), step.items)
                 played = self._played(choices, schedule)
-            if fits(played, self.limit) and (best is None or better(played, best)):
+            if fits(played, self.limit, self.stays) and (best is None or better(played, best)):
                 best = played
             if not stalls(played) or self._is_hopeless(best):
                 break

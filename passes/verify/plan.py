@@ -49,6 +49,8 @@ def _verify_limits(partition: Partition, plan: Plan) -> None:
     require(found.peak <= limits.memory, text, "select", at)
     text = f"{found.kept_bytes} B are kept, and the budget allows {limits.kept:.0f} B"
     require(found.kept_bytes <= limits.kept, text, "select")
+    text = f"{found.stays} B are in memory when the backward begins, and the budget allows {limits.stays:.0f} B"
+    require(found.stays <= limits.stays, text, "select")
 
 
 def _verify_host(plan: Plan) -> None:

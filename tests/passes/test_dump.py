@@ -74,7 +74,7 @@ def test_layers_that_differ_are_told_apart() -> None:
 sigmoid    blocks.{0..1}.attn x 2  256 B  offload  store>sigmoid release>tanh_3 load<t_26 wait<mm_23     [sigmoid]
 tanh       blocks.{0..1} x 2       256 B  offload  store>tanh release>mm_8 load<t_20 wait<mm_20          [tanh]
 sigmoid_2  blocks.2.attn           256 B  keep     keep=['blocks.2.attn']                                [sigmoid_2]
-tanh_2     blocks.2                256 B  offload  store>tanh_2 release>sum_1 load<cos wait<mm_12        [tanh_2]
+tanh_2     blocks.2                256 B  offload  store>tanh_2 release>sum_1 load<expand wait<mm_12     [tanh_2]
 sigmoid_3  blocks.3.attn           256 B  offload  store>sigmoid_3 release>sum_1 load<expand wait<mm_11  [sigmoid_3]
 tanh_3     blocks.3                256 B  offload  store>tanh_3 release>sum_1 load<expand wait<mm_9      [tanh_3]
 exp                                256 B  offload  store>exp release>sum_1 load<expand wait<cos          [exp]""",

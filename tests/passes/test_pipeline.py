@@ -26,7 +26,8 @@ from tests.passes import toys
 def replayed(seconds: float, *, peak: int = 100, floor: int = 60, written: int = 10) -> Any:
     """Of a graph that computes for 1 s."""
     step = SimpleNamespace(floor=floor, everything=200)
-    return SimpleNamespace(seconds=seconds, compute_s=1.0, peak=peak, kept_bytes=0, written=written, step=step)
+    nothing = {"kept_bytes": 0, "stays": 0}
+    return SimpleNamespace(seconds=seconds, compute_s=1.0, peak=peak, written=written, step=step, **nothing)
 
 
 class Decisions:

@@ -199,7 +199,7 @@ def test_slices_that_claim_to_be_no_views() -> None:
         toys.unsafe_split,
         """\
 cat   512 B  offload  store>cat release>t_5 load<cat_1 wait<mm_8     [t_5]
-mm    512 B  offload  store>mm release>t_5 load<mul_2 wait<mm_3      [t, t_2]
+mm    512 B  offload  store>mm release>t_5 load<expand wait<mm_3     [t, t_2]
 mm_1  256 B  offload  store>mm_1 release>t_5 load<expand wait<mul_1  [mm_1]
 mm_2  256 B  offload  store>mm_2 release>t_5 load<expand wait<mul_2  [mm_2]""",
     )
@@ -221,8 +221,8 @@ def test_a_range_is_stored_where_it_lies() -> None:
     check(
         toys.narrow,
         """\
-cat         2048 B  offload  store>cat release>t_2 load<mm_2 wait<mm_4   [t_2]
-mm   256 of 2048 B  offload  store>mm release>t_2 load<expand wait<mm_2  [t]""",
+cat         2048 B  offload  store>cat release>t_2 load<expand wait<mm_4  [t_2]
+mm   256 of 2048 B  offload  store>mm release>t_2 load<expand wait<mm_2   [t]""",
     )
 
 
@@ -328,9 +328,9 @@ def test_what_was_filled_with_something_else_is_stored() -> None:
         toys.widened,
         """\
 sigmoid   256 B  offload  store>sigmoid release>add_1 load<_to_copy_1 wait<mul_1  [sigmoid]
-copy      256 B  offload  store>copy release>_to_copy load<_to_copy_1 wait<mm_5   [t_4]
-copy_1    512 B  offload  store>copy_1 release>t_6 load<_to_copy_1 wait<mm_3      [t_1]
-_to_copy  512 B  offload  store>_to_copy release>t_6 load<mm_4 wait<mm_4          [t_2]""",
+copy      256 B  offload  store>copy release>_to_copy load<_to_copy_3 wait<mm_5   [t_4]
+copy_1    512 B  offload  store>copy_1 release>mul load<_to_copy_1 wait<mm_3      [t_1]
+_to_copy  512 B  offload  store>_to_copy release>t_6 load<_to_copy_1 wait<mm_4    [t_2]""",
     )
 
 
@@ -360,8 +360,8 @@ def test_small_ones_are_kept() -> None:
 mm         256 B  offload  store>mm release>sin load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
 getitem_1   32 B  keep     below min_bytes                                                                       [getitem_1]
 getitem_2   32 B  keep     below min_bytes                                                                       [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<cos wait<mm_2                                        [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<new_zeros wait<scatter                               [getitem_4]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                     [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter                                  [getitem_4]
 mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                           [mm_1]""",
         min_bytes=100,
     )
@@ -400,9 +400,9 @@ def test_a_load_is_due_where_its_reader_is_fused_into() -> None:
         fused_reader,
         """\
 mm       256 B  offload  store>mm release>mm_4 load<sin_1 wait<mm_9                              [mm]
-mm_1     256 B  offload  store>tanh release>t_11 load<sigmoid_backward wait<t_1                  [mm_1]
+mm_1     256 B  offload  store>cos release>t_11 load<sigmoid_backward wait<t_1                   [mm_1]
 mm_2     256 B  offload  store>mm_2 release>mm_4 load<sin_1 wait<sin_1                           [mm_2]
-cos      256 B  offload  store>cos release>t_11 load<t_1 wait<mm_7                               [t_3]
-tanh     256 B  offload  store>tanh release>t_11 load<sigmoid_backward wait<mm_5                 [tanh]
+cos      256 B  offload  store>cos release>t_11 load<sigmoid_backward wait<mm_7                  [t_3]
+tanh     256 B  offload  store>sigmoid release>t_11 load<sigmoid_backward wait<mm_5              [tanh]
 sigmoid  256 B  offload  store>sigmoid release>t_11 load<sigmoid_backward wait<sigmoid_backward  [detach_2]""",
     )

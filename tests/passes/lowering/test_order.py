@@ -309,14 +309,14 @@ extern mm_2
 store 7 6
 store 1 7
 loops add, exp, sum_2
-wait_store_ True False
-wait_store_ True False
-wait_store_ True False
-wait_store_ True False
-wait_store_ True False
-wait_store_ True False
-wait_store_ True False
-wait_store_ True False""",
+wait_store_ True True
+wait_store_ True True
+wait_store_ True True
+wait_store_ True True
+wait_store_ True True
+wait_store_ True True
+wait_store_ True True
+wait_store_ True True""",
     )
 
 

@@ -123,6 +123,24 @@ def test_what_does_not_lower_the_peak_of_a_whole_step_stays() -> None:
     assert not stays.schedule
 
 
+def test_what_is_not_written_when_the_forward_ends_stays_unless_the_graph_is_a_whole_step() -> None:
+    """Two tensors of 25 bytes, of which each takes 2.5 s to write. The peak is at the begin of the forward.
+
+    Many such graphs may come before the first backward, and that of a whole step comes next.
+    """
+    items = tuple(Item(25, i, i, 5 - i, 5 - i) for i in range(2))
+    step, slow = Step((1.0,) * 6, (300, 0, 0, 0, 0, 0), 3, items), machine(10.0)
+
+    def found(budget: int | float | str, *, whole: bool = False) -> Replay:
+        return solve_for(step, budget, slow, whole=whole)[0]
+
+    assert (found(0).stays, found(0).write_stall_s) == (0, 3.0)
+    assert (found(0.5).stays, found(0.5).write_stall_s) == (25, 0.5)
+    assert (found(25).stays, found(25).write_stall_s) == (25, 0.5)
+    assert found("auto").write_stall_s == found(0, whole=True).write_stall_s == 0.0
+    assert found("auto").stays == found(0, whole=True).stays == 50
+
+
 @pytest.mark.parametrize(
     ("higher", "seconds", "worth"), [(104, 89, True), (106, 50, False), (104, 91, False)], ids=["both", "peak", "time"]
 )
@@ -144,7 +162,7 @@ def test_a_share_is_of_the_range_from_the_floor_to_everything_kept() -> None:
     step = layered()
     least, most = step.floor, step.everything
     assert limits(step, 0.5, whole=True) == Limits(least + 0.5 * (most - least), math.inf)
-    assert limits(step, 0.5).kept == 0.5 * sum(item.nbytes for item in step.items)
+    assert limits(step, 0.5).kept == limits(step, 0.5).stays == 0.5 * sum(item.nbytes for item in step.items)
 
 
 def test_what_is_read_on_both_sides_of_the_loss_is_not_recomputed() -> None:

@@ -50,7 +50,7 @@ detach_1 = detach.default(relu_1)
 detach_2 = detach.default(detach_1)
 t_1 = t.default(primals_2)
 t_2 = t.default(primals_1)
-wait_store__default = wait_store_.default(ssd_fx_handle_0, relu, 1, True, False)
+wait_store__default = wait_store_.default(ssd_fx_handle_0, relu, 1, True, True)
 output = output((relu_1, ssd_fx_handle_0, detach_2, t_1, t_2))""",
     )
 
