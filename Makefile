@@ -49,7 +49,7 @@ help:
 	@echo "make wheel     the wheel, in dist/, which works without a compiler but for Inductor"
 	@echo "make docs      the pages as a site, in $(SITE)/index.html"
 	@echo "make lint      ruff and mypy;  make format: rewrite;  make check: lint and test"
-	@echo "make gpu       on a GPU: tests, rates, bandwidth, steps (29 minutes); gpu-tests, gpu-ways, gpu-pareto, gpu-PART; GPU_FLAGS=--dry-run"
+	@echo "make gpu       on a GPU: tests, rates, bandwidth, steps (half an hour); gpu-tests, gpu-ways, gpu-pareto, gpu-fit, gpu-PART; GPU_FLAGS=--dry-run"
 	@echo "make paper     the reference paper's experiments, to demo-out/paper/ (MINUTES=120; QUICK=1: tiny, ten minutes)"
 	@echo "make bench     the demo at its full size;  make clean"
 

@@ -15,13 +15,14 @@ analyses and decisions, and after the rewrite. `lowering/audit.py` checks the ge
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from ssd_fx.compat import CustomPartitionerFn, inductor_config
+from ssd_fx.compat import CustomGraphPass, CustomPartitionerFn, inductor_config
 from ssd_fx.passes.decide import has_host_tier
-from ssd_fx.passes.joint.marks import LiftMarks, lift
+from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.joint.stale_views import merge_equal, rejoin_views
@@ -57,17 +58,44 @@ LAST: tuple[Callable[[Partition], None], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class OursFirst(CustomGraphPass):
+    """A pass of ours over a graph of Inductor's, and behind it the user's, `then`. `version`: of our source."""
+
+    ours: Callable[[fx.Graph], None]
+    version: str
+    then: tuple[Any, ...] = ()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.ours(graph)
+        for other in self.then:
+            other(graph)
+
+    def uuid(self) -> Any:
+        """The identity in compile caches; None, which turns caching off, where a pass of the user has none."""
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.then]
+        return None if None in others else (self.version, *others)
+
+
 def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str, Any]:
     """Settings of Inductor that make it run our passes, in the order of the settings below.
 
     `version`: of the package's source, for compile caches. What the user has set is run as well.
     """
-    from ssd_fx.passes.lowering.order import BeforeFusion, PinOrder  # imports the scheduler
+    # These import Inductor's scheduler.
+    from ssd_fx.passes.lowering.order import BeforeFusion, PinOrder
+    from ssd_fx.passes.lowering.sums import write_running_sums
+
+    def first(ours: Callable[[fx.Graph], None], theirs: Any) -> OursFirst:
+        return OursFirst(ours, version, _as_tuple(theirs))
 
     return {
-        # before Inductor's own patterns, which marks would hide
-        "joint_custom_pre_pass": LiftMarks(version, _as_tuple(inductor_config.joint_custom_pre_pass)),
+        # before Inductor's own patterns: an alias between the operators of attention hides them from the pattern for
+        # the fused kernel, and Inductor removes an alias anyway
+        "joint_custom_pre_pass": first(lift, inductor_config.joint_custom_pre_pass),
         "custom_partitioner_fn": partitioner,  # JOINT to LAST
+        # before Inductor makes products and additions one
+        "post_grad_custom_pre_pass": first(write_running_sums, inductor_config.post_grad_custom_pre_pass),
         # before fusion, which could reverse operators that communicate
         "_pre_fusion_custom_pass": BeforeFusion(version, inductor_config._pre_fusion_custom_pass),
         # after fusion: makes the planned order the only one that later passes can choose

@@ -24,7 +24,7 @@ from torch import nn
 
 from ssd_fx import fake
 from ssd_fx.backend import check_options
-from ssd_fx.passes.cost.kernels import hint
+from ssd_fx.passes.cost.operators import hint
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of

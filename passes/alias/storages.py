@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_sy
 
 from ssd_fx.compat import OpOverload, run_and_save_rng_state
 from ssd_fx.passes.alias.packing import Stored, is_dense, is_reinterpreted, may_restride, pack
-from ssd_fx.passes.cost.kernels import hint
+from ssd_fx.passes.cost.operators import hint
 from ssd_fx.passes.groups import AliasGroup, Layout, Member
 from ssd_fx.passes.joint.collectives import is_silent, may_communicate
 from ssd_fx.passes.partition import (

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ssd_fx.passes.cost.kernels import Kernels, both_kernels, is_on_cpu
+from ssd_fx.passes.cost.workspace import workspace_bytes
 from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 
 
@@ -22,6 +23,7 @@ class Buffers:
     first node that reads it, or where the kernel runs that reads it first, if that is earlier. `nbytes`: its size;
     `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there, and that input.
     `functions`: from the nodes of kernels that become parts of one C++ function to its first and its last.
+    `within`: what a call takes while it runs and gives back, in bytes by its node.
     """
 
     first: Mapping[int, int]
@@ -32,9 +34,11 @@ class Buffers:
     held: frozenset[int]
     in_place: Mapping[int, int]
     functions: Mapping[int, tuple[int, int]]
+    within: Mapping[int, int]
 
     def alive(self, keys: Iterable[int], count: int) -> list[int]:
-        """Bytes of the buffers `keys` during every one of `count` nodes. Others are counted elsewhere.
+        """Bytes of the buffers `keys` during every one of `count` nodes, and `within` it. Other buffers are counted
+        elsewhere.
 
         All results of a C++ function are there before anything is freed that it reads.
         """
@@ -53,6 +57,9 @@ class Buffers:
             if begin <= end:
                 change[begin] += self.nbytes[key]
                 change[end + 1] -= self.nbytes[key]
+        for at, nbytes in self.within.items():
+            change[at] += nbytes
+            change[at + 1] -= nbytes
         return list(itertools.accumulate(change))[:count]
 
 
@@ -76,7 +83,8 @@ def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     nbytes |= dict.fromkeys(_in_registers(kernels, readers) - held, 0)
     ends = {key: {k for k in readers[key] if kernels.at[k] == last[key]} for key in first.keys() - held}
     in_place = _in_place(kernels, ends, nbytes, donated)
-    return Buffers(first, last, read_first, read_last, nbytes, held, in_place, kernels.functions())
+    within = {i: taken for i in kernels.calls if (taken := workspace_bytes(kernels.nodes[i]))}
+    return Buffers(first, last, read_first, read_last, nbytes, held, in_place, kernels.functions(), within)
 
 
 def _in_registers(kernels: Kernels, readers: Mapping[int, set[int]]) -> frozenset[int]:

@@ -33,14 +33,19 @@ CALLS_BETWEEN = 8
 CALLS_BEHIND_AGAIN = 2
 
 
-def are_apart(calls: int, earlier: bool, later: bool) -> bool:
+# Of what the later of two such loops writes, the least part that both must read if a library call stands between them.
+# The pieces of a loss share its targets and a few numbers. In one kernel the logits of all would be alive at once.
+WORTH_SHARING = 1 / 16
+
+
+def are_apart(calls: int, earlier: bool, later: bool, shared: int, written: int) -> bool:
     """Whether two loops that do not read each other must not be fused, with so many library calls between them.
 
     `earlier`, `later`: the backward computes that one again by our choice. The later one would move to the earlier, and
-    what is computed again is to happen late.
+    what is computed again is to happen late. `shared`: bytes that both read; `written`: those that the later writes.
     """
     most = 0 if later else CALLS_BEHIND_AGAIN if earlier else CALLS_BETWEEN
-    return calls > most
+    return calls > most or (calls > 0 and shared < WORTH_SHARING * written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Loop:
     """`space`: what it goes over; None for a library call, which is fused with nothing.
 
     `at`: its place in the graph; `reads`, `writes`: storages, with their bytes; `behind`: loops that it reads from.
-    `again`: the backward computes it again by our choice.
+    `again`: the backward computes it again by our choice. `running`: it is one of the additions of a long sum.
     """
 
     at: int
@@ -71,6 +76,7 @@ class Loop:
     writes: dict[int, int] = field(default_factory=dict)
     behind: set[int] = field(default_factory=set)
     again: bool = False
+    running: bool = False
 
 
 def fuse(loops: Mapping[int, Loop]) -> Groups:
@@ -114,24 +120,28 @@ def _are_alike(a: Space, b: Space, reads: bool) -> bool:
 class _Group:
     """Loops that became one kernel, so many. `first`, `last`: of their places in the graph.
 
-    `results`: of its reductions, all of which have as many; None where it has none. `readers`: loops, of any group,
-    that read what it writes. `again`: as in `Loop`, of any of them.
+    `results`: of its reductions, all of which have as many; None where it has none. `written`: bytes that it writes.
+    `readers`: loops, of any group, that read what it writes. `again`, `running`: as in `Loop`, of any of them.
     """
 
     first: int
     last: int
     results: int | None
+    written: int
     loops: int = 1
     readers: set[int] = field(default_factory=set)
     again: bool = False
+    running: bool = False
 
     def merge(self, other: _Group) -> None:
         self.first = min(self.first, other.first)
         self.last = max(self.last, other.last)
         self.results = other.results if self.results is None else self.results
+        self.written += other.written
         self.loops += other.loops
         self.readers |= other.readers
         self.again |= other.again
+        self.running |= other.running
 
 
 class Groups:
@@ -142,7 +152,8 @@ class Groups:
         self._groups: dict[int, _Group] = {}  # by root
         for k, loop in loops.items():
             results = loop.space.outer if loop.space is not None and loop.space.reduces else None
-            self._groups[k] = _Group(loop.at, loop.at, results, again=loop.again)
+            self._groups[k] = _Group(loop.at, loop.at, results, sum(loop.writes.values()))
+            self._groups[k].again, self._groups[k].running = loop.again, loop.running
         for k, loop in loops.items():
             for source in loop.behind:
                 self._groups[source].readers.add(k)
@@ -167,13 +178,14 @@ class Groups:
             return True
         if None not in (one.results, other.results) and one.results != other.results:
             return True
+        between = self._calls_between(one, other)
+        for source, reader in ((one, b), (other, a)):
+            if any(self.of(n) == reader for n in source.readers):
+                return source.running and between > 0
         span = self._rank[max(one.last, other.last)] - self._rank[min(one.first, other.first)]
         earlier, later = sorted((one, other), key=lambda group: group.first)
-        apart = are_apart(self._calls_between(one, other), earlier.again, later.again)
-        if span <= FARTHEST and nbytes >= config.score_fusion_memory_threshold and not apart:
-            return False
-        reads = any(self.of(n) == b for n in one.readers) or any(self.of(n) == a for n in other.readers)
-        return not reads
+        apart = are_apart(between, earlier.again, later.again, nbytes, later.written)
+        return span > FARTHEST or nbytes < config.score_fusion_memory_threshold or apart
 
     def _calls_between(self, one: _Group, other: _Group) -> int:
         """How many library calls stand between two groups; 0 or less if none does."""

@@ -19,7 +19,8 @@ from torch import fx
 
 from ssd_fx.compat import inductor_config as config
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
-from ssd_fx.passes.cost.operators import HEAVY, LOOPS, REDUCTIONS, addmm, is_extern, is_inlined, operator_of
+from ssd_fx.passes.cost.operators import HEAVY, LOOPS, REDUCTIONS, addmm, hint, is_extern, is_inlined, operator_of
+from ssd_fx.passes.cost.sums import running_sums
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_key, tensor_of, tensors_of
 
 aten = torch.ops.aten
@@ -70,7 +71,8 @@ class Kernels:
         for i, node in enumerate(self.nodes):
             self._link(i, node)
         self.computes = [n.op == "call_function" and self._makes(i) for i, n in enumerate(self.nodes)]
-        mms = {i: self.index[mm] for i, n in enumerate(self.nodes) if (mm := addmm(n)) is not None}
+        self._running = running_sums(self.nodes)
+        mms = {i: self.index[mm] for i, n in enumerate(self.nodes) if (mm := addmm(n, n in self._running)) is not None}
         self.calls = {i for i, n in enumerate(self.nodes) if is_extern(n)} | mms.keys()
         self.inside = self._inside({mm: add for add, mm in mms.items()})
         makers = [i for i in range(len(self.nodes)) if self._makes(i) and i in self.inside[i]]
@@ -197,14 +199,15 @@ class Kernels:
         return inlined
 
     def _is_realized(self, i: int, work: _Work) -> bool:
-        """Whether Inductor writes a node to memory, by its own rules: what a library call or the caller reads, what
-        `as_strided` views (as the scale of a group norm), and what several readers would have to compute again at too
-        great a cost (`should_realize_on_reuse`, and thresholds in its configuration, torch 2.13). It counts operations,
-        of which a node has about two."""
+        """Whether Inductor writes a node to memory: running sums, because we tell it to, and by its own rules what a
+        library call or the caller reads, what `as_strided` views (as the scale of a group norm), and what several
+        readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in its
+        configuration, torch 2.13). It counts operations, of which a node has about two."""
         readers = self._readers[i]
         most_reads, most_operations = (12, 25) if is_on_cpu(self.nodes[i]) else (8, 15)
         is_seen = any(r in self.calls or self.nodes[r].op == "output" for r in readers)
-        if is_seen or i in self._strided or len(work.reads) > most_reads:
+        is_seen |= i in self._strided or self.nodes[i] in self._running
+        if is_seen or len(work.reads) > most_reads:
             return True
         too_long = len(work.reads) > config.realize_reads_threshold or work.operations > most_operations
         return len(readers) > 1 and (too_long or work.heavy)
@@ -223,6 +226,8 @@ class Kernels:
 
     def _loops(self, makers: list[int]) -> dict[int, Loop]:
         loops = {i: Loop(i, writes=self.storages[i], again=RECOMPUTED in self.nodes[i].meta) for i in makers}
+        for i in makers:
+            loops[i].running = self.nodes[i] in self._running
         shapes = {i: _shape(self.nodes[i]) for i in makers if i not in self.calls}
         for i in (i for i, computed in enumerate(self.computes) if computed):
             rows = _rows(self.nodes[i])
@@ -253,14 +258,6 @@ def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
             seen = min(int(hint(tensor.numel())) * tensor.itemsize, whole)
             found[key] = (whole, max(seen, found[key][1] if key in found else 0))
     return found
-
-
-def hint(value: object) -> float:
-    """A size as a number: a symbolic one as it was when the graph was traced."""
-    if isinstance(value, torch.SymInt):
-        known = value.node.hint  # None where the size depends on data
-        return float(known) if known is not None else 0.0
-    return float(value)  # type: ignore[arg-type]
 
 
 def _shape(node: fx.Node) -> Space:

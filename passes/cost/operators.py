@@ -75,15 +75,35 @@ def is_extern(node: fx.Node) -> bool:
     return has_flops(node) or not (is_inlined(node) or operator_of(node) in LOOPS)
 
 
-def addmm(node: fx.Node) -> fx.Node | None:
+def addmm(node: fx.Node, is_written: bool) -> fx.Node | None:
     """The `mm` with which Inductor makes an addition an `addmm`; it moves there, and its operands live on.
 
-    Of two it is the second: Inductor tries that pattern first.
+    Of two it is the second: Inductor tries that pattern first. On a GPU it leaves the addition to the loops that read
+    it (`should_prefer_unfused_addmm`, torch 2.13), unless it `is_written` because we tell it to.
     """
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return None
     first, second = map(tensor_of, node.all_input_nodes)
     if first is None or second is None or first.shape != second.shape or first.dtype != second.dtype:
         return None
+    if first.device.type != "cpu" and not is_written and all(map(_is_read_by_loops, node.users)):
+        return None
     products = (n for n in reversed(node.all_input_nodes) if n.target is aten.mm.default and len(n.users) == 1)
     return next(products, None)
+
+
+def _is_read_by_loops(node: fx.Node) -> bool:
+    """Whether only what can be computed inside a loop reads a node, or its views."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    if node.target.is_view:
+        return all(map(_is_read_by_loops, node.users))
+    return torch.Tag.pointwise in node.target.tags
+
+
+def hint(value: object) -> float:
+    """A size as a number: a symbolic one as it was when the graph was traced."""
+    if isinstance(value, torch.SymInt):
+        known = value.node.hint  # None where the size depends on data
+        return float(known) if known is not None else 0.0
+    return float(value)  # type: ignore[arg-type]

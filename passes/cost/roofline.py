@@ -17,9 +17,9 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ssd_fx.compat import tree_map
-from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count, hint
+from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.cost.operators import has_flops, is_attention, operator_of
+from ssd_fx.passes.cost.operators import has_flops, hint, is_attention, operator_of
 from ssd_fx.passes.cost.traffic import Traffic, traffic
 from ssd_fx.passes.partition import Partition, arguments_of, called, tensors_of
 from ssd_fx.passes.plan import Launches, Plan

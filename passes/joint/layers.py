@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ssd_fx.passes.cost.kernels import hint
-from ssd_fx.passes.cost.operators import is_extern
+from ssd_fx.passes.cost.operators import hint, is_extern
 from ssd_fx.passes.joint.compared import compared, jumps
 from ssd_fx.passes.joint.recompute import may_run_twice
 from ssd_fx.passes.partition import Partition, changed_inputs, nodes_by_storage, storage_of, tensor_of

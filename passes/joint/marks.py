@@ -14,16 +14,13 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ssd_fx.compat import CustomGraphPass
 from ssd_fx.options import Tier
-from ssd_fx.passes.cost.kernels import hint
+from ssd_fx.passes.cost.operators import hint
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint import modules
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of, tensor_of
@@ -90,28 +87,6 @@ def _erase(node: fx.Node) -> None:
         node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")  # type: ignore[arg-type]
         if not node.users:
             node.graph.erase_node(node)
-
-
-@dataclass(frozen=True)
-class LiftMarks(CustomGraphPass):
-    """Inductor's first pass over a joint graph: `lift`, and then the user's passes, `then`.
-
-    Later is too late. An alias between the operators of attention hides them from Inductor's pattern for the fused
-    kernel, and Inductor removes an alias anyway.
-    """
-
-    version: str
-    then: tuple[Any, ...] = ()
-
-    def __call__(self, graph: fx.Graph) -> None:
-        lift(graph)
-        for other in self.then:
-            other(graph)
-
-    def uuid(self) -> Any:
-        """The identity in compile caches; None, which turns caching off, where a pass of the user has none."""
-        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.then]
-        return None if None in others else (self.version, *others)
 
 
 def mark(

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ssd_fx.passes.cost.fusion import CALLS_BETWEEN
-from ssd_fx.passes.cost.kernels import hint
-from ssd_fx.passes.cost.operators import is_extern, is_inlined
+from ssd_fx.passes.cost.operators import hint, is_extern, is_inlined
 from ssd_fx.passes.groups import Layout
 from ssd_fx.passes.joint.stale_views import run_again
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of, tensor_of, written

@@ -23,7 +23,7 @@ from ssd_fx.compat import OpOverload, tree_map_only
 from ssd_fx.compat import inductor_config as config
 from ssd_fx.compat.inductor import V, ir, lowering, register_lowering
 from ssd_fx.compat.inductor import has_saved_lowp_output_use as _SAVED_AND_READ
-from ssd_fx.passes.lowering import audit, random_numbers
+from ssd_fx.passes.lowering import audit, random_numbers, sums
 from ssd_fx.passes.lowering.order import PinOrder
 from ssd_fx.passes.partition import RECOMPUTED, STORED, calls_ours
 
@@ -185,6 +185,7 @@ LOWERINGS = {
 def register() -> None:
     """Make the lowerings known to Inductor; calling it again changes nothing."""
     random_numbers.register()
+    sums.register()
     if _SAVED_AND_READ is not None:
         lowering._has_saved_lowp_output_use = _is_saved_and_read
     for operator, lower in LOWERINGS.items():

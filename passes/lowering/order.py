@@ -40,6 +40,7 @@ from ssd_fx.compat.inductor import (
     ir,
 )
 from ssd_fx.passes.cost.fusion import are_apart
+from ssd_fx.passes.cost.sums import RUNNING
 from ssd_fx.passes.joint.collectives import may_communicate
 from ssd_fx.passes.lowering.cpp_functions import move_out_of_functions
 from ssd_fx.passes.lowering.in_place import may_overwrite_loaded
@@ -99,24 +100,39 @@ class BeforeFusion(_Ordering):
 
 
 def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
-    """Keeps loops that do not read each other from being fused if they are far apart (`are_apart`).
+    """Keeps loops from being fused if they are far apart (`are_apart`), and running sums from what reads them.
 
-    The two would run at the earlier place. What the later one writes, and all that it needs, would be alive from there
-    on. Inductor itself refuses pairs that are 64 kernels apart. Our nodes are no calls: the plan fuses without them.
+    Of two that do not read each other the later one would run at the earlier place. What it writes, and all that it
+    needs, would be alive from there on. Inductor itself refuses pairs that are 64 kernels apart. A running sum would
+    wait for the next term, and with it all terms before. Our nodes are no calls: the plan fuses without them.
     """
     calls = sorted(n.min_order for n in nodes if isinstance(n, ExternKernelSchedulerNode) and not is_ours(n))
-    again = {n.get_name() for n in nodes if RECOMPUTED in getattr(getattr(n.node, "origin_node", None), "meta", ())}
+    again, running = (
+        {n.get_name() for n in nodes if mark in getattr(getattr(n.node, "origin_node", None), "meta", ())}
+        for mark in (RECOMPUTED, RUNNING)
+    )
     scheduler = nodes[0].scheduler
-    are_long_distant = scheduler.are_long_distant_nodes
+    are_long_distant, can_fuse_vertical = scheduler.are_long_distant_nodes, scheduler.can_fuse_vertical
+
+    def between(one: BaseSchedulerNode, other: BaseSchedulerNode) -> int:
+        end, begin = min(one.max_order, other.max_order), max(one.min_order, other.min_order)
+        return bisect(calls, begin) - bisect(calls, end)
 
     def far(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
-        end, begin = min(one.max_order, other.max_order), max(one.min_order, other.min_order)
-        between = bisect(calls, begin) - bisect(calls, end)
         in_order = sorted((one, other), key=lambda node: node.min_order)
         earlier, later = (not again.isdisjoint(n.get_name() for n in each.get_nodes()) for each in in_order)
-        return are_apart(between, earlier, later) or are_long_distant(one, other)
+        shared = scheduler.score_fusion_memory(one, other)
+        written = sum(dep.numbytes_hint() for dep in in_order[1].read_writes.writes)
+        apart = are_apart(between(one, other), earlier, later, shared, written)
+        return apart or are_long_distant(one, other)
 
-    scheduler.are_long_distant_nodes = far  # type: ignore[method-assign,assignment]  # of this scheduler alone
+    def goes_into(one: BaseSchedulerNode, reader: BaseSchedulerNode, **more: Any) -> bool:
+        is_sum = not running.isdisjoint(n.get_name() for n in one.get_nodes())
+        return not (is_sum and between(one, reader) > 0) and bool(can_fuse_vertical(one, reader, **more))
+
+    # of this scheduler alone
+    scheduler.are_long_distant_nodes = far  # type: ignore[method-assign,assignment]
+    scheduler.can_fuse_vertical = goes_into  # type: ignore[method-assign,assignment]
 
 
 def _may_communicate(node: BaseSchedulerNode) -> bool:

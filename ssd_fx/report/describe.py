@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ssd_fx.passes.cost.kernels import hint
+from ssd_fx.passes.cost.operators import hint
 from ssd_fx.passes.decide import device_of, machine_of
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import enclosing, source_line

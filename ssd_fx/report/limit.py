@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from ssd_fx.passes.cost.footprint import both_buffers
-from ssd_fx.passes.cost.kernels import both_kernels, hint
+from ssd_fx.passes.cost.kernels import both_kernels
+from ssd_fx.passes.cost.operators import hint
 from ssd_fx.passes.joint.modules import enclosing, source_line
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of

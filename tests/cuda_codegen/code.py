@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _DEFINED = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.DOTALL | re.MULTILINE)
-_DEFINITIONS_END = "async_compile.wait(globals())"
+DEFINITIONS_END = "async_compile.wait(globals())"
 _GUARD = re.compile(r"with torch\.cuda\._DeviceGuard\(")
-_LAUNCHED = re.compile(r"(\w+)\.run\(")
+LAUNCHED = re.compile(r"(\w+)\.run\(")
 _LIBRARY = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.(?!ssd_fx\.)[\w.]+\(")
 _SUMMED = re.compile(r"\.sum\(dim=0\)")
 _STORED = re.compile(r"torch\.ops\.ssd_fx\.store\.default\(")
 _LOADED = re.compile(r"torch\.ops\.ssd_fx\.load\.default\(")
 _RELEASED = re.compile(r"torch\.ops\.ssd_fx\.wait_store_\.default\(.*, (True|False), (True|False)\)")
+_MADE, _DROPPED = re.compile(r"(\w+) = (empty_strided_cuda\(.*|\w+)"), re.compile(r"\bdel (\w+)")
 _SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
 _ALIGNED = re.compile(r"divisible_by_16=\(([\d, ]*)\)|'configs': \[\{(.*?)\}\]")  # without Triton, and with it
 
@@ -57,11 +58,11 @@ def count(code: str) -> Counts:
 
     Raises: ValueError for code without calls, or a kernel that does not say what it takes.
     """
-    definitions, end, calls = code.partition(_DEFINITIONS_END)
+    definitions, end, calls = code.partition(DEFINITIONS_END)
     if not end:
-        raise ValueError(f"no {_DEFINITIONS_END!r} in the code:\n{code}")
+        raise ValueError(f"no {DEFINITIONS_END!r} in the code:\n{code}")
     kernels = {name: _arguments(name, source) for name, source in _DEFINED.findall(definitions)}
-    launched = [kernels[name] for name in _LAUNCHED.findall(calls)]
+    launched = [kernels[name] for name in LAUNCHED.findall(calls)]
     released = _RELEASED.findall(calls)
     return Counts(
         guards=len(_GUARD.findall(calls)),
@@ -76,6 +77,19 @@ def count(code: str) -> Counts:
         handed_over=sum(hand_over == "True" for hand_over, _ in released),
         asked=sum(block == "True" for _, block in released),
     )
+
+
+def most_alive(code: str, size: tuple[int, ...]) -> int:
+    """How many buffers of a size the code holds at once."""
+    alive: set[str] = set()
+    most = 0
+    for line in code.partition(DEFINITIONS_END)[2].splitlines():
+        for name, value in _MADE.findall(line):
+            if value.startswith(f"empty_strided_cuda({size}, ") or value in alive:  # one under another name
+                alive.add(name)
+        alive.difference_update(_DROPPED.findall(line))
+        most = max(most, len(alive))
+    return most
 
 
 def _arguments(name: str, source: str) -> list[bool]:

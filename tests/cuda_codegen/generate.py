@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ssd_fx.passes.plan import Plan
 from tests.cuda_codegen import pretend
 from tests.cuda_codegen.code import count
 from tests.cuda_codegen.models import CASES, DYNAMIC
+from tests.cuda_codegen.walk import walked
 from tests.passes.lowered import lower
 from tests.rates import QUICK
 
@@ -43,13 +45,17 @@ def generate(name: str, backend: str, directory: Path | None) -> dict[str, Any]:
         return timed
 
     audits = mock.patch.object(audit, "audit_lines", wraps=audit.audit_lines)
-    with mode, mock.patch.object(decide, "time", time), audits as audited:
+    with mode, mock.patch.object(decide, "time", time), audits as audited, tempfile.TemporaryDirectory() as dumped:
         pretend.move(model)
         # Folding constants would compute them on the device, and padding, with Triton installed, would measure there.
         moved = [torch.empty_like(x, device=pretend.DEVICE) for x in inputs]
         patches: dict[str, Any] = {"joint_graph_constant_folding": False, "shape_padding": False}
-        graphs = lower(model, *moved, options=OPTIONS[backend], dynamic=name in DYNAMIC, **patches)
-    found = {"case": name, "backend": backend, "audited": audited.call_count, "launches": launches[-1]}
+        options = OPTIONS[backend] and {**OPTIONS[backend], "dump": dumped}
+        graphs = lower(model, *moved, options=options, dynamic=name in DYNAMIC, **patches)
+        found = {"case": name, "backend": backend, "audited": audited.call_count, "launches": launches[-1]}
+        found["walked"] = 0 if name in DYNAMIC else walked(*graphs)
+        predicted = [json.loads(path.read_text())["predicted"] for path in Path(dumped).glob("*.plan.json")]
+        found["peak"] = sum(of["peak_bytes"] for of in predicted)
     for half, graph in zip(("forward", "backward"), graphs, strict=True):
         found[half] = asdict(count(graph.code))
         if directory is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from examples.train_gpt import GPT, Shape
 
@@ -51,11 +52,12 @@ class Flash(nn.Module):
     def __init__(self, attention: Any) -> None:
         super().__init__()
         self.heads, self.qkv, self.proj = attention.heads, attention.qkv, attention.proj
+        self.dropout = attention.dropout
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.1, True)[0]
-        out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
+        y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+        out: Tensor = self.dropout(self.proj(y.transpose(1, 2).flatten(2)))
         return out
 
 
@@ -116,6 +118,34 @@ class Mamba(nn.Module):
         return loss
 
 
+class InPieces(nn.Module):
+    """A loss over so many pieces of its rows, each of which computes its logits again in the backward.
+
+    Its head is the table of the words, so what adds up to the gradient is read by a loop.
+    """
+
+    PIECES, ROWS, WIDTH, WORDS = 12, 64, 256, 4096
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(self.WORDS, self.WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        total = torch.zeros((), device=ids.device)
+        for rows, wanted in zip(self.words(ids).split(self.ROWS), targets.split(self.ROWS), strict=True):
+            total = total + checkpoint(self._loss, rows, wanted, use_reentrant=False)
+        return total
+
+    def _loss(self, rows: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(rows, self.words.weight).float(), wanted, reduction="sum")
+
+
+def in_pieces() -> Case:
+    rows = InPieces.PIECES * InPieces.ROWS
+    return InPieces(), (torch.randint(0, InPieces.WORDS, (rows,)), torch.randint(0, InPieces.WORDS, (rows,)))
+
+
+PIECES = "loss in pieces"
 CASES: dict[str, Callable[[], Case]] = {
     "MLP": mlp,
     "MLP of odd sizes": lambda: (Gated(), (torch.randn(77, 33),)),
@@ -125,6 +155,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "GPT, 2 layers, flash attention": partial(gpt, 2, flash=True),
     "GPT, 1 layer, sizes in symbols": partial(gpt, 1),
     "conv net": conv_net,
+    PIECES: in_pieces,
     "LSTM": lambda: (LSTM(), (torch.randn(4, 32, 64),)),
     "flex_attention": lambda: (Flex(), (torch.randn(2, 128, 64),)),
     "Mamba": lambda: (Mamba(), (torch.randint(0, 256, (4, 4)),)),

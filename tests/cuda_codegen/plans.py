@@ -1,6 +1,6 @@
 """What is planned for a GPT on a GPU, without one: the rates are those that a GPU was measured to have.
 
-python -m tests.cuda_codegen.plans --machine docs/results/gpu/2026-11-26-nvidia-h200-machine.json
+python -m tests.cuda_codegen.plans --machine docs/results/gpu/2026-11-27-nvidia-h200-machine-1b439be.json
 python -m tests.cuda_codegen.plans --machine FILE --layers 6 --width 4096 --heads 32 --batch 16 --budgets auto 0.5 0
 
 The model is in bfloat16, with flash attention. What is offloaded goes to host memory (engine "memory"). FILE is the
@@ -42,9 +42,18 @@ COLUMNS = (
 
 
 def rates(path: Path) -> dict[str, Any]:
-    """The option `machine`, of a machine whose tier of host memory is all that there is."""
+    """The option `machine`, of a machine whose tier of host memory is all that there is.
+
+    `path`: a cache of the calibration, of today's format or of one of its first ones.
+    """
     found = json.loads(path.read_text())
-    compute, disk = (next(iter(found[section].values())) for section in ("compute", "disk"))
+    if "measured" in found:
+        measured = {name: each["rates"] for name, each in found["measured"].items()}
+    else:
+        measured = {f"{kind} {name}": of for kind in ("compute", "disk") for name, of in found[kind].items()}
+    compute = next(of for name, of in measured.items() if name.startswith("compute"))
+    disk = next(of for name, of in measured.items() if name.startswith("disk"))
+    disk = next((of for name, of in measured.items() if '"engine": "memory"' in name), disk)
     lanes = {"write_bw": compute["to_host_bw"], "read_bw": compute["from_host_bw"]}
     return {**compute, **disk, **lanes, "latency_s": compute["host_latency_s"], "drag_s_per_byte": 0.0}
 

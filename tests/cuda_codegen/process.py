@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @dataclass(frozen=True)
 class Generated:
     """What came of one case under one backend; `audited`: graphs whose code the audit read; `launches`: how many the
-    planner expects in both graphs."""
+    planner expects in both graphs.
+
+    `walked`: the peak of the code in bytes (`walk.py`), 0 where sizes are symbols. `peak`: what the plan says, 0
+    without one.
+    """
 
     case: str
     backend: str
@@ -32,6 +36,8 @@ class Generated:
     forward: Counts
     backward: Counts
     launches: int = 0
+    walked: int = 0
+    peak: int = 0
 
     @staticmethod
     def read(line: str) -> Generated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ import torch
 
 from tests.cuda_codegen import plans
 from tests.cuda_codegen.__main__ import table
-from tests.cuda_codegen.code import Counts, count
-from tests.cuda_codegen.models import CASES
+from tests.cuda_codegen.code import Counts, count, most_alive
+from tests.cuda_codegen.models import CASES, DYNAMIC, PIECES, InPieces
 from tests.cuda_codegen.process import ROOT, Generated, generated, pretending
 
 FAST = ("MLP of odd sizes", "GPT, 1 layer")
-SLOW = tuple(case for case in CASES if case not in FAST)
+SLOW = tuple(case for case in CASES if case not in (*FAST, PIECES))
 pytestmark = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="pretends a device to torch 2.13; others ask for other things"
 )
@@ -88,6 +89,30 @@ def test_no_kernel_is_lost_or_made(found: Found, case: str) -> None:
     for plain, ours in graphs(found(case)):
         assert ours.library == plain.library
         assert abs(ours.kernels - plain.kernels) <= 2
+
+
+# Of LSTM and Mamba, whose tensors have some KiB, 13% are missed; sizes in symbols are not walked.
+WALKED = [case for case in CASES if not case.startswith(("LSTM", "Mamba")) and case not in DYNAMIC]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in WALKED]
+)
+def test_the_peak_that_is_planned_is_near_that_of_the_code(found: Found, case: str) -> None:
+    _, ours = found(case)
+    assert 0.9 < ours.peak / ours.walked < 1.02
+
+
+def test_of_the_pieces_of_a_loss_one_is_alive(tmp_path: Path) -> None:
+    """Inductor makes the gradient of the head one kernel, behind all products, and the logits of several pieces too."""
+    generated([PIECES], tmp_path)
+    names = (f"{PIECES} {backend} backward.py".replace(" ", "_") for backend in ("inductor", "ssd_fx"))
+    plain, ours = ((tmp_path / name).read_text() for name in names)
+    gradient, logits = (InPieces.WORDS, InPieces.WIDTH), (InPieces.ROWS, InPieces.WORDS)
+    assert most_alive(plain, gradient) > InPieces.PIECES
+    assert most_alive(plain, logits) > 2
+    assert most_alive(ours, gradient) <= 3
+    assert most_alive(ours, logits) == 1
 
 
 # A fifth too few: in the first, batch norms and biases of convolutions; in others, what a kernel of a template needs.
@@ -171,17 +196,22 @@ def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         generated(["MLP"])
 
 
+def planned(*model: str, machine: str) -> dict[str, str]:
+    """The last row of the table of plans, by its columns; the options that all tests have are not looked at."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SSD_FX_")}
+    path = ROOT / "docs" / "results" / "gpu" / machine
+    *_, last = pretending("tests.cuda_codegen.plans", ["--machine", str(path), *model, "--pretending"], own)
+    return dict(zip(plans.COLUMNS, (cell.strip() for cell in last.strip("| ").split("|")), strict=True))
+
+
 @pytest.mark.slow
 def test_wide_layers_leave_a_gpu_without_waiting() -> None:
     """Their tensors are larger than `prefetch`. Read one at a time, 85% of the bytes would stay.
 
     Now half of them do, those that are needed before their copies would end. The peak comes when they have been used.
     """
-    machine = ROOT / "docs" / "results" / "gpu" / "2026-11-26-nvidia-h200-machine.json"
     model = ["--layers", "3", "--width", "8192", "--heads", "64", "--batch", "16", "--budgets", "auto"]
-    arguments = ["--machine", str(machine), *model, "--pretending"]
-    *_, last = pretending("tests.cuda_codegen.plans", arguments, os.environ)
-    cells = dict(zip(plans.COLUMNS, (cell.strip() for cell in last.strip("| ").split("|")), strict=True))
+    cells = planned(*model, machine="2026-11-26-nvidia-h200-machine.json")
     assert float(cells["offloaded"].rstrip("%")) > 45
     assert (cells["of compute"], cells["stalls ms"]) == ("1.000", "0.0")
-    assert float(cells["peak GiB"]) < 0.6 * float(cells["kept GiB"])
+    assert float(cells["peak GiB"]) < 0.65 * float(cells["kept GiB"])

@@ -26,11 +26,12 @@ from ssd_fx.passes.partition import RECOMPUTED
 @dataclass
 class Lowered:
     """One graph behind the scheduler. `nodes`: in the order in which they run; `moved_bytes`: what its kernels read and
-    write."""
+    write; `inputs`: fake ones."""
 
     nodes: list[BaseSchedulerNode]
     code: str
     moved_bytes: int
+    inputs: list[torch.Tensor]
 
     @property
     def kernels(self) -> list[BaseSchedulerNode]:
@@ -85,7 +86,8 @@ def _captured(patches: Mapping[str, Any]) -> Iterator[list[Lowered]]:
 
     def capture(graph: GraphLowering, code: Any) -> ModuleType:
         nodes = list(graph.scheduler.nodes)
-        found.append(Lowered(nodes, code.value, sum(n.get_read_write_buffers_sizes() for n in nodes)))
+        moved = sum(n.get_read_write_buffers_sizes() for n in nodes)
+        found.append(Lowered(nodes, code.value, moved, list(graph.example_inputs or ())))
         module = ModuleType("not_compiled")
         module.__file__ = __file__
         module.call = _refuse  # type: ignore[attr-defined]

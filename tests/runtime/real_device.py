@@ -43,6 +43,10 @@ class RealDevice:
         """What a kernel sees that is queued now."""
         return raw(x.cpu())
 
+    def finish(self) -> None:
+        """Runs all that is queued."""
+        torch.accelerator.synchronize()
+
     def scrub(self) -> None:
         """Runs every kernel, then writes over memory that nobody has."""
         torch.accelerator.synchronize()

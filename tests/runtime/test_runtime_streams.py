@@ -687,6 +687,7 @@ def test_the_capture_of_a_graph_is_refused(gpu, config):
     assert gpu.bytes_of(load(h, x)) == raw(numbers())
 
 
+@LATE
 def test_a_forward_that_stores_nothing_may_be_captured(gpu, config):
     """It begins no write of what other forwards left: a replay would do so again."""
     handle, _ = later(gpu, config, numbers())

@@ -1,0 +1,57 @@
+"""Long sums, whose terms Inductor would hold until the last one is there.
+
+    dw = mm_1 + mm_2 + ... + mm_32        the gradient of a weight that a loss in pieces, or many layers, share
+
+An addition is computed inside the one that reads it. So all terms would be read by one kernel at the end, and all of
+them live until then: with Llama 3's words and 64 thousand tokens 29 GiB, on an H200. Inductor adds a product to what it
+is added to (`addmm`), but on a GPU only where something other than a loop reads the sum. So each addition of a long sum
+is written to memory, where its terms are: `lowering/sums.py` has Inductor do so, and predictions count with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ssd_fx.passes.cost.operators import hint
+from ssd_fx.passes.partition import tensor_of
+
+aten = torch.ops.aten
+
+# The terms that a sum may have without this: so many does Inductor read in one loop (`realize_acc_reads_threshold`).
+SHORT = 8
+# Bytes of the sum from which on this matters. A kernel for less would take longer to start than to run.
+LEAST = 1 << 20
+RUNNING = "ssd_fx_running_sum"  # in node.meta, once Inductor is to write the sum
+
+
+def running_sums(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The additions that each add one term to a sum of more than `SHORT` terms, but for the last."""
+    terms: dict[fx.Node, int] = {}
+    for node in nodes:
+        if _adds(node):
+            terms[node] = sum(terms.get(n, 1) for n in node.all_input_nodes)
+    found: set[fx.Node] = set()
+    for node in reversed(terms):
+        reader = next(iter(node.users))
+        if reader in terms and (reader in found or terms[reader] > SHORT):
+            found.add(node)
+    return found
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether a node adds two tensors, which nothing else reads, and one node reads the sum."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.users) != 1 or len(node.all_input_nodes) != 2:
+        return False
+    made, terms = tensor_of(node), [tensor_of(n) for n in node.all_input_nodes]
+    if made is None or any(term is None or _sizes(term) != _sizes(made) for term in terms):
+        return False
+    is_large = hint(made.numel()) * made.itemsize >= LEAST
+    return is_large and all(len(n.users) == 1 for n in node.all_input_nodes)
+
+
+def _sizes(tensor: torch.Tensor) -> list[float]:
+    """As numbers: to compare symbolic ones would add guards."""
+    return [hint(size) for size in tensor.shape]
