@@ -68,8 +68,7 @@ class Writer:
 
         Takes the tensor over, and starts every write that is due.
         """
-        with GUARD.lock:
-            self.reap()
+        with GUARD.lock:  # `make_room` reaps
             codec_first = self._hold(entry, x)
         if codec_first:
             self._encode(entry, codec_first, State.RESIDENT)
@@ -214,7 +213,8 @@ class Writer:
         write = entry.write
         if not isinstance(write, streams.Queued) or not write.follow(entry.stream):
             return False
-        self._followed.append((write, entry.graph, entry.slot, entry.seq, entry.moved_bytes))
+        if write.is_timed:
+            self._followed.append((write, entry.graph, entry.slot, entry.seq, entry.moved_bytes))
         self.finish(entry, None)
         return True
 

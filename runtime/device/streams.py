@@ -367,6 +367,11 @@ class Queued:
         if self._error:
             raise self._error
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether its span will be known."""
+        return self._anchor is not None
+
     def cannot_fail(self) -> bool:
         """Whether it was started, and its outcome is known before its end."""
         return not self._may_fail and self._error is None and self._ended is not None

@@ -27,7 +27,7 @@ from ssd_fx.runtime.memory import tensors
 from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
-from tests.runtime.fake_gpu import ORDERS, FakeGpu, installed
+from tests.runtime.fake_gpu import ORDERS, FakeEvent, FakeGpu, installed
 from tests.runtime.harness import begin, config_json, load, raw, release, settle, start_load, store, wait
 from tests.runtime.real_device import RealDevice, kinds
 
@@ -672,6 +672,22 @@ def test_a_copy_to_host_memory_makes_no_event_for_a_host_that_sleeps(monkeypatch
         transfer.start()
         assert fake.sleeping == 1
         transfer.wait()
+        del x, handle
+        close_stores()
+
+
+def test_the_host_asks_no_more_for_a_copy_that_the_stream_waits_for(monkeypatch):
+    """Only one that is timed is asked for, for the trace."""
+    monkeypatch.setattr(device_trace, "node", lambda *_: contextlib.nullcontext())
+    asked = []
+    with installed("lazy") as fake:
+        x = fake.tensor(numbers())
+        handle = store(x, MEMORY)
+        op.wait_store_(handle, x, 1, True, True)
+        monkeypatch.setattr(FakeEvent, "query", lambda event: asked.append(event) or False)
+        get_store(MEMORY).writer.reap()
+        assert asked == []
+        assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
         del x, handle
         close_stores()
 
