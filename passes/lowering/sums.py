@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.library import Library
 
+from ssd_fx.compat import is_lite
 from ssd_fx.compat.inductor import register_lowering
 from ssd_fx.passes.cost.sums import RUNNING, running_sums
 
@@ -26,7 +27,9 @@ _library.impl("written", torch.clone, "CompositeExplicitAutograd")  # for Induct
 
 
 def write_running_sums(graph: fx.Graph) -> None:
-    """Put the operator behind every addition of a long sum."""
+    """Put the operator behind every addition of a long sum. In lite mode Inductor fuses nothing, and would call it."""
+    if is_lite():
+        return
     for node in running_sums(list(graph.nodes)):
         (reader,) = node.users
         with graph.inserting_after(node):

@@ -39,6 +39,13 @@ def test_no_kernel_waits_for_all_terms() -> None:
     assert most_read(ours) <= 4
 
 
+@pytest.mark.skipif(not hasattr(config, "fallback_by_default"), reason="this torch has no lite mode")
+def test_in_lite_mode_nothing_is_called_for_it() -> None:
+    """There every operator is called, so ours would copy each sum."""
+    for graph in lower(sorted_terms, *inputs(), options={"budget": 1 << 40}, fallback_by_default=True):
+        assert "written" not in graph.code
+
+
 def test_the_values_are_those_of_eager() -> None:
     (x, w), (a, b) = inputs(), inputs()
     loss = torch.compile(sorted_terms, backend=ssd_fx.backend, options={"engine": "memory", "budget": 1 << 40})(x, w)
