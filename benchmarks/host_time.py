@@ -76,7 +76,7 @@ class Device(streams.Streams):
         self.calls["current stream"] += 1
         return self._current
 
-    def record(self, stream: Any, *, timed: bool = not UNTIMED) -> Any:
+    def record(self, stream: Any, *, timed: bool = not UNTIMED, sleeps: bool = False) -> Any:
         self.calls["timed event" if timed else "event"] += 1
         return Event(self)
 

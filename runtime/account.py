@@ -87,7 +87,7 @@ class Account:
             self._gauge.look_around()
         if self._memory == "auto":
             self._allowance.limit = limit_of(self._memory, self._ranks, self._gauge, device)
-        self._allowance.waste = self._gauge.waste_bytes()
+        self._allowance.wasted(self._gauge.waste_bytes())
         base = self._gauge.live_bytes() - self._held()
         self._allowance.begins(graph, saved, base, optimized, waits=self._waiting() > 0)
         if first:
@@ -124,6 +124,8 @@ class Account:
         self._gauge = gauge(device)
         if self._gauge is not None:
             self._allowance = Allowance(limit_of(self._memory, self._ranks, self._gauge, device))
+            if device.type != "cpu":
+                self._allowance.capacity = self._gauge.spare_bytes()
             return
         self._allowance = Allowance(0)
         warnings.warn(

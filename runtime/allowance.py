@@ -24,6 +24,7 @@ from ssd_fx.runtime.wear import format_bytes
 _log = logging.getLogger("ssd_fx")
 
 REMEMBERED = 4  # steps of a kind and a size
+WASTES = 32  # steps whose waste is remembered: a larger allowance may bring it back
 SETTLED = 5  # steps in a row that were known before they ran: what they leave is steady
 SIZES = 32  # of a kind
 MARGIN = 0.01  # of the limit, for what nobody counts: small tensors, and what others take meanwhile
@@ -110,7 +111,9 @@ class Allowance:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self.waste = 0  # bytes that the device's allocator has and cannot use
+        self.capacity = sys.maxsize  # bytes that the process could have on the device
+        self._wastes: deque[int] = deque(maxlen=WASTES)  # of the last steps, as in `wasted`
+        self._waste = 0  # in the step that runs
         self.seen: Seen | None = None
         self._left: deque[int] = deque(maxlen=SETTLED)  # what each of the last steps left, as in `Steady`
         self._runs: Mapping[str, int] = {}  # of the last of them
@@ -145,8 +148,13 @@ class Allowance:
 
     @property
     def _within(self) -> int:
-        """What all tensors may take."""
-        return int((1 - MARGIN) * self.limit) - self.waste
+        """What all tensors may take: the limit is one of tensors, and the device has room for what is wasted beside."""
+        return int((1 - MARGIN) * min(self.limit, self.capacity - max(self._waste, *self._wastes, 0)))
+
+    def wasted(self, nbytes: int) -> None:
+        """In the step that runs the device's allocator had so many bytes that it could not use. The most of the last
+        steps counts: what rests changes it, so that an allowance by the last step alone would go up and down."""
+        self._waste = max(self._waste, nbytes)
 
     def steady(self) -> Steady | None:
         """What the last steps left, if all were known before they ran; None until as many more have run."""
@@ -181,6 +189,8 @@ class Allowance:
         if step is None:
             return
         self.seen = Seen(self.limit, step.peak, step.held)
+        self._wastes.append(self._waste)
+        self._waste = 0
         if self._turned:
             measured = _Measured(step.level, step.runs, _highest(step.points))
             sizes = self._known.setdefault(step.kind, {})

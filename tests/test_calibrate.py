@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import pwd
@@ -16,17 +17,19 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.convert_frame import compile_lock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssd_fx
 from ssd_fx import Config, cli
 from ssd_fx.backend import machine_of
-from ssd_fx.calibration import cache, calibrate, rates, round_trip, timing, transfers
+from ssd_fx.calibration import cache, calibrate, launches, rates, round_trip, timing, transfers
 from ssd_fx.calibration.transfers import host_copies
 from ssd_fx.command import limits
 from ssd_fx.options import Options
@@ -34,6 +37,7 @@ from ssd_fx.passes.cost.machine import NODE_S, Machine
 from ssd_fx.runtime import trace
 from ssd_fx.runtime.device import device_trace
 from tests import fresh
+from tests.passes.lowered import captured
 from tests.runtime.fake_gpu import FakeGpu, installed
 
 CPU = torch.device("cpu")
@@ -138,11 +142,11 @@ NO_RATES = {
     "no JSON": "rates",
     "a list": "[]",
     "another version": '{"version": 0}',
-    "nothing measured": '{"version": 7}',
-    "a number": '{"version": 7, "measured": 1}',
-    "no entry": '{"version": 7, "measured": {"k": 1}}',
-    "another entry": '{"version": 7, "measured": {"k": {"speed": 1}}}',
-    "no rate": '{"version": 7, "measured": {"k": {"rates": {"flops": "fast"}}}}',
+    "nothing measured": '{"version": 8}',
+    "a number": '{"version": 8, "measured": 1}',
+    "no entry": '{"version": 8, "measured": {"k": 1}}',
+    "another entry": '{"version": 8, "measured": {"k": {"speed": 1}}}',
+    "no rate": '{"version": 8, "measured": {"k": {"rates": {"flops": "fast"}}}}',
 }
 
 
@@ -511,6 +515,43 @@ def test_nodes_beside_a_device_that_runs_behind_are_the_host_s(monkeypatch: pyte
         assert round_trip.node_s(Options(engine="memory"), CPU) == pytest.approx(2e-3)
         assert clock.asked == (round_trip._PASSES + device_trace.RUNS) * 4 * 2 * HostClock.TENSORS
         assert device_trace.events() == []
+
+
+def test_a_launch_takes_what_its_thread_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 for each layer, while the device has nothing to do: it would hold the host up, or begin late."""
+    with installed("lazy") as gpu:
+        seen: list[int] = []
+
+        def run(given: list[torch.Tensor]) -> None:
+            seen.append(len(gpu.compute.tasks))
+            gpu.queue(gpu.compute, lambda: None)
+
+        monkeypatch.setattr(launches, "compiled", lambda function, inputs: run)
+        ticks = itertools.count()
+        monkeypatch.setattr(launches.time, "thread_time", lambda: 0.48 * next(ticks))
+        with gpu.on(CPU):
+            assert launches.launch_s(CPU) == pytest.approx(0.01)
+    assert seen == [0] * (launches._WARM_UP + launches._RUNS)
+
+
+def test_launches_are_those_of_inductor_s_code() -> None:
+    """Three for each layer. Whoever measures is compiling in another thread, and holds the lock of Dynamo."""
+    inputs = [torch.ones((8, 8), dtype=torch.bfloat16), *(torch.ones(shape) for shape in ((8, 8), (8,)) * 2)]
+    with captured({}) as found, compile_lock, ThreadPoolExecutor(1) as pool:
+        pool.submit(launches.compiled, launches.forward, inputs).result(timeout=60)
+    kernels = [node.is_extern() for node in found[0].kernels]
+    assert (len(kernels), sum(kernels)) == (6, 2)
+
+
+def test_a_device_without_inductor_has_its_launches_guessed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compiled(*_: object) -> None:
+        raise RuntimeError("no Triton here")
+
+    monkeypatch.setattr(launches, "compiled", compiled)
+    assert rates.Compute(CPU).launch_s(kernel_s=1e-6) == pytest.approx(6e-6)
+    assert "could not time launches in code of Inductor (no Triton here), and guesses" in caplog.text
 
 
 def test_a_node_that_was_not_measured_takes_what_nodes_took_elsewhere(calls: Calls, tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def _launches(
     partition: Partition, both: tuple[Kernels, Kernels], added: Iterable[Mapping[fx.Node, Traffic]]
 ) -> Launches:
     kernels = sum(one.first for found in added for one in found.values()) + sum(len(k.split()) for k in both)
+    functions = [node for k in both for node in k.nodes if node.op == "call_function"]
+    kernels += 2 * sum(called(node)[0] is not node.target for node in functions)  # the generator's state, read and set
     gradients = len(partition.backward.graph.output_node().all_input_nodes)  # autograd adds each to what there is
     return Launches(kernels + gradients, frozenset(both[0].nodes[i].name for i in both[0].alone()))
 

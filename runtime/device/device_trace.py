@@ -54,7 +54,7 @@ class Node:
         self._within.__exit__(kind, error, where)
         if error:
             return
-        self._ended = self._streams.record(self._streams.current(self._device), timed=True)
+        self._ended = self._streams.record(self._streams.current(self._device), timed=True, sleeps=True)
         with _lock:
             _unread.append(self)
             if len(_unread) > UNREAD:

@@ -69,8 +69,9 @@ class Streams:
     def give_back(self, device: torch.device, stream: Stream) -> None:
         """Takes back a stream of `side`, which has nothing left to do."""
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """An event after all work that has been queued on `stream`. `timed`: it can be asked when it fired."""
+    def record(self, stream: Stream, *, timed: bool = False, sleeps: bool = False) -> Event:
+        """An event after all work that has been queued on `stream`. `timed`: it can be asked when it fired. `sleeps`: a
+        host that waits for it sleeps, where the device has such events; else it spins."""
         event: Event = stream.record_event(torch.Event(stream.device, enable_timing=timed))
         return event
 
@@ -113,9 +114,12 @@ class Streams:
 class CudaStreams(Streams):
     """The streams of torch.cuda, which is ROCm's name too. They have handles for cuFile, and may be captured.
 
-    Its events wait without spinning (`blocking`); torch.Event has no such flag. PyTorch makes 32 streams and hands them
-    out in turns, so one of them may be a user's or NCCL's. Those of `side` and `idle` are nobody else's. They are never
-    destroyed, because what was queued on one may outlive its owner.
+    PyTorch makes 32 streams and hands them out in turns, so one of them may be a user's or NCCL's. Those of `side` and
+    `idle` are nobody else's. They are never destroyed, because what was queued on one may outlive its owner.
+
+    CUDA's manual (cudaEventCreateWithFlags): events "provide the best performance when used with cudaStreamWaitEvent()
+    and cudaEventQuery()" if they have no time and no host sleeps for them (cudaEventBlockingSync). So only those have
+    that flag for which the host will wait.
     """
 
     def __init__(self) -> None:
@@ -139,8 +143,8 @@ class CudaStreams(Streams):
         found = _driver()
         return found.pinned(torch.cuda.current_device(), nbytes) if found else super().pinned(nbytes)
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        event: Event = stream.record_event(torch.cuda.Event(enable_timing=timed, blocking=True))
+    def record(self, stream: Stream, *, timed: bool = False, sleeps: bool = False) -> Event:
+        event: Event = stream.record_event(torch.cuda.Event(enable_timing=timed, blocking=sleeps))
         return event
 
     def idle(self, device: torch.device) -> Event:
@@ -220,7 +224,7 @@ def finish_copies_into(x: Tensor) -> None:
     found = of(device)
     assert found, "the accelerator has streams"
     with found.on(device):
-        found.record(found.current(device)).synchronize()
+        found.record(found.current(device), sleeps=True).synchronize()
 
 
 def in_turn_with(stream: Stream | None, device: torch.device) -> AbstractContextManager[None]:
@@ -342,11 +346,12 @@ class Queued:
         except OSError as error:
             self._error = error
         finally:
-            timed = self._anchor is not None
+            # Streams wait for a copy that cannot fail, and the host for the outcome of others.
+            timed, sleeps = self._anchor is not None, self._may_fail
             try:
-                self._ended = streams.record(self._side, timed=timed)
+                self._ended = streams.record(self._side, timed=timed, sleeps=sleeps)
             except BaseException:  # Ctrl-C: without an end, what is queued would count as never started
-                self._ended = streams.record(self._side, timed=timed)
+                self._ended = streams.record(self._side, timed=timed, sleeps=sleeps)
                 raise
 
     def done(self) -> bool:

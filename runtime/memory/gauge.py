@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -97,56 +97,68 @@ def _note_elsewhere(x: torch.Tensor, found: dict[int, int]) -> None:
             found[storage._cdata] = storage.nbytes()
 
 
+class _Seen(NamedTuple):
+    """What PyTorch says of a device's tensors, in bytes: the peak, what lives, what was ever made, what ever went."""
+
+    peak: int
+    current: int
+    allocated: int
+    freed: int
+
+
 class DeviceGauge:
     """What PyTorch's allocator of a device counts.
 
     Its peak is since the user's last reset, and not ours to reset. If it rose since the last look, it is the most of
     that time. If not, the most is what lived at its ends and, beside it, the most by which it was ever seen to rise
-    above them, but not more than the peak.
+    above them, but not more than the peak, nor than if all that was made since had come before anything went.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._waste = self._at = 0  # what could not be used, and what lived then
-        self._highest, self._before = self._read()
+        self._before = self._read()
         self._beside: int | None = None  # None: it was not seen to rise yet
 
-    def _read(self) -> tuple[int, int]:
-        """The peak, and what lives now."""
+    def _read(self) -> _Seen:
         ask = getattr(self._module, "memory_stats_as_nested_dict", None)
         if ask is None:
             flat = self._module.memory_stats(self._device)
-            return flat["allocated_bytes.all.peak"], flat["allocated_bytes.all.current"]
+            return _Seen(*(flat.get(f"allocated_bytes.all.{name}", 0) for name in _Seen._fields))
         found = ask(self._device)
-        allocated = found["allocated_bytes"]["all"]
-        if allocated["current"] >= self._at:
-            self._at, self._waste = allocated["current"], found["inactive_split_bytes"]["all"]["current"]
-        return allocated["peak"], allocated["current"]
+        seen = _Seen(*(found["allocated_bytes"]["all"].get(name, 0) for name in _Seen._fields))
+        if seen.current >= self._at:
+            self._at, self._waste = seen.current, found["inactive_split_bytes"]["all"]["current"]
+        return seen
 
     def total_bytes(self) -> int:
         return int(self._module.mem_get_info(self._device)[1])
 
     def spare_bytes(self) -> int:
-        return int(self._module.mem_get_info(self._device)[0] + self._module.memory_reserved(self._device))
+        free, total = self._module.mem_get_info(self._device)
+        share = getattr(self._module, "get_per_process_memory_fraction", None)
+        most = int(share(self._device) * total) if share else total
+        return int(min(most, free + self._module.memory_reserved(self._device)))
 
     def live_bytes(self) -> int:
-        return self._read()[1]
+        return self._read().current
 
     def begin(self) -> int:
-        self._highest, self._before = self._read()
-        return self._before
+        self._before = self._read()
+        return self._before.current
 
     def peak_bytes(self) -> int:
-        highest, now = self._read()
-        ends = max(self._before, now)
-        if highest > self._highest:
-            found = highest
-            self._beside = max(self._beside or 0, highest - ends)
-        else:
-            found = highest if self._beside is None else min(highest, ends + self._beside)
-        self._highest, self._before = highest, now
-        return max(found, ends)
+        before, now = self._before, self._read()
+        self._before, ends = now, max(before.current, now.current)
+        if now.peak > before.peak:
+            self._beside = max(self._beside or 0, now.peak - ends)
+            return now.peak
+        most = [now.peak] if self._beside is None else [now.peak, ends + self._beside]
+        made, gone = now.allocated - before.allocated, now.freed - before.freed
+        if now.allocated and before.current + made == now.current + gone:  # else nothing counts them, or it was reset
+            most.append(before.current + made)
+        return max(min(most), ends)
 
     def waste_bytes(self) -> int:
         self._at = 0

@@ -7,6 +7,7 @@ numbers come from separate generators, so that measuring does not change what a 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,18 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ssd_fx.calibration import launches
 from ssd_fx.calibration.timing import Clock
 from ssd_fx.passes.cost.machine import HEAD_SIZES, dtype_name
 from ssd_fx.passes.cost.roofline import causal_share
+from ssd_fx.runtime.errors import first_line
 
+log = logging.getLogger("ssd_fx")
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The generated code launches a kernel in that many times what an operator of PyTorch takes in a row of equal ones. A
-# GPT of 12 layers has 838, and with 24 transfers a step took 28.6 ms of an H200's host: docs/results/gpu, "Steps on
-# that H200".
-_LAUNCH_PER_KERNEL = 2.5
+# Where that cannot be measured: the generated code launches a kernel in so many times what an operator of PyTorch takes
+# in a row of equal ones. On an H200 that was 5.6 us, and 35 us for each of the 678 launches of a GPT of 12 layers:
+# docs/results/gpu, "A step that is bound by the host".
+_LAUNCH_PER_KERNEL = 6.0
 # Inductor draws by Philox, one number at a time without vectors. Eager mode's CPU generator, a Mersenne twister, is as
 # scalar, and needs no compiler here. CPU time of a number in one thread: 15.1 ns against 5.6 ns (Xeon at 2.5 GHz).
 _PHILOX_PER_TWISTER = 2.7
@@ -123,6 +127,16 @@ class Compute:
 
         return self.clock.typical(row) / 50
 
+    def launch_s(self, kernel_s: float) -> float:
+        """Seconds of the host for a launch in generated code; by `kernel_s` where Inductor cannot make any."""
+        try:
+            return launches.launch_s(self.device)
+        except Exception as error:  # of Inductor, of Triton, of a compiler: each has its own
+            if out_of_memory(error):
+                raise
+            log.warning("ssd_fx could not time launches in code of Inductor (%s), and guesses", first_line(error))
+            return _LAUNCH_PER_KERNEL * kernel_s
+
     def erf_s(self) -> float:
         """Seconds of erf of an element in cache; 0 on a GPU, which hides it behind its memory."""
         if self.gpu:
@@ -164,5 +178,5 @@ class Compute:
             kernel_s = self.kernel_s()
             if self.clock.idle is None:  # by CPU time a small kernel cannot be told from starting it
                 found["kernel_s"] = kernel_s
-            found["launch_s"] = _LAUNCH_PER_KERNEL * kernel_s if self.gpu else 0.0
+            found["launch_s"] = self.launch_s(kernel_s) if self.gpu else 0.0
             return found | {"memory_bw": self.memory_bw(), "erf_s": self.erf_s(), "random_s": self.random_s()}

@@ -79,8 +79,9 @@ def round_trip(tensors: Sequence[Tensor], config: str, before: Callable[[], obje
 def node_s(config: Options, device: torch.device) -> float:
     """What the host needs for one of our nodes: CPU seconds of the thread that runs the graph, without what it waits.
 
-    It is the mean of store, release, load and wait of a small tensor. On a CPU a kernel comes before each node, as in a
-    graph: behind one the caches have other things. A node then takes several times what it takes in a loop of nodes.
+    It is the mean of store, release, load and wait of a small tensor. Before each node the host computes something, as
+    in a graph, where the caches have other things: a CPU's kernels, or the code around launches. A node then takes
+    several times what it takes in a loop of nodes.
 
     Raises:
         OSError: the directories do not take the tensors, or do not give them back.
@@ -99,7 +100,7 @@ def node_s(config: Options, device: torch.device) -> float:
     words = alone.runtime_json()
     tensors = [torch.full((_SMALL_BYTES,), i, dtype=torch.uint8, device=device) for i in range(_SMALL)]
     sampled = streams.of(device) is not None  # the first runs of a node on a device are all timed, which takes longer
-    passes, before = (_PASSES + device_trace.RUNS, None) if sampled else (_PASSES, _sweep())
+    passes, before = _PASSES + device_trace.RUNS * sampled, sweep()
     with stats.apart():
         try:
             trips = [round_trip(tensors, words, before) for _ in range(passes)]
@@ -111,8 +112,8 @@ def node_s(config: Options, device: torch.device) -> float:
     return statistics.mean(statistics.median(s for trip in kept for s in trip.host_s[name]) for name in kept[0].host_s)
 
 
-def _sweep() -> Callable[[], object]:
-    """A kernel that leaves nothing else in the caches."""
+def sweep() -> Callable[[], object]:
+    """A kernel of the CPU that leaves nothing else in the caches."""
     a, b, out = (torch.ones(_SWEPT_BYTES // 4) for _ in range(3))
     return lambda: torch.add(a, b, out=out)
 

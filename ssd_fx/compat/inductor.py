@@ -13,6 +13,7 @@ import torch
 # The compiler itself: the backend. Where the C++ compiler is: `ssd-fx doctor`.
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import select_decomp_table
 
 # Nodes of ours in its graph: `lowering/inductor.py`.
 from torch._inductor import ir, lowering

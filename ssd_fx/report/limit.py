@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import dataclass
 
@@ -28,30 +29,83 @@ COPIES = 2  # of what is trained, which an optimizer such as Adam keeps
 class Parts:
     """What a step is predicted to need at its peak, in bytes.
 
-    input_bytes: parameters, buffers and inputs of the graph. gradient_bytes: which its backward makes. state_bytes: of
-    the optimizer. there_bytes: all tensors before the step, as counted; 0 if nothing counts them. peak_bytes: the most
-    above that, the gradients included. largest: the largest tensor then, with its module and line.
+    input_bytes: parameters, buffers and inputs of the graph. gradient_bytes: which its backward makes, and
+    trained_bytes: those of parameters. there_bytes: all tensors before the step, as counted; 0 if nothing counts them.
+    peak_bytes: the most above that, the gradients included. largest: the largest tensor then, with its module and line.
+    optimizers: those that there are.
     """
 
     input_bytes: int
     gradient_bytes: int
-    state_bytes: int
+    trained_bytes: int
     there_bytes: int
     peak_bytes: int
     largest: str
+    optimizers: Optimizers | None
+
+    @property
+    def before_bytes(self) -> int:
+        return max(self.there_bytes, self.input_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of optimizers' state that is not there yet. If there is no optimizer, what is there beside the inputs may be
+        the state of one."""
+        if self.optimizers is not None:
+            return self.optimizers.state_bytes
+        return max(0, self.input_bytes + COPIES * self.trained_bytes - self.before_bytes)
 
     @property
     def total_bytes(self) -> int:
-        return max(self.there_bytes, self.input_bytes + self.state_bytes) + self.peak_bytes
+        return self.before_bytes + self.state_bytes + self.peak_bytes
 
     def __str__(self) -> str:
         before = f"{format_bytes(self.input_bytes)} of parameters, buffers and inputs"
-        before += f", {format_bytes(self.state_bytes)} of an optimizer's state such as Adam's"
-        if self.there_bytes > self.input_bytes + self.state_bytes:
+        if self.there_bytes > self.input_bytes:
             before = f"{format_bytes(self.there_bytes)} that are there already"
+            if self.optimizers is not None and self.optimizers.gradient_bytes:
+                before += f" ({format_bytes(self.optimizers.gradient_bytes)} are gradients, which stay beside new ones)"
+        if self.state_bytes:
+            whose = "an optimizer such as Adam" if self.optimizers is None else self.optimizers.names
+            before += f", {format_bytes(self.state_bytes)} of the state of {whose}"
         rest = max(0, self.peak_bytes - self.gradient_bytes)
         gradients = f"{format_bytes(min(self.gradient_bytes, self.peak_bytes))} of gradients"
         return f"{before}, {gradients}, {format_bytes(rest)} of activations and workspaces at the peak"
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizers:
+    """The optimizers of a process that train tensors of a device.
+
+    names: of their classes. state_bytes: of the state that they are still to make. gradient_bytes: of the gradients
+    that are there: where they stay (`zero_grad(set_to_none=False)`), a backward makes a second set.
+    """
+
+    names: str
+    state_bytes: int
+    gradient_bytes: int
+
+
+def optimizers_of(device: torch.device) -> Optimizers | None:
+    """None if there are none yet."""
+    names, state, gradients = set[str](), dict[int, int](), dict[int, int]()  # by tensor: one may wrap another
+    # by `type`: `isinstance` asks the object, which may be a proxy of a dead one
+    for optimizer in [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]:
+        for group in optimizer.param_groups:
+            copies = int(bool(group.get("momentum"))) if isinstance(optimizer, torch.optim.SGD) else COPIES
+            for p in group["params"]:
+                if p.device.type != device.type or not p.requires_grad:
+                    continue
+                names.add(type(optimizer).__name__)
+                gradients[id(p)] = 0 if p.grad is None else _own_bytes(p.grad)
+                missing = 0 if p in optimizer.state else copies * _own_bytes(p)
+                state[id(p)] = min(missing, state.get(id(p), missing))
+    return Optimizers(" and ".join(sorted(names)), sum(state.values()), sum(gradients.values())) if names else None
+
+
+def _own_bytes(x: torch.Tensor) -> int:
+    """Of a sharded tensor those of this rank."""
+    return int(getattr(x, "_local_tensor", x).nbytes)
 
 
 def told(
@@ -70,7 +124,7 @@ def told(
     found = gauge(device)
     if found is not None:
         limit = limit_of(memory, ranks, found, device)
-        made = parts(partition, plan, options.roots, found.live_bytes())
+        made = parts(partition, plan, options.roots, found.live_bytes(), optimizers_of(device))
         over = made.total_bytes - limit
         need = f"graph {plan.graph} is predicted to need {format_bytes(made.total_bytes)} at the least: {made}"
         if over <= 0:
@@ -85,17 +139,18 @@ def told(
     return about(partition, plan, options)
 
 
-def parts(partition: Partition, plan: Plan, roots: tuple[str, ...], there_bytes: int) -> Parts:
-    """Of a graph that is not rewritten yet, and its plan. The state is that of an optimizer such as Adam."""
+def parts(
+    partition: Partition, plan: Plan, roots: tuple[str, ...], there_bytes: int, optimizers: Optimizers | None
+) -> Parts:
+    """Of a graph that is not rewritten yet, and its plan."""
     found = replay_of(plan)
     owners = nodes_by_storage(partition.forward.graph.find_nodes(op="placeholder")).values()
     inputs = {nodes[0]: _bytes(nodes[0]) for nodes in owners}
     made = partition.backward.graph.output_node().all_input_nodes
     gradients = sum(_bytes(nodes[0]) for nodes in nodes_by_storage(made).values())
     lasting = sum(nbytes for node, nbytes in inputs.items() if node not in partition.activation_inputs)
-    state = COPIES * min(gradients, lasting)
-    largest = largest_at(partition, found.peak_node, roots)
-    return Parts(sum(inputs.values()), gradients, state, there_bytes, found.peak, largest)
+    largest, trained = largest_at(partition, found.peak_node, roots), min(gradients, lasting)
+    return Parts(sum(inputs.values()), gradients, trained, there_bytes, found.peak, largest, optimizers)
 
 
 def _bytes(node: fx.Node) -> int:

@@ -55,7 +55,7 @@ def lower(
     backend: Any = "inductor" if options is None else ssd_fx.backend
     settings = None if options is None else {"engine": "memory", "min_bytes": 0, "budget": 0} | dict(options)
     with (
-        _captured(patches) as found,
+        captured(patches) as found,
         functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
         contextlib.suppress(_NotCompiled),
     ):
@@ -75,13 +75,13 @@ def lower_alone(function: Callable[..., Any], *args: torch.Tensor, again: Collec
         node.meta |= {RECOMPUTED: True} if node.name in again else {}
     inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
     own = {"_pre_fusion_custom_pass": BeforeFusion("tests"), "_post_fusion_custom_pass": PinOrder("tests")}
-    with _captured(own) as found:
+    with captured(own) as found:
         compile_fx_inner(graph, inputs)
     return found[0]
 
 
 @contextlib.contextmanager
-def _captured(patches: Mapping[str, Any]) -> Iterator[list[Lowered]]:
+def captured(patches: Mapping[str, Any]) -> Iterator[list[Lowered]]:
     found: list[Lowered] = []
 
     def capture(graph: GraphLowering, code: Any) -> ModuleType:

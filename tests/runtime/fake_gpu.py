@@ -140,6 +140,7 @@ class FakeGpu:
         self.violations: list[str] = []
         self.captures = False
         self.ms = 0.0  # the device's time: it does one thing at a time
+        self.sleeping = 0  # events that were made for a host that sleeps
         self._free: dict[int, list[Block]] = {}
         self._running = False
         self._thread = threading.local()
@@ -168,8 +169,9 @@ class FakeGpu:
         assert not stream.copies, "a stream went back with copies on it"
         self.spare.append(stream)
 
-    def record(self, stream: FakeStream, *, timed: bool = False) -> FakeEvent:
+    def record(self, stream: FakeStream, *, timed: bool = False, sleeps: bool = False) -> FakeEvent:
         event = FakeEvent(stream, timed)
+        self.sleeping += sleeps
         with self.lock:
             stream.tasks.append(event.fire)
             self.progress()

@@ -152,16 +152,19 @@ class Statistics:
     """Those of a device, as PyTorch has them."""
 
     def __init__(self) -> None:
-        self.now = self.peak = self.inactive = 0
+        self.now = self.peak = self.inactive = self.made = self.gone = 0
 
     def lives(self, *nbytes: int) -> None:
         for each in nbytes:
+            self.made += max(0, each - self.now)
+            self.gone += max(0, self.now - each)
             self.now = each
             self.peak = max(self.peak, each)
 
     def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, Any]:
         inactive = {"all": {"current": self.inactive}}
-        return {"allocated_bytes": {"all": {"current": self.now, "peak": self.peak}}, "inactive_split_bytes": inactive}
+        lives = {"current": self.now, "peak": self.peak, "allocated": self.made, "freed": self.gone}
+        return {"allocated_bytes": {"all": lives}, "inactive_split_bytes": inactive}
 
 
 @pytest.fixture
@@ -175,14 +178,20 @@ def device(monkeypatch: pytest.MonkeyPatch) -> tuple[Statistics, DeviceGauge]:
 def test_the_most_that_lived_on_a_device(device: tuple[Statistics, DeviceGauge]) -> None:
     """Its peak is never reset. As long as it has not risen, it is the most that may have lived."""
     made, found = device
-    made.lives(200, 100)
+    made.lives(*[200, 100] * 10)
     assert found.peak_bytes() == 500, "nothing is known of the time before"
     made.lives(600, 300)
     assert found.peak_bytes() == 600, "it rose"
     made.lives(350, 150)
-    assert found.peak_bytes() == 600, "300, and 300 above that were seen"
-    made.lives(180, 120)
-    assert found.peak_bytes() == 450
+    assert found.peak_bytes() == 350, "no more was made"
+    made.lives(*[180, 120] * 20)
+    assert found.peak_bytes() == 450, "150 at its begin, and 300 above that were seen"
+    made.lives(*[180, 120] * 3)
+    made.made = 180
+    assert found.peak_bytes() == 420, "the user has reset what was made"
+    made.made = 0
+    assert found.peak_bytes() == 420, "nothing counts it"
+    made.made = made.gone = 5000
     made.lives(1000, 900)
     assert found.peak_bytes() == 1000
     made.peak = made.now  # a user resets it
@@ -192,7 +201,19 @@ def test_the_most_that_lived_on_a_device(device: tuple[Statistics, DeviceGauge])
     made.lives(2000, 100)  # within a node of ours
     assert found.begin() == 100
     made.lives(150, 120)
-    assert found.peak_bytes() == 420, "120 at its end, and 300 above that may have lived"
+    assert found.peak_bytes() == 150
+
+
+@pytest.mark.parametrize(("share", "spare"), [(None, 650), (1.0, 650), (0.5, 500)])
+def test_what_a_process_could_have_of_a_device(
+    device: tuple[Statistics, DeviceGauge], share: float | None, spare: int
+) -> None:
+    """What is free and what it has reserved, within what the user allows it (`set_per_process_memory_fraction`)."""
+    made: Any = device[0]
+    made.mem_get_info, made.memory_reserved = lambda _: (400, 1000), lambda _: 250
+    if share is not None:
+        made.get_per_process_memory_fraction = lambda _: share
+    assert device[1].spare_bytes() == spare
 
 
 def test_what_a_device_s_allocator_cannot_use(device: tuple[Statistics, DeviceGauge]) -> None:

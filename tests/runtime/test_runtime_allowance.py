@@ -59,6 +59,18 @@ def test_the_first_step_keeps_nothing_and_the_second_all_that_fits() -> None:
     assert training.allowance.nbytes == ROOM - 520 * MIB
 
 
+@pytest.mark.parametrize(("capacity", "wasted"), [(LIMIT, 100), (LIMIT + 60 * MIB, 40), (LIMIT + 100 * MIB, 0)])
+def test_what_a_device_cannot_use_counts_where_it_has_no_room_for_that(capacity: int, wasted: int) -> None:
+    """The more rests, the more is wasted; by the last step alone the allowance would go up and down."""
+    training, found = Training(), []
+    training.level, training.allowance.capacity = 400 * MIB, capacity
+    for _ in range(2 * REMEMBERED):
+        training.step()
+        found.append(training.allowance.nbytes)
+        training.allowance.wasted(100 * MIB if found[-1] > 400 * MIB else 50 * MIB)
+    assert found[3:] == [int((1 - MARGIN) * (LIMIT - wasted * MIB)) - 520 * MIB] * len(found[3:])
+
+
 def test_steps_are_steady_when_all_were_known() -> None:
     """The room is what the worst of them leaves with nothing held. It is told once, then of as many further steps."""
     training, found = Training(), []

@@ -238,6 +238,7 @@ def test_the_child_of_a_fork_destroys_no_event(gpu, last, monkeypatch):
     gpu.finish()
     for stream in (gpu.compute, *gpu.sides):
         stream.tasks.clear()  # of a GPU none of these has the event
+    gc.collect()  # what other tests have left
     destroyed.clear()
     child = os.fork()
     if child == 0:

@@ -669,8 +669,8 @@ def test_an_interrupt_while_the_end_is_noted_does_not_lose_a_transfer(monkeypatc
         x, transfer = queued(fake, lambda: None)
         recorded = []
 
-        def record(stream, *, timed=False):
-            recorded.append(FakeGpu.record(fake, stream, timed=timed))
+        def record(stream, **how):
+            recorded.append(FakeGpu.record(fake, stream, **how))
             if len(recorded) == 2:  # behind the compute stream, behind the copy
                 raise KeyboardInterrupt
             return recorded[-1]
@@ -682,6 +682,32 @@ def test_an_interrupt_while_the_end_is_noted_does_not_lose_a_transfer(monkeypatc
         assert not transfer.cancel()
         assert fake.sides[0].ran == 1
         del x
+
+
+def test_a_copy_to_host_memory_makes_no_event_for_a_host_that_sleeps(monkeypatch):
+    """Only streams wait for it. CUDA is slower with such events, even if nobody sleeps."""
+    monkeypatch.setattr(device_trace, "node", lambda *_: contextlib.nullcontext())
+    with installed("lazy") as fake:
+        x = fake.tensor(numbers())
+        handle = store(x, MEMORY)
+        op.wait_store_(handle, x, 1, True, True)
+        assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
+        assert fake.sleeping == 0
+        x, transfer = queued(fake, lambda: None)  # the host has to see how it ends
+        transfer.start()
+        assert fake.sleeping == 1
+        transfer.wait()
+        del x, handle
+        close_stores()
+
+
+def test_events_of_cuda_spin_unless_the_host_will_wait(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **how: made.append(how))
+    stream = SimpleNamespace(record_event=lambda event: event)
+    for how in ({}, {"timed": True}, {"sleeps": True}):
+        streams.CudaStreams().record(stream, **how)
+    assert [(how["enable_timing"], how["blocking"]) for how in made] == [(False, False), (True, False), (False, True)]
 
 
 def test_span_is_as_long_as_the_device_says():
