@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from typing import NamedTuple
 
 import torch
 
+from ssd_fx.compat import _storage_Use_Count
 from ssd_fx.runtime.device import streams
 
 LEAST_BYTES = 128 << 20  # that may be on their way where the option `inflight` does not say
@@ -26,35 +27,55 @@ class CopiesInVain:
     """Copies on streams whose tensors were given away meanwhile, or died. Nobody else gets what they read."""
 
     def __init__(self) -> None:
-        self._row: deque[tuple[streams.Queued, torch.UntypedStorage, int]] = deque()  # what each reads, and its bytes
+        self._row: list[_InVain] = []
 
     def __len__(self) -> int:
         return len(self._row)
 
     @property
     def nbytes(self) -> int:
-        return sum(nbytes for _, _, nbytes in self._row)
+        return sum(each.nbytes for each in self._row)
 
-    def add(self, copy: streams.Queued, read: torch.UntypedStorage, nbytes: int) -> None:
-        self._row.append((copy, read, nbytes))
+    def add(self, copy: streams.Queued, read: torch.UntypedStorage, nbytes: int, stream: streams.Stream | None) -> None:
+        """A copy of so many bytes that reads a storage of `stream`."""
+        self._row.append(_InVain(copy, read, nbytes, stream))
 
     def oldest(self) -> streams.Queued | None:
-        return self._row[0][0] if self._row else None
+        return self._row[0].copy if self._row else None
 
     def let_go(self) -> None:
-        """Drops what has been copied.
+        """Drops what has been copied, and what the backward has used.
+
+        The host runs ahead of its device, and would see a copy end long after the backward has dropped the tensor. So
+        the stream of the memory waits for the copy then, and gives the memory to others behind it.
 
         A backward gives away first what was stored last, and a row of micro-batches the first of them. So both ends are
-        looked at.
+        asked whether they have ended.
         """
         row = self._row
-        while row and row[0][0].done():
-            row.popleft()
-        while row and row[-1][0].done():
+        while row and row[0].copy.done():
+            del row[0]
+        while row and row[-1].copy.done():
             row.pop()
+        for each in [each for each in row if each.is_ours_alone() and each.copy.follow(each.stream)]:
+            row.remove(each)
 
     def end(self) -> None:
         """Returns when all have ended."""
-        for copy, _, _ in self._row:
-            copy.cancel()
+        for each in self._row:
+            each.copy.cancel()
         self._row.clear()
+
+
+class _InVain(NamedTuple):
+    copy: streams.Queued
+    read: torch.UntypedStorage
+    nbytes: int
+    stream: streams.Stream | None
+
+    def is_ours_alone(self) -> bool:
+        """Whether no tensor is left on the storage.
+
+        If one comes later all the same, its memory goes back in order, too: the stream waits for the copy already.
+        """
+        return bool(_storage_Use_Count(self.read._cdata) == 1)

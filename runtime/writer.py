@@ -193,13 +193,14 @@ class Writer:
         """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
 
         A copy that is queued on a stream goes on: nothing can take it back, and the host would wait for all copies
-        before it. What it moves is not read. Until it has ended nobody else gets the memory that it reads, and it
-        counts as being written: a host far ahead of its device would else give away more and more.
+        before it. What it moves is not read. Until it has ended, or the stream of the memory waits for it, nobody else
+        gets the memory that it reads, and it counts as being written: a host far ahead of its device would else give
+        away more and more.
         """
         write, held = entry.write, entry.held
         if isinstance(write, streams.Queued) and write.cannot_fail() and not write.done():
             assert held is not None, "what is being written is held"
-            self.in_vain.add(write, held.untyped_storage(), entry.moved_bytes)
+            self.in_vain.add(write, held.untyped_storage(), entry.moved_bytes, entry.stream)
             self._cancelled(entry)
             return
         self.cancel(entry)
