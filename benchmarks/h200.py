@@ -36,7 +36,7 @@ plans, pretend, models, process = (
     importlib.import_module(f"tests.cuda_codegen.{name}") for name in ("plans", "pretend", "models", "process")
 )
 
-MACHINE = ROOT / "docs" / "results" / "gpu" / "2026-11-27-nvidia-h200-machine-245d853.json"
+MACHINE = ROOT / "docs" / "results" / "gpu" / "2026-11-27-nvidia-h200-machine-1b439be.json"
 GIB = 2**30
 SEQ, DROPOUT = 1024, 0.1
 

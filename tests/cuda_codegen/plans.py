@@ -4,7 +4,7 @@ python -m tests.cuda_codegen.plans --machine docs/results/gpu/2026-11-27-nvidia-
 python -m tests.cuda_codegen.plans --machine FILE --layers 6 --width 4096 --heads 32 --batch 16 --budgets auto 0.5 0
 
 The model is in bfloat16, with flash attention. What is offloaded goes to host memory (engine "memory"). FILE is the
-cache that `ssd-fx calibrate` writes.
+cache that `ssd-fx calibrate` writes. "of code" is the peak of the generated code (`walk.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from examples.train_gpt import GPT, Shape
 from tests.cuda_codegen import pretend
 from tests.cuda_codegen.models import Flash
 from tests.cuda_codegen.process import pretending
+from tests.cuda_codegen.walk import walked
 from tests.passes.lowered import lower
 
 GIB = 2**30
@@ -36,6 +37,7 @@ COLUMNS = (
     "of compute",
     "stalls ms",
     "peak GiB",
+    "of code GiB",
     "kept GiB",
     "floor GiB",
 )
@@ -59,7 +61,7 @@ def rates(path: Path) -> dict[str, Any]:
 
 
 def planned(flags: argparse.Namespace, budget: str) -> dict[str, Any]:
-    """What `<graph>.plan.json` has."""
+    """What `<graph>.plan.json` has, and the peak of the code in bytes as `walked`."""
     shape = Shape(flags.layers, flags.width, flags.heads, flags.seq, 0.1)
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), tempfile.TemporaryDirectory() as scratch:
         torch.set_default_dtype(torch.bfloat16)
@@ -70,10 +72,10 @@ def planned(flags: argparse.Namespace, budget: str) -> dict[str, Any]:
         pretend.move(model)
         inputs = [torch.empty(flags.batch, flags.seq, dtype=torch.int64, device=pretend.DEVICE) for _ in range(2)]
         options = {"machine": json.dumps(rates(flags.machine)), "budget": budget, "dump": scratch, "min_bytes": 2**20}
-        lower(model, *inputs, options=options, joint_graph_constant_folding=False)
+        graphs = lower(model, *inputs, options=options, joint_graph_constant_folding=False)
         (path,) = Path(scratch).glob("*.plan.json")
         found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        return found | {"walked": walked(*graphs)}
 
 
 def row(budget: str, plan: dict[str, Any]) -> str:
@@ -82,7 +84,8 @@ def row(budget: str, plan: dict[str, Any]) -> str:
     gone = sum(group["nbytes"] for group in plan["groups"] if group["decision"].startswith("offload"))
     cells = [budget, f"{saved / GIB:.2f}", f"{gone / saved:.1%}", f"{of['step_s'] * 1e3:.1f}"]
     cells += [f"{of['step_s'] / of['compute_s']:.3f}", f"{(of['write_stall_s'] + of['read_stall_s']) * 1e3:.1f}"]
-    cells += [f"{of[name] / GIB:.2f}" for name in ("peak_bytes", "kept_peak_bytes", "floor_bytes")]
+    peaks = (of["peak_bytes"], plan["walked"], of["kept_peak_bytes"], of["floor_bytes"])
+    cells += [f"{nbytes / GIB:.3f}" for nbytes in peaks]
     return f"| {' | '.join(cells)} |"
 
 

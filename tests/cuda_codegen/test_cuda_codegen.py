@@ -205,6 +205,14 @@ def planned(*model: str, machine: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
+def test_the_peak_that_is_planned_is_the_one_that_an_h200_measured() -> None:
+    """3,756.7 MiB (docs/results/gpu, `narrow` at budget 0), in the backward of flash attention."""
+    model = ["--layers", "6", "--width", "4096", "--heads", "32", "--batch", "16", "--budgets", "0"]
+    cells = planned(*model, machine="2026-11-27-nvidia-h200-machine-1b439be.json")
+    assert cells["peak GiB"] == cells["of code GiB"] == "3.669"
+
+
+@pytest.mark.slow
 def test_wide_layers_leave_a_gpu_without_waiting() -> None:
     """Their tensors are larger than `prefetch`. Read one at a time, 85% of the bytes would stay.
 
