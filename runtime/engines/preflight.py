@@ -33,7 +33,7 @@ def check_directory(path: str, allow_tmpfs: bool = False) -> None:
     kind = _IN_MEMORY.get(file_system_type(path))
     if kind and not allow_tmpfs:
         message = f"this is a {kind}, which keeps files in RAM and would save none; name a directory on a drive"
-        raise OSError(22, f"{message}, or set allow_tmpfs for a test", path)
+        raise OSError(22, f"{message} with dirs or SSD_FX_DIRS, or set allow_tmpfs for a test", path)
 
 
 def file_system_type(path: str) -> int:

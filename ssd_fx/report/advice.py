@@ -40,13 +40,16 @@ def advice(known: Facts, found: Figures) -> str:
     life = drive_life(found)
     if 0 < life < SHORT_DAYS:
         return f"the drives last {format_days(life)} at this rate: a larger budget writes less, {_next_share(known)}"
-    kept = 0 if _budget(known) == "auto" else known.kept[WITHIN]
-    if kept > SMALL * found.stock_stay_bytes:
-        return (
-            f"nothing waits, so a smaller budget costs little: {_smaller(known)} keeps up to {format_bytes(kept)} less"
-        )
+    kept, budget = known.kept[WITHIN], _budget(known)
+    if kept > SMALL * found.stock_stay_bytes and budget != "auto":
+        least = format_bytes(kept)
+        if budget:
+            return f"nothing waits, so a smaller budget costs little: {_smaller(known)} keeps up to {least} less"
+        return f"nothing: the {least} that stay lower no peak, so the drive is spared; spare=False offloads them too"
     if found.peak_bytes > (1 - SMALL) * found.stock_peak_bytes:
         return "the peak hardly falls, for it is not made of saved tensors: offloading cannot help this step"
+    if kept > SMALL * found.stock_stay_bytes:
+        return f"nothing: {format_bytes(kept)} stay within the budget, and the step hardly waits"
     return "nothing: what can be offloaded is, and the step hardly waits"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ssd_fx.report.figures import figures
 from ssd_fx.report.model import WITHIN
 from ssd_fx.report.report import Report, made
@@ -43,6 +45,20 @@ def test_a_budget_above_all_that_is_saved_is_named() -> None:
     assert said.startswith("the budget of 22.35 GiB is above the 120 MiB that can leave memory, so all of it stays: ")
     plan = graph("a", groups, 119 * MIB)
     assert "is above" not in dict(lines(made([plan], ["a"])))["next"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (0.5, "nothing waits, so a smaller budget costs little: budget=0.25 keeps up to 20 MiB less"),
+        (0, "nothing: the 20 MiB that stay lower no peak, so the drive is spared; spare=False offloads them too"),
+        ("auto", "nothing: 20 MiB stay within the budget, and the step hardly waits"),
+    ],
+)
+def test_what_stays_within_the_budget(budget: float | str, said: str) -> None:
+    """Under budget 0 there is no smaller one."""
+    groups = [group(0, 100 * MIB, times=TIMES), group(1, 20 * MIB, "keep", reason="within the budget")]
+    assert dict(lines(made([graph("a", groups, budget)], ["a"])))["next"] == said
 
 
 def test_little_below_min_bytes_is_no_advice() -> None:
