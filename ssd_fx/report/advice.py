@@ -42,10 +42,10 @@ def advice(known: Facts, found: Figures) -> str:
         return f"the drives last {format_days(life)} at this rate: a larger budget writes less, {_next_share(known)}"
     kept, budget = known.kept[WITHIN], _budget(known)
     if kept > SMALL * found.stock_stay_bytes and budget != "auto":
-        least = format_bytes(kept)
+        rest = format_bytes(kept)
         if budget:
-            return f"nothing waits, so a smaller budget costs little: {_smaller(known)} keeps up to {least} less"
-        return f"nothing: the {least} that stay lower no peak, so the drive is spared; spare=False offloads them too"
+            return f"nothing waits, so a smaller budget costs little: {_smaller(known)} keeps up to {rest} less"
+        return f"nothing: the {rest} that stay lower no peak, so the drive is spared; spare=False offloads them too"
     if found.peak_bytes > (1 - SMALL) * found.stock_peak_bytes:
         return "the peak hardly falls, for it is not made of saved tensors: offloading cannot help this step"
     if kept > SMALL * found.stock_stay_bytes:
