@@ -94,6 +94,22 @@ FAULTS = (
         "tests/passes/lowering/test_order.py::test_a_kernel_that_may_go_takes_no_order_with_it",
     ),
     Fault(
+        "a_long_sum_is_one_kernel",
+        "passes/lowering/order.py",
+        "return not (is_sum and between(one, reader) > 0) and bool(can_fuse_vertical(one, reader, **more))",
+        "return bool(can_fuse_vertical(one, reader, **more))",
+        "all terms of a sum live until the last is there: 29 GiB of a Llama with long rows",
+        "tests/passes/lowering/test_sums.py::test_no_kernel_waits_for_all_terms",
+    ),
+    Fault(
+        "the_pieces_of_a_loss_are_one_kernel",
+        "passes/cost/fusion.py",
+        "return calls > most or (calls > 0 and shared < WORTH_SHARING * written)",
+        "return calls > most",
+        "the logits of many pieces live at once: more memory than a loss in pieces is for",
+        "tests/cuda_codegen/test_cuda_codegen.py::test_of_the_pieces_of_a_loss_one_is_alive",
+    ),
+    Fault(
         "lite_mode_leaves_our_lowerings_out",
         "passes/pipeline.py",
         "    annotate_ours,  # behind",
