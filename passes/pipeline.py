@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import fx
 
-from ssd_fx.compat import CustomGraphPass, CustomPartitionerFn, inductor_config
+from ssd_fx.compat import TAKES_SEVERAL_PASSES, CustomGraphPass, CustomPartitionerFn, inductor_config
 from ssd_fx.passes.decide import has_host_tier
 from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
@@ -89,13 +89,17 @@ def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str,
     def first(ours: Callable[[fx.Graph], None], theirs: Any) -> OursFirst:
         return OursFirst(ours, version, _as_tuple(theirs))
 
+    def beside(ours: Callable[[fx.Graph], None], theirs: Any) -> Any:
+        """Inductor calls the user's passes itself, if it can: some ask it whether the graph is one of inference."""
+        return (first(ours, None), *_as_tuple(theirs)) if TAKES_SEVERAL_PASSES else first(ours, theirs)
+
     return {
         # before Inductor's own patterns: an alias between the operators of attention hides them from the pattern for
         # the fused kernel, and Inductor removes an alias anyway
         "joint_custom_pre_pass": first(lift, inductor_config.joint_custom_pre_pass),
         "custom_partitioner_fn": partitioner,  # JOINT to LAST
         # before Inductor makes products and additions one
-        "post_grad_custom_pre_pass": first(write_running_sums, inductor_config.post_grad_custom_pre_pass),
+        "post_grad_custom_pre_pass": beside(write_running_sums, inductor_config.post_grad_custom_pre_pass),
         # before fusion, which could reverse operators that communicate
         "_pre_fusion_custom_pass": BeforeFusion(version, inductor_config._pre_fusion_custom_pass),
         # after fusion: makes the planned order the only one that later passes can choose

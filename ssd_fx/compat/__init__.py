@@ -91,6 +91,10 @@ CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", Cus
 """From 2.13 on. Before, a pass of the scheduler may be any callable, and Inductor's cache accepts subclasses of
 `CustomGraphPass`."""
 
+TAKES_SEVERAL_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
+"""Whether Inductor's settings for passes over graphs may be several. It then also tells those that ask whether a graph
+is one of inference. Before, a setting is one pass."""
+
 
 def is_lite() -> bool:
     """Whether Inductor calls operators without an annotation as they are: `mode="lite"`, from 2.12 on."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-from torch._inductor import config
+from torch import Tensor, fx
+from torch._inductor import config, custom_graph_pass
 
 import ssd_fx
+from ssd_fx.compat import TAKES_SEVERAL_PASSES
 from ssd_fx.passes.cost.sums import LEAST, SHORT
 from tests.passes.lowered import Lowered, lower
 
@@ -59,10 +60,26 @@ def test_the_values_are_those_of_eager() -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_passes_of_the_user_run_as_well(number: int) -> None:
     """Inductor takes several from torch 2.12 on."""
-    if number > 1 and not hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes"):
+    if number > 1 and not TAKES_SEVERAL_PASSES:
         pytest.skip("this torch takes one pass")
     seen: list[int] = []
     passes = [lambda graph, k=k: seen.append(k) for k in range(number)]
     with config.patch(post_grad_custom_pre_pass=passes if number > 1 else passes[0]):
         lower(sorted_terms, *inputs(), options={"budget": 1 << 40})
     assert seen == list(range(number)) * 2
+
+
+@pytest.mark.skipif(not TAKES_SEVERAL_PASSES, reason="this torch has no passes that ask")
+def test_a_pass_of_the_user_may_ask_whether_this_is_inference() -> None:
+    seen: list[bool] = []
+
+    class Asks(custom_graph_pass.CustomInferenceAwareGraphPass):
+        def __call__(self, graph: fx.Graph, is_inference: bool) -> None:
+            seen.append(is_inference)
+
+        def uuid(self) -> str:
+            return "asks"
+
+    with config.patch(post_grad_custom_pre_pass=Asks()):
+        lower(sorted_terms, *inputs(), options={"budget": 1 << 40})
+    assert seen == [False, False]
