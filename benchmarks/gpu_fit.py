@@ -119,20 +119,23 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return add_model_flags(parser, arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a process ended before its last step."""
     flags = parsed(arguments)
     if flags.print:
         print(*(table(json.loads(Path(path).read_text())) for path in flags.print), sep="\n", end="")
-        return
+        return 0
     if flags.work:
         work(flags, flags.work)
-        return
+        return 0
     date, about = datetime.date.today().isoformat(), system(flags) | {"model": model_of(flags)}
     path = results_path(flags, date, about["device"], flags.name or "fit")
-    result = {"date": date, "system": about, "flags": vars(flags), "limits": measure(flags)}
+    limits = measure(flags)
+    result = {"date": date, "system": about, "flags": vars(flags), "limits": limits}
     write_json(f"{path}.json", result)
     print(table(result), end="")
+    return int(any(len(made) < flags.steps for made in limits.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

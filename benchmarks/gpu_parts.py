@@ -64,7 +64,7 @@ def fit(name: str, what: str, common: str, limits: str) -> Part:
     shape, _ = AT_CHECKPOINT[name]
     flags = common.replace("gpu_ways.py", "gpu_fit.py")
     command = f"{flags} --name fit-{name} {shape} --limits {limits}"
-    return Part(f"fit-{name}", f"{what}, under three limits of memory", 120, (command,), False, "", FEW)
+    return Part(f"fit-{name}", f"{what}, under three limits of memory", 180, (command,), environment=FEW)
 
 
 def pareto(name: str, what: str, common: str) -> Part:
