@@ -152,8 +152,8 @@ class Groups:
         self._groups: dict[int, _Group] = {}  # by root
         for k, loop in loops.items():
             results = loop.space.outer if loop.space is not None and loop.space.reduces else None
-            self._groups[k] = _Group(loop.at, loop.at, results, sum(loop.writes.values()))
-            self._groups[k].again, self._groups[k].running = loop.again, loop.running
+            written = sum(loop.writes.values())
+            self._groups[k] = _Group(loop.at, loop.at, results, written, again=loop.again, running=loop.running)
         for k, loop in loops.items():
             for source in loop.behind:
                 self._groups[source].readers.add(k)

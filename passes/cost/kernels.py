@@ -225,9 +225,9 @@ class Kernels:
         return found
 
     def _loops(self, makers: list[int]) -> dict[int, Loop]:
-        loops = {i: Loop(i, writes=self.storages[i], again=RECOMPUTED in self.nodes[i].meta) for i in makers}
-        for i in makers:
-            loops[i].running = self.nodes[i] in self._running
+        loops = {i: Loop(i, writes=self.storages[i]) for i in makers}
+        for i, loop in loops.items():
+            loop.again, loop.running = RECOMPUTED in self.nodes[i].meta, self.nodes[i] in self._running
         shapes = {i: _shape(self.nodes[i]) for i in makers if i not in self.calls}
         for i in (i for i, computed in enumerate(self.computes) if computed):
             rows = _rows(self.nodes[i])

@@ -3,9 +3,10 @@
     dw = mm_1 + mm_2 + ... + mm_32        the gradient of a weight that a loss in pieces, or many layers, share
 
 An addition is computed inside the one that reads it. So all terms would be read by one kernel at the end, and all of
-them live until then: with Llama 3's words and 64 thousand tokens 29 GiB, on an H200. Inductor adds a product to what it
-is added to (`addmm`), but on a GPU only where something other than a loop reads the sum. So each addition of a long sum
-is written to memory, where its terms are: `lowering/sums.py` has Inductor do so, and predictions count with it.
+them live until then. With Llama 3's words and 64 thousand tokens that was 28 GiB on an H200. Inductor makes a product
+and its addition one call (`addmm`), but on a GPU only if something other than a loop reads the sum. So each addition
+of a long sum is written to memory, where its terms are. `lowering/sums.py` has Inductor do so, and predictions count
+with it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from functools import cached_property
 import numpy as np
 
 from ssd_fx.passes.axis import Choice, Item, Step
-from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.bound import bound_with, least_bytes, lower_bound
 from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE, better, loses_time
 from ssd_fx.passes.planner.place import free_bytes, least_head
@@ -41,18 +40,9 @@ Way = tuple[int, bool]  # of offloading: the index of an order, and whether what
 class Search(Trials):
     """Which choices are tried."""
 
-    def __init__(
-        self,
-        step: Step,
-        machine: Machine,
-        limit: float,
-        share_bytes: float,
-        prefetch: float,
-        *,
-        stays: float = math.inf,
-        quick: bool = False,
-    ) -> None:
-        super().__init__(step, machine, limit, share_bytes, prefetch, stays=stays, quick=quick)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        step = self.step
         self.shortest: dict[tuple[frozenset[int], Way], Replay | None] = {}
         self.bounds: dict[frozenset[int], float] = {}
         self.orders = _orders(step)
@@ -61,8 +51,8 @@ class Search(Trials):
         self.dearest = sorted(able, key=self._again_per_byte, reverse=True)  # to recompute, per byte
         self.allowed = [_allowed(item) for item in step.items]
         self.preferred = [_preferred(item) for item in step.items]
-        self.must = least_bytes(step, limit, share_bytes)
-        self.enough_s = (1 + ENOUGH) * lower_bound(step, machine, limit, share_bytes)
+        self.must = least_bytes(step, self.limit, self.share_bytes)
+        self.enough_s = (1 + ENOUGH) * lower_bound(step, self.machine, self.limit, self.share_bytes)
 
     @property
     def is_small(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
@@ -27,24 +28,24 @@ HOPELESS = 1.1  # later placements are up to 7% faster than the first one
 Choices = tuple[Choice, ...]
 
 
+@dataclass(eq=False)
 class Trials:
-    """Of one step under a limit. `waits`: every release waits for its write, so that memory is as placed."""
+    """Of one step under a limit; `stays` as in `Limits`.
 
-    def __init__(
-        self,
-        step: Step,
-        machine: Machine,
-        limit: float,
-        share_bytes: float,
-        prefetch: float,
-        *,
-        stays: float = math.inf,
-        quick: bool,
-    ) -> None:
-        self.step, self.machine, self.limit = step, machine, limit
-        self.share_bytes, self.prefetch, self.stays = share_bytes, prefetch, stays
+    `waits`: every release waits for its write, so that memory is as placed.
+    """
+
+    step: Step
+    machine: Machine
+    limit: float
+    share_bytes: float
+    prefetch: float
+    stays: float = field(default=math.inf, kw_only=True)
+    quick: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
         self.best: Replay | None = None
-        self.effort = effort_of(step, quick=quick) // (2 if step.host_budget else 1)
+        self.effort = effort_of(self.step, quick=self.quick) // (2 if self.step.host_budget else 1)
         self.left = self.effort
         self.waits = False
         self.seen: dict[Choices, Replay | None] = {}
