@@ -37,12 +37,12 @@ MEASURED = ("auto", "memory", "posix")
 AT_CHECKPOINT = {
     "narrow": (
         "--layers 6 --width 4096 --heads 32 --batch 16",
-        "memory:auto memory:0.22 memory:0 checkpoint recompute:0.7 blocks:memory:0",
+        "memory:auto memory:0.2 memory:0 checkpoint recompute:0.7 blocks:memory:0",
     ),
-    "gpt": ("", "memory:auto memory:0.1 memory:0.05 checkpoint recompute:0.1"),
+    "gpt": ("", "memory:auto memory:0.088 memory:0.05 checkpoint recompute:0.1"),
     "middle": (
         "--layers 3 --width 8192 --heads 64 --batch 16",
-        "memory:auto memory:0.42 memory:0.1 checkpoint recompute:0.1",
+        "memory:auto memory:0.37 memory:0.1 checkpoint recompute:0.1",
     ),
 }
 TESTS = "{python} -m pytest -m gpu -q"
