@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +53,10 @@ NO_BACKWARD = (
     "the model has no backward; right would be one whose parameters or inputs require a gradient, and whose outputs "
     "depend on them, outside torch.no_grad()"
 )
+
+
+within_ours = threading.local()
+"""`now` is true while a function runs that `ssd_fx.checkpoint` was given."""
 
 
 class NoBackward(ValueError):
@@ -129,7 +134,7 @@ def compile_graph(
             tells = partial(limit.told, config.memory, config.ranks.count, _device(inputs), tells)
         partitioner = Partitioner(
             plan,
-            keeps_all=bool(whole),
+            keeps_all=bool(whole) or is_within_checkpoint(),
             log=partial(folder.tell, arguments),
             during=progress.planning,
             survey=survey,
@@ -196,6 +201,8 @@ def _keep_out_of_packages() -> None:
 def _keeps_all(gm: fx.GraphModule) -> str:
     """Why all tensors of the graph compiled now must stay in memory, with a warning; empty if they need not.
 
+    Empty too within `ssd_fx.checkpoint`, which takes to the drive what a checkpoint saves: nothing is to be said there.
+
     * The graph computes on several streams. Transfers follow the current one, and Inductor runs the kernel that makes a
       tensor, or reads it, on another. Or it waits for another stream, and the store of an input would stand before the
       wait for the kernel that makes the input.
@@ -204,6 +211,8 @@ def _keeps_all(gm: fx.GraphModule) -> str:
       the backward of the first graph, which can take plain tensors only.
     """
     if is_within_checkpoint():
+        if getattr(within_ours, "now", False):
+            return ""
         reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
     elif hooks_are_compiled_in():
         reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"

@@ -8,7 +8,6 @@ The checkpoint itself is PyTorch's. It saves the arguments under the hooks for s
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Mapping
@@ -20,8 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ssd_fx.backend import check_options
-from ssd_fx.compat import is_within_checkpoint
+from ssd_fx.backend import check_options, within_ours
+from ssd_fx.compat import is_within_checkpoint, tree_leaves
 from ssd_fx.runtime import errors, stats
 from ssd_fx.runtime.layout import is_parameter
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -65,12 +64,26 @@ def checkpoint(
     """
     if use_reentrant:
         raise ValueError("use_reentrant=True: ssd_fx.checkpoint is not reentrant; right would be use_reentrant=False")
-    call = functools.partial(torch_checkpoint, function, *args, use_reentrant=False, **kwargs)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_within_checkpoint():
-        return call()  # type: ignore[no-any-return]
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
     arguments = _Arguments(_settings(options), args)
     with saved_tensors_hooks(arguments.pack, _unpack):
-        return call()  # type: ignore[no-any-return]
+        made = torch_checkpoint(_marked(function), *args, use_reentrant=False, **kwargs)
+    arguments.learn(made)
+    return made  # type: ignore[no-any-return]
+
+
+def _marked(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, whose graphs know that they are compiled within a checkpoint of ours."""
+
+    def called(*args: Any, **kwargs: Any) -> T:
+        before, within_ours.now = getattr(within_ours, "now", False), True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            within_ours.now = before
+
+    return called
 
 
 @dataclass(frozen=True)
@@ -125,15 +138,23 @@ class _Arguments:
         tensors = [x for x in args if isinstance(x, Tensor)]
         leaving = [x for x in tensors if self._leaves(x)]
         self._graph = ""
-        if not leaving:
+        self._name = _next_name() if leaving else ""
+        if not leaving or self._name in _without_gradient:
             return
-        self._graph = _next_name()
+        self._graph = self._name
         device = leaving[0].device
         if settings.cpu_allocator and device.type == "cpu":
             CPU_ALLOCATOR.install()
         saved, offloaded = (sum(x.nbytes for x in some) for some in (tensors, leaving))
         with torch.no_grad():
             ops.begin_(torch.empty(0, dtype=torch.int64, device=device), settings.config, self._graph, saved, offloaded)
+
+    def learn(self, made: object) -> None:
+        """A checkpoint of frozen modules is never computed again, so in the next step nothing of it is stored."""
+        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(made)):
+            _without_gradient.discard(self._name)
+        else:
+            _without_gradient.add(self._name)
 
     def pack(self, x: Tensor) -> _Stored | _Kept:
         if not self._graph or not self._leaves(x):
@@ -180,6 +201,8 @@ def _next_name() -> str:
         return f"{stats.CHECKPOINT} {next(_calls)}"
 
 
+_without_gradient: set[str] = set()
+"""The checkpoints whose outputs needed no gradient when they ran last, by name."""
 _naming = threading.Lock()
 _calls = itertools.count()
 _turned = False  # whether a backward has come since the last checkpoint: the next one is the first of its step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,28 +80,28 @@ def explain(
 def report() -> Report:
     """Return a `Report` of the steps since the start or the last `reset_stats()`: predicted, and measured beside it.
 
-    What is predicted belongs to the compiled graphs, so ask while the compiled model lives.
-
-    Raises:
-        ValueError: no step ran, or its graphs are gone; the message says what would be right.
+    What is predicted belongs to the compiled graphs, so ask while the compiled model lives. Without one the report says
+    why, with what was measured: of `ssd_fx.checkpoint` alone, or of graphs that are gone. `missing` has the reason.
     """
     found = stats()
     if not found.graphs:
-        raise ValueError(found.nothing_ran())
+        return made((), (), stats=found, missing=found.nothing_ran())
     packed = plans.packed()
     known = [GraphReport.unpacked(packed[graph]) for graph in found.graphs if graph in packed]
-    if not known and all(graph.startswith(counts.CHECKPOINT) for graph in found.graphs):
-        raise ValueError(
-            "no compiled graph ran, and a report is about these; right would be ssd_fx.stats(), which counts the "
-            f"{len(found.graphs)} calls of ssd_fx.checkpoint in a step"
-        )
-    if not known:
-        raise ValueError(
-            "the compiled graphs are gone, and their plans with them; right would be ssd_fx.report() while the "
-            "compiled model lives, before torch._dynamo.reset()"
-        )
     step = measured(event for event in trace.events() if event.graph in found.graphs)
-    return made(step_of(known, step), step.order if step else (), stats=found, slots=counts.slots(), step=step)
+    order = step.order if step else ()
+    missing = "" if known else _without_plans(found.graphs)
+    return made(step_of(known, step), order, stats=found, slots=counts.slots(), step=step, missing=missing)
+
+
+def _without_plans(graphs: Iterable[str]) -> str:
+    """Why none of the graphs that ran has a plan."""
+    if all(graph.startswith(counts.CHECKPOINT) for graph in graphs):
+        return "ssd_fx.checkpoint ran alone, which plans nothing: all arguments from min_bytes on leave"
+    return (
+        "the compiled graphs are gone, and their plans with them; right would be ssd_fx.report() while the compiled "
+        "model lives, before torch._dynamo.reset()"
+    )
 
 
 _turn = threading.RLock()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ssd_fx
+from ssd_fx.report.text import lines
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.states import Entry
 from tests import sources
@@ -338,16 +341,57 @@ def test_around_compiled_blocks(inner: str, region: Region, tmp_path: Path) -> N
 
     with pytest.warns(RuntimeWarning, match="keeps all tensors") if inner == "ssd_fx" else contextlib.nullcontext():
         expected = run(compiled, TORCHS)
-        assert ssd_fx.stats().stores == 0
+    assert ssd_fx.stats().stores == 0
+    whole = ssd_fx.stats().whole_graphs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the checkpoint is ours: nothing is to be changed
         assert_same_bits(run(compiled, region), expected)
     assert ssd_fx.stats().read_bytes > 0
+    assert ssd_fx.stats().whole_graphs == whole
 
 
-def test_a_report_is_about_compiled_graphs(region: Region) -> None:
-    Net()(region, batch()).backward()
-    with pytest.raises(ValueError, match=r"stats\(\), which counts the 2 calls of ssd_fx\.checkpoint"):
-        ssd_fx.report()
+def test_frozen_blocks_are_stored_once_and_blamed_for_nothing(region: Region, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of them is computed again, so what they store is never read."""
+    net = Net(2)
+    net.blocks[0].requires_grad_(False)
+    for _ in range(6):
+        net(region, batch().detach()).backward()
+    assert {name: graph.stores for name, graph in ssd_fx.stats().graphs.items()} == {
+        "checkpoint 0": 1,
+        "checkpoint 1": 6,
+    }
+    net.blocks[0].requires_grad_(True)
+    for _ in range(2):
+        net(region, batch().detach()).backward()
+    assert ssd_fx.stats().graphs["checkpoint 0"].stores == 2
+    assert not caplog.records
+
+
+def test_a_branch_without_a_loss_is_named(region: Region, caplog: pytest.LogCaptureFixture) -> None:
+    net = Net(2)
+    for _ in range(6):
+        x = region(net.blocks[0], batch() * 1)
+        region(net.blocks[1], x)
+        x.sum().backward()
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("call 1 of ssd_fx.checkpoint in a step has run 4 times in a row, and no backward")
+
+
+def test_a_report_without_compiled_graphs(region: Region, tmp_path: Path) -> None:
+    """Says what was measured, and that there is no plan."""
+    for _ in range(2):
+        loss = Net()(region, batch())
+        settle()
+        loss.backward()
     assert set(ssd_fx.stats().graphs) == {"checkpoint 0", "checkpoint 1"}, "the first block's input is a leaf"
+    found = ssd_fx.report()
+    said = dict(lines(found))
+    assert said["memory"] == "16384 B of 16384 B a step leave memory between forward and backward"
+    assert said["plan"] == "ssd_fx.checkpoint ran alone, which plans nothing: all arguments from min_bytes on leave"
+    assert [*said] == ["memory", "cost", "drive", "plan", "next"]
+    assert "2 steps, 2 graphs" in str(found)
+    found.save(tmp_path / "report.html")
+    assert json.loads(json.dumps(found.to_dict()))["lines"] == said
 
 
 def test_compiled_around_it_is_pytorchs(region: Region) -> None:

@@ -23,7 +23,6 @@ PASSED_ON = {
     ("ssd_fx/cli.py", "print"),
     ("ssd_fx/command/calibrating.py", "print"),
     ("ssd_fx/command/doctor.py", "print"),
-    ("ssd_fx/explain.py", "ValueError"),
     ("ssd_fx/explain_script.py", "print"),
     ("ssd_fx/progress.py", "log"),
     ("ssd_fx/progress.py", "print"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ssd_fx.runtime import plans
 from ssd_fx.runtime.layout import is_alone
 from ssd_fx.runtime.states import Entry
-from ssd_fx.runtime.stats import counters
+from ssd_fx.runtime.stats import CHECKPOINT, counters
 
 _log = logging.getLogger("ssd_fx")
 
@@ -76,6 +76,15 @@ class Habits:
         self._unread[graph] = slot, deaths + 1
         if deaths + 1 >= UNREAD and graph not in self._told:
             self._told.add(graph)
+            if graph.startswith(CHECKPOINT):
+                _log.warning(
+                    "call %s of ssd_fx.checkpoint in a step has run %d times in a row, and no backward computed it "
+                    "again: what it stored was written and never read; evaluate under torch.no_grad(), and call what "
+                    "the loss does not depend on without a checkpoint",
+                    graph.removeprefix(CHECKPOINT).strip(),
+                    UNREAD,
+                )
+                return
             _log.warning(
                 "graph %r has run %d forwards in a row whose backward never came: what they stored was written and "
                 "never read; evaluate under torch.no_grad(), which stores nothing, and leave out "

@@ -53,6 +53,14 @@ def advice(known: Facts, found: Figures) -> str:
     return "nothing: what can be offloaded is, and the step hardly waits"
 
 
+def without_plan(found: Figures) -> str:
+    """Of what was measured alone."""
+    stall, step = _stall(found)
+    if stall > SMALL * step:
+        return f"the step waits {format_seconds(stall)} for the drives: a budget in bytes keeps so much more in memory"
+    return "nothing: the step hardly waits"
+
+
 def _within_memory(known: Facts, found: Figures) -> str:
     """Under the option `memory`, which leaves nothing to choose but itself; empty without it."""
     stats = known.stats

@@ -176,12 +176,14 @@ class Facts:
         order: the names of the graphs as the forward of one step runs them.
         stats: the counts since the last reset; None before any step.
         step: the last whole step that was traced, if there is one.
+        missing: why no graph is among them; empty if one is.
     """
 
     graphs: tuple[GraphReport, ...]
     order: tuple[str, ...]
     stats: Stats | None = None
     step: Timeline | None = None
+    missing: str = ""
 
     @property
     def parts(self) -> list[GraphReport]:

@@ -25,6 +25,7 @@ class Report(Facts):
         order: the names of the graphs as the forward of one step runs them.
         stats: the counts since the last reset; None before any step.
         step: the last whole step that was traced, if there is one.
+        missing: why no graph is among them, and what to do; empty if one is.
         dumps: of `ssd_fx.explain` alone: the plans and the rewritten graphs, as the option `dump` writes them.
     """
 
@@ -77,6 +78,7 @@ def made(
     stats: Stats | None = None,
     slots: Mapping[str, Mapping[int, SlotStats]] | None = None,
     step: Timeline | None = None,
+    missing: str = "",
     dumps: Sequence[Explanation] = (),
 ) -> Report:
     """A report of graphs. `order`: as in `Report`; a graph that it lacks runs once."""
@@ -92,4 +94,4 @@ def made(
         )
         for name in dict.fromkeys(known)
     ]
-    return Report(tuple(found), tuple(known), stats, step, tuple(dumps))
+    return Report(tuple(found), tuple(known), stats, step, missing, tuple(dumps))

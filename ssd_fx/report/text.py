@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ssd_fx.report.advice import advice
+from ssd_fx.report.advice import advice, without_plan
 from ssd_fx.report.figures import Figures, allowed, figures, stalls, waits
 from ssd_fx.report.model import Facts, GroupRow
 from ssd_fx.report.rows import Layers, aligned, together
@@ -21,12 +21,16 @@ _NEAR = 0.1  # the share by which a measured peak may be above the planned one w
 def text(known: Facts) -> str:
     """The report as people read it in a terminal: at most one screen."""
     shown = [f"{name:7} {said}" for name, said in lines(known)]
+    if known.missing:
+        return "\n".join([*shown, *(["", str(known.stats)] if known.stats and known.stats.graphs else [])])
     return "\n".join([*shown, *_unfreed(known), "", *_table(known), *_stalls(known), *_foot(known)])
 
 
 def lines(known: Facts) -> list[tuple[str, str]]:
-    """The five lines, each with its name."""
+    """The five lines, each with its name; without a plan those that can be told."""
     found = figures(known)
+    if known.missing:
+        return _unplanned(known, found)
     budget = 0 if all(part.budget == 0 for part in known.parts) else None
     return [
         ("memory", _memory(known, found, budget)),
@@ -34,6 +38,21 @@ def lines(known: Facts) -> list[tuple[str, str]]:
         ("drive", _drive(found)),
         ("plan", _plan(known)),
         ("next", advice(known, found)),
+    ]
+
+
+def _unplanned(known: Facts, found: Figures) -> list[tuple[str, str]]:
+    """The lines of what has no plan: what was measured, and why there is none."""
+    stats = known.stats
+    if stats is None or not stats.graphs:
+        return [("next", known.missing)]
+    freed, saved = (format_bytes(nbytes // known.steps) for nbytes in (stats.freed_bytes, stats.saved_bytes))
+    return [
+        ("memory", f"{_limited(known)}{freed} of {saved} a step leave memory between forward and backward"),
+        ("cost", _measured_cost(found)),
+        ("drive", _drive(found)),
+        ("plan", known.missing),
+        ("next", without_plan(found)),
     ]
 
 
@@ -82,15 +101,18 @@ def _cost(known: Facts, found: Figures) -> str:
     said = f"step {format_seconds(found.stock_step_s)} -> {format_seconds(found.step_s)} ({more:+.1f}%), "
     said += f"waits {format_seconds(found.stall_s)} by {_rates(known)} rates"
     if found.measured_stall_s is not None:
-        said += f"; measured waits {format_seconds(found.measured_stall_s)}"
-        if found.measured_step_s:
-            share = 100 * found.measured_stall_s / found.measured_step_s
-            said += f" ({share:.1f}%) in {format_seconds(found.measured_step_s)} a step"
+        said += f"; {_measured_cost(found)}"
     where = waits(known)
     if where:
         row, seconds = where[0]
         said += f", most for {row.place} ({format_seconds(seconds)})"
     return said
+
+
+def _measured_cost(found: Figures) -> str:
+    stall_s, step_s = found.measured_stall_s or 0.0, found.measured_step_s
+    share = f" ({100 * stall_s / step_s:.1f}%) in {format_seconds(step_s)} a step" if step_s else ""
+    return f"measured waits {format_seconds(stall_s)}{share}"
 
 
 def _rates(known: Facts) -> str:
@@ -100,7 +122,7 @@ def _rates(known: Facts) -> str:
 def _drive(found: Figures) -> str:
     written = found.written_bytes if found.measured_drive_bytes is None else found.measured_drive_bytes
     said = f"{format_bytes(written)} written a step"
-    if found.measured_drive_bytes is not None:
+    if found.measured_drive_bytes is not None and found.step_s:
         said += f" (predicted {format_bytes(found.written_bytes)})"
     if not found.drive_bytes_s:
         return said
