@@ -54,6 +54,14 @@ def gpu(request):
         close_stores()
 
 
+@pytest.fixture
+def fake():
+    """The device that executes as late as it can."""
+    with installed("lazy") as made:
+        yield made
+        close_stores()
+
+
 @pytest.fixture(params=["memory", "staged", "kvikio"])
 def config(request, gpu, tmp_path, monkeypatch):
     if request.param == "memory":
@@ -133,22 +141,20 @@ def test_load_from_a_drive_is_valid_for_the_host_after_its_wait(gpu, config):
     assert raw(y) == raw(values)
 
 
-def test_the_host_does_not_wait_for_a_copy():
+def test_the_host_does_not_wait_for_a_copy(fake):
     """From host memory. The device waits, and the memory that the copy reads stays until it is done."""
-    with installed("lazy") as fake:
-        values = numbers()
-        handle = on_disk(fake, MEMORY, values)
-        entry, before = lookup(handle), fake.ms
-        y = load(handle, values)
-        del handle, entry
-        assert entries.living() == []  # so its host memory is free, as far as the store knows
-        engine = get_store(MEMORY).engine
-        assert (fake.ms, len(engine._moving[False])) == (before, 1)
-        assert fake.bytes_of(y) == raw(values)
-        assert stats.stats().stall_s == 0
-        store(fake.tensor(numbers()), MEMORY, slot=99)
-        assert len(engine._moving[False]) == 0, "the next tensor of that size takes its place"
-        close_stores()
+    values = numbers()
+    handle = on_disk(fake, MEMORY, values)
+    entry, before = lookup(handle), fake.ms
+    y = load(handle, values)
+    del handle, entry
+    assert entries.living() == []  # so its host memory is free, as far as the store knows
+    engine = get_store(MEMORY).engine
+    assert (fake.ms, len(engine._moving[False])) == (before, 1)
+    assert fake.bytes_of(y) == raw(values)
+    assert stats.stats().stall_s == 0
+    store(fake.tensor(numbers()), MEMORY, slot=99)
+    assert len(engine._moving[False]) == 0, "the next tensor of that size takes its place"
 
 
 def test_given_away_and_overwritten_while_being_written(gpu, config):
@@ -218,9 +224,8 @@ def test_what_is_given_away_does_not_wait_for_its_copy(gpu):
     assert gpu.bytes_of(load(again, values)) == raw(values)
     assert gpu.bytes_of(load(before, others)) == raw(others)
     gpu.finish()
-    last = store(gpu.tensor(numbers(1)), MEMORY, slot=99)
+    store(gpu.tensor(numbers(1)), MEMORY, slot=99)
     assert not get_store(MEMORY).writer.in_vain
-    del last
 
 
 def later(gpu, config, values, slot=0):
@@ -350,21 +355,19 @@ def test_nothing_of_a_dead_tensor_is_kept(gpu, config):
     assert [block.nbytes for block in gpu.blocks.values() if block.live] == []
 
 
-def test_what_dies_unseen_is_ended_on_its_device():
+def test_what_dies_unseen_is_ended_on_its_device(fake):
     """By the thread that follows deaths up, which is on device 0 by itself; the fake notes calls from there."""
-    with installed("lazy") as fake:
-        x = fake.tensor(numbers())
-        handle = store(x, MEMORY)
-        release(handle, x)
-        fake.threads.clear()
-        del x, handle
-        for _ in range(100):
-            if "ssd_fx-janitor" in fake.threads:
-                break
-            time.sleep(0.02)
-        entries.living()
-        assert fake.threads == {"ssd_fx-janitor"}
-        close_stores()
+    x = fake.tensor(numbers())
+    handle = store(x, MEMORY)
+    release(handle, x)
+    fake.threads.clear()
+    del x, handle
+    for _ in range(100):
+        if "ssd_fx-janitor" in fake.threads:
+            break
+        time.sleep(0.02)
+    entries.living()
+    assert fake.threads == {"ssd_fx-janitor"}
 
 
 def test_the_device_of_a_thread_is_torch_s(monkeypatch):
@@ -388,209 +391,184 @@ def queued(fake, check, size=10):
     return x, streams.Queued(x.device, fake.side(x.device), enqueue)
 
 
-def test_a_check_runs_once_and_only_behind_the_event():
-    with installed("lazy") as fake:
-        calls = []
-        x, transfer = queued(fake, lambda: calls.append(fake.sides[0].tasks.copy()))
-        transfer.start()
-        assert not transfer.done()
-        assert calls == []
-        transfer.wait()
-        transfer.wait()
-        assert not transfer.cancel()
-        assert [list(tasks) for tasks in calls] == [[]]  # nothing is left on the stream
-        del x
+def test_a_check_runs_once_and_only_behind_the_event(fake):
+    calls = []
+    _x, transfer = queued(fake, lambda: calls.append(fake.sides[0].tasks.copy()))
+    transfer.start()
+    assert not transfer.done()
+    assert calls == []
+    transfer.wait()
+    transfer.wait()
+    assert not transfer.cancel()
+    assert [list(tasks) for tasks in calls] == [[]]  # nothing is left on the stream
 
 
-def test_an_error_of_the_check_is_raised_by_every_wait():
-    with installed("lazy") as fake:
+def test_an_error_of_the_check_is_raised_by_every_wait(fake):
+    def check():
+        raise OSError(5, "short", "/there")
 
-        def check():
-            raise OSError(5, "short", "/there")
-
-        x, transfer = queued(fake, check)
-        transfer.start()
-        for _ in range(2):
-            with pytest.raises(OSError, match="short"):
-                transfer.wait()
-        assert transfer.cancel()
-        del x
+    _x, transfer = queued(fake, check)
+    transfer.start()
+    for _ in range(2):
+        with pytest.raises(OSError, match="short"):
+            transfer.wait()
+    assert transfer.cancel()
 
 
-def test_a_signal_handler_may_end_the_transfer_that_is_being_looked_at():
+def test_a_signal_handler_may_end_the_transfer_that_is_being_looked_at(fake):
     """`ssd_fx.close()` in a handler cancels every transfer, in the thread that the signal has interrupted."""
-    with installed("lazy") as fake:
-        calls = []
+    calls = []
 
-        def check():
-            calls.append(transfer.cancel())
-            raise OSError(5, "short", "/there")
+    def check():
+        calls.append(transfer.cancel())
+        raise OSError(5, "short", "/there")
 
-        x, transfer = queued(fake, check)
+    _x, transfer = queued(fake, check)
+    transfer.start()
+    waiting = threading.Thread(target=transfer.cancel, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert len(calls) == 1
+    with pytest.raises(OSError, match="short"):
+        transfer.wait()
+
+
+def test_an_interrupted_check_runs_again(fake):
+    errors = [KeyboardInterrupt(), OSError(5, "short", "/there")]
+
+    def check():
+        raise errors.pop(0)
+
+    _x, transfer = queued(fake, check)
+    transfer.start()
+    with pytest.raises(KeyboardInterrupt):
+        transfer.wait()
+    with pytest.raises(OSError, match="short"):
+        transfer.wait()
+
+
+def test_a_transfer_that_was_never_started_is_no_success(fake):
+    _x, transfer = queued(fake, lambda: None)
+    assert not transfer.done()
+    with pytest.raises(OSError, match="never queued"):
+        transfer.wait()
+    assert transfer.cancel()
+
+
+def test_an_interrupt_before_the_transfer_was_queued_is_no_success(fake):
+    def enqueue(side):
+        raise KeyboardInterrupt
+
+    x = fake._tensor(10)
+    transfer = streams.Queued(x.device, fake.side(x.device), enqueue)
+    with pytest.raises(KeyboardInterrupt):
         transfer.start()
-        waiting = threading.Thread(target=transfer.cancel, daemon=True)
-        waiting.start()
-        waiting.join(10)
-        assert not waiting.is_alive()
-        assert len(calls) == 1
-        with pytest.raises(OSError, match="short"):
-            transfer.wait()
-        del x
+    assert transfer.cancel()
+    with pytest.raises(OSError, match="never queued"):
+        transfer.wait()
 
 
-def test_an_interrupted_check_runs_again():
-    with installed("lazy") as fake:
-        errors = [KeyboardInterrupt(), OSError(5, "short", "/there")]
-
-        def check():
-            raise errors.pop(0)
-
-        x, transfer = queued(fake, check)
-        transfer.start()
-        with pytest.raises(KeyboardInterrupt):
-            transfer.wait()
-        with pytest.raises(OSError, match="short"):
-            transfer.wait()
-        del x
-
-
-def test_a_transfer_that_was_never_started_is_no_success():
-    with installed("lazy") as fake:
-        x, transfer = queued(fake, lambda: None)
-        assert not transfer.done()
-        with pytest.raises(OSError, match="never queued"):
-            transfer.wait()
-        assert transfer.cancel()
-        del x
-
-
-def test_an_interrupt_before_the_transfer_was_queued_is_no_success():
-    with installed("lazy") as fake:
-
-        def enqueue(side):
-            raise KeyboardInterrupt
-
-        x = fake._tensor(10)
-        transfer = streams.Queued(x.device, fake.side(x.device), enqueue)
-        with pytest.raises(KeyboardInterrupt):
-            transfer.start()
-        assert transfer.cancel()
-        with pytest.raises(OSError, match="never queued"):
-            transfer.wait()
-        del x
-
-
-@pytest.mark.parametrize("order", ORDERS)
+@LATE
 @pytest.mark.parametrize("case", ["a release that blocks", "no room in flight"])
-def test_the_host_does_not_wait_for_memory_to_go_back(order, case):
+def test_the_host_does_not_wait_for_memory_to_go_back(gpu, case):
     """The tensor's stream does, so that its memory goes back in that order; and the reads wait for the writes."""
     options = {"inflight": 50} if case == "no room in flight" else {}
     config = json.dumps({"engine": "memory", "adapt": False, "prefetch": 0, **options})
-    with installed(order) as fake:
-        handles = []
-        for slot in range(6):
-            x, before = fake.tensor(numbers(slot)), fake.ms
-            handle = op.store(x, config, "follow", slot, 2 * slot)
-            op.wait_store_(handle, x, 2 * slot + 1, True, case == "a release that blocks")
-            handles.append(handle)
-            if order == "lazy":
-                assert fake.ms == before, "the host had the device run"
-            del x
-        for slot, handle in reversed(list(enumerate(handles))):
-            assert fake.bytes_of(load(handle, numbers(slot))) == raw(numbers(slot))
-        assert fake.violations == []
-        close_stores()
+    handles = []
+    for slot in range(6):
+        x, before = gpu.tensor(numbers(slot)), gpu.ms
+        handle = op.store(x, config, "follow", slot, 2 * slot)
+        op.wait_store_(handle, x, 2 * slot + 1, True, case == "a release that blocks")
+        handles.append(handle)
+        if gpu.order == "lazy":
+            assert gpu.ms == before, "the host had the device run"
+        del x
+    for slot, handle in reversed(list(enumerate(handles))):
+        assert gpu.bytes_of(load(handle, numbers(slot))) == raw(numbers(slot))
+    assert gpu.violations == []
 
 
 NO_BACKWARD, KEPT, GIVEN = "a forward without a backward", "a load of what others may hold", "a load"
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@LATE
 @pytest.mark.parametrize("case", [NO_BACKWARD, KEPT, GIVEN])
-def test_the_host_does_not_wait_for_the_copy_of_what_dies(order, case):
+def test_the_host_does_not_wait_for_the_copy_of_what_dies(gpu, case):
     """Every thread would: the death is dealt with under the lock."""
-    with installed(order) as fake:
-        x = fake.tensor(numbers())
-        handle = store(x, MEMORY)
-        release(handle, x)
-        del x
-        if case != NO_BACKWARD:
-            start_load(handle, numbers(), donate=case == GIVEN)
-        before = fake.ms
-        del handle
-        assert entries.living() == []
-        if order == "lazy":
-            assert fake.ms == before, "the host had the device run"
-        again = on_disk(fake, MEMORY, numbers(start=1), slot=1)  # in the pinned memory of that copy, perhaps
-        assert fake.bytes_of(load(again, numbers())) == raw(numbers(start=1))
-        close_stores()
+    x = gpu.tensor(numbers())
+    handle = store(x, MEMORY)
+    release(handle, x)
+    del x
+    if case != NO_BACKWARD:
+        start_load(handle, numbers(), donate=case == GIVEN)
+    before = gpu.ms
+    del handle
+    assert entries.living() == []
+    if gpu.order == "lazy":
+        assert gpu.ms == before, "the host had the device run"
+    again = on_disk(gpu, MEMORY, numbers(start=1), slot=1)  # in the pinned memory of that copy, perhaps
+    assert gpu.bytes_of(load(again, numbers())) == raw(numbers(start=1))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_host_does_not_wait_for_a_read_whose_graph_dies(order, ahead):
+@LATE
+def test_the_host_does_not_wait_for_a_read_whose_graph_dies(gpu, ahead):
     """What it fills goes back in the order of the stream that asked for it."""
-    with installed(order) as fake:
-        handle = on_disk(fake, MEMORY, numbers())
-        before = fake.ms
-        if ahead:
-            lookup(handle).store.reader.ahead(lookup(handle))
-        else:
-            start_load(handle, numbers())
-        del handle
-        assert entries.living() == []
-        if order == "lazy":
-            assert fake.ms == before, "the host had the device run"
-        after = fake.tensor(numbers(start=1))  # in what the read fills
-        assert fake.bytes_of(after) == raw(numbers(start=1))
-        close_stores()
+    handle = on_disk(gpu, MEMORY, numbers())
+    before = gpu.ms
+    if ahead:
+        lookup(handle).store.reader.ahead(lookup(handle))
+    else:
+        start_load(handle, numbers())
+    del handle
+    assert entries.living() == []
+    if gpu.order == "lazy":
+        assert gpu.ms == before, "the host had the device run"
+    after = gpu.tensor(numbers(start=1))  # in what the read fills
+    assert gpu.bytes_of(after) == raw(numbers(start=1))
 
 
-def test_a_copy_for_nothing_is_learnt_though_it_never_ends():
+def test_a_copy_for_nothing_is_learnt_though_it_never_ends(fake):
     """A host far ahead of its device sees no copy end, and others hold the tensor in every step."""
     config = json.dumps({"engine": "memory"})
-    with installed("lazy") as fake:
-        held = fake.tensor(numbers())
-        for _ in range(3):
-            handle = store(held, config)
-            release(handle, held, hand_over=True)
-            start_load(handle, held, donate=False)
-            del handle
-            entries.living()
-        found = stats.stats()
-        assert (found.wasted_bytes, found.held_bytes) == (2 * 4 * N, 4 * N)
-        close_stores()
+    held = fake.tensor(numbers())
+    for _ in range(3):
+        handle = store(held, config)
+        release(handle, held, hand_over=True)
+        start_load(handle, held, donate=False)
+        del handle
+        entries.living()
+    found = stats.stats()
+    assert (found.wasted_bytes, found.held_bytes) == (2 * 4 * N, 4 * N)
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_what_the_device_waits_for_is_seen(late):
+def test_what_the_device_waits_for_is_seen(fake, late):
     """The host waits for nothing, and cannot know. A copy takes 1.5 ms; a late one runs when the device needs it."""
     config = json.dumps({"engine": "memory", "prefetch": 0})
     steps = 3 * device_trace.RUNS
-    with installed("lazy") as fake:
-        for _ in range(steps):
-            handle = on_disk(fake, config, numbers(), graph="waits")
-            y = start_load(handle, numbers())
-            if not late:
-                fake.finish()
-            wait(y, handle)
+    for _ in range(steps):
+        handle = on_disk(fake, config, numbers(), graph="waits")
+        y = start_load(handle, numbers())
+        if not late:
             fake.finish()
-            del y, handle
-        begin(config, "waits", offloaded=1)
-        assert stats.stats().graphs["waits"].stall_s == pytest.approx(steps * late * 1.5e-3)
-        assert stats.slots()["waits"][0].read_stall_s == pytest.approx(steps * late * 1.5e-3)
-        assert (("waits", 0) in get_store(config).habits.late) is late
+        wait(y, handle)
+        fake.finish()
+        del y, handle
+    begin(config, "waits", offloaded=1)
+    assert stats.stats().graphs["waits"].stall_s == pytest.approx(steps * late * 1.5e-3)
+    assert stats.slots()["waits"][0].read_stall_s == pytest.approx(steps * late * 1.5e-3)
+    assert (("waits", 0) in get_store(config).habits.late) is late
+
+
+def test_an_engine_that_ends_leaves_its_streams_to_the_next(fake):
+    for _ in range(3):
+        handle = on_disk(fake, MEMORY, numbers())
+        load(handle, numbers())
+        del handle
         close_stores()
-
-
-def test_an_engine_that_ends_leaves_its_streams_to_the_next():
-    with installed("lazy") as fake:
-        for _ in range(3):
-            handle = on_disk(fake, MEMORY, numbers())
-            load(handle, numbers())
-            del handle
-            close_stores()
-        assert len(fake.sides) == 2
+    assert len(fake.sides) == 2
 
 
 def test_the_streams_of_a_gpu_are_not_from_pytorch_s_pool(monkeypatch):
@@ -611,110 +589,96 @@ def test_the_streams_of_a_gpu_are_not_from_pytorch_s_pool(monkeypatch):
     assert cuda.side(device) is first
 
 
-def test_memory_goes_back_in_the_order_of_the_stream_that_made_it():
+def test_memory_goes_back_in_the_order_of_the_stream_that_made_it(fake):
     """And not of the stream of a thread that happens to release it, or to need room in flight."""
     config = json.dumps({"engine": "memory", "adapt": False, "prefetch": 0})
-    with installed("lazy") as fake:
-        x, own = fake.tensor(numbers()), fake.compute
-        handle = op.store(x, config, "follow", 0, 0)
-        with fake.on_another_stream():
-            before = len(own.tasks)
-            op.wait_store_(handle, x, 1, True, True)
-            assert len(own.tasks) == before + 1, "it waits for the end of the copy"
-        del x
-        assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
-        close_stores()
-
-
-def test_a_write_that_the_device_waits_for_is_traced_when_it_has_ended():
-    config = json.dumps({"engine": "memory", "adapt": False})
-    with installed("lazy") as fake:
-        x = fake.tensor(numbers())
-        handle = op.store(x, config, "follow", 0, 0)
+    x, own = fake.tensor(numbers()), fake.compute
+    handle = op.store(x, config, "follow", 0, 0)
+    with fake.on_another_stream():
+        before = len(own.tasks)
         op.wait_store_(handle, x, 1, True, True)
-        assert [event.kind for event in trace.events() if event.kind == "write"] == []
-        assert lookup(handle).state is State.ON_DISK
-        assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
-        store(fake.tensor(numbers(1)), config, slot=99)
-        (write,) = [event for event in trace.events() if event.kind == "write"]
-        assert write.ended > write.started > 0
-        close_stores()
+        assert len(own.tasks) == before + 1, "it waits for the end of the copy"
+    del x
+    assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
 
 
-def test_an_interrupted_read_of_host_memory_does_not_end_the_engine_badly(monkeypatch):
-    with installed("lazy") as fake:
-        engine, x = MemoryEngine(), fake.tensor(torch.ones(10))
-        extent = engine.alloc(40)
-        write = engine.write(extent, Memory.of(x))
-        write.start()
-        write.wait()
-        read = engine.read(extent, Memory.of(x))
-
-        class Interrupting(deque):
-            def append(self, item):
-                super().append(item)
-                raise KeyboardInterrupt
-
-        engine._moving[False] = Interrupting()
-        with pytest.raises(KeyboardInterrupt):
-            read.start()
-        engine.close()
-        assert ([*engine._moving[True], *engine._moving[False]], engine._pinned) == ([], {})
-        del x
+def test_a_write_that_the_device_waits_for_is_traced_when_it_has_ended(fake):
+    config = json.dumps({"engine": "memory", "adapt": False})
+    x = fake.tensor(numbers())
+    handle = op.store(x, config, "follow", 0, 0)
+    op.wait_store_(handle, x, 1, True, True)
+    assert [event.kind for event in trace.events() if event.kind == "write"] == []
+    assert lookup(handle).state is State.ON_DISK
+    assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
+    store(fake.tensor(numbers(1)), config, slot=99)
+    (write,) = [event for event in trace.events() if event.kind == "write"]
+    assert write.ended > write.started > 0
 
 
-def test_an_interrupt_while_the_end_is_noted_does_not_lose_a_transfer(monkeypatch):
+def test_an_interrupted_read_of_host_memory_does_not_end_the_engine_badly(fake, monkeypatch):
+    engine, x = MemoryEngine(), fake.tensor(torch.ones(10))
+    extent = engine.alloc(40)
+    write = engine.write(extent, Memory.of(x))
+    write.start()
+    write.wait()
+    read = engine.read(extent, Memory.of(x))
+
+    class Interrupting(deque):
+        def append(self, item):
+            super().append(item)
+            raise KeyboardInterrupt
+
+    engine._moving[False] = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        read.start()
+    engine.close()
+    assert ([*engine._moving[True], *engine._moving[False]], engine._pinned) == ([], {})
+
+
+def test_an_interrupt_while_the_end_is_noted_does_not_lose_a_transfer(fake, monkeypatch):
     """Its memory would be free for others while the device still copies."""
-    with installed("lazy") as fake:
-        x, transfer = queued(fake, lambda: None)
-        recorded = []
+    _x, transfer = queued(fake, lambda: None)
+    recorded = []
 
-        def record(stream, **how):
-            recorded.append(FakeGpu.record(fake, stream, **how))
-            if len(recorded) == 2:  # behind the compute stream, behind the copy
-                raise KeyboardInterrupt
-            return recorded[-1]
+    def record(stream, **how):
+        recorded.append(FakeGpu.record(fake, stream, **how))
+        if len(recorded) == 2:  # behind the compute stream, behind the copy
+            raise KeyboardInterrupt
+        return recorded[-1]
 
-        monkeypatch.setattr(fake, "record", record)
-        with pytest.raises(KeyboardInterrupt):
-            transfer.start()
-        assert not transfer.done()
-        assert not transfer.cancel()
-        assert fake.sides[0].ran == 1
-        del x
+    monkeypatch.setattr(fake, "record", record)
+    with pytest.raises(KeyboardInterrupt):
+        transfer.start()
+    assert not transfer.done()
+    assert not transfer.cancel()
+    assert fake.sides[0].ran == 1
 
 
-def test_a_copy_to_host_memory_makes_no_event_for_a_host_that_sleeps(monkeypatch):
+def test_a_copy_to_host_memory_makes_no_event_for_a_host_that_sleeps(fake, monkeypatch):
     """Only streams wait for it. CUDA is slower with such events, even if nobody sleeps."""
     monkeypatch.setattr(device_trace, "node", lambda *_: contextlib.nullcontext())
-    with installed("lazy") as fake:
-        x = fake.tensor(numbers())
-        handle = store(x, MEMORY)
-        op.wait_store_(handle, x, 1, True, True)
-        assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
-        assert fake.sleeping == 0
-        x, transfer = queued(fake, lambda: None)  # the host has to see how it ends
-        transfer.start()
-        assert fake.sleeping == 1
-        transfer.wait()
-        del x, handle
-        close_stores()
+    x = fake.tensor(numbers())
+    handle = store(x, MEMORY)
+    op.wait_store_(handle, x, 1, True, True)
+    assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
+    assert fake.sleeping == 0
+    x, transfer = queued(fake, lambda: None)  # the host has to see how it ends
+    transfer.start()
+    assert fake.sleeping == 1
+    transfer.wait()
 
 
-def test_the_host_asks_no_more_for_a_copy_that_the_stream_waits_for(monkeypatch):
+def test_the_host_asks_no_more_for_a_copy_that_the_stream_waits_for(fake, monkeypatch):
     """Only one that is timed is asked for, for the trace."""
     monkeypatch.setattr(device_trace, "node", lambda *_: contextlib.nullcontext())
     asked = []
-    with installed("lazy") as fake:
-        x = fake.tensor(numbers())
-        handle = store(x, MEMORY)
-        op.wait_store_(handle, x, 1, True, True)
-        monkeypatch.setattr(FakeEvent, "query", lambda event: asked.append(event) or False)
-        get_store(MEMORY).writer.reap()
-        assert asked == []
-        assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
-        del x, handle
-        close_stores()
+    x = fake.tensor(numbers())
+    handle = store(x, MEMORY)
+    op.wait_store_(handle, x, 1, True, True)
+    monkeypatch.setattr(FakeEvent, "query", lambda event: asked.append(event) or False)
+    get_store(MEMORY).writer.reap()
+    assert asked == []
+    assert fake.bytes_of(load(handle, numbers())) == raw(numbers())
 
 
 def test_events_of_cuda_spin_unless_the_host_will_wait(monkeypatch):
@@ -726,15 +690,13 @@ def test_events_of_cuda_spin_unless_the_host_will_wait(monkeypatch):
     assert [(how["enable_timing"], how["blocking"]) for how in made] == [(False, False), (True, False), (False, True)]
 
 
-def test_span_is_as_long_as_the_device_says():
-    with installed("lazy") as fake:
-        with streams.timed(torch.device("cpu")):
-            x, transfer = queued(fake, lambda: None)
-        transfer.start()
-        transfer.wait()
-        started, ended = transfer.span()
-        assert ended - started == pytest.approx(1.5e-3)
-        del x
+def test_span_is_as_long_as_the_device_says(fake):
+    with streams.timed(torch.device("cpu")):
+        _x, transfer = queued(fake, lambda: None)
+    transfer.start()
+    transfer.wait()
+    started, ended = transfer.span()
+    assert ended - started == pytest.approx(1.5e-3)
 
 
 @LATE
@@ -793,21 +755,20 @@ def test_why_there_are_no_cuda_graphs(way, whole):
         close_stores()
 
 
-def test_loads_do_not_wait_behind_stores():
+def test_loads_do_not_wait_behind_stores(fake):
     """What is copied to the host does not hold up what is copied from it: the bus does both at a time."""
-    with installed("lazy") as fake:
-        engine = MemoryEngine()
-        x, y = fake._tensor(100), fake._tensor(100)
-        first, second = engine.alloc(100), engine.alloc(100)
-        stored = engine.write(first, Memory.of(x))
-        stored.start()
-        stored.wait()
-        write, read = engine.write(second, Memory.of(x)), engine.read(first, Memory.of(y))
-        write.start()
-        read.start()
-        read.wait()
-        assert not write.done()
-        write.wait()
+    engine = MemoryEngine()
+    x, y = fake._tensor(100), fake._tensor(100)
+    first, second = engine.alloc(100), engine.alloc(100)
+    stored = engine.write(first, Memory.of(x))
+    stored.start()
+    stored.wait()
+    write, read = engine.write(second, Memory.of(x)), engine.read(first, Memory.of(y))
+    write.start()
+    read.start()
+    read.wait()
+    assert not write.done()
+    write.wait()
 
 
 def test_bytes_of_views():
@@ -841,15 +802,12 @@ def test_the_fake_is_a_backend():
 
 
 @pytest.mark.parametrize(("memory_bytes", "stand"), [(0, 1), (3 * 4 * N, 3)])
-def test_a_share_of_the_device_may_be_on_its_way_while_the_host_runs_ahead(monkeypatch, memory_bytes, stand):
+def test_a_share_of_the_device_may_be_on_its_way_while_the_host_runs_ahead(fake, monkeypatch, memory_bytes, stand):
     """The device has not begun with anything. Where it is small, a store waits until the one before has ended."""
     monkeypatch.setattr(inflight, "LEAST_BYTES", 100)
     monkeypatch.setattr(FakeGpu, "memory_bytes", lambda self, device: inflight.SHARE * memory_bytes)
-    with installed("lazy") as gpu:
-        handles = [store(gpu.tensor(numbers(N)), MEMORY, slot=i) for i in range(3)]
-        assert get_store(MEMORY).ledger.writing_bytes == stand * 4 * N
-        del handles
-        close_stores()
+    [store(fake.tensor(numbers(N)), MEMORY, slot=i) for i in range(3)]
+    assert get_store(MEMORY).ledger.writing_bytes == stand * 4 * N
 
 
 def given(gpu, config, slot=0):
@@ -867,77 +825,67 @@ def alive(gpu):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_host_far_ahead_gives_away_no_more_than_may_be_in_flight(kept):
+def test_a_host_far_ahead_gives_away_no_more_than_may_be_in_flight(fake, kept):
     """What a copy still reads is memory, and the device has not begun with anything. What the backward has used goes
     back behind its copy, so that the next tensor gets that memory."""
-    with installed("lazy") as gpu:
-        config = json.dumps({"engine": "memory", "inflight": 2 * 4 * N})
-        most, loaded = 0, []
-        for _ in range(10):
-            loaded.append(given(gpu, config))
-            most = max(most, len(get_store(config).writer.in_vain))
-            if not kept:
-                loaded.clear()
-                assert alive(gpu) == 1
-        assert most == (2 if kept else 1)
-        close_stores()
+    config = json.dumps({"engine": "memory", "inflight": 2 * 4 * N})
+    most, loaded = 0, []
+    for _ in range(10):
+        loaded.append(given(fake, config))
+        most = max(most, len(get_store(config).writer.in_vain))
+        if not kept:
+            loaded.clear()
+            assert alive(fake) == 1
+    assert most == (2 if kept else 1)
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_was_given_away_is_free_once_the_backward_has_used_it(first):
+def test_what_was_given_away_is_free_once_the_backward_has_used_it(fake, first):
     """In whatever order: a backward begins with what was stored last. No copy has ended as far as the host knows."""
-    with installed("lazy") as gpu:
-        handles = []
-        for i in range(2):
-            x = gpu.tensor(numbers(N, i))
-            handles.append(store(x, MEMORY, slot=i))
-            release(handles[i], x)
-            del x
-        loaded = [load(handle, numbers()) for handle in handles]
-        assert alive(gpu) == 2
-        del loaded[first]
-        store(gpu.tensor(numbers(1)), MEMORY, slot=99)
-        assert alive(gpu) == 1
-        close_stores()
-
-
-def test_what_was_given_away_is_free_though_no_op_comes_any_more():
-    """As between training and evaluation. The janitor looks where nothing dies."""
-    with installed("lazy") as gpu:
-        given(gpu, MEMORY)
-        gpu.finish()
-        assert alive(gpu) == 1
-        for function in when_idle:
-            function()
-        assert alive(gpu) == 0
-        close_stores()
-
-
-def test_what_was_given_away_is_free_when_its_handle_has_died():
-    """The optimizer comes next, without an op of ours. It would go without the memory until the next forward."""
-    with installed("lazy") as gpu:
-        x = gpu.tensor(numbers())
-        handle = store(x, MEMORY)
-        release(handle, x)
+    handles = []
+    for i in range(2):
+        x = fake.tensor(numbers(N, i))
+        handles.append(store(x, MEMORY, slot=i))
+        release(handles[i], x)
         del x
-        load(handle, numbers())
-        gpu.finish()
-        assert alive(gpu) == 1
-        del handle
-        assert entries.living() == []
-        assert alive(gpu) == 0
-        close_stores()
+    loaded = [load(handle, numbers()) for handle in handles]
+    assert alive(fake) == 2
+    del loaded[first]
+    store(fake.tensor(numbers(1)), MEMORY, slot=99)
+    assert alive(fake) == 1
 
 
-def test_what_one_model_gave_away_is_free_when_another_one_goes_on():
+def test_what_was_given_away_is_free_though_no_op_comes_any_more(fake):
+    """As between training and evaluation. The janitor looks where nothing dies."""
+    given(fake, MEMORY)
+    fake.finish()
+    assert alive(fake) == 1
+    for function in when_idle:
+        function()
+    assert alive(fake) == 0
+
+
+def test_what_was_given_away_is_free_when_its_handle_has_died(fake):
+    """The optimizer comes next, without an op of ours. It would go without the memory until the next forward."""
+    x = fake.tensor(numbers())
+    handle = store(x, MEMORY)
+    release(handle, x)
+    del x
+    load(handle, numbers())
+    fake.finish()
+    assert alive(fake) == 1
+    del handle
+    assert entries.living() == []
+    assert alive(fake) == 0
+
+
+def test_what_one_model_gave_away_is_free_when_another_one_goes_on(fake):
     """It has options of its own. Its handles die so often that the janitor never finds a quiet moment."""
-    with installed("lazy") as gpu:
-        given(gpu, MEMORY)
-        gpu.finish()
-        assert alive(gpu) == 1
-        begin(json.dumps({"engine": "memory", "inflight": 1 << 20}), offloaded=1)
-        assert alive(gpu) == 0
-        close_stores()
+    given(fake, MEMORY)
+    fake.finish()
+    assert alive(fake) == 1
+    begin(json.dumps({"engine": "memory", "inflight": 1 << 20}), offloaded=1)
+    assert alive(fake) == 0
 
 
 # ---- several streams of the user
@@ -988,11 +936,10 @@ def test_what_another_stream_encodes_stays_until_its_own_waits(gpu, tmp_path, mo
     monkeypatch.setattr(writer.streams, "in_turn_with", noting)
     with gpu.on_another_stream():
         y = gpu.tensor(torch.arange(N) % 3 == 0)
-        other = store(y, config, slot=1)
+        store(y, config, slot=1)
     assert lookup(handle).encoded
     assert alive[0]
     assert memory.expired()
-    del y, other
 
 
 @LATE
