@@ -63,15 +63,19 @@ def solve_for(
     return full if better(full[0], found[0]) else found
 
 
-def limits(step: Step, budget: int | float | str, *, whole: bool = False) -> Limits:
-    """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor."""
-    least = step.floor
-    enough = HEADROOM * least
-    if not isinstance(budget, float):
-        return Limits(max(enough, least + int(budget)), 0, math.inf if whole else int(budget))
-    movable = sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
-    kept = math.inf if whole else budget * movable
-    return Limits(max(enough, least + budget * (step.everything - least)), kept, kept)
+def limits(step: Step, budget: int | float | str, *, whole: bool = False, waits: bool = True) -> Limits:
+    """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor.
+
+    `waits`: unless the graph is a whole step, the forward ends when no more is in memory than may stay.
+    """
+    if isinstance(budget, float):
+        more = budget * (step.everything - step.floor)
+        left = budget * sum(item.nbytes for item in step.items if item.choices != {Choice.KEEP})
+        kept = math.inf if whole else left
+    else:
+        more = left = int(budget)
+        kept = 0
+    return Limits(max(HEADROOM * step.floor, step.floor + more), kept, left if waits and not whole else math.inf)
 
 
 def is_worth(peak: float, seconds: float, higher_peak: float, other_seconds: float) -> bool:
@@ -105,18 +109,17 @@ class _Solver:
         return found, at
 
     def lowest(self, *, waits: bool = True) -> Solved:
-        """The solution with the lowest peak, or one that is hardly higher and much faster.
-
-        `waits`: unless the graph is a whole step, the forward ends when all is written.
+        """The solution with the lowest peak, or one that is hardly higher and much faster; `waits` as in `limits`.
 
         Raises:
             BudgetError: no limit can be met.
         """
-        least, most, kept = self.step.floor, HEADROOM * self.step.everything, math.inf if self.whole else 0
+        least, most = self.step.floor, HEADROOM * self.step.everything
+        nothing = limits(self.step, 0.0, whole=self.whole, waits=waits)
         lowest: Solved | None = None
         best: Solved | None = None
         for limit in dict.fromkeys(min(rung * least, most) if least else most for rung in RUNGS):
-            at = Limits(limit, kept, kept if waits else math.inf)
+            at = replace(nothing, memory=limit)
             if lowest is not None and at.memory > (1 + MORE_PEAK) * lowest[1].memory:
                 break
             try:
@@ -148,8 +151,7 @@ class _Solver:
         def searched(share: int) -> Solved:
             if not share:
                 return self.lowest(waits=False)
-            at = limits(self.step, share / SHARES, whole=self.whole)
-            return self.solved(replace(at, stays=math.inf))
+            return self.solved(limits(self.step, share / SHARES, whole=self.whole, waits=False))
 
         allowed_s = (1 + slowdown + TOLERANCE) * searched(SHARES)[0].seconds
 
