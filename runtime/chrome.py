@@ -120,7 +120,8 @@ def _chrome(events: list[tuple[str, trace.Event]], base_ns: int) -> list[dict[st
         if live:
             memory = {"name": "large CPU tensors", "args": {"bytes": live}}
             made.append({"ph": "C", "cat": _OURS, "pid": os.getpid(), "ts": span["ts"] + span["dur"], **memory})
-    return [*(_row_name(row, number) for row, number in rows.items()), *made]
+    of = {"ph": "M", "name": "thread_name", "pid": os.getpid()}
+    return [*(of | {"tid": number, "args": {"name": f"ssd_fx {row}"}} for row, number in rows.items()), *made]
 
 
 def _free_row(kind: str, started: float, free_at: dict[str, float]) -> str:
@@ -128,7 +129,3 @@ def _free_row(kind: str, started: float, free_at: dict[str, float]) -> str:
     while free_at.get(f"{kind} {number}", 0.0) > started:
         number += 1
     return f"{kind} {number}"
-
-
-def _row_name(row: str, number: int) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_name", "pid": os.getpid(), "tid": number, "args": {"name": f"ssd_fx {row}"}}

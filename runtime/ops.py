@@ -159,15 +159,7 @@ def _fake_stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device
 
 
 def _fake_load(
-    handle: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    seq: int,
-    strict: bool = False,
-    relies_on: str = "dtype",
-    donate: bool = True,
+    handle: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, *_: object
 ) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 

@@ -10,7 +10,7 @@ import json
 import os
 import pkgutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,11 @@ class Config(Options):
         for name in names:
             if name in given:
                 values[name] = _parsed(name, given[name])
-            elif _variable(name) in os.environ:
-                values[name] = _from_environment(name)
+            elif (variable := _PREFIX + name.upper()) in os.environ:
+                try:
+                    values[name] = _parsed(name, os.environ[variable])
+                except ValueError as error:
+                    raise ValueError(f"{variable} in the environment: {error}") from None
         _one_of_memory_and_budget(values, given)
         if "dirs" not in values:
             values["dirs"] = (os.path.abspath(tempfile.gettempdir()),)
@@ -85,17 +88,6 @@ def _one_of_memory_and_budget(values: dict[str, Any], given: Mapping[str, Any]) 
         del values["memory"]
     else:
         values["budget"] = 0
-
-
-def _variable(name: str) -> str:
-    return _PREFIX + name.upper()
-
-
-def _from_environment(name: str) -> Any:
-    try:
-        return _parsed(name, os.environ[_variable(name)])
-    except ValueError as error:
-        raise ValueError(f"{_variable(name)} in the environment: {error}") from None
 
 
 def _known(name: str, names: list[str]) -> str:
@@ -125,19 +117,14 @@ def _parse_dirs(name: str, value: object) -> tuple[str, ...]:
     return tuple(named.values())
 
 
-def _parse_choice(*choices: str) -> Callable[[str, object], str]:
+def _parse_choice(choices: Collection[str]) -> Callable[[str, object], str]:
     def parse(name: str, value: object) -> str:
-        if value not in choices:
-            raise ValueError(
-                f"option {name}={value!r} is unknown; right would be one of {', '.join(map(repr, choices))}"
-            )
+        if value not in list(choices):
+            right = ", ".join(map(repr, sorted(choices)))
+            raise ValueError(f"option {name}={value!r} is unknown; right would be one of {right}")
         return str(value)
 
     return parse
-
-
-def _parse_engine(name: str, value: object) -> str:
-    return _parse_choice(*sorted(ENGINES))(name, value)
 
 
 def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
@@ -245,8 +232,8 @@ _BY_KIND: dict[str, Callable[[str, object], Any]] = {
     "size or auto": _parse_inflight,
     "limit": _parse_disk_limit,
     "terabytes": parse_tbw,
-    "engine": _parse_engine,
-    "compiler": _parse_choice("inductor", "aot_eager"),
+    "engine": _parse_choice(ENGINES),
+    "compiler": _parse_choice({"inductor", "aot_eager"}),
     "path": _parse_path,
     "codecs": _parse_compression,
     "patterns": _parse_patterns,

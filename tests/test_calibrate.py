@@ -454,7 +454,7 @@ def test_calibrate_and_info(calls: Calls, tmp_path: Path, capsys: pytest.Capture
     assert calls.compute == 2
     written = re.compile(r"^ *drives, write +1,500 MB/s$", re.MULTILINE)
     assert written.search(capsys.readouterr().out)
-    assert cli.main(["info"]) == 0
+    assert cli.main(["doctor"]) == 0
     assert written.search(capsys.readouterr().out)
     assert cli.main(["calibrate", str(tmp_path / "missing")]) == 1
 

@@ -10,20 +10,20 @@ import torch
 
 from ssd_fx.options import Options
 from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.engines import gds, staged
 from ssd_fx.runtime.engines.base import Engine
+from ssd_fx.runtime.engines.memory import MemoryEngine
+from ssd_fx.runtime.engines.posix import PosixEngine
+from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.inflight import LEAST_BYTES
+from ssd_fx.runtime.native import loader
 
 
-def _memory(config: Options) -> Engine:
-    from ssd_fx.runtime.engines.memory import MemoryEngine
-
+def _memory(config: Options) -> MemoryEngine:
     return MemoryEngine(config.ranks.count)
 
 
 def _posix(config: Options) -> Engine:
-    from ssd_fx.runtime.engines import staged
-    from ssd_fx.runtime.engines.posix import PosixEngine
-
     if not config.dirs:
         raise ValueError("engine 'posix' needs at least one directory on a drive in dirs")
     device = staged.needed()
@@ -35,37 +35,22 @@ _GDS = {"kvikio": False, "kvikio-forced": True}
 """By engine, whether it may copy through the host."""
 
 
-def _gds(config: Options, *, forced: bool) -> Engine:
-    from ssd_fx.runtime.engines import gds
-
-    return gds.make(config, forced=forced)
-
-
 def check_engine(name: str) -> None:
     """Returns if this machine has what the engine needs, apart from its directories.
 
     Raises: RuntimeError, which names an engine that works here.
     """
-    from ssd_fx.runtime.engines import gds
-    from ssd_fx.runtime.native import loader
-
     if name in _GDS:
         gds.check_machine(forced=_GDS[name])
     if name != "memory":
         loader.library()
 
 
-def _auto(config: Options) -> Engine:
-    from ssd_fx.runtime.engines import gds
-
-    return gds.usable(config) or _posix(config)
-
-
 ENGINES: dict[str, Callable[[Options], Engine]] = {
-    "auto": _auto,
+    "auto": lambda config: gds.usable(config) or _posix(config),
     "posix": _posix,
     "memory": _memory,
-    **{name: functools.partial(_gds, forced=forced) for name, forced in _GDS.items()},
+    **{name: functools.partial(gds.make, forced=forced) for name, forced in _GDS.items()},
 }
 
 _made: list[weakref.ref[Engine]] = []
@@ -85,11 +70,7 @@ def make_tiers(config: Options, moved: Callable[[int], None]) -> tuple[Engine, i
     has_memory = torch.accelerator.is_available() and streams.accelerator() in engine.devices
     if not (config.host_budget and has_memory):
         return engine, config.resident + config.host_budget
-    from ssd_fx.runtime.engines.memory import MemoryEngine
-    from ssd_fx.runtime.engines.tiered import TieredEngine
-
-    host = MemoryEngine(config.ranks.count)
-    tiers = TieredEngine(host, engine, config.host_budget, config.inflight_bytes or LEAST_BYTES, moved)
+    tiers = TieredEngine(_memory(config), engine, config.host_budget, config.inflight_bytes or LEAST_BYTES, moved)
     return tiers, config.resident
 
 

@@ -25,10 +25,9 @@ exit status: 0 fine, perhaps with warnings; 1 something is bad, or a directory d
 
 
 def add(commands: Any) -> None:
-    """Add the command to `commands`, argparse's sub-parsers. Its old names were `info` and `check`."""
+    """Add the command to `commands`, argparse's sub-parsers."""
     parser = commands.add_parser(
         "doctor",
-        aliases=["check", "info"],
         help="look at versions, compiler, drives, rates, wear and limits",
         description="Say what this machine offers, what is in the way, and what to do about it.",
         epilog=_EXAMPLES,

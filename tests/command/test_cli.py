@@ -43,12 +43,7 @@ def test_help_has_examples_and_exit_statuses(name: str) -> None:
     assert "\nexit status: 0 " in text
 
 
-def test_old_names_are_aliases() -> None:
-    found = commands()
-    assert found["check"] is found["info"] is found["doctor"]
-
-
-@pytest.mark.parametrize("command", [["check", "."], ["calibrate", "."], ["doctor"]])
+@pytest.mark.parametrize("command", [["calibrate", "."], ["doctor"]])
 def test_a_wrong_environment(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
