@@ -82,7 +82,7 @@ PARTS = (
         (
             "nvidia-smi",
             "df -hT {dir}",
-            "{python} -m ssd_fx info",
+            "{python} -m ssd_fx doctor",
             "{python} benchmarks/gpu_costs.py",
             "{python} benchmarks/gpu_attention.py",
         ),

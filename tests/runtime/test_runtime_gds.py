@@ -262,13 +262,13 @@ def test_the_administrators_configuration_of_cufile_stays(stub, monkeypatch, tmp
     assert stub.configured == ""
 
 
-def test_info_tells(stub, capsys):
+def test_doctor_tells(stub, capsys):
     stub.compat = True
-    assert cli.main(["info"]) == 0
+    assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "kvikio      26.10.00: no GPUDirect Storage: kvikio is in compatibility mode" in out
     stub.compat = False
-    assert cli.main(["info"]) == 0
+    assert cli.main(["doctor"]) == 0
     assert "kvikio      26.10.00: GPUDirect Storage is real; blocks are not verified" in capsys.readouterr().out
 
 
