@@ -19,15 +19,18 @@ import ctypes
 import gc
 import itertools
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ssd_fx.runtime.engines.base import Completion
 from ssd_fx.runtime.entries import GUARD, lookup
 from ssd_fx.runtime.states import Entry
 
@@ -98,6 +101,31 @@ def wait(y: Tensor, handle: Tensor, seq: int = 1) -> Tensor:
 
 def load(handle: Tensor, like: Tensor, consume: bool = True, relies_on: str = "dtype") -> Tensor:
     return wait(start_load(handle, like, consume, relies_on=relies_on), handle)
+
+
+def move(transfer: Completion) -> None:
+    """Starts a transfer of an engine, and waits for its end."""
+    transfer.start()
+    transfer.wait()
+
+
+def directories(parent: Path, count: int) -> list[str]:
+    """So many new directories."""
+    made = [parent / name for name in "abcd"[:count]]
+    for path in made:
+        path.mkdir()
+    return list(map(str, made))
+
+
+def in_a_child(finds: Callable[[], bool]) -> bool:
+    """What `finds` returns in the child of a fork, which ends behind it."""
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if finds() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def settle(handle: Tensor) -> Entry:

@@ -15,7 +15,7 @@ from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.buffers import PAGE, Buffer
 from ssd_fx.runtime.native.pool import PENDING
-from tests.runtime.harness import begin, config_json, load, store, watch
+from tests.runtime.harness import begin, config_json, load, move, store, watch
 
 MIB = 1 << 20
 
@@ -63,8 +63,7 @@ def noise(nbytes):
 
 
 def finish(transfer):
-    transfer.start()
-    transfer.wait()
+    move(transfer)
 
 
 def test_a_bounce_lives_while_its_request_runs_though_everybody_dropped_it(tmp_path, buffers):

@@ -13,7 +13,7 @@ from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.native.pool import BLOCK, CHECKSUM_MISMATCH, CUDA_FAILED, END_OF_FILE
 from tests.runtime import native_parts
-from tests.runtime.harness import CPU, config_json, load, raw, settle, store
+from tests.runtime.harness import CPU, config_json, load, move, raw, settle, store
 
 KIB, MIB = 1 << 10, 1 << 20
 SHORT = 20 * KIB  # the last block
@@ -53,8 +53,7 @@ def write(engine, data):
 
 
 def finish(completion):
-    completion.start()
-    completion.wait()
+    move(completion)
 
 
 class Behind:

@@ -8,15 +8,17 @@ import random
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_fx.runtime.engines.extents import BackingFile
+from ssd_fx.runtime.engines.extents import BackingFile, beyond_the_reserve
 from ssd_fx.runtime.memory.free_extents import FreeExtents
 from ssd_fx.runtime.native import loader
+from tests.runtime.harness import in_a_child
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYER = [6, 6, 18, 6, 24, 24, 6]  # of a GPT block, in units of its own
@@ -399,10 +401,7 @@ def test_a_fork_while_a_file_is_opened_leaves_the_child_without_it(tmp_path, mon
     thread = threading.Thread(target=lambda: files.append(BackingFile(str(tmp_path), step=MIB)))
     thread.start()
     assert opened.wait(10)
-    child = os.fork()
-    if not child:
-        os._exit(any(str(tmp_path) in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")))
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_a_child(lambda: not any(tmp_path in fd.resolve().parents for fd in Path("/proc/self/fd").iterdir()))
     thread.join()
     files[0].close()
 
@@ -512,13 +511,10 @@ def test_a_tensor_too_large_for_the_drive_stops_no_other(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("drive_gib", "may_take_gib"), [(10, 3.5), (1000, 3)])
-def test_a_twentieth_of_the_drive_is_left_and_at_most_a_gib(tmp_path, monkeypatch, drive_gib, may_take_gib):
+def test_a_twentieth_of_the_drive_is_left_and_at_most_a_gib(drive_gib, may_take_gib):
     """Of 4 GiB that are free."""
-    file = BackingFile(str(tmp_path))
     status = SimpleNamespace(f_frsize=4096, f_blocks=drive_gib << 18, f_bavail=4 << 18)
-    monkeypatch.setattr(os, "fstatvfs", lambda _: status)
-    assert file._available() == may_take_gib * 2**30
-    file.close()
+    assert beyond_the_reserve(status) == may_take_gib * 2**30
 
 
 @pytest.mark.filterwarnings("ignore:ssd_fx keeps activations")
@@ -538,13 +534,12 @@ def test_the_child_of_a_fork_keeps_no_file(tmp_path):
     """A worker of a data loader lives on. The room comes back when the last descriptor is closed."""
     file = BackingFile(str(tmp_path))
     fd = file.fd
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def is_closed():
+        with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
-        except OSError:
-            os._exit(0 if file.fd < 0 else 1)
-        os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+        return file.fd < 0
+
+    assert in_a_child(is_closed)
     os.fstat(fd)
     file.close()

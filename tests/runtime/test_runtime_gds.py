@@ -12,6 +12,7 @@ import sys
 import warnings
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import FakeEvent, installed
-from tests.runtime.harness import config_json, load, raw, release, settle, store
+from tests.runtime.harness import config_json, directories, in_a_child, load, move, raw, release, settle, store
 from tests.runtime.stub_kvikio import CompatMode
 
 N = 50_000
@@ -51,8 +52,13 @@ def config(stub, tmp_path):
     return config_json(tmp_path, "kvikio")
 
 
-def options(directory, engine="kvikio"):
-    return Options(dirs=(str(directory),), engine=engine, allow_tmpfs=True)
+def options(*directories, engine="kvikio"):
+    return Options(dirs=tuple(map(str, directories)), engine=engine, allow_tmpfs=True)
+
+
+def on_the_host():
+    """Within, the device is the CPU."""
+    return mock.patch.dict(streams.BACKENDS, clear=True)
 
 
 def stored(gpu, config, slot=0):
@@ -103,7 +109,7 @@ def test_a_kvikio_that_is_too_old_is_none(stub, tmp_path, monkeypatch, module, n
     reason = rf"kvikio {stub_kvikio.VERSION} has no {module}.{name}; right would be 26.2 or later"
     assert re.match(reason, cufile.status().reason)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert gds.usable(options(tmp_path, "auto")) is None
+    assert gds.usable(options(tmp_path, engine="auto")) is None
     with pytest.raises(RuntimeError, match=reason):
         registry.make_engine(options(tmp_path))
 
@@ -139,7 +145,7 @@ def test_no_package(gpu, monkeypatch, tmp_path):
     for engine, lacks in (("kvikio", "GPUDirect Storage"), ("kvikio-forced", "cuFile")):
         message = rf"^engine '{engine}' has no {lacks} here: import of kvikio halted.*install the extra.*engine='posix'"
         with pytest.raises(RuntimeError, match=message + "[^;]*$"):
-            registry.make_engine(options(tmp_path, engine))
+            registry.make_engine(options(tmp_path, engine=engine))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_auto(stub, monkeypatch, tmp_path, real, initialized, engine):
     stub.compat = not real
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = registry.make_engine(options(tmp_path, "auto"))
+        made = registry.make_engine(options(tmp_path, engine="auto"))
     assert made.name == engine
     made.close()
 
@@ -179,7 +185,7 @@ def test_auto_warns_if_gds_is_there_and_does_not_work(stub, monkeypatch, tmp_pat
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     stub.faults["write", 0] = "error"
     with pytest.warns(RuntimeWarning, match="does not work, so ssd_fx takes engine 'posix'.*cuFile error at: -5001"):
-        made = registry.make_engine(options(tmp_path, "auto"))
+        made = registry.make_engine(options(tmp_path, engine="auto"))
     assert made.name == "posix"
     made.close()
 
@@ -229,7 +235,7 @@ def test_copies_are_not_forced_where_cufile_was_loaded_without(stub, monkeypatch
     monkeypatch.setattr(cufile, "SYSTEM", tmp_path / "missing.json")
     cufile.status()
     with pytest.raises(RuntimeError, match=r"'kvikio-forced' comes too late in this process.*a process of its own"):
-        registry.make_engine(options(tmp_path, "kvikio-forced"))
+        registry.make_engine(options(tmp_path, engine="kvikio-forced"))
 
 
 def test_a_forked_child_leaves_the_configuration_of_its_parent(monkeypatch, tmp_path):
@@ -240,11 +246,7 @@ def test_a_forked_child_leaves_the_configuration_of_its_parent(monkeypatch, tmp_
     cufile.configure()
     path = Path(os.environ["CUFILE_ENV_PATH_JSON"])
     ((remove, args),) = removers
-    child = os.fork()
-    if child == 0:
-        remove(*args)
-        os._exit(0 if path.exists() else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_a_child(lambda: remove(*args) or path.exists())
     remove(*args)
     assert not path.parent.exists()
 
@@ -350,11 +352,9 @@ def test_an_error_of_the_gpu_leaves_nothing_open(stub, gpu, tmp_path, monkeypatc
     """Such an error comes back from every later call for the GPU."""
     engine = registry.make_engine(options(tmp_path))
     x, host = gpu.tensor(torch.ones(N)), torch.ones(N)
-    with monkeypatch.context() as on_the_host:
-        on_the_host.setattr(streams, "BACKENDS", {})
+    with on_the_host():
         write = engine.write(engine.alloc(4 * N), Memory.of(host))
-        write.start()
-        write.wait()
+        move(write)
     engine.write(engine.alloc(4 * N), Memory.of(x)).start()
 
     def fail(event):
@@ -373,17 +373,15 @@ def test_an_error_of_the_gpu_leaves_nothing_open(stub, gpu, tmp_path, monkeypatc
 
 def test_two_directories(stub, gpu, tmp_path):
     """A small tensor goes to one of them, a large one to both."""
-    dirs = [tmp_path / "a", tmp_path / "b"]
-    for path in dirs:
-        path.mkdir()
-    config = json.dumps({"dirs": [str(path) for path in dirs], "engine": "kvikio", "allow_tmpfs": True})
+    dirs = directories(tmp_path, 2)
+    config = json.dumps({"dirs": dirs, "engine": "kvikio", "allow_tmpfs": True})
     kept = [stored(gpu, config, i) for i in range(4)]
-    assert [lookup(handle).extent.directory for handle, _ in kept] == [str(dirs[i % 2]) for i in range(4)]
+    assert [lookup(handle).extent.directory for handle, _ in kept] == [dirs[i % 2] for i in range(4)]
     values = torch.randn(2 * STRIPE // 4)
     x = gpu.tensor(values)
     large = store(x, config, slot=4)
     release(large, x)
-    assert [piece.file.directory for piece in lookup(large).extent.pieces] == [str(path) for path in dirs]
+    assert [piece.file.directory for piece in lookup(large).extent.pieces] == dirs
     for handle, expected in [*kept, (large, values)]:
         settle(handle)
         assert gpu.bytes_of(load(handle, expected)) == raw(expected)
@@ -402,12 +400,10 @@ def test_cpu_tensors_go_through_posix(gpu, stub, tmp_path):
     """To the same files, and kvikio does not see them."""
     engine = registry.make_engine(options(tmp_path))
     x, y = torch.randn(N), torch.empty(N)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gds.streams, "BACKENDS", {})
+    with on_the_host():
         extent = engine.alloc(4 * N)
         for transfer in (engine.write(extent, Memory.of(x)), engine.read(extent, Memory.of(y))):
-            transfer.start()
-            transfer.wait()
+            move(transfer)
         assert engine.alloc(4 * N).offset != extent.offset
         engine.free(extent)
         assert engine.alloc(4 * N).offset == extent.offset
@@ -419,11 +415,8 @@ def test_cpu_tensors_go_through_posix(gpu, stub, tmp_path):
 def test_tensors_of_both_kinds_are_within_the_limit(gpu, stub, tmp_path):
     limit = 40 << 20
     engine = registry.make_engine(dataclasses.replace(options(tmp_path), disk_limit=limit))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gds.streams, "BACKENDS", {})
-        write = engine.write(engine.alloc(10 << 20), Memory.of(torch.empty(10 << 20, dtype=torch.uint8)))
-        write.start()
-        write.wait()
+    with on_the_host():
+        move(engine.write(engine.alloc(10 << 20), Memory.of(torch.empty(10 << 20, dtype=torch.uint8))))
     with pytest.warns(RuntimeWarning, match="keeps"), pytest.raises(OSError, match=f"disk_limit is {limit} B"):
         engine.alloc(limit - (1 << 20))
     assert 10 << 20 <= registry.disk_bytes() <= limit
@@ -432,10 +425,7 @@ def test_tensors_of_both_kinds_are_within_the_limit(gpu, stub, tmp_path):
 
 def test_the_streams_are_dealt_to_the_directories(gpu, stub, tmp_path):
     """PyTorch has 32 of them for all its users, and whoever has the same one waits for our transfers."""
-    dirs = [tmp_path / name for name in "abcd"]
-    for path in dirs:
-        path.mkdir()
-    engine = registry.make_engine(Options(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
+    engine = registry.make_engine(options(*directories(tmp_path, 4)))
     x = gpu.tensor(torch.ones(N))
     for _ in range(4 * gds._LANES):
         engine.write(engine.alloc(4 * N), Memory.of(x)).start()
@@ -447,21 +437,14 @@ def test_the_streams_are_dealt_to_the_directories(gpu, stub, tmp_path):
 def test_what_passed_by_the_host_does_not_come_back_to_it(gpu, stub, tmp_path):
     engine = registry.make_engine(options(tmp_path))
     x, extent = gpu.tensor(torch.ones(N)), engine.alloc(4 * N)
-    write = engine.write(extent, Memory.of(x))
-    write.start()
-    write.wait()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gds.streams, "BACKENDS", {})
-        with pytest.raises(NotImplementedError, match="stored from cuda cannot be loaded to cpu"):
-            engine.read(extent, Memory.of(torch.empty(N)))
+    move(engine.write(extent, Memory.of(x)))
+    with on_the_host(), pytest.raises(NotImplementedError, match="stored from cuda cannot be loaded to cpu"):
+        engine.read(extent, Memory.of(torch.empty(N)))
     engine.close()
 
 
 def test_one_stripe_that_fails_is_the_fault_of_its_directory(gpu, stub, tmp_path):
-    dirs = [tmp_path / name for name in "ab"]
-    for path in dirs:
-        path.mkdir()
-    engine = registry.make_engine(Options(dirs=tuple(map(str, dirs)), engine="kvikio", allow_tmpfs=True))
+    engine = registry.make_engine(options(*directories(tmp_path, 2)))
     x = gpu.tensor(torch.ones(2 * STRIPE // 4))
     for fault in ("submit", "error", 123):
         stub.faults["write", stub.counts["write"] + 1] = fault  # of the second stripe
@@ -493,10 +476,7 @@ def test_a_forked_child_keeps_no_descriptor_of_the_file(stub, gpu, config, tmp_p
         return [name for name in names if os.path.lexists(name) and str(tmp_path) in os.readlink(name)]
 
     assert len(of_the_file()) == 2
-    child = os.fork()
-    if child == 0:
-        os._exit(len(of_the_file()))
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_a_child(lambda: of_the_file() == [])
     assert len(of_the_file()) == 2
 
 
@@ -509,11 +489,7 @@ def test_a_forked_child_runs_no_destructor_of_the_engine(stub, gpu, config):
     engine = get_store(config).engine
     file = weakref.ref(engine.drives.files[0].opened_by._file)
     del engine
-    child = os.fork()
-    if child == 0:
-        gc.collect()
-        os._exit(0 if file() is not None else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_a_child(lambda: gc.collect() >= 0 and file() is not None)
     assert gpu.bytes_of(load(handle, values)) == raw(values)
 
 

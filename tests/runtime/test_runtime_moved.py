@@ -22,6 +22,7 @@ from ssd_fx.runtime.memory import numa
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_cuda import FakeDriver, FakeEvent, library
 from tests.runtime.fake_gpu import FakeGpu, installed
+from tests.runtime.harness import move
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (1, 511, 4095, 4096, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB, MIB + 513, 5 * MIB + 77)
@@ -101,9 +102,7 @@ def stored(engine: Engine, gpu: FakeGpu, data: bytes, tier: str = "host"):
     """The extent of a tensor that was written, and whose memory is gone."""
     x, memory = on_device(gpu, data)
     extent = engine.alloc(len(data), tier)
-    write = engine.write(extent, memory)
-    write.start()
-    write.wait()
+    move(engine.write(extent, memory))
     library().fake_forget(x.data_ptr())
     return extent
 
@@ -111,9 +110,7 @@ def stored(engine: Engine, gpu: FakeGpu, data: bytes, tier: str = "host"):
 def loaded(engine: Engine, gpu: FakeGpu, extent) -> bytes:
     """What the device finds of it."""
     y, memory = on_device(gpu, bytes(extent.nbytes))
-    read = engine.read(extent, memory)
-    read.start()
-    read.wait()
+    move(engine.read(extent, memory))
     library().fake_forget(y.data_ptr())
     return gpu.bytes_of(y)
 
@@ -169,8 +166,7 @@ def test_what_was_written_for_the_host_is_refused_or_right(drive: Engine, gpu: F
     x = torch.frombuffer(bytearray(NOISE[:nbytes]), dtype=torch.uint8)
     extent = drive.alloc(nbytes)
     write = drive.write(extent, Memory.of(x))
-    write.start()
-    write.wait()
+    move(write)
     stored(drive, gpu, NOISE[-nbytes:])
     try:
         found: object = loaded(drive, gpu, extent)

@@ -10,7 +10,7 @@ from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, around
-from tests.runtime.harness import CPU, begin, config_json, load, op, raw, release, settle, store, watch
+from tests.runtime.harness import CPU, begin, config_json, load, move, op, raw, release, settle, store, watch
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [1, 3, 511, 512, 513, 4095, 4096, 4097, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB + 4, 8 * MIB, 40 * MIB]
@@ -168,8 +168,7 @@ def test_a_read_fills_its_tensor_and_nothing_else(config, written_at):
         y = at_phase(base, phase, x.numel())
         start = y.storage_offset()
         read = entry.store.engine.read(entry.extent, Memory.of(y))
-        read.start()
-        read.wait()
+        move(read)
         assert torch.equal(y, x)
         assert torch.equal(base[:start], before[:start])
         assert torch.equal(base[start + x.numel() :], before[start + x.numel() :])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from ssd_fx.runtime.device import clock, device_trace
 from ssd_fx.runtime.memory import pinned
 from ssd_fx.runtime.stores import close_stores
 from tests.runtime.fake_gpu import FakeEvent, FakeGpu, installed
-from tests.runtime.harness import begin, op, raw, start_load, store, wait
+from tests.runtime.harness import begin, in_a_child, op, raw, start_load, store, wait
 
 STEPS, THREADS, N = 500, 2, 3000  # steps of each thread
 SHORT_OF_MEMORY = 4 * 4 * N  # may be in flight; a step stores more
@@ -94,14 +93,6 @@ def held(gpu: FakeGpu) -> Held:
     return Held(pinned.pinned_bytes(), FakeEvent.alive, len(gpu.sides))
 
 
-def fork_ends_well() -> bool:
-    child = os.fork()
-    if child == 0:
-        gc.collect()
-        os._exit(0 if entries.living() == [] else 1)
-    return os.waitpid(child, 0)[1] == 0
-
-
 @pytest.mark.parametrize("order", [1, "compute first"])
 def test_a_thousand_steps_hold_no_more_than_some(monkeypatch: pytest.MonkeyPatch, order: str | int) -> None:
     monkeypatch.setattr(pinned, "LEAST", 4 * N)
@@ -120,7 +111,7 @@ def test_a_thousand_steps_hold_no_more_than_some(monkeypatch: pytest.MonkeyPatch
             list(pool.map(train, trainers))
             seen.append(held(gpu))
             if number % 10 == 0:
-                assert fork_ends_well()
+                assert in_a_child(lambda: gc.collect() >= 0 and entries.living() == [])
         half = len(seen) // 2
         for what in Held._fields:
             early, late = (max(getattr(each, what) for each in part) for part in (seen[:half], seen[half:]))

@@ -19,7 +19,7 @@ from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.drives import STRIPE
 from ssd_fx.runtime.engines.staged import Chain
 from tests.runtime.fake_gpu import installed
-from tests.runtime.harness import raw
+from tests.runtime.harness import move, raw
 
 
 class Part:
@@ -186,8 +186,7 @@ def test_tensors_of_the_cpu_beside_those_of_the_device(monkeypatch, tmp_path, di
     x, y = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     extent = engine.alloc(nbytes)
     for transfer in (engine.write(extent, Memory.of(x)), engine.read(extent, Memory.of(y))):
-        transfer.start()
-        transfer.wait()
+        move(transfer)
         began, ended = transfer.span()
         assert 0 < began <= ended
     assert torch.equal(x, y)
@@ -202,9 +201,7 @@ def test_a_load_does_not_wait_for_kernels_that_are_queued_while_its_file_is_read
             engine = staged.StagedEngine("cuda", str(tmp_path), allow_tmpfs=True)
         x, y = gpu.tensor(torch.ones(5000)), gpu.tensor(torch.zeros(5000))
         extent = engine.alloc(20_000)
-        write = engine.write(extent, Memory.of(x))
-        write.start()
-        write.wait()
+        move(engine.write(extent, Memory.of(x)))
         load = engine.read(extent, Memory.of(y))
         file, read = load._first, threading.Event()
         load._first = types.SimpleNamespace(start=file.start, span=file.span, wait=lambda: (read.wait(), file.wait()))

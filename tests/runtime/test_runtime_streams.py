@@ -28,7 +28,7 @@ from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import ORDERS, FakeEvent, FakeGpu, installed
-from tests.runtime.harness import begin, config_json, load, raw, release, settle, start_load, store, wait
+from tests.runtime.harness import begin, config_json, load, move, raw, release, settle, start_load, store, wait
 from tests.runtime.real_device import RealDevice, kinds
 
 op = torch.ops.ssd_fx
@@ -618,9 +618,7 @@ def test_a_write_that_the_device_waits_for_is_traced_when_it_has_ended(fake):
 def test_an_interrupted_read_of_host_memory_does_not_end_the_engine_badly(fake, monkeypatch):
     engine, x = MemoryEngine(), fake.tensor(torch.ones(10))
     extent = engine.alloc(40)
-    write = engine.write(extent, Memory.of(x))
-    write.start()
-    write.wait()
+    move(engine.write(extent, Memory.of(x)))
     read = engine.read(extent, Memory.of(x))
 
     class Interrupting(deque):
@@ -693,8 +691,7 @@ def test_events_of_cuda_spin_unless_the_host_will_wait(monkeypatch):
 def test_span_is_as_long_as_the_device_says(fake):
     with streams.timed(torch.device("cpu")):
         _x, transfer = queued(fake, lambda: None)
-    transfer.start()
-    transfer.wait()
+    move(transfer)
     started, ended = transfer.span()
     assert ended - started == pytest.approx(1.5e-3)
 
@@ -760,13 +757,10 @@ def test_loads_do_not_wait_behind_stores(fake):
     engine = MemoryEngine()
     x, y = fake._tensor(100), fake._tensor(100)
     first, second = engine.alloc(100), engine.alloc(100)
-    stored = engine.write(first, Memory.of(x))
-    stored.start()
-    stored.wait()
+    move(engine.write(first, Memory.of(x)))
     write, read = engine.write(second, Memory.of(x)), engine.read(first, Memory.of(y))
     write.start()
-    read.start()
-    read.wait()
+    move(read)
     assert not write.done()
     write.wait()
 

@@ -28,19 +28,12 @@ from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.stores import get_store
 from tests import fresh
 from tests.runtime import gated_pool
-from tests.runtime.harness import config_json, load, raw, release, settle, store
+from tests.runtime.harness import config_json, directories, load, move, raw, release, settle, store
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
 BORDERS = [k * STRIPE + delta for k in (1, 2, 3) for delta in (-4097, -4096, -1, 0, 1, 64, 4096)]
 SIZES = [1, 511, 4096, 64 * KIB, *BORDERS, 40 * MIB, 40 * MIB + 4097]
-
-
-def directories(tmp_path, count):
-    made = [tmp_path / name for name in "abc"[:count]]
-    for path in made:
-        path.mkdir()
-    return [str(path) for path in made]
 
 
 @pytest.fixture
@@ -76,8 +69,7 @@ def write(engine, nbytes, seed=0):
     array, memory = memory_of(nbytes, seed)
     extent = engine.alloc(nbytes)
     transfer = engine.write(extent, memory)
-    transfer.start()
-    transfer.wait()
+    move(transfer)
     assert transfer.done()
     assert not transfer.cancel()  # it was done: nothing is cut short
     return extent, bytes(array)
@@ -85,9 +77,7 @@ def write(engine, nbytes, seed=0):
 
 def read(engine, extent):
     array, memory = memory_of(extent.nbytes)
-    transfer = engine.read(extent, memory)
-    transfer.start()
-    transfer.wait()
+    move(engine.read(extent, memory))
     return bytes(array)
 
 

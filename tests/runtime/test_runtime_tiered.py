@@ -16,7 +16,7 @@ from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.stores import close_stores
 from tests.runtime.engines import DelayedEngine, FailingEngine, around
 from tests.runtime.fake_gpu import ORDERS, installed
-from tests.runtime.harness import config_json, load, op, raw, release, settle
+from tests.runtime.harness import config_json, load, move, op, raw, release, settle
 
 N = 50_000
 B = 4 * N
@@ -35,17 +35,13 @@ def tiered(drive, room=2 * B, in_flight=10 * B, moved=lambda nbytes: None):
 
 def put(engine, x):
     extent = engine.alloc(x.nbytes)
-    write = engine.write(extent, Memory.of(x))
-    write.start()
-    write.wait()
+    move(engine.write(extent, Memory.of(x)))
     return extent
 
 
 def get(engine, extent):
     y = torch.empty(N)
-    read = engine.read(extent, Memory.of(y))
-    read.start()
-    read.wait()
+    move(engine.read(extent, Memory.of(y)))
     return y
 
 
@@ -168,9 +164,7 @@ def put_in(engine, tiers):
     extents = []
     for x, tier in zip(xs, tiers, strict=True):
         extents.append(engine.alloc(B, tier))
-        write = engine.write(extents[-1], Memory.of(x))
-        write.start()
-        write.wait()
+        move(engine.write(extents[-1], Memory.of(x)))
     return extents, xs
 
 
