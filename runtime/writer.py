@@ -106,11 +106,6 @@ class Writer:
         for entry in self._ledger.resident:
             entry.later = False
 
-    @property
-    def is_due(self) -> bool:
-        """Whether something should be written now."""
-        return self._due() is not None
-
     def reap(self) -> None:
         """Drops our references to the tensors that have been written. Nothing overtakes a copy to host memory."""
         self.in_vain.let_go()
@@ -309,7 +304,7 @@ class Writer:
         finally:
             del mine  # now: a codec that is queued on a stream reads it until the stream has turned
 
-    def _due(self) -> Entry | None:
+    def due(self) -> Entry | None:
         """The resident entry that should be written next, or None. An early one waits for those before it."""
         if self._ended:
             return None
@@ -326,7 +321,7 @@ class Writer:
 
     def _start_due(self) -> Completion | Entry | None:
         """Starts the writes that are due. Returns the write that holds the next one up, or what is to be encoded."""
-        while entry := self._due():
+        while entry := self.due():
             if self._ledger.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
                 oldest = self._oldest_under_way()
                 if not self.in_vain and self._follow_oldest():

@@ -22,7 +22,7 @@ from ssd_fx.compat import list_options
 from ssd_fx.options import TIERS, Options, noted
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.policy import Policy
-from ssd_fx.ranks import Ranks, parse_ranks
+from ssd_fx.ranks import parse_ranks
 from ssd_fx.runtime.codec import CODECS
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.sizes import parse_budget, parse_bytes, parse_memory, parse_positive, parse_share, parse_tbw
@@ -67,7 +67,7 @@ class Config(Options):
         if "dirs" not in values:
             values["dirs"] = (os.path.abspath(tempfile.gettempdir()),)
         if "ranks" not in values:
-            values["ranks"] = _parse_ranks("ranks", "auto")
+            values["ranks"] = _parsed("ranks", "auto")
         return Config(**values)
 
 
@@ -214,10 +214,6 @@ def _parse_policy(name: str, value: object) -> Policy | None:
     return Policy.of(function)
 
 
-def _parse_ranks(name: str, value: object) -> Ranks:
-    return parse_ranks(name, value, os.environ)
-
-
 def _parsed(name: str, value: object) -> Any:
     return _BY_KIND[noted()[name][0]](name, value)
 
@@ -239,6 +235,6 @@ _BY_KIND: dict[str, Callable[[str, object], Any]] = {
     "patterns": _parse_patterns,
     "function": _parse_policy,
     "machine": _parse_machine,
-    "ranks": _parse_ranks,
+    "ranks": lambda name, value: parse_ranks(name, value, os.environ),
 }
 """How an option is read, by the kind that `Options` notes of it."""

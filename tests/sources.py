@@ -278,7 +278,7 @@ def _never_blocking() -> Iterator[None]:
 @contextmanager
 def _all_resident() -> Iterator[None]:
     """There is room for all in memory: nothing is ever written."""
-    with mock.patch.object(Writer, "_due", return_value=None):
+    with mock.patch.object(Writer, "due", return_value=None):
         yield
 
 

@@ -75,7 +75,8 @@ def _deciding(partition: Partition, again: int = 0) -> Iterator[int]:
         arguments = node.all_input_nodes
         sources = functools.reduce(operator.or_, (made_of.get(source, 0) for source in arguments), 0)
         related = sources if _of_two(node) else sources & varying  # a parameter may be compared with its maximum
-        if chooses(node) or (_several(related) and jumps(node)):
+        several = related & (related - 1)  # more than one bit
+        if chooses(node) or (several and jumps(node)):
             yield sources
         if all(source in made_of for source in arguments):
             made_of[node] = again if again and RECOMPUTED in node.meta else sources
@@ -85,10 +86,6 @@ def _varying(partition: Partition) -> set[str]:
     """Names of the saved tensors that are activations, and no parameters."""
     inputs = set(partition.caller_inputs)
     return {n.name for n in partition.saved if n.op != "placeholder" or n in inputs}
-
-
-def _several(bits: int) -> bool:
-    return bool(bits & (bits - 1))
 
 
 def _of_two(node: fx.Node) -> bool:

@@ -170,7 +170,7 @@ class _InFlight:
             (self.handed_over, "was handed over"),
         )
         for buffers, state in states:
-            for busy in self._sharing(name, buffers):
+            for busy in sorted(other for other in buffers if self._root(other) == self._root(name)):
                 _require(False, f"{what} {busy!r}, which {state}")
 
     def _require_kept(self, name: str, where: str) -> None:
@@ -197,10 +197,6 @@ class _InFlight:
     def finish(self) -> None:
         _require(not self.stores, f"{sorted(self.stores)} are stored and never released")
         _require(not self.loads, f"{sorted(self.loads)} are loaded and never waited for")
-
-    def _sharing(self, name: str, buffers: set[str]) -> list[str]:
-        """Those of `buffers` that have the memory of the buffer `name`."""
-        return sorted(other for other in buffers if self._root(name) == self._root(other))
 
     def _chain(self, name: str) -> Iterator[str]:
         """A buffer, the one whose memory it has, the one whose memory that has, and so on."""

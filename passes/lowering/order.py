@@ -91,7 +91,8 @@ class BeforeFusion(_Ordering):
         if nodes:
             _keep_apart(nodes)
         lowered = {id(operation): i for i, operation in enumerate(V.graph.operations)}  # as Inductor orders its own
-        chain = sorted((n for n in nodes if _may_communicate(n)), key=lambda n: lowered[id(n.node)])
+        talks = [n for n in nodes if may_communicate(getattr(n.node, "op_overload", None))]
+        chain = sorted(talks, key=lambda n: lowered[id(n.node)])
         for first, second in itertools.pairwise(chain):
             _pin(first, second)
         if len(chain) > 1:  # fusion looks at ancestors to avoid a circle
@@ -133,10 +134,6 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
     # of this scheduler alone
     scheduler.are_long_distant_nodes = far  # type: ignore[method-assign,assignment]
     scheduler.can_fuse_vertical = goes_into  # type: ignore[method-assign,assignment]
-
-
-def _may_communicate(node: BaseSchedulerNode) -> bool:
-    return may_communicate(getattr(node.node, "op_overload", None))
 
 
 def _refuse_plain_calls(nodes: list[BaseSchedulerNode]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from ssd_fx.passes.axis import Step
 from ssd_fx.passes.joint.layers import valleys
@@ -17,7 +16,12 @@ def boundaries(step: Step) -> list[frozenset[int]]:
         change[item.produced] += item.nbytes
         change[last] -= item.nbytes
     widths = list(itertools.accumulate(change[: step.forward]))
-    return [_across(step, reach, at) for at in valleys(widths) if widths[at]]
+    spans = [(item.produced, last) for item, last in zip(step.items, reach, strict=True)]
+    return [
+        frozenset(i for i, (made, last) in enumerate(spans) if made <= at < last)
+        for at in valleys(widths)
+        if widths[at]
+    ]
 
 
 def _reach(step: Step) -> list[int]:
@@ -27,7 +31,3 @@ def _reach(step: Step) -> list[int]:
         for needed in item.needs:
             reach[needed] = max(reach[needed], item.produced)
     return reach
-
-
-def _across(step: Step, reach: Sequence[int], at: int) -> frozenset[int]:
-    return frozenset(i for i, item in enumerate(step.items) if item.produced <= at < reach[i])

@@ -40,7 +40,8 @@ class BackwardWriter:
             self.handles[group.slot] = received[0]
         with self.graph.inserting_before(rebuild.first_compute(self.nodes)):
             self.sizes = rebuild.Sizes(self.graph)
-            self.sizes.prepare(i for g in self.plan.offloaded for layout in _layouts(g) for i in layout.numbers)
+            layouts = [x for g in self.plan.offloaded for x in (g.stored, *(m.layout for m in g.members))]
+            self.sizes.prepare(i for layout in layouts for i in layout.numbers)
         groups = {group.slot: group for group in self.plan.offloaded}
         for seq, event in enumerate(self.plan.schedule.backward):
             build = self._load if event.kind is LOAD else self._wait
@@ -130,10 +131,6 @@ def may_be_donated(group: AliasGroup, base: fx.Node) -> bool:
     allocator off its memory until that stream has read it, and not the backward. The group's `base` is a forward node.
     """
     return base.op != "placeholder" or group.stored.device.type == "cpu"
-
-
-def _layouts(group: AliasGroup) -> list[Layout]:
-    return [group.stored, *(m.layout for m in group.members)]
 
 
 def _relies_on(group: AliasGroup) -> str:

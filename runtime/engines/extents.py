@@ -175,14 +175,11 @@ class BackingFile:
             raise OSError(errno.ENOSPC, message, self.directory)
         if self.no_growth:
             raise OSError(errno.ENOSPC, "the file could not grow earlier and has no room left", self.directory)
-        available = self._available()
+        available = beyond_the_reserve(os.fstatvfs(self.fd))
         if missing > available:
             message = f"{missing} B more are needed and {max(0, available)} B are free beyond the reserve"
             raise OSError(errno.ENOSPC, message, self.directory)
         return min(available, self._limit - held) if self._limit else available
-
-    def _available(self) -> int:
-        return beyond_the_reserve(os.fstatvfs(self.fd))
 
     def _extend(self, wanted: int, missing: int) -> int:
         """The bytes preallocated: `wanted`, or `missing` if `wanted` cannot be had.

@@ -98,7 +98,7 @@ def through(engine: str, room: int = 0) -> Iterator[None]:
 @contextmanager
 def kept() -> Iterator[None]:
     """Nothing leaves the device."""
-    with mock.patch.object(Writer, "_due", return_value=None):
+    with mock.patch.object(Writer, "due", return_value=None):
         yield
 
 
