@@ -6,6 +6,7 @@ An engine's methods are called under the lock of `entries`, so by one thread at 
 import ctypes
 import errno
 import time
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,15 +38,12 @@ class Memory(NamedTuple):
         return Memory(x.data_ptr(), x.numel() * x.itemsize, x.device)
 
 
+@dataclass(eq=False, slots=True)
 class Extent:
     """Room for one stored tensor of `nbytes`."""
 
+    nbytes: int
     on_drive = True  # a write to it wears a drive
-
-    __slots__ = ("nbytes",)
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
 
 
 class Completion(Protocol):
@@ -137,18 +135,16 @@ def cut_short(completion: Completion | None) -> OSError | None:
     return error or OSError(errno.ECANCELED, "the transfer was cancelled")
 
 
+@dataclass(eq=False, slots=True)
 class Copy:
-    """A completion that copies `nbytes` at its start. It keeps `owner` alive, which has the engine's memory."""
+    """A completion that copies bytes at its start. It keeps the owner alive, which has the engine's memory."""
 
-    __slots__ = ("_copied", "_nbytes", "_owner", "_source", "_span", "_target")
-
-    def __init__(self, target: int, source: int, nbytes: int, owner: object = None) -> None:
-        self._target = target
-        self._source = source
-        self._nbytes = nbytes
-        self._owner = owner
-        self._copied = False
-        self._span = (0.0, 0.0)
+    _target: int
+    _source: int
+    _nbytes: int
+    _owner: object = None
+    _copied: bool = field(default=False, init=False)
+    _span: tuple[float, float] = field(default=(0.0, 0.0), init=False)
 
     def start(self) -> None:
         started = time.perf_counter()

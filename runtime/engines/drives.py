@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+@dataclass(eq=False, slots=True)
 class FileExtent(Extent):
     """Room for one tensor in files.
 
@@ -38,15 +40,11 @@ class FileExtent(Extent):
     `past_host`: the bytes came from a device, and not through the host's memory. They go back so.
     """
 
-    __slots__ = ("errors", "past_host", "pieces", "sums", "tail")
-
-    def __init__(self, nbytes: int, pieces: list[Piece]) -> None:
-        super().__init__(nbytes)
-        self.pieces = pieces
-        self.sums: Words | None = None
-        self.tail = b""
-        self.errors: dict[int, OSError] = {}
-        self.past_host = False
+    pieces: list[Piece]
+    sums: Words | None = None
+    tail: bytes = b""
+    errors: dict[int, OSError] = field(default_factory=dict)
+    past_host: bool = False
 
     @property
     def directory(self) -> str:

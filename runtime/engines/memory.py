@@ -2,6 +2,7 @@
 
 from collections import deque
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +11,10 @@ from ssd_fx.runtime.engines.base import Completion, Copy, Extent, Memory, not_re
 from ssd_fx.runtime.memory.buffers import Buffer
 from ssd_fx.runtime.memory.pinned import Piece, Pinned
 
+_CPU = torch.device("cpu")
 
+
+@dataclass(eq=False, slots=True)
 class _HostExtent(Extent):
     """`buffer` holds a CPU tensor's bytes, `pinned` those of a device with streams. `reader`: the tensor's device.
 
@@ -18,15 +22,10 @@ class _HostExtent(Extent):
     """
 
     on_drive = False
-
-    __slots__ = ("buffer", "pinned", "reader", "written")
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.buffer: Buffer | None = None
-        self.pinned: Piece | None = None
-        self.reader = torch.device("cpu")
-        self.written: streams.Queued | None = None
+    buffer: Buffer | None = None
+    pinned: Piece | None = None
+    reader: torch.device = _CPU
+    written: streams.Queued | None = None
 
 
 class MemoryEngine:
@@ -81,9 +80,9 @@ class MemoryEngine:
         """The host memory of an extent, which must have been written."""
         assert isinstance(extent, _HostExtent)
         if extent.pinned is not None:
-            return Memory(extent.pinned.tensor.data_ptr(), extent.nbytes, torch.device("cpu"), extent.reader)
+            return Memory(extent.pinned.tensor.data_ptr(), extent.nbytes, _CPU, extent.reader)
         assert extent.buffer, "it was written"
-        return Memory(extent.buffer.address, extent.nbytes, torch.device("cpu"))
+        return Memory(extent.buffer.address, extent.nbytes, _CPU)
 
     def _take(self, queued: streams.Streams, memory: Memory) -> Piece:
         device = memory.reader

@@ -16,6 +16,7 @@ import os
 import threading
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -33,41 +34,32 @@ POLL_MS = 100  # a thread that waits for I/O runs signal handlers this often
 _CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
+@dataclass(eq=False, slots=True)
 class Transfer:
     """The completion of one request to the pool, which moves all pieces of an extent.
 
     It is *final* when nothing accesses its memory any more.
-    `bounce`: the buffer that the request uses instead of the tensor. `target`: where a read copies the bytes from
-    there. `record`: called at the start, returns the event that the transfer of a device's memory waits for.
+    `_bounce`: the buffer that the request uses instead of the tensor. `_target`: where a read copies the bytes from
+    there. `_record`: called at the start, returns the event that the transfer of a device's memory waits for.
     """
 
-    __slots__ = (
-        "_address", "_bounce", "_copying", "_event", "_extent", "_library", "_pool", "_record", "_request", "_sums",
-        "_target", "_write",
-    )  # fmt: skip
+    _pool: pool.Pool
+    _request: ctypes.Array[ctypes.c_char]
+    _write: bool
+    _extent: FileExtent
+    _bounce: Buffer | None = None
+    _target: int = 0
+    _record: Callable[[], torch.cuda.Event] | None = None
+    _event: torch.cuda.Event | None = None
+    _library: loader.Library = field(init=False)
+    _address: int = field(init=False)
+    _sums: pool.Words | None = field(init=False)  # kept alive while a thread may fill it
+    # `cancel` returns when `wait`, in another thread, has left the target alone.
+    _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def __init__(
-        self,
-        owner: pool.Pool,
-        request: ctypes.Array[ctypes.c_char],
-        write: bool,
-        extent: FileExtent,
-        bounce: Buffer | None = None,
-        target: int = 0,
-        record: Callable[[], torch.cuda.Event] | None = None,
-    ) -> None:
-        self._pool = owner
-        self._library = owner.library
-        self._request = request
-        self._address = ctypes.addressof(request)
-        self._write = write
-        self._extent = extent
-        self._sums = extent.sums  # kept alive while a thread may fill it
-        self._bounce = bounce
-        self._target = target
-        self._record = record
-        self._event: torch.cuda.Event | None = None
-        self._copying = threading.Lock()  # `cancel` returns when `wait`, in another thread, has left the target alone
+    def __post_init__(self) -> None:
+        self._library, self._sums = self._pool.library, self._extent.sums
+        self._address = ctypes.addressof(self._request)
 
     def start(self) -> None:
         event = self._record() if self._record else None

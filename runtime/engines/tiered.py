@@ -9,26 +9,24 @@ On the CPU a tensor is in host memory already; there `runtime/writer.py` leaves 
 import errno
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, cut_short, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
 
 
+@dataclass(eq=False, slots=True)
 class TieredExtent(Extent):
     """Room for a tensor: `host` until it has moved on, then `drive`. `moving`: the write from `host` to `drive`.
 
-    `planned`: the plan wants the tensor in host memory.
+    `planned`: the plan wants the tensor in host memory. `written`: the write that filled `host`.
     """
 
-    __slots__ = ("drive", "host", "moving", "planned", "written")
-
-    def __init__(self, nbytes: int, host: Extent | None, drive: Extent | None, planned: bool = False) -> None:
-        super().__init__(nbytes)
-        self.host = host
-        self.drive = drive
-        self.planned = planned
-        self.written: Completion | None = None  # the write that filled `host`
-        self.moving: Completion | None = None
+    host: Extent | None
+    drive: Extent | None
+    planned: bool = False
+    written: Completion | None = None
+    moving: Completion | None = None
 
     @property
     def on_drive(self) -> bool:  # type: ignore[override]
