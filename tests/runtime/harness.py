@@ -10,9 +10,9 @@
         assert torch.equal(load(h, expected), expected) # backward: a read begins, and is waited for
 
 `config_json` makes other configurations, with the engines of `engines.py` too. `start_load` and `wait` are the halves
-of `load`; `begin` starts a forward that counts as a step. `watch` tells whether memory is gone; `between_locks` and
-`everywhere` put another thread, or a Ctrl-C, between two lines of the runtime. `tests/conftest.py` ends what a test
-has left: stores, engines, entries.
+of `load`, `put` is all of the forward; `begin` starts a forward that counts as a step. `watch` tells whether memory is
+gone; `between_locks` and `everywhere` put another thread, or a Ctrl-C, between two lines of the runtime.
+`tests/conftest.py` ends what a test has left: stores, engines, entries.
 """
 
 import ctypes
@@ -55,6 +55,13 @@ def store(x: Tensor, config: str, slot: int = 0, seq: int = 0, graph: str = "g",
 
 def release(handle: Tensor, x: Tensor, seq: int = 1, hand_over: bool = True) -> None:
     op.wait_store_(handle, x, seq, hand_over)
+
+
+def put(x: Tensor, config: str, **more: Any) -> Tensor:
+    """The handle of a tensor that a forward stores, releases and drops. The caller has no name for it."""
+    handle = store(x, config, **more)
+    release(handle, x)
+    return handle
 
 
 class _Call(torch.autograd.Function):

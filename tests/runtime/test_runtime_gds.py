@@ -28,7 +28,7 @@ from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import FakeEvent, installed
-from tests.runtime.harness import config_json, directories, in_a_child, load, move, raw, release, settle, store
+from tests.runtime.harness import config_json, directories, in_a_child, load, move, put, raw, settle, store
 from tests.runtime.stub_kvikio import CompatMode
 
 N = 50_000
@@ -64,10 +64,7 @@ def on_the_host():
 def stored(gpu, config, slot=0):
     """(handle, values) of a store that was released."""
     values = torch.randn(N)
-    x = gpu.tensor(values)
-    handle = store(x, config, slot=slot)
-    release(handle, x)
-    return handle, values
+    return put(gpu.tensor(values), config, slot=slot), values
 
 
 # ---- the machine
@@ -378,9 +375,7 @@ def test_two_directories(stub, gpu, tmp_path):
     kept = [stored(gpu, config, i) for i in range(4)]
     assert [lookup(handle).extent.directory for handle, _ in kept] == [dirs[i % 2] for i in range(4)]
     values = torch.randn(2 * STRIPE // 4)
-    x = gpu.tensor(values)
-    large = store(x, config, slot=4)
-    release(large, x)
+    large = put(gpu.tensor(values), config, slot=4)
     assert [piece.file.directory for piece in lookup(large).extent.pieces] == dirs
     for handle, expected in [*kept, (large, values)]:
         settle(handle)

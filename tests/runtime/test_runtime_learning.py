@@ -17,6 +17,7 @@ from tests.runtime.harness import (
     everywhere,
     load,
     op,
+    put,
     raw,
     release,
     settle,
@@ -271,10 +272,7 @@ def test_one_waste_now_and_then_is_no_habit(tmp_path):
     held = torch.randn(N)
     for _ in range(3):
         for shared in (True, False):
-            x = held if shared else torch.randn(N)
-            h = store(x, config)
-            release(h, x)
-            del x
+            h = put(held if shared else torch.randn(N), config)
             where([h])
             load(h, held)
     assert stats().wasted_bytes == stats().freed_bytes == 3 * B
@@ -291,10 +289,7 @@ def test_writing_starts_again_when_nobody_holds_it(tmp_path):
     del held
     reset_stats()
     for _ in range(3):
-        x = torch.randn(N)
-        h = store(x, config)
-        release(h, x)
-        del x
+        h = put(torch.randn(N), config)
         where([h])
         load(h, torch.empty(N))
     assert stats().held_bytes == B  # one step to notice
@@ -550,10 +545,7 @@ def test_a_signal_in_a_load_leaves_no_bytes_that_were_not_written(tmp_path):
     config = config_json(tmp_path, around(lambda inner: DelayedEngine(inner, 3600, 3600)), checksums=False)
     good = torch.randn(N)
     for at, strike in everywhere():
-        x = good.clone()
-        h = store(x, config)
-        release(h, x)
-        del x
+        h = put(good.clone(), config)
         strike(lambda h=h: start_load(h, good))
         with pytest.raises(RuntimeError, match="retain_graph"):
             load_until_it_is_handed_over(h, at)

@@ -10,7 +10,7 @@ from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, around
-from tests.runtime.harness import CPU, begin, config_json, load, move, op, raw, release, settle, store, watch
+from tests.runtime.harness import CPU, begin, config_json, load, move, op, put, raw, release, settle, store, watch
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [1, 3, 511, 512, 513, 4095, 4096, 4097, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB + 4, 8 * MIB, 40 * MIB]
@@ -39,11 +39,8 @@ def test_sizes_from_disk(any_config, nbytes):
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_sizes_forwarded(any_config, nbytes):
-    x = noise(nbytes)
-    expected = x.clone()
-    h = store(x, any_config)
-    release(h, x)
-    del x
+    expected = noise(nbytes)
+    h = put(expected.clone(), any_config)
     assert torch.equal(load(h, expected), expected)
 
 

@@ -25,6 +25,7 @@ from tests.runtime.harness import (
     config_json,
     load,
     op,
+    put,
     raw,
     release,
     settle,
@@ -206,11 +207,8 @@ def test_second_load_of_a_given_tensor(stuck):
 
 
 def test_unconsumed_loads_copy_and_the_write_goes_on(slow):
-    x = torch.randn(N)
-    expected = x.clone()
-    h = store(x, slow)
-    release(h, x)
-    del x
+    expected = torch.randn(N)
+    h = put(expected.clone(), slow)
     for _ in range(3):
         y = load(h, expected, consume=False)
         assert torch.equal(y, expected)

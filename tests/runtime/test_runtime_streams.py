@@ -28,7 +28,7 @@ from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import ORDERS, FakeEvent, FakeGpu, installed
-from tests.runtime.harness import begin, config_json, load, move, raw, release, settle, start_load, store, wait
+from tests.runtime.harness import begin, config_json, load, move, put, raw, release, settle, start_load, store, wait
 from tests.runtime.real_device import RealDevice, kinds
 
 op = torch.ops.ssd_fx
@@ -82,10 +82,7 @@ def numbers(n=N, start=0):
 
 def on_disk(gpu, config, values, **more):
     """The handle of `values` whose write has ended and whose memory is gone."""
-    x = gpu.tensor(values)
-    handle = store(x, config, **more)
-    release(handle, x)
-    del x
+    handle = put(gpu.tensor(values), config, **more)
     settle(handle)
     store(gpu.tensor(numbers(1)), config, slot=99)  # any op sees that the write is done
     assert lookup(handle).state is State.ON_DISK
@@ -107,10 +104,7 @@ def test_stored_while_in_the_making(gpu, config):
     memory it gets.
     """
     values = numbers()
-    x = gpu.tensor(values)
-    handle = store(x, config)
-    release(handle, x)
-    del x
+    handle = put(gpu.tensor(values), config)
     for _ in range(4):
         gpu.tensor(torch.full((N,), -1.0))
     settle(handle)
@@ -496,10 +490,7 @@ NO_BACKWARD, KEPT, GIVEN = "a forward without a backward", "a load of what other
 @pytest.mark.parametrize("case", [NO_BACKWARD, KEPT, GIVEN])
 def test_the_host_does_not_wait_for_the_copy_of_what_dies(gpu, case):
     """Every thread would: the death is dealt with under the lock."""
-    x = gpu.tensor(numbers())
-    handle = store(x, MEMORY)
-    release(handle, x)
-    del x
+    handle = put(gpu.tensor(numbers()), MEMORY)
     if case != NO_BACKWARD:
         start_load(handle, numbers(), donate=case == GIVEN)
     before = gpu.ms
@@ -807,10 +798,7 @@ def test_a_share_of_the_device_may_be_on_its_way_while_the_host_runs_ahead(fake,
 def given(gpu, config, slot=0):
     """What a backward got at once, while the copy of it is queued."""
     values = numbers(N, slot)
-    x = gpu.tensor(values)
-    handle = store(x, config, slot=slot)
-    release(handle, x)
-    del x
+    handle = put(gpu.tensor(values), config, slot=slot)
     return load(handle, values)
 
 
@@ -861,10 +849,7 @@ def test_what_was_given_away_is_free_though_no_op_comes_any_more(fake):
 
 def test_what_was_given_away_is_free_when_its_handle_has_died(fake):
     """The optimizer comes next, without an op of ours. It would go without the memory until the next forward."""
-    x = fake.tensor(numbers())
-    handle = store(x, MEMORY)
-    release(handle, x)
-    del x
+    handle = put(fake.tensor(numbers()), MEMORY)
     load(handle, numbers())
     fake.finish()
     assert alive(fake) == 1
