@@ -33,9 +33,11 @@ class Gauge(Protocol):
 
     def waste_bytes(self) -> int:
         """What was taken beside the tensors, and cannot be used, when most of them lived. It then begins anew."""
+        return 0
 
     def look_around(self) -> None:
         """Looks for tensors that nothing counts."""
+        return
 
 
 def gauge(device: torch.device) -> Gauge | None:
@@ -51,7 +53,7 @@ def host_spare_bytes() -> int:
     return spare if limit == resource.RLIM_INFINITY else min(spare, max(0, limit - data_bytes()))
 
 
-class CpuGauge:
+class CpuGauge(Gauge):
     """Tensors of our allocator, and those that have other memory, such as parameters from before it was installed."""
 
     def __init__(self) -> None:
@@ -74,9 +76,6 @@ class CpuGauge:
     def begin(self) -> int:
         CPU_ALLOCATOR.take_peak()
         return self.live_bytes()
-
-    def waste_bytes(self) -> int:
-        return 0
 
     def look_around(self) -> None:
         found: dict[int, int] = {}
@@ -106,7 +105,7 @@ class _Seen(NamedTuple):
     freed: int
 
 
-class DeviceGauge:
+class DeviceGauge(Gauge):
     """What PyTorch's allocator of a device counts.
 
     Its peak is since the user's last reset, and not ours to reset. If it rose since the last look, it is the most of
@@ -163,6 +162,3 @@ class DeviceGauge:
     def waste_bytes(self) -> int:
         self._at = 0
         return self._waste
-
-    def look_around(self) -> None:
-        return
