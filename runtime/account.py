@@ -17,6 +17,8 @@ from ssd_fx.runtime.memory.gauge import Gauge, gauge
 
 AUTO = 0.95  # of what this process could have: it takes memory for other things than tensors too
 
+LATE = 64  # forwards: by then an optimizer of torch has stepped, or there is none
+
 when_steady: list[Callable[[Options, Steady], None]] = []
 """Called with the options of a store when the account of its steps is steady, by the forward that begins the next step.
 """
@@ -68,6 +70,7 @@ class Account:
         self._allowance: Allowance | None = None
         self._steps = -1  # of optimizers, when the last forward began
         self._before = _optimizer_steps  # others have made so many
+        self._begun = 0  # forwards
 
     @property
     def seen(self) -> Seen | None:
@@ -89,6 +92,8 @@ class Account:
             self._allowance.limit = limit_of(self._memory, self._ranks, self._gauge, device)
         self._allowance.wasted(self._gauge.waste_bytes())
         base = self._gauge.live_bytes() - self._held()
+        self._begun += 1
+        self._allowance.complete = self._before < _optimizer_steps or self._begun > LATE
         self._allowance.begins(graph, saved, base, optimized, waits=self._waiting() > 0)
         if first:
             self._allowance.unsettle()  # an optimizer makes its state in its first step

@@ -53,11 +53,12 @@ class _Runs:
 
 @dataclass(slots=True)
 class _Step:
-    """A step while it is measured. `size`: the bytes that its first forward saves."""
+    """A step while it is measured. `size`: the bytes that its first forward saves. `complete`: as in `Allowance`."""
 
     kind: Kind
     size: int
     level: int
+    complete: bool
     known: bool = True  # steps with all of its forwards were measured before
     runs: _Runs = field(default_factory=_Runs)
     points: list[Point] = field(default_factory=list)
@@ -121,6 +122,7 @@ class Allowance:
         self._step: _Step | None = None
         self._turned = False  # the step's backward has begun
         self._warned = False
+        self.complete = True  # what the optimizer keeps is there, so that a step can be told not to fit
 
     def is_known(self, graph: str, saved: int, optimized: bool) -> bool:
         """Whether a step that begins with this forward was measured, or one with a larger batch."""
@@ -134,7 +136,7 @@ class Allowance:
         """
         if self._step is None or (_current_graph_task_id() < 0 and (self._turned or not waits)):
             self.finish()
-            self._step = _Step((optimized, graph), saved, base)
+            self._step = _Step((optimized, graph), saved, base, complete=self.complete)
             self._turned = False
         step = self._step
         step.runs.add(graph, saved)
@@ -202,11 +204,11 @@ class Allowance:
                 self._runs = step.runs.counts
             else:
                 self.unsettle()
-        over = step.base - self.limit
-        if over > 0 and not self._warned:
+        if step.base > self.limit and step.complete and not self._warned:
             self._warned = True
+            over = step.peak - self.limit
             warnings.warn(
-                f"memory={format_bytes(self.limit)} cannot be kept: a step needs {format_bytes(over)} more, even if "
+                f"memory={format_bytes(self.limit)} cannot be kept: a step needs {format_bytes(over)} more, though "
                 f"nothing stays for its backward. {format_bytes(step.level)} were there before it: parameters, "
                 "gradients, the optimizer's state and what else the process holds, which ssd_fx does not move. "
                 "Training goes on with the lowest peak. A smaller micro-batch, a loss in chunks, sharding or an "

@@ -78,6 +78,7 @@ class Stats(GraphStats):
         disk_bytes: the size of the files.
         moved_bytes: written to drives later, when host memory was full.
         drive_bytes_s: what drives get in a second at the present speed, over up to 16 steps; 0 before the third step.
+            Steps that compile are not among them.
         step_s: seconds of a step, over the same steps, with all that the loop does besides.
         drive_tbw: rated endurance of the drives in 10^12 bytes, this rank's share of the option of the last
             compilation; 0 if it is not known.
@@ -276,6 +277,7 @@ def step() -> int:
 
 def compiled(whole: str = "") -> None:
     """Counts a graph that the backend compiled. `whole`: why it keeps everything, whatever its plan would be."""
+    _clock.compiled()
     _totals.compiled_graphs += 1
     _totals.compiled_since_reset += 1
     if whole:

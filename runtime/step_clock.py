@@ -1,6 +1,7 @@
 """The step clock: where training steps begin, and how fast they come."""
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -17,19 +18,26 @@ class StepClock:
     A forward within a backward is a checkpoint's, and starts none.
 
     `steps`: that have begun. `step`: the number of the last forward's step, which no other step of the process has; 0
-    if it was a checkpoint's. `starts`: seconds and bytes; the first step, which compiles, is left out.
+    if it was a checkpoint's. `lasted`: seconds of the last steps, and bytes. Steps in which a graph was compiled or
+    first ran are left out.
     """
 
     def __init__(self) -> None:
-        self.starts: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS + 1)
+        self.lasted: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
         self.steps = 0
         self.step = 0
+        self._start = (0.0, 0)
+        self._left_out = 2  # of the starts to come: those that end no step to count
         self._number = 0
         self._turned = False
 
     def turn(self) -> None:
         """A node of a backward ran."""
         self._turned = True
+
+    def compiled(self) -> None:
+        """A graph was compiled: ahead of its first forward, which may start the next step."""
+        self._left_out = 2
 
     def begin(self, now_s: float, written: Callable[[], int]) -> None:
         """A forward starts. `written`: says how many bytes drives got so far."""
@@ -38,17 +46,18 @@ class StepClock:
         if new:
             self._number, self._turned = next(_numbers), within
             self.steps += 1
-            if self.steps > 1:
-                self.starts.append((now_s, written()))
+            start_s, before = self._start
+            self._start = now_s, written()
+            if not self._left_out:
+                self.lasted.append((now_s - start_s, self._start[1] - before))
+            self._left_out = max(0, self._left_out - 1)
         self.step = 0 if within and not new else self._number
 
     def bytes_s(self) -> float:
-        """Bytes that drives get in a second, over the steps between the starts; 0 for fewer than two."""
-        if len(self.starts) < 2:
-            return 0.0
-        (first_s, before), (last_s, after) = self.starts[0], self.starts[-1]
-        return (after - before) / (last_s - first_s)
+        """Bytes that drives get in a second, over these steps; 0 for none."""
+        seconds = math.fsum(seconds for seconds, _ in self.lasted)
+        return sum(nbytes for _, nbytes in self.lasted) / seconds if seconds else 0.0
 
     def step_s(self) -> float:
-        """The mean time from start to start; 0 for fewer than two."""
-        return (self.starts[-1][0] - self.starts[0][0]) / (len(self.starts) - 1) if len(self.starts) > 1 else 0.0
+        """The mean time from start to start; 0 for none."""
+        return math.fsum(seconds for seconds, _ in self.lasted) / len(self.lasted) if self.lasted else 0.0

@@ -28,10 +28,11 @@ from ssd_fx.report.model import GraphReport
 from ssd_fx.runtime import account, graphs, plans
 from ssd_fx.runtime.allowance import Steady
 from ssd_fx.runtime.config import parse
-from ssd_fx.sizes import format_bytes
+from ssd_fx.sizes import format_bytes, format_seconds
 
 log = logging.getLogger("ssd_fx")
 MOST = 2  # times that a function is compiled again
+PAYS_WITHIN = 1000  # steps: what they gain must be at least what compiling takes
 
 
 class User:
@@ -44,7 +45,7 @@ class _Function:
 
     `config`: the options of the runtime. `number`: of this compilation. `entries`: how often Dynamo may have compiled
     the function, so that half of the compilations that it allows are left to others. `rooms`: what it was planned for,
-    in order, beginning with 0. `user`: None until Dynamo has forgotten this compilation.
+    in order, beginning with 0. `user`: None until Dynamo has forgotten this compilation. `seconds`: that it took.
     """
 
     config: str
@@ -53,6 +54,7 @@ class _Function:
     entries: int
     rooms: tuple[float, ...] = (0.0,)
     user: User | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ class Room:
 
     share: float = 0.0
     user: User | None = field(default=None, repr=False)
+    function: _Function | None = field(default=None, repr=False)
+
+    def took(self, seconds: float) -> None:
+        """A graph of the function was compiled in so many seconds."""
+        if self.function is not None:
+            self.function.seconds += seconds
 
 
 _functions: dict[Options, list[_Function]] = {}
@@ -79,7 +87,7 @@ def planned(config: str) -> Room:
         same = [each for each in known if each.code() is code]
         for each in same:
             if each.number == number:  # one of several graphs, as DDP makes them
-                return Room(each.rooms[-1])
+                return Room(each.rooms[-1], function=each)
         if not compiled_entries(code):  # `torch._dynamo.reset`
             known[:] = [each for each in known if each not in same]
             same = []
@@ -89,8 +97,8 @@ def planned(config: str) -> Room:
             if before.user is not None:
                 known.remove(before)
                 now.rooms = before.rooms
-                return Room(now.rooms[-1], before.user)
-        return Room()
+                return Room(now.rooms[-1], before.user, now)
+        return Room(function=now)
 
 
 @dataclass(frozen=True)
@@ -120,8 +128,9 @@ def _forecast(about: str) -> _Forecast:
     )
 
 
-def _worth(parts: Sequence[_Forecast], room_bytes: int) -> tuple[float, float]:
-    """The room as a share of the way to everything kept, rounded down, and by which share a step is then shorter.
+def _worth(parts: Sequence[_Forecast], room_bytes: int) -> tuple[float, float, float]:
+    """The room as a share of the way to everything kept, rounded down, and what a step is then shorter by: as a share
+    of it, and in seconds.
 
     A plan gives up first what is dearest to compute again for its bytes. So the share of the time is at least the share
     of the room.
@@ -129,9 +138,10 @@ def _worth(parts: Sequence[_Forecast], room_bytes: int) -> tuple[float, float]:
     needed = parts[0].peak_bytes if len(parts) == 1 else sum(part.stay_bytes for part in parts)
     compute_s = math.fsum(part.compute_s for part in parts)
     if not needed or not compute_s:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     share = min(1.0, max(0, math.floor(SHARES * room_bytes / needed)) / SHARES)
-    return share, share * math.fsum(part.again_s for part in parts) / compute_s
+    gain_s = share * math.fsum(part.again_s for part in parts)
+    return share, gain_s / compute_s, gain_s
 
 
 def _steady(config: Options, found: Steady) -> None:
@@ -139,25 +149,39 @@ def _steady(config: Options, found: Steady) -> None:
     packed = plans.packed()
     if not all(packed.get(graph) for graph in found.runs):
         return
-    share, gain = _worth([_forecast(packed[g]) for g, runs in found.runs.items() for _ in range(runs)], found.room)
+    share, gain, gain_s = _worth(
+        [_forecast(packed[g]) for g, runs in found.runs.items() for _ in range(runs)], found.room
+    )
     if gain <= GAIN or ranks_agree() or not may_compile_again():
         return
     with _LOCK:
-        forgotten = [each for each in _functions.get(config, ()) if _forget(each, share)]
+        known = [each for each in _functions.get(config, ()) if _may_forget(each, share)]
+        cost_s = math.fsum(each.seconds for each in known)
+        if cost_s > PAYS_WITHIN * gain_s:
+            return
+        forgotten = [each for each in known if _forget(each, share)]
     if forgotten:
         log.warning(
             "memory=%s: steps leave %s of it, so %d functions are compiled once more when they are called next. Less "
-            "is computed again then, and a step is predicted to be %.0f%% shorter; adapt=False leaves it out",
+            "is computed again then, and a step is predicted to be %.0f%% shorter, by %s. Compiling took %s before, so "
+            "that pays within %d steps; adapt=False leaves it out",
             *(format_bytes(found.limit), format_bytes(found.room), len(forgotten), 100 * gain),
+            *(format_seconds(gain_s), format_seconds(cost_s), PAYS_WITHIN),
         )
 
 
-def _forget(function: _Function, share: float) -> bool:
-    """Whether Dynamo has forgotten a function, which was compiled for less room."""
+def _may_forget(function: _Function, share: float) -> bool:
+    """Whether a function was compiled for less room, and may be compiled again."""
     code = function.code()
     if code is None or function.user is not None or len(function.rooms) > MOST or share <= function.rooms[-1]:
         return False
-    if compiled_entries(code) > function.entries:
+    return compiled_entries(code) <= function.entries
+
+
+def _forget(function: _Function, share: float) -> bool:
+    """Whether Dynamo has forgotten a function."""
+    code = function.code()
+    if code is None:
         return False
     user = User()
     graphs.uses(user, function.config)

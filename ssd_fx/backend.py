@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -117,6 +118,7 @@ def compile_graph(
     `survey` gets the first joint graph, and nothing is compiled; without a backward it is a ValueError. Both are
     pickled with the partitioner, so each must be a function of a module.
     """
+    began = time.perf_counter()
     with user_errors():
         config = check_options(options, mode=mode)
         _register()
@@ -150,6 +152,7 @@ def compile_graph(
         log.info("%s", config.share())
     eager = config.inner == "aot_eager"
     compiled = _aot_eager(gm, inputs, partitioner) if eager else _inductor(gm, inputs, partitioner, mode, dumps_to)
+    room.took(time.perf_counter() - began)
     stats.compiled(whole)
     stats.rated(config.own_drive_tbw)
     graphs.uses(innermost_fn(compiled), config.runtime_json())

@@ -28,11 +28,12 @@ from ssd_fx.passes.cost.operators import hint
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
-from ssd_fx.passes.plan import Plan, replay_of
+from ssd_fx.passes.plan import Keep, Plan, replay_of
 from ssd_fx.passes.proposals import cut, decide_for_all
 from ssd_fx.report.budgets import MEMORY, Estimate, Prediction
 from ssd_fx.report.figures import highest
 from ssd_fx.report.limit import largest_at
+from ssd_fx.report.model import WITHIN
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
@@ -319,6 +320,12 @@ def _input_bytes(partition: Partition) -> int:
     return sum(int(hint(tensor.untyped_storage().nbytes())) for tensor in tensors)
 
 
+def _must_stay(plan: Plan) -> int:
+    """Bytes that a forward leaves in memory under any budget, until its backward begins."""
+    kept = {slot: decision.reason for slot, decision in plan.decisions.items() if isinstance(decision, Keep)}
+    return sum(int(group.nbytes) for group in plan.groups if kept.get(group.slot, WITHIN) != WITHIN)
+
+
 def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Prediction:
     """What is predicted of a step that runs graphs with these plans. `beside`: bytes that are there before the step.
 
@@ -342,6 +349,6 @@ def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Predictio
         compute_s=math.fsum(each.compute_s for each in found),
         stall_s=math.fsum(each.write_stall_s + each.read_stall_s for each in found),
         written_bytes=max(sum(each.written for each in found) - last.shared - last.resident, 0),
-        floor_bytes=highest([replay_of(plan.origin).step.floor for plan in plans], stays),
+        floor_bytes=highest([each.step.floor for each in found], map(_must_stay, plans)),
         limit_bytes=limit,
     )

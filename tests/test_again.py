@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -114,6 +115,17 @@ def test_once_more_when_steps_are_steady(
     assert computed_again()[-1] == 0
 
 
+def test_not_where_compiling_takes_longer_than_it_gains(
+    training: Callable[..., Recomputing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gain of some milliseconds a step never pays for a minute."""
+    monkeypatch.setattr(again.Room, "took", lambda room, seconds: setattr(room.function, "seconds", 3600.0))
+    trained, before = training("1TiB"), compiled()
+    for _ in range(ENOUGH):
+        trained.step()
+    assert compiled() == before + 1
+
+
 @pytest.fixture
 def peaks(training: Callable[..., Recomputing]) -> tuple[int, int]:
     """Of a step in which nothing stays, and of one in which everything does and nothing is computed again."""
@@ -173,7 +185,7 @@ def test_what_waits_for_its_backward_when_the_plan_changes(training: Callable[..
 def force(monkeypatch: pytest.MonkeyPatch, *shares: float) -> None:
     """Whenever steps are steady there is room for the next of these shares, and it is worth it."""
     rooms = iter(shares)
-    monkeypatch.setattr(again, "_worth", lambda parts, room: (next(rooms, shares[-1]), 1.0))
+    monkeypatch.setattr(again, "_worth", lambda parts, room: (next(rooms, shares[-1]), 1.0, math.inf))
 
 
 GIVEN: dict[str, Any] = {"inner": "aot_eager", "min_bytes": 0, "allow_tmpfs": True}

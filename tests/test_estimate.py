@@ -66,6 +66,7 @@ def test_it_is_the_plan_that_compiling_makes_for_each_budget(
         assert (row.step_s, row.compute_s) == (plan["step_s"], plan["compute_s"])
         assert row.stall_s == plan["write_stall_s"] + plan["read_stall_s"]
         assert (row.peak_bytes, row.written_bytes) == (plan["peak_bytes"], plan["written_bytes"])
+        assert row.floor_bytes == plan["floor_bytes"], "what is computed again is not of the floor"
     assert any(again)
     assert len({row.step_s for row in found.predictions}) > 1, "the budgets differ"
 

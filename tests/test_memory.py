@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import ssd_fx
+from ssd_fx.report.text import lines
 from ssd_fx.runtime import account
 from ssd_fx.runtime.allowance import MARGIN, REMEMBERED, Allowance
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -178,6 +179,44 @@ def test_the_report_s_first_line(training: Callable[..., Trained]) -> None:
         r"memory +fits 1 TiB: [\d.]+ MiB measured, 5\d(\.\d+)? MiB of activations stay; ", str(ssd_fx.report())
     )
     assert ssd_fx.stats().memory_limit_bytes == 1 << 40
+
+
+def test_what_stays_has_the_limit_for_its_reason(training: Callable[..., Trained]) -> None:
+    """No write and no read is to blame, and no tensor that stays is said to be offloaded."""
+    trained = training("1TiB")
+    for _ in range(4):
+        trained.step()
+    found = ssd_fx.report()
+    said = dict(lines(found))
+    assert "above the plan: 56 MiB stay, for `memory` has room; planned" in said["memory"]
+    assert "inflight" not in said["memory"]
+    assert said["plan"] == "0 of 7 groups (0 B) are offloaded; 7 (56 MiB) stay as long as `memory` has room"
+    table = str(found).split("module  ")[1]
+    assert "stays: `memory` has room" in table
+    assert "offload" not in table
+    assert "NOT FREED" not in str(found)
+
+
+def test_one_excess(training: Callable[..., Trained], caplog: pytest.LogCaptureFixture) -> None:
+    """What all tensors took above the limit, with the optimizer's state: as predicted, as warned, as in the report."""
+    trained = training(20 * MIB)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trained.step()
+        assert not warned, "Adam has not made its state"
+        for _ in range(3):
+            trained.step()
+    (runtime,) = [str(each.message) for each in warned if "cannot be kept" in str(each.message)]
+    (compiled,) = [each.getMessage() for each in caplog.records if "too much" in each.getMessage()]
+    report = dict(lines(ssd_fx.report()))
+    told = [
+        re.search(rf"([\d.]+) MiB {said}", text)
+        for text, said in ((compiled, "too much"), (runtime, "more"), (report["memory"], "too much"))
+    ]
+    excess = [float(each[1]) for each in told if each is not None]
+    assert len(excess) == 3
+    assert excess[1] == excess[2]
+    assert abs(excess[1] - excess[0]) <= 8, "a tensor, of whose death eager code knows later"
 
 
 def test_nothing_counts_the_tensors(training: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:

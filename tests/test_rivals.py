@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -202,6 +203,19 @@ def test_the_marks_of_the_table() -> None:
     ]
     assert [each["worse_than"] for each in found.details()["predictions"]] == [None, CHECKPOINT, None]
     assert found.details()["rivals"][0] | {"fits": 1} == found.details()["rivals"][0]
+
+
+def test_no_row_of_the_table_is_better_than_what_is_recommended() -> None:
+    """Of random tables, with and without a limit."""
+    draw = random.Random(0)
+
+    def drawn(budget: Any, written: int) -> Prediction:
+        return row(budget, draw.randint(100, 104), draw.choice((1.0, 1.005, 1.015, 1.1)), written)
+
+    for i in range(2000):
+        ours = [drawn(budget, draw.choice((0, 50, 51))) for budget in (0, 0.5, "auto")]
+        found = table(*ours, rivals=(drawn(CHECKPOINT, 0),), memory=112 if i % 2 else None)
+        assert found.best is None or found.better(found.best) is None, found
 
 
 def auto(peak: int, step_s: float, written: int = 0) -> Estimate:

@@ -66,11 +66,10 @@ def _within_memory(known: Facts, found: Figures) -> str:
     stats = known.stats
     if stats is None or not stats.memory_limit_bytes:
         return ""
-    over = stats.memory_peak_bytes - stats.memory_limit_bytes
-    if over > 0:
+    if known.over_bytes:
         return (
-            f"the last step took {format_bytes(over)} more than the limit: a smaller micro-batch, a loss in chunks, "
-            "sharding or an optimizer with less state would help"
+            f"the last step took {format_bytes(known.over_bytes)} more than the limit: a smaller micro-batch, a loss "
+            "in chunks, sharding or an optimizer with less state would help"
         )
     stall, step = _stall(found)
     if stall > SMALL * step:

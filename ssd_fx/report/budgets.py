@@ -114,20 +114,27 @@ class Estimate:
     def best(self) -> Prediction | None:
         """The row to take; None if none fits.
 
-        With `memory` the fastest that fits. Without, "auto", or else the budget with the lowest peak, or what is better
-        than that. In either case a rival instead, if it takes and needs hardly more.
+        With `memory` the fastest that fits. Without, "auto", or else the budget with the lowest peak. A rival instead,
+        if it takes and needs hardly more. In any case what is better than that.
         """
         first = _fastest(filter(self.fits, self.rows))
         if self.memory is None:
             first = min(self.predictions, key=lambda row: (row.budget != _AUTO, row.peak_bytes))
-            while better := self.better(first):
-                first = better
-        if first is None or not first.written_bytes:
+        if first is None:
+            return None
+        first = self._best_from(first)
+        if not first.written_bytes:
             return first
         peak = (1 + _WORTH) * first.peak_bytes
         near = [row for row in self.rivals if row.step_s <= (1 + _WORTH) * first.step_s]
         fitting = [row for row in near if (row.peak_bytes <= peak if self.memory is None else self.fits(row))]
-        return _fastest(fitting) or first
+        return self._best_from(_fastest(fitting) or first)
+
+    def _best_from(self, row: Prediction) -> Prediction:
+        """`row`, or what is better than it, which needs no more memory. It ends, for peak and bytes only fall."""
+        while better := self.better(row):
+            row = better
+        return row
 
     def life_s(self, row: Prediction) -> float | None:
         """Seconds of training without a pause until the drive has written what it is rated for.
@@ -223,11 +230,11 @@ class Estimate:
 
 
 def _fastest(rows: Iterable[Prediction]) -> Prediction | None:
-    """The fastest row; of those within 1% of it that which writes least."""
+    """The fastest row; of those within 1% of it that which writes least, and then has the lowest peak."""
     found = list(rows)
     least_s = min((row.step_s for row in found), default=0.0)
     equal = [row for row in found if row.step_s <= (1 + _COARSE) * least_s]
-    return min(equal, key=lambda row: (row.written_bytes, row.step_s), default=None)
+    return min(equal, key=lambda row: (row.written_bytes, row.peak_bytes, row.step_s), default=None)
 
 
 def _change(row: Prediction, other: Prediction) -> str:

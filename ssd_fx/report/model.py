@@ -224,6 +224,18 @@ class Facts:
             found[row.reason] += row.nbytes
         return found
 
+    @property
+    def over_bytes(self) -> int:
+        """By how much the last step was above the option `memory`; 0 if it was within it, and without the option."""
+        stats = self.stats
+        return max(0, stats.memory_peak_bytes - stats.memory_limit_bytes) if stats and stats.memory_limit_bytes else 0
+
+    @property
+    def stayed(self) -> frozenset[tuple[str, int]]:
+        """Graph and slot of the groups that were to leave and stayed in the traced step, as `memory` had room."""
+        limited = self.stats is not None and self.stats.memory_limit_bytes > 0
+        return frozenset(self.step.stayed if limited and self.step else ())
+
     def rows(self) -> list[dict[str, Any]]:
         """A flat dictionary for every alias group: `pandas.DataFrame(report.rows())`."""
         return [row.flat() for row in self.groups]

@@ -74,7 +74,10 @@ def _limited(known: Facts) -> str:
         return ""
     limit, peak, stay = stats.memory_limit_bytes, stats.memory_peak_bytes, stats.memory_stay_bytes
     fits = "fits" if peak <= limit else "does not fit"
-    return f"{fits} {format_bytes(limit)}: {format_bytes(peak)} measured, {format_bytes(stay)} of activations stay; "
+    measured = f"{format_bytes(peak)} measured"
+    if known.over_bytes:
+        measured += f", which is {format_bytes(known.over_bytes)} too much"
+    return f"{fits} {format_bytes(limit)}: {measured}, {format_bytes(stay)} of activations stay; "
 
 
 def _gap(known: Facts, found: Figures) -> str:
@@ -82,13 +85,27 @@ def _gap(known: Facts, found: Figures) -> str:
     gap = (found.measured_peak_bytes or 0) - found.peak_bytes
     if gap <= _NEAR * found.peak_bytes:
         return ""
+    stayed = _stayed_bytes(known)
+    if stayed:
+        room = f", {format_bytes(gap)} above the plan: {format_bytes(stayed)} stay, for `memory` has room"
+        if gap - stayed <= _NEAR * found.peak_bytes:
+            return room
+    gone = found.offloaded_bytes - stayed
     inflight, prefetch = (max(getattr(part, name) for part in known.parts) for name in ("inflight", "prefetch"))
-    writes, reads = min(inflight, found.offloaded_bytes), min(prefetch, found.offloaded_bytes)
+    writes, reads = min(inflight, gone), min(prefetch, gone)
     parts = f"{format_bytes(writes)} being written (`inflight`) and {format_bytes(reads)} read early (`prefetch`)"
     missed = sum(each.nbytes for each in unfreed(known) if not each.planned)
     held = f" and {format_bytes(missed)} that somebody holds" if missed else ""
-    rest = ", and more than that" if gap > writes + reads + missed else ""
+    rest = ", and more than that" if gap > stayed + writes + reads + missed else ""
+    if stayed:
+        return f"{room}; and it may have up to {parts}{held}{rest}"
     return f", {format_bytes(gap)} above the plan: it may have up to {parts}{held}{rest}"
+
+
+def _stayed_bytes(known: Facts) -> int:
+    """Of all that was to leave, in all runs of a step, what stayed because `memory` has room."""
+    rows = (row for part in known.parts for row in part.rows)
+    return sum(row.nbytes for row in rows if (row.graph, row.slot) in known.stayed)
 
 
 def _change(before: int, after: int) -> str:
@@ -133,7 +150,12 @@ def _drive(found: Figures) -> str:
 def _plan(known: Facts) -> str:
     rows = [row for part in known.parts for row in part.rows]
     gone = [row for row in rows if row.decision == "offload"]
-    said = f"{len(gone)} of {len(rows)} groups ({format_bytes(sum(row.nbytes for row in gone))}) are offloaded"
+    stayed = [row for row in gone if (row.graph, row.slot) in known.stayed]
+    left = [row for row in gone if (row.graph, row.slot) not in known.stayed]
+    said = f"{len(left)} of {len(rows)} groups ({format_bytes(sum(row.nbytes for row in left))}) are offloaded"
+    if stayed:
+        nbytes = format_bytes(sum(row.nbytes for row in stayed))
+        said += f"; {len(stayed)} ({nbytes}) stay as long as `memory` has room"
     kept = known.kept.most_common()
     if kept:
         named = [f"{format_bytes(nbytes)} {reason}" for reason, nbytes in kept[:_REASONS]]
@@ -160,7 +182,7 @@ def _unfreed(known: Facts) -> list[str]:
 
 def _table(known: Facts) -> list[str]:
     rows = [(row, graph.runs) for graph in known.graphs for row in graph.rows]
-    folded = together((row, _decision(row), (runs * row.nbytes, runs)) for row, runs in rows)
+    folded = together((row, _decision(row, known), (runs * row.nbytes, runs)) for row, runs in rows)
     ranked = sorted(range(len(folded)), key=lambda i: -folded[i].sums[0])
     shown, left = [folded[i] for i in sorted(ranked[:ROWS])], [folded[i] for i in ranked[ROWS:]]
     head = ("module", "source", "groups", "bytes", "decision")
@@ -168,7 +190,9 @@ def _table(known: Facts) -> list[str]:
     return [*aligned([head, *cells], {2, 3}), *_more(left)]
 
 
-def _decision(row: GroupRow) -> str:
+def _decision(row: GroupRow, known: Facts) -> str:
+    if (row.graph, row.slot) in known.stayed:
+        return "stays: `memory` has room"
     if row.decision == "keep":
         return f"keep: {row.reason}"
     return f"{row.what} ({row.reason})" if row.reason else row.what

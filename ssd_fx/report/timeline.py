@@ -59,6 +59,7 @@ class Timeline:
         turn_s: when the backward begins.
         end_s: when the last thing ends.
         stays: bytes that are in memory between forward and backward.
+        stayed: of a measured step graph and slot of the groups that were to be stored and stayed in memory.
     """
 
     order: tuple[str, ...] = ()
@@ -67,6 +68,7 @@ class Timeline:
     turn_s: float = 0.0
     end_s: float = 0.0
     stays: int = 0
+    stayed: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -179,7 +181,15 @@ def _recorded(events: Sequence[trace.Event], next_s: float | None) -> Timeline:
             (span.begin for span in spans if span.kind in ("load", "wait")), end if next_s is None else next_s - zero
         ),
         end_s=end,
+        stayed=_stayed(events),
     )
+
+
+def _stayed(events: Iterable[trace.Event]) -> tuple[tuple[str, int], ...]:
+    """The groups that the backward found in memory, and whose transfers never began."""
+    moved = {(e.graph, e.slot) for e in events if e.kind in ("write", "read") or e.where == "disk"}
+    found = dict.fromkeys((e.graph, e.slot) for e in events if e.kind == "load" and e.where == "memory")
+    return tuple(each for each in found if each not in moved)
 
 
 def _order(events: Sequence[trace.Event]) -> tuple[str, ...]:

@@ -43,7 +43,9 @@ def asked(known: Facts) -> int:
 
 
 def loud(known: Facts) -> int:
-    """Bytes a step that were to leave memory and stay; 0 if it is too little to tell."""
+    """Bytes a step that were to leave memory and stay; 0 if it is too little to tell, or `memory` is kept."""
+    if known.stats is not None and known.stats.memory_limit_bytes and not known.over_bytes:
+        return 0
     missed = sum(each.nbytes for each in unfreed(known))
     saved = sum(graph.runs * row.nbytes for graph in known.graphs for row in graph.rows)
     return missed if missed > max(LOUD * asked(known), LEAST * saved) else 0

@@ -85,6 +85,10 @@ def test_the_present_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         step(4.0, 100)
     counters.begin(1, 1)
     assert stats.stats().drive_bytes_s == 25
+    stats.compiled()  # ahead of a forward, and what it took is in the step that ends there
+    step(60.0, 0)
+    step(4.0, 100)
+    assert (stats.stats().drive_bytes_s, stats.stats().step_s) == (25, 4)
     stats.reset_stats()
     assert stats.stats().drive_bytes_s == 0
 
