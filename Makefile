@@ -28,6 +28,8 @@ GPU_FLAGS ?=
 PY := $(VENV)/bin/python
 GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 STAMP := $(VENV)/.ssd_fx-installed
+# What runs a model: without what the tests need. "make setup" has it too.
+RUNS := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.ssd_fx-runs)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow slow-drive nightly zoo loops ways peers planted matrix wheel compatibility pages docs lint format check gpu bench paper bigger-than-memory clean
@@ -56,18 +58,19 @@ help:
 setup: $(STAMP)
 
 # The native source is a prerequisite, so that a change of it rebuilds the library.
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard runtime/native/*)
+$(STAMP) $(VENV)/.ssd_fx-runs: pyproject.toml setup.py constraints.txt $(wildcard runtime/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 needed; set PYTHON=...")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	@echo "installing into $(VENV): with PyTorch, some minutes"
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(if $(filter %-installed,$@),[test])'
 	@touch $@
 
-demo: $(STAMP)
+demo: $(RUNS)
 	@mkdir -p demo-out
 	$(PY) benchmarks/gpt_step.py --layers 4 --width 256 --heads 4 --batch 8 --seq 256 --pairs 10 \
 		--dir demo-out --json demo-out/demo.json
 
-bench: $(STAMP)
+bench: $(RUNS)
 	@mkdir -p demo-out
 	$(PY) benchmarks/gpt_step.py --dir demo-out --json demo-out/bench.json
 

@@ -30,7 +30,11 @@ def measure(flags: argparse.Namespace) -> tuple[dict[str, float], list[dict[str,
     with Workers({"inductor": Task(model, "inductor"), "ssd_fx": Task(model, "ssd_fx", options=options)}) as workers:
         first = workers.compile()
         with busy_neighbour() if flags.neighbour else nullcontext():
-            pairs = list(workers.rounds(flags.warmup + flags.pairs))
+            pairs = []
+            for pair in workers.rounds(flags.warmup + flags.pairs):
+                pairs.append(pair)
+                times = ", ".join(f"{name} {1e3 * step.time_s:.0f} ms" for name, step in pair.items())
+                print(f"pair {len(pairs)} of {flags.warmup + flags.pairs}: {times}", file=sys.stderr, flush=True)
         return first, pairs[flags.warmup :]
 
 

@@ -120,6 +120,7 @@ class Workers:
         Raises:
             Ended: it failed.
         """
+        print(f"{name}: compiling, which may take a minute ...", file=sys.stderr, flush=True)
         self.workers[name] = Worker(name, task)
         first_s = self.workers[name].step().time_s
         print(f"{name}: first step (compiles) {first_s:.1f} s", file=sys.stderr, flush=True)

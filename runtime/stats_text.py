@@ -25,6 +25,11 @@ _MEANING = {
     "encoded_from": "before compression",
     "encoded_to": "after compression",
 }
+SKIPPED = (
+    "a model with nn.LSTM, nn.GRU or nn.RNN (right would be to compile its other modules one by one, and "
+    "ssd_fx.checkpoint around these), and of model.compile() the modules of torch itself, such as nn.Sequential, which "
+    "torch.compile(model) takes"
+)
 _ALWAYS = ("saved", "offloaded", "written", "read", "forwarded", "freed")
 
 
@@ -75,8 +80,7 @@ def _idle(stats: Stats) -> str:
         since, also = " since the last reset_stats()", f", and none of the {stats.compiled_graphs} graphs before ran"
     return (
         f"nothing ran: torch.compile has not called ssd_fx{since}{also}, so whatever trains does so uncompiled; "
-        "TORCH_LOGS=+dynamo names what Dynamo is 'skipping' (of model.compile() the modules of torch itself, such as "
-        "nn.Sequential, which torch.compile(model) takes)"
+        f"TORCH_LOGS=+dynamo names what Dynamo is 'skipping': {SKIPPED}"
     )
 
 

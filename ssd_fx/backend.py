@@ -145,6 +145,7 @@ def compile_graph(
         )
         dumps_to = "" if report else config.own_dump
         if dumps_to:
+            os.makedirs(dumps_to, exist_ok=True)
             report = partial(folder.write, dumps_to, config.share())
         if report is not None:
             partitioner = replace(partitioner, report=partial(_reported, report, arguments))
@@ -163,7 +164,8 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
     """Return all options as they would be in force, those in the environment included.
 
     `backend` checks the same when a model first runs. Two errors need a graph and are not found here: a pattern of
-    `keep` or `offload` that names no module, and a budget in bytes that is too small. The directory of `dump` is made.
+    `keep` or `offload` that names no module, and a budget in bytes that is too small. Nothing is made: the directory
+    of `dump` may be missing.
 
     Raises:
         ValueError: an unknown option, a bad value, or an engine that this machine lacks.
@@ -186,7 +188,7 @@ def check_options(options: Mapping[str, Any] | None = None, *, mode: str | None 
         for directory in config.dirs:
             check_directory(directory, allow_tmpfs=config.allow_tmpfs)
     if config.dump:
-        _make_dump(config.own_dump)
+        _check_dump(config.own_dump)
     return config
 
 
@@ -232,15 +234,20 @@ def _names_a_stream(node: fx.Node) -> bool:
     return "stream" in (node.meta.get("custom") or ()) or str(node.target).startswith("streams.")
 
 
-def _make_dump(directory: str) -> None:
-    """Make `directory`, and check that files can be made in it.
+def _check_dump(directory: str) -> None:
+    """Check that files can be made in `directory`, or in the one that it would be made in.
 
     Raises:
         OSError: it cannot be made or written to; the message names it.
     """
-    os.makedirs(directory, exist_ok=True)
-    with tempfile.TemporaryFile(dir=directory):
-        pass
+    there = directory
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, directory) from None
 
 
 def _reported(report: Report, arguments: Sequence[str], made: Rewritten) -> None:

@@ -82,7 +82,8 @@ def _one_of_memory_and_budget(values: dict[str, Any], given: Mapping[str, Any]) 
     if "budget" in values and ("memory" in given) == ("budget" in given):
         raise ValueError(
             f"memory={values['memory']!r} and budget={values['budget']!r} are two answers to one question; right would "
-            "be memory alone, for the peak of the whole process, or budget alone, for the saved tensors that may stay"
+            "be memory alone, for the peak of all tensors of the process, or budget alone, for the saved tensors "
+            "that may stay"
         )
     if "budget" in given:
         del values["memory"]

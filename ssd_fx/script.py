@@ -26,6 +26,7 @@ from ssd_fx import fake
 from ssd_fx.backend import NO_BACKWARD, backend
 from ssd_fx.compat import DataDependentOutputException, _disable_current_modes, tree_leaves
 from ssd_fx.runtime.errors import first_line
+from ssd_fx.runtime.stats_text import SKIPPED
 from ssd_fx.survey import Look, survey, uncompiled
 
 _BACKENDS = (backend, "ssd_fx")  # the values of torch.compile's `backend` that mean ours
@@ -121,6 +122,7 @@ class _Script:
         self.look, self.options = look, options
         self.compile: Callable[..., Any] = torch.compile
         self.compiled = self.called = self.looked = False
+        self.trained = False  # a backward came without a call of what is compiled with ssd_fx
         self.step = TrainingStep()
         self.fake = _Values(lambda: self.called)
         self._looks = self._calls = False  # now
@@ -219,6 +221,7 @@ class _Script:
             def called(*args: Any, **kwargs: Any) -> Any:
                 if self.called and not self._looks:
                     raise _Ended
+                self.trained |= not self.called
                 return backward(*args, **kwargs)
 
             return called
@@ -316,21 +319,20 @@ def _told_step(path: str, script: _Script, failed: BaseException | None) -> Trai
         ValueError: it has none.
     """
     if not script.step.calls:
-        if failed is not None:
+        if failed is not None and not (script.trained and not script.compiled):
             raise ValueError(_failed(path, failed)) from None
         if script.looked:
             raise ValueError(NO_BACKWARD)
         if script.called:
-            raise ValueError(
-                f"torch.compile compiles nothing of what {path} calls to train: of model.compile() it leaves out "
-                "modules of torch itself, such as nn.Sequential; right would be torch.compile(model) of these"
-            )
+            raise ValueError(f"torch.compile compiles nothing of what {path} calls to train. It skips {SKIPPED}")
         if script.compiled:
             raise ValueError(
                 f"{path} never called its compiled model outside torch.no_grad(); right would be to train it"
             )
+        until = "" if failed is None else f", and trains until {_line(path, failed)} without it"
         raise ValueError(
-            f"{path} compiled no model with ssd_fx; right would be torch.compile(model, backend=ssd_fx.backend) in it"
+            f"{path} compiled no model with ssd_fx{until}; right would be torch.compile(model, "
+            "backend=ssd_fx.backend) in it"
         )
     if failed is not None:
         said = f"status {failed.code!r}" if isinstance(failed, SystemExit) else _said(failed)

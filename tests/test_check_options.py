@@ -50,6 +50,18 @@ def test_a_mode_that_nobody_knows(tmp_path: Path) -> None:
         ssd_fx.check_options({"dirs": [tmp_path], "allow_tmpfs": True}, mode="nonsense")
 
 
+def test_nothing_is_made(tmp_path: Path) -> None:
+    """The dump may be meant for another run. A model that compiles makes it."""
+    options = {"dirs": [tmp_path], "allow_tmpfs": True, "inner": "aot_eager", "dump": tmp_path / "new" / "dump"}
+    ssd_fx.check_options(options)
+    assert [*tmp_path.iterdir()] == []
+    torch.compile(lambda x: x.sin().sum(), backend=ssd_fx.backend, options=options)(torch.ones(4, requires_grad=True))
+    assert (tmp_path / "new" / "dump").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file/dump"):
+        ssd_fx.check_options(options | {"dump": tmp_path / "file" / "dump"})
+
+
 def test_good_options_come_back_with_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_FX_DIRS", str(tmp_path))
     found = ssd_fx.check_options({"budget": "25%"})

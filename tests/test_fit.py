@@ -104,6 +104,33 @@ def test_a_block_that_is_compiled_in_place(folder: Path, capsys: pytest.CaptureF
     assert first == second
 
 
+PLAIN = """import torch
+model = torch.nn.Linear(512, 512)
+for _ in range(2):
+    loss = model(torch.randn(4096, 512)).square().sum()
+    loss.backward()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_script_that_does_not_use_ssd_fx(folder: Path, capsys: pytest.CaptureFixture[str], compiled: bool) -> None:
+    """What is wrong is not that it prints its loss."""
+    plain = PLAIN.replace("nn.Linear(512, 512)", "compile(torch.nn.Linear(512, 512), backend='aot_eager')")
+    (folder / "train.py").write_text(plain if compiled else PLAIN)
+    assert fit("--budget", "0") == 1
+    said = "ssd-fx: train.py compiled no model with ssd_fx, and trains until train.py:6 without it; right would be"
+    assert said in capsys.readouterr().err
+
+
+def test_a_recurrent_network_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dynamo skips it, however it is compiled."""
+    lines = "model = torch.nn.LSTM(64, 64)\ncompiled = torch.compile(model, backend='ssd_fx')\n"
+    (folder / "train.py").write_text(f"import torch\n{lines}compiled(torch.randn(8, 4, 64))[0].sum().backward()\n")
+    assert fit("--budget", "0") == 1
+    assert "It skips a model with nn.LSTM, nn.GRU or nn.RNN (right would be" in capsys.readouterr().err
+
+
 COMPILED = "backend=ssd_fx.backend, options=options"
 
 

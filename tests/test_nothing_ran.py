@@ -56,6 +56,19 @@ def test_what_is_said_once_a_graph_was_compiled() -> None:
     assert said in str(ssd_fx.stats())
 
 
+def test_a_recurrent_network_and_its_cure() -> None:
+    """Dynamo leaves a whole model with an LSTM to eager mode, where `ssd_fx.checkpoint` takes its input."""
+    lstm, head = nn.LSTM(8, 8), nn.Linear(8, 8)
+    compiled = torch.compile(lambda x: head(lstm(x)[0]).sum(), backend=ssd_fx.backend, options=TOY)
+    ssd_fx.reset_stats()
+    compiled(torch.randn(4, 2, 8)).backward()
+    assert "a model with nn.LSTM, nn.GRU or nn.RNN (right would be to compile its other modules" in str(ssd_fx.report())
+    part = torch.compile(nn.Sequential(head, nn.Tanh()), backend=ssd_fx.backend, options=TOY)
+    x = torch.randn(4, 2, 8) * 1
+    part(ssd_fx.checkpoint(lstm, x, options={"engine": "memory", "min_bytes": 0})[0]).sum().backward()
+    assert len(ssd_fx.stats().graphs) == 2
+
+
 def test_graphs_within_a_checkpoint_are_named() -> None:
     block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     compiled = torch.compile(block, backend=ssd_fx.backend, options=TOY)

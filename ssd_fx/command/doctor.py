@@ -46,7 +46,7 @@ def run(flags: argparse.Namespace) -> int:
     if not flags.json and (missing := _missing(flags.directory)):
         print(*(f"ssd-fx: {each}" for each in missing), sep="\n", file=sys.stderr)
         return 1
-    machine = _told((*software.findings(), *limits.findings()), flags.json)
+    machine = _told((*software.findings(flags.directory), *limits.findings()), flags.json)
     found: dict[str, list[Finding]] = {}
     for each in flags.directory:
         if not flags.json:

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 import torch
@@ -17,13 +17,14 @@ from ssd_fx.calibration import cache
 from ssd_fx.command.findings import Finding
 from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import described
+from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.registry import check_engine
 from ssd_fx.runtime.errors import first_line
 
 
-def findings() -> Iterator[Finding]:
-    """Of versions, compilers, device, GPUDirect Storage, options of the environment, and measured rates.
+def findings(directories: Sequence[str] = ()) -> Iterator[Finding]:
+    """Of versions, compilers, device, GPUDirect Storage, options of the environment, and rates of `directories`.
 
     Raises:
         ValueError: a bad option in the environment.
@@ -34,7 +35,7 @@ def findings() -> Iterator[Finding]:
     yield _device()
     yield gpudirect(cufile.status())
     yield _options()
-    yield from _rates()
+    yield from _rates(directories)
 
 
 def _versions() -> Finding:
@@ -102,24 +103,40 @@ def _options() -> Finding:
     return Finding("options", f"the environment sets {says or 'none'}", figures=figures)
 
 
-def _rates() -> Iterator[Finding]:
-    """The rates that plans are made for, as measured earlier. Those that were not are typical ones."""
+def _rates(directories: Sequence[str]) -> Iterator[Finding]:
+    """The rates that plans are made for here and now, as measured earlier. Those that were not are typical ones.
+
+    Of drives those of `directories`, or of the default ones. What was measured of others, by other threads, versions of
+    torch or options, is counted.
+    """
     known: dict[str, Mapping[str, object]] = {}
     try:
-        known = {key: entry.rates for key, entry in sorted(cache.read().items()) if entry.rates}
+        known = {key: entry.rates for key, entry in cache.read().items() if entry.rates}
     except (OSError, ValueError) as error:
         yield Finding("rates", f"{cache.path()} is of no use ({error})", "warn")
-    for key, rates in known.items():
-        section, _, what = key.partition(" ")
-        lines = "".join(f"\n{'':12}{line}" for line in described(rates))
-        yield Finding(section, f"{_hardware(what)}{lines}", figures=rates)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    of = [] if cache.compute_key(device) in known else [f"compute ({_threads(torch.get_num_threads())})"]
-    of += [] if any(key.startswith("disk ") for key in known) else ["drives"]
+    compute, drives = cache.compute_key(device), _disk_keys(directories, device)
+    for key in dict.fromkeys((compute, *drives)):
+        if key in known:
+            section, _, what = key.partition(" ")
+            lines = "".join(f"\n{'':12}{line}" for line in described(known[key]))
+            yield Finding(section, f"{_hardware(what)}{lines}", figures=known[key])
+    others = len(known.keys() - {compute, *drives})
+    if others:
+        says = f"{others} more are kept, of other directories, threads, options or versions: {cache.path()}"
+        yield Finding("rates", says, figures={"others": others})
+    of = [] if compute in known else [f"compute ({_threads(torch.get_num_threads())})"]
+    of += [] if known.keys() >= {*drives} else ["drives"]
     if of and Config.make().machine == "auto":
         says = f"those of {' and '.join(of)} are typical ones, not measured on this machine"
         right = "`ssd-fx calibrate DIR` measures them, best when nothing else runs; the first compilation tries to"
         yield Finding("rates", says, "warn", right)
+
+
+def _disk_keys(directories: Sequence[str], device: torch.device) -> list[str]:
+    """Those of the directories that exist, each by itself; of the default ones together if none is named."""
+    asked = [{"dirs": [each]} for each in directories if os.path.isdir(each)] if directories else [{}]
+    return [cache.disk_key(parse(Config.make(options).runtime_json()), device) for options in asked]
 
 
 def _hardware(key: str) -> str:

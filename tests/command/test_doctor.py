@@ -65,7 +65,7 @@ def test_an_unfit_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(software, "findings", lambda: ())
+    monkeypatch.setattr(software, "findings", lambda _: ())
     monkeypatch.setattr(limits, "findings", lambda: ())
     assert doctor(tmp_path / "file") == 1
     out = capsys.readouterr().out
@@ -93,10 +93,12 @@ def test_how_many_are_bad() -> None:
 def test_rates_that_were_never_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is not well where only the drives were measured; and nobody reads JSON."""
     monkeypatch.setenv("SSD_FX_MACHINE", "auto")
+    monkeypatch.setenv("SSD_FX_ENGINE", "posix")
     config = Options(dirs=(str(tmp_path),), engine="posix")
     disk = Entry({"write_bw": 1.5e9, "drag_s_per_byte": 2.69e-10})
     monkeypatch.setattr(cache, "read", lambda: {cache.disk_key(config, torch.device("cpu")): disk})
-    measured, missing = software._rates()
+    here = [str(tmp_path)]
+    measured, missing = software._rates(here)
     assert re.search(r"by engine posix, .+, \d+ threads? on \d+ cores\n +drives, write +1,500 MB/s\n", str(measured))
     assert str(measured).endswith(" 269 ms per GB")
     assert max(map(len, str(measured).splitlines())) <= 120
@@ -104,7 +106,20 @@ def test_rates_that_were_never_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert re.match(r"those of compute \(\d+ threads?\) are typical ones", missing.says)
     assert missing.do.startswith("`ssd-fx calibrate DIR` measures them")
     monkeypatch.setenv("SSD_FX_MACHINE", "default")
-    assert [each.subject for each in software._rates()] == ["disk"]
+    assert [each.subject for each in software._rates(here)] == ["disk"]
+
+
+def test_rates_of_other_machines_and_directories_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has those of every number of threads and of every version of torch that there ever was."""
+    monkeypatch.setenv("SSD_FX_MACHINE", "default")
+    cpu = torch.device("cpu")
+    config = Options(dirs=(str(tmp_path),))
+    kept = {key: Entry({"write_bw": 1.5e9}) for key in (cache.disk_key(config, cpu), cache.compute_key(cpu))}
+    kept |= {key.replace('"cores": ', f'"cores": {i}'): entry for key, entry in kept.items() for i in range(1, 9)}
+    monkeypatch.setattr(cache, "read", lambda: kept)
+    compute, disk, others = software._rates([str(tmp_path), str(tmp_path / "missing")])
+    assert (compute.subject, disk.subject, others.subject) == ("compute", "disk", "rates")
+    assert others.says.startswith("16 more are kept, of other directories, threads, options or versions: ")
 
 
 def test_rates_that_cannot_be_read_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +129,7 @@ def test_rates_that_cannot_be_read_are_a_finding(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = next(software._rates())
+        found = next(software._rates(()))
     assert (found.subject, found.status) == ("rates", "warn")
     assert found.says.endswith("machine.json is of no use (not version 8 of the machine's rates)")
 
