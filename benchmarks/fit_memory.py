@@ -1,14 +1,20 @@
 """Whether training stays within the option `memory`, how much of it is used, and what a tight limit costs.
 
 python benchmarks/fit_memory.py --dir /mnt/nvme                        # a GPT of 12 layers under five limits
-python benchmarks/fit_memory.py --dir /mnt/nvme --scene changes        # another batch, evaluation, a second model
 python benchmarks/fit_memory.py --dir /mnt/nvme --scene blocks         # each block compiled by itself
-python benchmarks/fit_memory.py --dir /mnt/nvme --quick                # small, in a few minutes
+python benchmarks/fit_memory.py --dir /mnt/nvme --scene fsdp           # and sharded, on two ranks
+python benchmarks/fit_memory.py --dir /mnt/nvme --scene changes        # another batch, evaluation, a second model
 python benchmarks/fit_memory.py --dir /mnt/nvme --pytorch              # beside PyTorch's activation_memory_budget
+python benchmarks/fit_memory.py --dir /mnt/nvme --quick                # a small model
 
 How it is measured: a process for each limit, one step of each in turn. The peak is that of all live CPU tensors of the
 process in a step, parameters, gradients and the optimizer's state included (memtrack.c, and what ssd_fx's allocator
-reports). The limits lie between the peaks of `budget=0` and of Inductor, which run beside them.
+reports). On two ranks it is the higher one. The limits lie between the lowest peak, which is that of a limit that
+cannot be met, and Inductor's.
+
+Most of the time would go into compiling, once for each limit. So all have one text of options, `memory="100%"`, and
+each process is told that its machine has as many bytes as its limit. Then the second one finds what the first has
+compiled. Inductor, PyTorch's budgets and the lowest peak run in the first rounds and in those that are timed.
 """
 
 from __future__ import annotations
@@ -16,36 +22,41 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 import families  # neighbours of this file
 import peak
 import torch
+import torch._functorch.config
 from families import train_gpt
 from system import MIB, announce, write_json
+from torch.distributed.fsdp import fully_shard
 from training import Model
 from ways import Way, blocks, compiled
 
-SCENES = ("steady", "blocks", "micro", "amp", "changes")
-SHARES = (0.03, 0.25, 0.5, 0.75, 1.1)  # of the way from the peak of budget 0 to Inductor's
-ENDS = 5  # steps that find these two peaks
+SCENES = ("steady", "blocks", "micro", "amp", "fsdp", "changes")
+SHARES = (0.03, 0.25, 0.5, 0.75, 1.1)  # of the way from the lowest peak to Inductor's
+ENDS = 3  # steps that find these two peaks
+LOWEST, INDUCTOR = "lowest", "inductor"
 PYTORCH = (0.1, 0.3, 0.5, 0.8)  # of its own budget
-GROWS, SHRINKS, SECOND, EVALUATES, END = 20, 40, 50, 5, 60  # steps of the scene "changes"; a third of them if small
+RANKS = 2  # of the scene "fsdp"
+GROWS, SHRINKS, SECOND, EVALUATES, END = 20, 40, 50, 5, 60  # steps of the scene "changes"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process trains. `limit`: bytes; 0 for none. `way`: "inductor", "recompute", "budget0" or "memory".
+    """What one process trains. `limit`: bytes; 0 for none. `way`: "inductor", "recompute" or "memory".
 
-    `share`: PyTorch's `activation_memory_budget`, of the way "recompute".
+    `share`: PyTorch's `activation_memory_budget`, of the way "recompute". `ranks`: processes that train together.
     """
 
     model: Model
@@ -58,7 +69,11 @@ class Job:
 
     @property
     def ours(self) -> bool:
-        return self.way in ("budget0", "memory")
+        return self.way == "memory"
+
+    @property
+    def ranks(self) -> int:
+        return RANKS if self.scene == "fsdp" else 1
 
     @staticmethod
     def read(text: str) -> Job:
@@ -66,21 +81,19 @@ class Job:
         return Job(**(given | {"model": Model(**given["model"])}))
 
     @property
-    def pace(self) -> int:
-        return 3 if self.small else 1
-
-    @property
     def options(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"dirs": [self.directory]} | ({"min_bytes": 1 << 16} if self.small else {})
-        return own | ({"memory": self.limit} if self.way == "memory" else {"budget": 0})
+        """The same for all limits, as all are compiled from them."""
+        return {"dirs": [self.directory], "memory": "100%"} | ({"min_bytes": 1 << 16} if self.small else {})
 
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes of all live tensors at the peak, seconds, the loss, and the bytes that stayed for the backward."""
+    """Bytes of all live tensors at the peak, seconds of the clock and of all threads, the loss, and the bytes that
+    stayed for the backward."""
 
     peak_bytes: int
     time_s: float
+    cpu_s: float
     loss: float
     stay_bytes: int
     written_bytes: int
@@ -91,9 +104,7 @@ def training(job: Job) -> Iterator[Step]:
     about, ours = job.model, job.ours
     tracker = peak.Peak()
     if ours:
-        from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
-
-        CPU_ALLOCATOR.observe(tracker.address)
+        _prepare(job, tracker)
     torch.manual_seed(about.seed)
     shape = train_gpt.Shape(about.layers, about.width, about.heads, about.seq, about.dropout)
     models = [_made(job, shape)]
@@ -102,10 +113,10 @@ def training(job: Job) -> Iterator[Step]:
     }
     number = 0
     while True:
-        if job.scene == "changes" and number == SECOND // job.pace:
+        if job.scene == "changes" and number == SECOND:
             models.append(_made(job, shape))
-        larger = job.scene == "changes" and GROWS // job.pace <= number < SHRINKS // job.pace
-        began = time.perf_counter()
+        larger = job.scene == "changes" and GROWS <= number < SHRINKS
+        began, cpu = time.perf_counter(), time.process_time()
         with tracker as memory:
             if job.scene == "changes" and number % EVALUATES == 0:
                 with torch.no_grad():
@@ -114,14 +125,27 @@ def training(job: Job) -> Iterator[Step]:
                 loss = _step(job, forward, optimizer, data[(2 if larger else 1) * about.batch])
         highest = memory.start_bytes + memory.peak_bytes
         number += 1
-        yield Step(highest, time.perf_counter() - began, loss, *(_offloaded() if ours else (0, 0)))
+        times = time.perf_counter() - began, time.process_time() - cpu
+        yield Step(highest, *times, loss, *(_offloaded() if ours else (0, 0)))
+
+
+def _prepare(job: Job, tracker: peak.Peak) -> None:
+    """Has the machine's rates measured, which takes tensors too, and has it look as large as the limit."""
+    from ssd_fx.calibration.calibrate import calibrated
+    from ssd_fx.config import Config
+    from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+    from ssd_fx.runtime.memory.gauge import CpuGauge
+
+    CPU_ALLOCATOR.observe(tracker.address)
+    CpuGauge.total_bytes = lambda self: job.limit * job.ranks  # type: ignore[method-assign]
+    calibrated(Config.make(job.options), torch.device("cpu"))
 
 
 def _made(job: Job, shape: train_gpt.Shape) -> tuple[Callable[..., torch.Tensor], torch.optim.Optimizer]:
     model = families.make(job.model.family, shape, job.model.vocabulary)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.model.lr)
-    if job.scene != "blocks":
+    if job.scene not in ("blocks", "fsdp"):
         way: Way = "ssd_fx" if job.ours else "recompute"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=job.model.lr)
         return compiled(model, way, job.share, job.options if job.ours else {}, "")[0], optimizer
     torch._functorch.config.activation_memory_budget = job.share
     for block in blocks(model):
@@ -131,7 +155,11 @@ def _made(job: Job, shape: train_gpt.Shape) -> tuple[Callable[..., torch.Tensor]
             block.compile(backend=ssd_fx.backend, options=job.options)
         else:
             block.compile()
-    return model, optimizer
+        if job.scene == "fsdp":
+            fully_shard(block)
+    if job.scene == "fsdp":
+        fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=job.model.lr)
 
 
 def _step(
@@ -162,50 +190,74 @@ def work(job: Job) -> None:
     os.environ.pop("LD_PRELOAD", None)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    if job.ranks > 1:
+        torch.distributed.init_process_group("gloo")
     steps = training(job)
     for _ in sys.stdin:
         print(json.dumps(asdict(next(steps))), file=answers)
 
 
-def run(jobs: Mapping[str, Job], steps: int) -> dict[str, list[Step]]:
-    """The steps of every job, in turns."""
-    found: dict[str, list[Step]] = {name: [] for name in jobs}
-    with ExitStack() as stack:
-        workers = {}
-        for name, job in jobs.items():
-            command = [sys.executable, __file__, "--work", json.dumps(asdict(job))]
-            environment = os.environ | peak.environment()
+class Worker:
+    """Trains a job in a process of its own, or in one for each rank."""
+
+    def __init__(self, name: str, job: Job, stack: ExitStack) -> None:
+        self._name = name
+        self.steps: list[Step] = []
+        command = [sys.executable, __file__, "--work", json.dumps(asdict(job))]
+        environment = os.environ | peak.environment()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._processes = []
+        for rank in range(job.ranks):
+            if job.ranks > 1:
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                environment |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+                environment |= {name: str(job.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
             pipe = subprocess.PIPE
-            worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=environment)
-            workers[name] = stack.enter_context(worker)
-        for _ in range(steps):
-            for name, worker in workers.items():
-                assert worker.stdin is not None
-                assert worker.stdout is not None
-                print(file=worker.stdin)
-                line = worker.stdout.readline()
-                if not line:
-                    raise RuntimeError(f"the worker {name!r} has ended")
-                found[name].append(Step(**json.loads(line)))
-    return found
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=environment)
+            self._processes.append(stack.enter_context(process))
+
+    def step(self) -> None:
+        for process in self._processes:
+            print(file=process.stdin)
+        found = [self._answer(process.stdout) for process in self._processes]
+        self.steps.append(
+            replace(max(found, key=lambda step: step.peak_bytes), cpu_s=sum(step.cpu_s for step in found))
+        )
+
+    def _answer(self, answers: IO[str] | None) -> Step:
+        line = answers.readline() if answers else ""
+        if not line:
+            raise RuntimeError(f"the worker {self._name!r} has ended")
+        return Step(**json.loads(line))
 
 
-def row(name: str, steps: Sequence[Step], limit: int, warm: int) -> str:
-    highest, used = max(s.peak_bytes for s in steps), max(s.peak_bytes for s in steps[warm:])
-    seconds = median(s.time_s for s in steps[warm:])
+def rounds(workers: Iterable[Worker], count: int) -> None:
+    for _ in range(count):
+        for worker in workers:
+            worker.step()
+
+
+def row(name: str, steps: Sequence[Step], limit: int, timed: int) -> str:
+    last = steps[-timed:]
+    highest, used = max(s.peak_bytes for s in steps), max(s.peak_bytes for s in last)
+    seconds, cpu = median(s.time_s for s in last), median(s.cpu_s for s in last)
     held = "" if not limit else "yes" if highest <= limit else f"NO, {(highest - limit) / MIB:.1f} MiB over"
     share = f"{used / limit:.1%}" if limit else ""
     figures = [f"{limit / MIB:.1f}" if limit else "", f"{highest / MIB:.1f}", held, share]
-    figures += [f"{steps[-1].stay_bytes / MIB:.1f}", f"{steps[-1].written_bytes / MIB:.1f}", f"{seconds:.3f}"]
-    return f"| {name} | " + " | ".join(figures) + " |"
+    figures += [f"{steps[-1].stay_bytes / MIB:.1f}", f"{steps[-1].written_bytes / MIB:.1f}"]
+    return f"| {name} | " + " | ".join([*figures, f"{seconds:.3f}", f"{cpu:.3f}"]) + " |"
 
 
-def table(found: Mapping[str, Sequence[Step]], limits: Mapping[str, int], warm: int) -> str:
+def table(found: Mapping[str, Sequence[Step]], limits: Mapping[str, int], timed: int) -> str:
+    """The highest peak is that of all steps. What is used, and times, are those of the last `timed` ones."""
     head = (
-        "| | limit, MiB | highest peak, MiB | held in every step | used | stays, MiB | written, MiB a step | step, s |"
+        "| | limit, MiB | highest peak, MiB | held in every step | used | stays, MiB | written, MiB a step | step, s "
     )
-    rows = [row(name, steps, limits.get(name, 0), warm) for name, steps in found.items()]
-    return "\n".join([head, "|---|" + "---|" * 7, *rows])
+    head += "| CPU, s |"
+    rows = [row(name, steps, limits.get(name, 0), timed) for name, steps in found.items()]
+    return "\n".join([head, "|---|" + "---|" * 8, *rows])
 
 
 def over(found: Mapping[str, Sequence[Step]], limits: Mapping[str, int]) -> list[str]:
@@ -224,32 +276,42 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     train_gpt.add_model_flags(parser)
-    parser.set_defaults(layers=12, seq=512, lr=3e-4)
+    parser.set_defaults(layers=12, width=256, heads=4, lr=3e-4)
     parser.add_argument("--family", choices=families.FAMILIES, default="gpt")
     parser.add_argument("--scene", choices=SCENES, default="steady")
-    parser.add_argument("--steps", type=int, default=0, help="default 16, and 60 of the scene that changes")
-    parser.add_argument("--warm", type=int, default=9, help="steps that count for the peak alone; two of them compile")
+    parser.add_argument("--limits", type=float, nargs="+", default=SHARES, help="shares of the way between the ends")
+    parser.add_argument("--steps", type=int, default=0, help="default 14, and 60 of the scene that changes")
+    parser.add_argument(
+        "--timed", type=int, default=4, help="so many steps at the end count for times and what is used"
+    )
     parser.add_argument("--pytorch", action="store_true", help="PyTorch's own budgets as well")
     parser.add_argument("--quick", action="store_true", help="a small model")
     flags = parser.parse_args()
     if flags.quick:
         flags.layers, flags.width, flags.heads, flags.seq, flags.batch = 4, 128, 4, 256, 8
-    steps = flags.steps or (END // (3 if flags.quick else 1) if flags.scene == "changes" else 16)
+    steps = flags.steps or (END if flags.scene == "changes" else 14)
     model, directory = Model.of(flags), flags.dir or tempfile.gettempdir()
     announce(directory, model=f"{model}, {flags.scene}\n")
 
     def job(way: str, limit: int = 0, share: float = 1.0) -> Job:
         return Job(model, flags.scene, way, limit, directory, flags.quick, share)
 
-    ends = run({way: job(way) for way in ("budget0", "inductor")}, ENDS)
-    least, most = (max(step.peak_bytes for step in ends[way]) for way in ("budget0", "inductor"))
-    if flags.scene == "changes":  # a batch twice as large, and two models
-        least, most = 2 * least, 2 * most
-    limits = {f"{share:.0%}": int(least + share * (most - least)) for share in SHARES}
-    jobs = {name: job("memory", limit) for name, limit in limits.items()}
-    rivals = {f"PyTorch {share}": job("recompute", share=share) for share in PYTORCH if flags.pytorch}
-    found = run({"budget0": job("budget0"), **jobs, **rivals, "inductor": job("inductor")}, steps)
-    print(table(found, limits, flags.warm))
+    with ExitStack() as stack:
+        ends = {LOWEST: Worker(LOWEST, job("memory", 1), stack), INDUCTOR: Worker(INDUCTOR, job("inductor"), stack)}
+        rounds(ends.values(), ENDS)
+        least, most = (max(step.peak_bytes for step in each.steps) for each in ends.values())
+        if flags.scene == "changes":  # a batch twice as large, and two models
+            least, most = 2 * least, 2 * most
+        limits = {f"{share:.0%}": int(least + share * (most - least)) for share in flags.limits}
+        limited = {name: Worker(name, job("memory", limit), stack) for name, limit in limits.items()}
+        rivals = [(f"PyTorch {share}", job("recompute", share=share)) for share in PYTORCH if flags.pytorch]
+        others = {name: Worker(name, each, stack) for name, each in rivals}
+        rounds(others.values(), ENDS)
+        rounds(limited.values(), steps - flags.timed)
+        workers = {LOWEST: ends[LOWEST], **limited, **others, INDUCTOR: ends[INDUCTOR]}
+        rounds(workers.values(), flags.timed)
+    found = {name: worker.steps for name, worker in workers.items()}
+    print(table(found, limits, flags.timed))
     wrong = over(found, limits)
     print(*wrong, sep="\n")
     if flags.json:

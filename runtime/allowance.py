@@ -124,9 +124,15 @@ class Allowance:
         self._warned = False
         self.complete = True  # what the optimizer keeps is there, so that a step can be told not to fit
 
-    def is_known(self, graph: str, saved: int, optimized: bool) -> bool:
-        """Whether a step that begins with this forward was measured, or one with a larger batch."""
+    def is_known(self, graph: str, saved: int, optimized: bool, waits: bool) -> bool:
+        """Whether this forward is within a step, or a step that begins so was measured, or one with a larger batch."""
+        if not self._is_first(waits):
+            return True
         return any(size >= saved for size in self._known.get((optimized, graph), ()))
+
+    def _is_first(self, waits: bool) -> bool:
+        """Whether the forward that begins now is the first of a step."""
+        return self._step is None or (_current_graph_task_id() < 0 and (self._turned or not waits))
 
     def begins(self, graph: str, saved: int, base: int, optimized: bool, waits: bool) -> None:
         """A forward begins, and will save so many bytes.
@@ -134,7 +140,7 @@ class Allowance:
         `optimized`: the optimizer stepped since the last one began. `waits`: something that was stored waits for its
         backward. If nothing does, and no backward came, those before are of no step.
         """
-        if self._step is None or (_current_graph_task_id() < 0 and (self._turned or not waits)):
+        if self._step is None or self._is_first(waits):
             self.finish()
             self._step = _Step((optimized, graph), saved, base, complete=self.complete)
             self._turned = False

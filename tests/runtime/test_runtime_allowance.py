@@ -263,3 +263,13 @@ def test_no_more_could_stay(points: tuple[tuple[int, int], ...], level: int) -> 
         peak = training.step(batch)
     everything = max(level + rise + out for rise, out in points)
     assert peak == everything or peak >= 990
+
+
+def test_a_forward_within_a_step_is_no_unknown_step() -> None:
+    """For an unknown step all of Python's objects are looked at: a tenth of a second, for each block of a model."""
+    training = Training()
+    allowance = training.allowance
+    assert not allowance.is_known("a", 600, True, waits=False)
+    allowance.begins("a", 600, training.level, True, waits=False)
+    assert allowance.is_known("b", 600, False, waits=True)
+    assert not allowance.is_known("b", 600, False, waits=False)  # nothing waits, so it would begin a step
