@@ -237,7 +237,7 @@ def any_allowance(*nbytes: int) -> Iterator[None]:
 
     def choose(self: Allowance, *args: Any, **more: Any) -> None:
         begins(self, *args, **more)
-        self.nbytes = chosen.choice(nbytes)
+        self.nbytes, self.bounds = chosen.choice(nbytes), ()
 
     with mock.patch.object(Allowance, "begins", choose):
         yield
