@@ -231,10 +231,16 @@ class Facts:
         return max(0, stats.memory_peak_bytes - stats.memory_limit_bytes) if stats and stats.memory_limit_bytes else 0
 
     @property
+    def roomy(self) -> str:
+        """The option that lets the runtime leave in memory what the plan offloads, as long as it has room; or empty."""
+        if self.stats is not None and self.stats.memory_limit_bytes:
+            return "memory"
+        return "budget" if any(isinstance(g.budget, int) and g.budget for g in self.graphs) else ""
+
+    @property
     def stayed(self) -> frozenset[tuple[str, int]]:
-        """Graph and slot of the groups that were to leave and stayed in the traced step, as `memory` had room."""
-        limited = self.stats is not None and self.stats.memory_limit_bytes > 0
-        return frozenset(self.step.stayed if limited and self.step else ())
+        """Graph and slot of the groups that were to leave and stayed in the traced step, as that option had room."""
+        return frozenset(self.step.stayed if self.roomy and self.step else ())
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat dictionary for every alias group: `pandas.DataFrame(report.rows())`."""

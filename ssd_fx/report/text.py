@@ -85,7 +85,7 @@ def _gap(known: Facts, found: Figures) -> str:
     gap = (found.measured_peak_bytes or 0) - found.peak_bytes
     if gap <= _NEAR * found.peak_bytes:
         return ""
-    stayed = _stayed_bytes(known)
+    stayed = _stayed_bytes(known) if known.roomy == "memory" else 0  # a budget in bytes is in the planned peak
     if stayed:
         room = f", {format_bytes(gap)} above the plan: {format_bytes(stayed)} stay, for `memory` has room"
         if gap - stayed <= _NEAR * found.peak_bytes:
@@ -103,7 +103,7 @@ def _gap(known: Facts, found: Figures) -> str:
 
 
 def _stayed_bytes(known: Facts) -> int:
-    """Of all that was to leave, in all runs of a step, what stayed because `memory` has room."""
+    """Of all that was to leave, in all runs of a step, what stayed because there is room."""
     rows = (row for part in known.parts for row in part.rows)
     return sum(row.nbytes for row in rows if (row.graph, row.slot) in known.stayed)
 
@@ -155,7 +155,7 @@ def _plan(known: Facts) -> str:
     said = f"{len(left)} of {len(rows)} groups ({format_bytes(sum(row.nbytes for row in left))}) are offloaded"
     if stayed:
         nbytes = format_bytes(sum(row.nbytes for row in stayed))
-        said += f"; {len(stayed)} ({nbytes}) stay as long as `memory` has room"
+        said += f"; {len(stayed)} ({nbytes}) stay as long as `{known.roomy}` has room"
     kept = known.kept.most_common()
     if kept:
         named = [f"{format_bytes(nbytes)} {reason}" for reason, nbytes in kept[:_REASONS]]
@@ -192,7 +192,7 @@ def _table(known: Facts) -> list[str]:
 
 def _decision(row: GroupRow, known: Facts) -> str:
     if (row.graph, row.slot) in known.stayed:
-        return "stays: `memory` has room"
+        return f"stays: `{known.roomy}` has room"
     if row.decision == "keep":
         return f"keep: {row.reason}"
     return f"{row.what} ({row.reason})" if row.reason else row.what

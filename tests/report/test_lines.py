@@ -8,6 +8,7 @@ from ssd_fx.report.figures import figures
 from ssd_fx.report.model import WITHIN
 from ssd_fx.report.report import Report, made
 from ssd_fx.report.text import lines
+from ssd_fx.report.timeline import Timeline
 from ssd_fx.runtime.stats import GraphStats, SlotStats, Stats
 from ssd_fx.sizes import parse_budget
 from tests.report.made_up import MIB, graph, group
@@ -135,6 +136,18 @@ def test_floor_and_limit_stand_beside_each_other() -> None:
     assert (
         "floor 8 MiB, limit 20 MiB;" in dict(lines(made([graph("a", groups, limit_bytes=20 * MIB)], ["a"])))["memory"]
     )
+
+
+def test_what_a_budget_in_bytes_leaves_in_memory_is_not_offloaded() -> None:
+    groups = [group(0, 100 * MIB, times=TIMES), group(1, 20 * MIB, times=TIMES)]
+    seen = Stats(steps=3, graphs={"a": GraphStats(steps=3)})
+    step = Timeline(("a",), stayed=(("a", 0),))
+    found = made([graph("a", groups, 100 * MIB)], ["a"], stats=seen, step=step)
+    said = "1 of 2 groups (20 MiB) are offloaded; 1 (100 MiB) stay as long as `budget` has room"
+    assert dict(lines(found))["plan"] == said
+    assert "100 MiB  stays: `budget` has room" in str(found)
+    found = made([graph("a", groups, 0)], ["a"], stats=seen, step=step)  # a read that came too early
+    assert dict(lines(found))["plan"] == "2 of 2 groups (120 MiB) are offloaded"
 
 
 def test_what_a_limit_of_memory_has_come_to() -> None:
