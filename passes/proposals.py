@@ -5,7 +5,8 @@
     judge    its own plan, which must be faster than that of PyTorch's partition
 
 Proposals begin from a layered partition as well, which saves what lies between layers (`joint/layers.py`). PyTorch's
-may save none of that, and then no layer can be computed again by itself.
+may save none of that, and then no layer can be computed again by itself. And they begin from a selective one, which
+saves products besides, as a selective checkpoint of every layer does; that one may be taken as it is.
 
 Prices do not count the memory that the chain of a group needs while it is computed again. If a partition has a higher
 floor for that, the next proposal is made for a limit that is lower by as much. If the floor is above the limit, what is
@@ -16,18 +17,18 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from ssd_fx.compat import functorch_config, inductor_config, syncs_decisions
 from ssd_fx.passes.decide import analyse, decide
 from ssd_fx.passes.joint.collectives import communication
 from ssd_fx.passes.joint.compared import compares_again
-from ssd_fx.passes.joint.layers import between_layers
+from ssd_fx.passes.joint.layers import between_layers, made_of
 from ssd_fx.passes.joint.recompute import CutError, Joint
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.partition import Partition
+from ssd_fx.passes.partition import Partition, storage_of
 from ssd_fx.passes.plan import Limits, Plan, Recompute, replay_of
 from ssd_fx.passes.planner.budget import AUTO, SHARES, Budget
 from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE
@@ -137,6 +138,12 @@ class Proposals:
         """The partition that saves what lies between layers, None if there is none."""
         return _layered(self.joint, self.own, self.options)
 
+    @functools.cached_property
+    def selective(self) -> Candidate | None:
+        """The partition that computes again what takes no product, as a selective checkpoint does; None if there is
+        none."""
+        return None if self.first is None else _selective(self.joint, self.own, self.first, self.options)
+
     def propose(
         self, options: PlanOptions, budget: Budget, saved: Collection[int] = (), base: Candidate | None = None
     ) -> Plan:
@@ -201,38 +208,51 @@ class Proposals:
         first = self._planned(options, limits, self.own.partition, analysed=self.own.plan)
         if not _gains(proposal, first):
             return best_within(self.found, limits)
-        if self.layered is not None:
+        if self.selective is not None:
+            self._planned(options, limits, self.selective.partition, analysed=self.selective.plan)
+        for base in filter(None, (self.selective, self.layered, self.own)):
             with suppress(BudgetError):
-                begin = self.propose(options, limits, base=self.layered)
-                self._improve(options, limits, self.layered, begin, first)
-        if _gains(proposal, best_within(self.found, limits)):
-            self._improve(options, limits, self.own, proposal, first)
+                begin = proposal if base is self.own else self.propose(options, limits, base=base)
+                if _gains(begin, best_within(self.found, limits), EQUAL):
+                    self._improve(options, limits, base, begin, first)
         return best_within(self.found, limits)
 
     def _improve(
         self, options: PlanOptions, limits: Limits, base: Candidate, proposal: Plan, first: Candidate | None
     ) -> None:
-        """Look for partitions within limits, by proposals that begin from `base`."""
-        tight, saved = limits, frozenset[int]()
+        """Look for partitions within limits, by proposals that begin from `base`.
+
+        A proposal for the limits may need more when it is cut, and one for tighter limits less than it may. Then the
+        next one is half way between the two.
+        """
+        tight, saved, met = limits, frozenset[int](), 0.0
+        above = limits.memory
         for _ in range(ROUNDS):
             partition = self._partition_for(proposal, base) if _gains(proposal, first) else None
             if partition is None:
                 break
             again = self._planned(options, limits, partition, proposal=proposal)
-            if again is not None and again.replay.seconds <= (1 + GAIN) * replay_of(proposal).seconds:
-                break
-            plan = decide(partition, options, budget=1.0, quick=True) if again is None else again.plan
-            floor, own_floor = replay_of(plan).step.floor, replay_of(proposal).step.floor
             before = tight, saved
-            if floor > limits.memory:
-                saved |= _made_by(proposal, over(partition, plan, limits.memory, options))
+            if again is not None and again.replay.seconds <= (1 + EQUAL) * replay_of(proposal).seconds:
+                met = tight.memory
             else:
-                tight = replace(tight, memory=max(tight.memory - max(floor - own_floor, 0), own_floor))
+                above = tight.memory
+            if met:
+                tight = replace(tight, memory=(met + above) / 2)
+            else:
+                plan = decide(partition, options, budget=1.0, quick=True) if again is None else again.plan
+                floor, own_floor = replay_of(plan).step.floor, replay_of(proposal).step.floor
+                if floor > limits.memory:
+                    saved |= _made_by(proposal, over(partition, plan, limits.memory, options))
+                else:
+                    tight = replace(tight, memory=max(tight.memory - max(floor - own_floor, 0), own_floor))
             if (tight, saved) == before:
                 break
             try:
                 proposal = self.propose(options, tight, saved, base)
             except BudgetError:
+                break
+            if met and not _gains(proposal, best_within(self.found, limits), EQUAL):
                 break
 
     def _planned(
@@ -249,8 +269,9 @@ class Proposals:
             plan = decide(partition, options, budget=limits, quick=True, analysed=analysed)
         except BudgetError:
             return None
-        if proposal is not None:
-            plan = plan.with_(proposal=proposal, own=None if self.first is None else self.first.origin)
+        if proposal is not None or partition is not self.own.partition:
+            asked = plan.proposal if proposal is None else proposal
+            plan = plan.with_(proposal=asked, own=None if self.first is None else self.first.origin)
         self.found.append(Candidate(partition, plan))
         return self.found[-1]
 
@@ -271,14 +292,12 @@ def best_within(found: Iterable[Candidate], limits: Limits) -> Candidate | None:
     return min(near, key=lambda candidate: (candidate.replay.written, candidate.replay.seconds))
 
 
-def _gains(proposal: Plan, first: Candidate | None) -> bool:
-    """Whether to cut the graph again: for a step that is faster by more than figures are coarse, or as fast and spares
-    the drive.
-    """
+def _gains(proposal: Plan, first: Candidate | None, gain: float = GAIN) -> bool:
+    """Whether to cut the graph again: for a step that is faster by a share `gain`, or as fast and spares the drive."""
     if not proposal.recomputed_nodes:
         return False
     found = replay_of(proposal)
-    if first is None or found.seconds < (1 - GAIN) * first.replay.seconds:
+    if first is None or found.seconds < (1 - gain) * first.replay.seconds:
         return True
     spares = found.written < (1 - SPARED) * first.replay.written
     return spares and found.seconds <= (1 + EQUAL) * first.replay.seconds
@@ -292,23 +311,26 @@ def _made_by(proposal: Plan, names: Collection[str]) -> frozenset[int]:
 
 def _cut_so(joint: Joint, first: Candidate, again: frozenset[str], proposal: Plan) -> Partition | None:
     """The partition that computes the nodes `again`, as a plan proposes; None where PyTorch cannot make it, or it must
-    not be used.
-
-    Other ranks may run PyTorch's own partition, and all must communicate in the same order. So this one must
-    communicate like the first one. Its backward must read no further tensor that the caller may change before, and
-    compare nothing that it computes again.
-    """
+    not be used."""
     try:
         partition = joint.partition_again(again, proposal.saved_nodes)
     except CutError as error:
         text = f"ssd_fx computes nothing of graph {proposal.graph} again, for PyTorch cannot partition it so: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return None
-    if communication(partition) != communication(first.partition):
-        return None
-    if compares_again(partition):
-        return None
-    return partition if partition.shared_with_caller <= first.partition.shared_with_caller else None
+    return partition if _may_replace(first.partition, partition) else None
+
+
+def _may_replace(first: Partition, partition: Partition) -> bool:
+    """Whether a partition may be used instead of PyTorch's own.
+
+    Other ranks may run PyTorch's own partition, and all must communicate in the same order. So this one must
+    communicate like the first one. Its backward must read no further tensor that the caller may change before, and
+    compare nothing that it computes again.
+    """
+    if communication(partition) != communication(first) or compares_again(partition):
+        return False
+    return partition.shared_with_caller <= first.shared_with_caller
 
 
 def _layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | None:
@@ -319,14 +341,50 @@ def _layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | 
     between = between_layers(own.partition)
     if not between.saved:
         return None
-    try:
+    with _told(own, "layers"):
         partition = joint.partition_again(between.again | own.again, between.saved)
+        return _beginning(partition, between.again, own, own.plan.proposal, options)
+    return None
+
+
+def _selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -> Candidate | None:
+    """The partition that computes again what takes no product and no attention, as a selective checkpoint of every
+    layer does, with what the analyses find in it; None if it cannot be made, or must not be used.
+
+    `first`: a plan of PyTorch's own partition, with prices.
+    """
+    with _told(own, "products"):
+        saved = joint.least_saved(between_layers(own.partition).saved)
+        again = made_of(saved, own.partition)
+        if not again:
+            return None
+        partition = joint.partition_again(again | own.again, saved)
+        if not _may_replace(own.partition, partition):
+            return None
+        nodes = {n.name: n for n in own.partition.forward.graph.nodes}
+        stay = {storage_of(n) for n in partition.saved}
+        gone = [g.slot for g in first.groups if g.slot in first.prices and storage_of(nodes[g.base]) not in stay]
+        proposal = first.with_(decisions={slot: Recompute(first.prices[slot].nodes) for slot in gone})
+        return _beginning(partition, again, own, proposal, options)
+    return None
+
+
+def _beginning(
+    partition: Partition, again: frozenset[str], own: Candidate, proposal: Plan | None, options: PlanOptions
+) -> Candidate:
+    """A partition that proposals begin from. `proposal`: the plan that asked for it."""
+    found = analyse(partition, options).with_(proposal=proposal, own=own.plan.own)
+    return Candidate(partition, found, again | own.again)
+
+
+@contextmanager
+def _told(own: Candidate, what: str) -> Iterator[None]:
+    """Within, a cut that PyTorch cannot make is a warning."""
+    try:
+        yield
     except CutError as error:
-        text = f"ssd_fx begins no plan of graph {own.plan.graph} from its layers, for PyTorch cannot partition it so: "
+        text = f"ssd_fx begins no plan of graph {own.plan.graph} from its {what}, for PyTorch cannot partition it so: "
         warnings.warn(text + str(error), RuntimeWarning, stacklevel=2)
-        return None
-    found = analyse(partition, options).with_(proposal=own.plan.proposal, own=own.plan.own)
-    return Candidate(partition, found, between.again | own.again)
 
 
 def _may_cut_again(joint: Joint, options: PlanOptions) -> bool:

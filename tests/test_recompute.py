@@ -136,7 +136,7 @@ def test_who_gives_a_region_a_budget_is_left_alone() -> None:
         return cut.call_count
 
     assert [toys.with_joint(toy, toys.inputs(), has_own_budget) for toy in (layers, in_region)] == [False, True]
-    assert [cuts(layers), cuts(in_region)] == [2, 1]
+    assert [cuts(layers) > 1, cuts(in_region) > 1] == [True, False]
 
 
 def attention(x: torch.Tensor, w: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:

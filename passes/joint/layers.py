@@ -10,16 +10,17 @@ without names of modules.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from ssd_fx.passes.cost.operators import hint, is_extern
 from ssd_fx.passes.joint.compared import compared, jumps
 from ssd_fx.passes.joint.recompute import may_run_twice
 from ssd_fx.passes.partition import Partition, changed_inputs, nodes_by_storage, storage_of, tensor_of
 
+FEWER = 1.5  # what a kernel makes of so many times the bytes, such as the sum of two tensors, is where layers may meet
 LARGE = 0.25  # of the bytes across a place: a smaller tensor is not saved for it
 NARROW = 2  # between two places the bytes rise to this factor of theirs at least
 
@@ -40,19 +41,24 @@ def between_layers(partition: Partition) -> Between:
     """
     graph = partition.forward.graph
     at = {node: i for i, node in enumerate(graph.nodes)}
+    calls = [0, *itertools.accumulate(int(is_extern(node)) for node in graph.nodes)]
     change = [0.0] * (len(at) + 1)
     spans: list[tuple[int, int, float, fx.Node]] = []
-    for key, nodes in nodes_by_storage(graph.nodes).items():
+    within: dict[int | None, int] = {}  # of what a kernel computes within itself: where it is needed last
+    for key, nodes in reversed(nodes_by_storage(graph.nodes).items()):
         made, tensor = nodes[0], tensor_of(nodes[0])
         readers = (user for node in nodes for user in node.users if user.op != "output")
-        users = [at[user] for user in readers if storage_of(user) != key]  # a view may be for the backward alone
-        if made.op != "call_function" or tensor is None or not users:
+        others = [user for user in readers if storage_of(user) != key]  # a view may be for the backward alone
+        if made.op != "call_function" or tensor is None or not others:
             continue
-        nbytes = hint(tensor.numel()) * tensor.itemsize
+        last, nbytes = max(within.get(storage_of(user), at[user]) for user in others), _bytes(tensor)
+        if calls[at[made]] == calls[last + 1] and FEWER * nbytes > sum(_bytes(t) for t in _tensors_in(made)):
+            within[key] = last
+            continue
         change[at[made]] += nbytes
-        change[max(users)] -= nbytes
+        change[last] -= nbytes
         if tensor.is_floating_point():
-            spans.append((at[made], max(users), nbytes, made))
+            spans.append((at[made], last, nbytes, made))
     widths = list(itertools.accumulate(change[:-1]))
     places = [place for place in valleys(widths) if widths[place]]
     saved = [
@@ -60,23 +66,35 @@ def between_layers(partition: Partition) -> Between:
         for first, last, nbytes, made in spans
         if any(first <= place < last and nbytes >= LARGE * widths[place] for place in places)
     ]
-    return Between(frozenset(n.name for n in saved), frozenset(_made_of(saved, partition)))
+    names = frozenset(n.name for n in saved)
+    return Between(names, made_of(names, partition))
 
 
-def _made_of(saved: Collection[fx.Node], partition: Partition) -> Iterator[str]:
+def _bytes(tensor: Tensor) -> float:
+    return hint(tensor.numel()) * tensor.itemsize
+
+
+def _tensors_in(node: fx.Node) -> list[Tensor]:
+    """Those that the node reads."""
+    return [tensor for source in node.all_input_nodes if (tensor := tensor_of(source)) is not None]
+
+
+def made_of(saved: Collection[str], partition: Partition) -> frozenset[str]:
     """Names of what Inductor computes within its readers, or in a loop, from `saved` and trained parameters alone."""
-    graph, storages = partition.forward.graph, {storage_of(n) for n in saved}
+    graph = partition.forward.graph
+    storages = {storage_of(n) for n in graph.nodes if n.name in saved}
     unstable = {storage_of(n) for n in partition.caller_inputs} | changed_inputs(graph)
     given = {n for n in graph.nodes if n.op == "placeholder" and storage_of(n) not in unstable}
     known = {node for node in graph.nodes if storage_of(node) in storages}
-    exact = partition.once(compared)
+    exact, found = partition.once(compared), set[str]()
     for node in graph.nodes:
         if node.op != "call_function" or node in known or node.name in exact or is_extern(node):
             continue
         sources = set(node.all_input_nodes)
         if not sources.isdisjoint(known) and sources <= known | given and may_run_twice(node) and not jumps(node):
             known.add(node)
-            yield node.name
+            found.add(node.name)
+    return frozenset(found)
 
 
 def valleys(widths: Sequence[float]) -> list[int]:

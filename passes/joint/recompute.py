@@ -55,6 +55,12 @@ _SEEDS = (
     "prims::inductor_seed",
     "prims::inductor_seeds",
 )  # a few bytes, which the cut saves
+_SPARING = {  # none of the heuristics of PyTorch's min-cut that save more, to compute less again beside products
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_reductions": False,
+}
 LONGEST = 200  # nodes of a chain; a longer one is not worth its time
 
 
@@ -141,6 +147,23 @@ class Joint:
         partition = self._partition(*graphs)
         spread(partition)
         return partition
+
+    def least_saved(self, saved: Collection[str]) -> frozenset[str]:
+        """Names of the nodes that are saved, if the fewest bytes are for which no product is computed again.
+
+        The nodes `saved` are among them, if the backward needs them.
+
+        Raises:
+            CutError: PyTorch cannot partition it so.
+        """
+        module = _clone(self._module)
+        for node in module.graph.nodes:
+            if node.op == "call_function" and node.name in saved:
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+        with functorch_config.patch(_SPARING):
+            forward, backward = self._cut_again(module)
+        made = {n.name for n in forward.graph.nodes if n.op == "call_function"}
+        return frozenset(n.name for n in backward.graph.nodes if n.op == "placeholder" and n.name in made)
 
     def _cut_again(self, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Raises: CutError: PyTorch cannot partition it so."""

@@ -64,7 +64,7 @@ def everything_recomputed(least: int = 0, *, by_layers: bool = False) -> Iterato
         if base is not self.own or self.layered is None:
             improve_from(self, options, limits, base, *args)
 
-    def no_layers(*_: object) -> None:
+    def none(*_: object) -> None:
         return None
 
     def last(found: Sequence[Candidate], limits: Limits) -> Candidate:
@@ -73,11 +73,13 @@ def everything_recomputed(least: int = 0, *, by_layers: bool = False) -> Iterato
     with (
         mock.patch.object(proposals, "decide", all_that_can),
         mock.patch.object(proposals, "GAIN", -math.inf),
+        mock.patch.object(proposals, "_gains", lambda proposal, *_: bool(proposal.recomputed_nodes)),
         mock.patch.object(proposals, "ROUNDS", 1),
         mock.patch.object(proposals, "best_within", last),
         mock.patch.object(proposals, "_cut_so", counted),
         mock.patch.object(Proposals, "_improve", improve),
-        nullcontext() if by_layers else mock.patch.object(proposals, "_layered", no_layers),
+        nullcontext() if by_layers else mock.patch.object(proposals, "_layered", none),
+        mock.patch.object(proposals, "_selective", none),
         inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
     ):

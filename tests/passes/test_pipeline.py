@@ -100,6 +100,7 @@ def joint_of(first: Partition, again: Partition) -> mock.Mock:
     """Stands in for a joint graph that is partitioned so, and so from the second time on."""
     joint = mock.Mock(has_own_budget=False)
     joint.partition.return_value, joint.partition_again.return_value = first, again
+    joint.least_saved.return_value = frozenset()  # a selective checkpoint would compute nothing again
     return joint
 
 
@@ -116,6 +117,21 @@ def test_a_partition_that_is_slower_than_proposed_is_proposed_for_a_lower_limit(
     with mock.patch.object(proposals, "decide", decisions):
         pipeline.decide_joint(joint, toys.options(recompute=True))
     assert decisions.asked == [(memory, set()) for memory in asked]
+
+
+def test_between_limits_that_are_met_and_not_met_the_next_one_is_half_way() -> None:
+    """The cut for 100 is slower than proposed, with a floor of 80. That for 80 is as proposed, and no other one is."""
+    decisions, joint = Decisions(again_s=1.6, floor=80), joint_of(exchanging("a", "b"), exchanging("a", "b"))
+
+    def decide(*args: Any, priced: bool = False, **more: Any) -> Any:
+        if priced and decisions.asked:
+            decisions.again_s = 1.4
+            decisions.proposed_s -= 0.1
+        return decisions(*args, priced=priced, **more)
+
+    with mock.patch.object(proposals, "decide", decide):
+        pipeline.decide_joint(joint, toys.options(recompute=True))
+    assert [memory for memory, _ in decisions.asked] == [100, 80, 90, 85, 82.5]
 
 
 def test_what_is_computed_again_where_memory_is_short_is_saved_in_the_next_proposal() -> None:
@@ -160,6 +176,9 @@ def test_layers_that_pytorch_cannot_cut_at_are_done_without_aloud() -> None:
     between = mock.patch.object(proposals, "between_layers", return_value=Between(frozenset({"x"}), frozenset()))
     with between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its layers, .*: no"):
         assert proposals._layered(joint, own, toys.options()) is None
+    joint.least_saved.side_effect = CutError("no")
+    with between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its products, .*: no"):
+        assert proposals._selective(joint, own, Plan("g"), toys.options()) is None
 
 
 @pytest.mark.parametrize(

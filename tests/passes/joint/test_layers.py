@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from ssd_fx.passes.cost.operators import is_extern
 from ssd_fx.passes.joint.layers import between_layers, valleys
 from ssd_fx.passes.joint.spread import spread
 from ssd_fx.passes.partition import RECOMPUTED, Partition
+from ssd_fx.passes.plan import Limits
+from ssd_fx.passes.proposals import Candidate
 from tests.bitwise import Compile, assert_same_bits, eager, ours, run
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
@@ -55,6 +59,48 @@ def test_what_lies_between_layers_is_their_inputs_and_the_norms_are_made_of_thes
     assert norms <= found.again
     assert not any(is_extern(nodes[name]) for name in found.again)
     assert not found.saved & found.again
+
+
+def test_what_a_kernel_computes_within_itself_is_no_boundary() -> None:
+    """Norms that compute in float32: twice the bytes of a layer's input stand beside it, but are never in memory. So
+    the norm's result, which is as small as the input, is no narrow place."""
+
+    def half(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(w.chunk(2 * LAYERS)[::2], w.chunk(2 * LAYERS)[1::2], strict=True):
+            wide = x.float()
+            norm = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).bfloat16()
+            x = x + F.gelu(norm @ up) @ down.t()
+        return x.sum()
+
+    partition = toys.partitioned(half, *(each.detach().bfloat16().requires_grad_() for each in arguments()))
+    nodes = {node.name: node for node in partition.forward.graph.nodes}
+    saved = [nodes[name] for name in between_layers(partition).saved]
+    assert [node.target for node in saved if node.target is torch.ops.aten.add.Tensor]
+    assert not [node for node in saved if node.target is torch.ops.prims.convert_element_type.default]
+
+
+def test_a_selective_partition_computes_again_what_takes_no_product() -> None:
+    """What it saves are the layers' inputs and products; the norms, and what GELU makes of a product, are not."""
+
+    def cut(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[list[Any], set[Any], set[str], set[str]]:
+        joint, options = pipeline.joint_of(gm, inputs, kwargs), toys.options(recompute=True)
+        own = proposals.cut(joint, options)
+        priced = proposals.decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
+        found = proposals._selective(joint, own, priced, options)
+        assert found is not None
+        forward, backward = found.partition.forward.graph, found.partition.backward.graph
+        both = {node.name for node in forward.nodes} & {n.name for n in backward.nodes if n.op == "call_function"}
+        again = {node.target for node in backward.nodes if node.name in both and is_extern(node)}
+        saved = [node.target for node in found.partition.saved if node.op == "call_function"]
+        names = {n.name for n in found.partition.saved}
+        return saved, again, names, {recomputed.base for recomputed in found.plan.recomputed}
+
+    saved, again, names, told = toys.with_joint(residual, arguments(), cut)
+    assert not again
+    assert not {torch.ops.aten.mul.Tensor, torch.ops.aten.gelu.default} & set(saved)
+    assert saved.count(torch.ops.aten.mm.default) >= LAYERS
+    assert told, "the report names what is computed again"
+    assert told.isdisjoint(names)
 
 
 def test_what_the_caller_may_change_is_no_source() -> None:
@@ -145,3 +191,26 @@ def test_layers_that_are_computed_again_have_the_same_gradients(inner: str) -> N
         assert_same_bits(kept, again)
     else:  # other kernels
         torch.testing.assert_close(kept, again, rtol=1e-4, atol=1e-4)
+
+
+def test_a_selective_partition_has_the_gradients_of_pytorchs_own() -> None:
+    """It is planned as it is, where no proposal is faster."""
+    selective, taken = proposals._selective, list[Candidate]()
+
+    def noted(*args: Any) -> Candidate | None:
+        taken.extend(filter(None, [selective(*args)]))
+        return taken[-1]
+
+    def only(found: Sequence[Candidate], limits: Limits) -> Candidate | None:
+        return next((each for each in found if taken and each.partition is taken[0].partition), None)
+
+    def gradients(compile: Compile) -> tuple[torch.Tensor, ...]:
+        x, w = arguments()
+        return torch.autograd.grad(compile(residual)(x, w), (x, w))
+
+    options = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "machine": SLOW}
+    kept = run(gradients, ours(options, recompute=False, budget=1.0))
+    with mock.patch.object(proposals, "_selective", noted), mock.patch.object(proposals, "best_within", only):
+        again = run(gradients, ours(options, recompute=True, budget=0.5))
+    assert taken
+    assert_same_bits(kept, again)
