@@ -90,7 +90,7 @@ def test_a_closed_output_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_an_error_of_the_command_itself_is_not_taken_for_one_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> NoReturn:
+    def fails(directories: object) -> NoReturn:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/sys/missing")
 
     monkeypatch.setattr(cli.doctor.software, "findings", fails)
@@ -101,7 +101,7 @@ def test_an_error_of_the_command_itself_is_not_taken_for_one_of_the_output(monke
 def test_ctrl_c_is_a_status_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted() -> NoReturn:
+    def interrupted(directories: object) -> NoReturn:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.doctor.software, "findings", interrupted)

@@ -159,7 +159,7 @@ def search_recomputed(examples: int, *, by_layers: bool) -> int:
 
 @pytest.mark.parametrize("by_layers", [False, True])
 def test_what_is_computed_again(by_layers: bool) -> None:
-    assert search_recomputed(12, by_layers=by_layers) >= 12
+    assert search_recomputed(12, by_layers=by_layers) >= 6
 
 
 @pytest.mark.slow
