@@ -98,11 +98,7 @@ class Account:
         self._allowance.begins(graph, saved, base, optimized, waits)
         if first:
             self._allowance.unsettle()  # an optimizer makes its state in its first step
-        self._allow(self._allowance.most)
-
-    def at(self, outstanding: int) -> int:
-        """The most bytes that may be held while so many are outstanding."""
-        return self._allowance.at(outstanding) if self._allowance else 0
+        self._allow(self._allowance.nbytes)
 
     def steady(self) -> Steady | None:
         """As `Allowance.steady`; None before an optimizer has made its state."""

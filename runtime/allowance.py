@@ -15,9 +15,8 @@ import logging
 import sys
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ssd_fx.compat import _current_graph_task_id
 from ssd_fx.runtime.wear import format_bytes
@@ -74,26 +73,13 @@ class _Measured:
     runs: _Runs
     points: tuple[Point, ...]  # (base - level, outstanding): no other has more of both
 
-    def bounds(self, limit: int, level: int) -> Iterator[Bound]:
-        """What may be held in such a step, so that no point of it is above the limit.
+    def allowed(self, limit: int, level: int) -> int:
+        """The most bytes that may be held in such a step, so that no point of it is above the limit.
 
         A level that fell counts only once a step was measured at it: gradients that are gone may come again.
         """
         left = limit - max(level, self.level)
-        most = self.points[-1][1] if self.points else 0
-        return (Bound(max(0, left - rise), out, most) for rise, out in self.points if rise + out > left)
-
-
-class Bound(NamedTuple):
-    """At most `nbytes` may be held while `outstanding` bytes or fewer are, and one more for each that is outstanding
-    beyond, up to `most`: backwards ask for the latest first, which are held."""
-
-    nbytes: int
-    outstanding: int
-    most: int
-
-    def at(self, outstanding: int) -> int:
-        return self.nbytes + max(0, min(outstanding, self.most) - self.outstanding)
+        return min((left - rise for rise, out in self.points if rise + out > left), default=sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +111,7 @@ class Allowance:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.nbytes = 0  # that may be held at any time of the step
-        self.bounds: tuple[Bound, ...] = ()
+        self.nbytes = 0
         self.capacity = sys.maxsize  # bytes that the process could have on the device
         self._wastes: deque[int] = deque(maxlen=WASTES)  # of the last steps, as in `wasted`
         self._waste = 0  # in the step that runs
@@ -163,21 +148,11 @@ class Allowance:
         step.runs.add(graph, saved)
         known = self._measured(step)
         step.known &= bool(known)
-        before = self.most
-        self.bounds = tuple(bound for each in known for bound in each.bounds(self._within, step.level))
-        self.nbytes = min((bound.nbytes for bound in self.bounds), default=sys.maxsize if known else 0)
-        if abs(min(self.most, self.limit) - min(before, self.limit)) > STEADY * self.limit:
-            said = "all saved tensors" if self.most > self.limit else format_bytes(self.most)
+        before, limit = self.nbytes, self._within
+        self.nbytes = max(0, min((each.allowed(limit, step.level) for each in known), default=0))
+        if abs(min(self.nbytes, self.limit) - min(before, self.limit)) > STEADY * self.limit:
+            said = "all saved tensors" if self.nbytes > self.limit else format_bytes(self.nbytes)
             _log.info("within memory=%s %s may now stay in memory", format_bytes(self.limit), said)
-
-    def at(self, outstanding: int) -> int:
-        """The most bytes that may be held while so many are outstanding."""
-        return min((bound.at(outstanding) for bound in self.bounds), default=self.nbytes)
-
-    @property
-    def most(self) -> int:
-        """That may be held when most bytes are outstanding."""
-        return self.at(sys.maxsize)
 
     @property
     def _within(self) -> int:

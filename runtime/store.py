@@ -177,11 +177,6 @@ class Store:
         with GUARD.lock:
             self.writer.reap()
             self._learn()
-            reads = entry.state is State.ON_DISK
-            if reads:
-                self.writer.count_out(entry)
-        stall = self.writer.make_room(entry.device) if self.account and reads else 0.0  # for what is read
-        with GUARD.lock:
             where = entry.state.where
             self.habits.asked(entry)
             load = self.reader.begin(entry, wanted, seq, consume=consume, relies_on=relies_on)
@@ -191,11 +186,7 @@ class Store:
                 self.account.turns()
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
-        if self.account and not reads:
-            stall += self.writer.make_room(entry.device)
-        with GUARD.lock:
-            self.residency.waited(stall)
-            self._record("load", entry, seq, started, where, stall)
+            self._record("load", entry, seq, started, where)
         return load.out
 
     def wait_load_(self, entry: Entry, x: Tensor, seq: int) -> None:
@@ -270,13 +261,13 @@ class Store:
             self.writer.in_vain.end()
 
     def _account(self, config: Options) -> Account:
+        self.writer.limited = True
+
         def held() -> int:
             return self.writer.held_bytes + self.ledger.ahead_bytes
 
         ranks = config.ranks.count
-        found = Account(config.memory, ranks, held, lambda: self.writer.outstanding_bytes, self.residency.allow)
-        self.writer.limit = found.at
-        return found
+        return Account(config.memory, ranks, held, lambda: self.writer.outstanding_bytes, self.residency.allow)
 
     def _look(self) -> None:
         """A node of ours begins."""
@@ -292,7 +283,7 @@ class Store:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
         if self.account:  # what the graph has asked for is the graph's, not read ahead
             asked = self.ledger.reading_bytes - self.ledger.ahead_bytes
-            return max(0, self.account.at(0) - self.writer.held_bytes) + asked
+            return max(0, self.residency.nbytes - self.writer.held_bytes) + asked
         return self.residency.spare(self.ledger.resident_bytes)
 
     def _learn(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import warnings
 from collections import deque
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -62,7 +61,7 @@ class Writer:
         self._said_no_memory = False
         self._ended = False
         self._in_use: dict[Entry, None] = {}  # stored and not released
-        self.limit: Callable[[int], int] | None = None  # bytes that may be held while so many are outstanding
+        self.limited = False  # what is held waits for room until it is within what may be resident
 
     def accept(self, entry: Entry, x: Tensor) -> float:
         """The seconds waited because too many bytes were being written already.
@@ -258,7 +257,7 @@ class Writer:
             entry.early = to_come > self._residency.nbytes  # they cannot all stay, and the oldest go first
         if codec.is_lossy(self._encoder.codec_of(entry), x.dtype):
             entry.later = False  # what is lost must not depend on other forwards
-        if self.limit:
+        if self.limited:
             self._in_use[entry] = None
         stays = "" if entry.early or not self._residency.least else self._encoder.codecs.get("host", "")
         if self._encoder.wants(entry, stays):
@@ -311,12 +310,8 @@ class Writer:
             return None
         for entry in self._ledger.resident:  # no generator: when it ends it swallows a Ctrl-C
             if not entry.later:
-                return entry if entry.early or self._ledger.resident_bytes > self._most(self._peak.nbytes) else None
+                return entry if entry.early or self._ledger.resident_bytes > self._residency.nbytes else None
         return None
-
-    def _most(self, outstanding: int) -> int:
-        """The bytes that may be in memory. With what the graph still uses, so many are outstanding beside the rest."""
-        return self.limit(outstanding) if self.limit else self._residency.nbytes
 
     def _cap(self, device: torch.device) -> int:
         """The most bytes that are written at a time, where the next to be written is of `device`."""
@@ -338,7 +333,7 @@ class Writer:
                 return entry
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
-        while self.limit and self.held_bytes > self._most(self.outstanding_bytes):
+        while self.limited and self.held_bytes > self._residency.nbytes:
             if not self._follow_oldest():
                 return self._oldest_under_way()
         return None

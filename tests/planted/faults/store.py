@@ -22,7 +22,7 @@ FAULTS = (
     Fault(
         "late_writes_are_not_waited_for",
         "runtime/writer.py",
-        "while self.limit and self.held_bytes > self._most(self.outstanding_bytes):",
+        "while self.limited and self.held_bytes > self._residency.nbytes:",
         "while False:",
         "a slow drive makes the process take more memory than its limit",
         "tests/runtime/test_runtime_account.py::test_no_more_is_held_than_is_allowed",
