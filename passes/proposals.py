@@ -16,46 +16,25 @@ computed again there is saved in the next proposal.
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from ssd_fx.compat import functorch_config, inductor_config, syncs_decisions
+from ssd_fx.passes.candidates import Candidate, cut_so, layered, selective
 from ssd_fx.passes.decide import analyse, decide
-from ssd_fx.passes.joint.collectives import communication
-from ssd_fx.passes.joint.compared import compares_again
-from ssd_fx.passes.joint.layers import between_layers, made_of
-from ssd_fx.passes.joint.recompute import CutError, Joint
+from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.partition import Partition, storage_of
+from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Limits, Plan, Recompute, replay_of
 from ssd_fx.passes.planner.budget import AUTO, SHARES, Budget
 from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE
 from ssd_fx.passes.planner.select import over
 from ssd_fx.passes.planner.solve import BudgetError
-from ssd_fx.passes.schedule import Replay
 
 ROUNDS = 4  # proposals; each takes a short search, and a partition by PyTorch
 GAIN = 1e-2  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
 SPARED = 0.1  # the share of the bytes written by which recomputing must be predicted to write less, in the same time
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """`again`: what the partition computes again, although no plan asked for it."""
-
-    partition: Partition
-    plan: Plan
-    again: frozenset[str] = frozenset()
-
-    @property
-    def replay(self) -> Replay:
-        return replay_of(self.plan)
-
-    def is_within(self, limits: Limits) -> bool:
-        found = self.replay
-        return found.peak <= limits.memory and found.kept_bytes <= limits.kept and found.stays <= limits.stays
 
 
 def cut(joint: Joint, options: PlanOptions) -> Candidate:
@@ -75,7 +54,7 @@ def _computing_again(asked: Collection[int], joint: Joint, own: Candidate, optio
     kept = decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
     chosen = {slot: Recompute(kept.prices[slot].nodes) for slot in asked if slot in kept.prices}
     plan = kept.with_(decisions=kept.decisions | chosen)
-    partition = _cut_so(joint, own, plan.recomputed_nodes, plan) if chosen else None
+    partition = cut_so(joint, own, plan.recomputed_nodes, plan) if chosen else None
     if partition is None:
         return own
     found = analyse(partition, options).with_(proposal=plan, own=kept)
@@ -136,13 +115,13 @@ class Proposals:
     @functools.cached_property
     def layered(self) -> Candidate | None:
         """The partition that saves what lies between layers, None if there is none."""
-        return _layered(self.joint, self.own, self.options)
+        return layered(self.joint, self.own, self.options)
 
     @functools.cached_property
     def selective(self) -> Candidate | None:
         """The partition that computes again what takes no product, as a selective checkpoint does; None if there is
         none."""
-        return None if self.first is None else _selective(self.joint, self.own, self.first, self.options)
+        return None if self.first is None else selective(self.joint, self.own, self.first, self.options)
 
     def propose(
         self, options: PlanOptions, budget: Budget, saved: Collection[int] = (), base: Candidate | None = None
@@ -269,8 +248,8 @@ class Proposals:
             plan = decide(partition, options, budget=limits, quick=True, analysed=analysed)
         except BudgetError:
             return None
-        if proposal is not None or partition is not self.own.partition:
-            asked = plan.proposal if proposal is None else proposal
+        if partition is not self.own.partition:
+            asked = proposal or plan.proposal  # a selective partition has what it computes again from the start
             plan = plan.with_(proposal=asked, own=None if self.first is None else self.first.origin)
         self.found.append(Candidate(partition, plan))
         return self.found[-1]
@@ -278,7 +257,7 @@ class Proposals:
     def _partition_for(self, proposal: Plan, base: Candidate) -> Partition | None:
         again = proposal.recomputed_nodes | base.again
         if again not in self._cut:
-            self._cut[again] = _cut_so(self.joint, self.own, again, proposal)
+            self._cut[again] = cut_so(self.joint, self.own, again, proposal)
         return self._cut[again]
 
 
@@ -307,84 +286,6 @@ def _made_by(proposal: Plan, names: Collection[str]) -> frozenset[int]:
     """The slots of the groups that are computed again by running nodes of these names."""
     chosen = {slot: d for slot, d in proposal.decisions.items() if isinstance(d, Recompute)}
     return frozenset(slot for slot, decision in chosen.items() if not decision.nodes.isdisjoint(names))
-
-
-def _cut_so(joint: Joint, first: Candidate, again: frozenset[str], proposal: Plan) -> Partition | None:
-    """The partition that computes the nodes `again`, as a plan proposes; None where PyTorch cannot make it, or it must
-    not be used."""
-    try:
-        partition = joint.partition_again(again, proposal.saved_nodes)
-    except CutError as error:
-        text = f"ssd_fx computes nothing of graph {proposal.graph} again, for PyTorch cannot partition it so: {error}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return None
-    return partition if _may_replace(first.partition, partition) else None
-
-
-def _may_replace(first: Partition, partition: Partition) -> bool:
-    """Whether a partition may be used instead of PyTorch's own.
-
-    Other ranks may run PyTorch's own partition, and all must communicate in the same order. So this one must
-    communicate like the first one. Its backward must read no further tensor that the caller may change before, and
-    compare nothing that it computes again.
-    """
-    if communication(partition) != communication(first) or compares_again(partition):
-        return False
-    return partition.shared_with_caller <= first.shared_with_caller
-
-
-def _layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | None:
-    """The partition that saves what lies between layers, with what the analyses find in it; None if it cannot be made.
-
-    Nothing is decided in its plan. Proposals begin from it, and it is never used as it is.
-    """
-    between = between_layers(own.partition)
-    if not between.saved:
-        return None
-    with _told(own, "layers"):
-        partition = joint.partition_again(between.again | own.again, between.saved)
-        return _beginning(partition, between.again, own, own.plan.proposal, options)
-    return None
-
-
-def _selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -> Candidate | None:
-    """The partition that computes again what takes no product and no attention, as a selective checkpoint of every
-    layer does, with what the analyses find in it; None if it cannot be made, or must not be used.
-
-    `first`: a plan of PyTorch's own partition, with prices.
-    """
-    with _told(own, "products"):
-        saved = joint.least_saved(between_layers(own.partition).saved)
-        again = made_of(saved, own.partition)
-        if not again:
-            return None
-        partition = joint.partition_again(again | own.again, saved)
-        if not _may_replace(own.partition, partition):
-            return None
-        nodes = {n.name: n for n in own.partition.forward.graph.nodes}
-        stay = {storage_of(n) for n in partition.saved}
-        gone = [g.slot for g in first.groups if g.slot in first.prices and storage_of(nodes[g.base]) not in stay]
-        proposal = first.with_(decisions={slot: Recompute(first.prices[slot].nodes) for slot in gone})
-        return _beginning(partition, again, own, proposal, options)
-    return None
-
-
-def _beginning(
-    partition: Partition, again: frozenset[str], own: Candidate, proposal: Plan | None, options: PlanOptions
-) -> Candidate:
-    """A partition that proposals begin from. `proposal`: the plan that asked for it."""
-    found = analyse(partition, options).with_(proposal=proposal, own=own.plan.own)
-    return Candidate(partition, found, again | own.again)
-
-
-@contextmanager
-def _told(own: Candidate, what: str) -> Iterator[None]:
-    """Within, a cut that PyTorch cannot make is a warning."""
-    try:
-        yield
-    except CutError as error:
-        text = f"ssd_fx begins no plan of graph {own.plan.graph} from its {what}, for PyTorch cannot partition it so: "
-        warnings.warn(text + str(error), RuntimeWarning, stacklevel=2)
 
 
 def _may_cut_again(joint: Joint, options: PlanOptions) -> bool:

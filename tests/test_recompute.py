@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ssd_fx
 from ssd_fx.config import Config
-from ssd_fx.passes import pipeline, proposals
+from ssd_fx.passes import candidates, pipeline, proposals
 from ssd_fx.passes.decide import decide
 from ssd_fx.passes.joint import compared, recompute
 from ssd_fx.passes.partition import changed_inputs, storage_of
@@ -597,7 +597,7 @@ def test_a_maximum_of_what_inductor_adds_to_a_product(tmp_path: Path) -> None:
         again = run(gradients, ours(options, recompute=True))
         with (
             mock.patch.object(recompute, "compared", return_value=frozenset()),
-            mock.patch.object(proposals, "compares_again", return_value=False),
+            mock.patch.object(candidates, "compares_again", return_value=False),
         ):
             run(gradients, ours(options, recompute=True))  # where `addmm` rounds otherwise these are NaN
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)

@@ -75,6 +75,12 @@ def is_extern(node: fx.Node) -> bool:
     return has_flops(node) or not (is_inlined(node) or operator_of(node) in LOOPS)
 
 
+def nbytes_of(node: fx.Node) -> float:
+    """Bytes of the elements of the tensor that a node yields, with hints for sizes; 0 if it yields none."""
+    tensor = tensor_of(node)
+    return 0.0 if tensor is None else hint(tensor.numel()) * tensor.itemsize
+
+
 def addmm(node: fx.Node, is_written: bool) -> fx.Node | None:
     """The `mm` with which Inductor makes an addition an `addmm`; it moves there, and its operands live on.
 

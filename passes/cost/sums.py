@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ssd_fx.passes.cost.operators import hint
+from ssd_fx.passes.cost.operators import hint, nbytes_of
 from ssd_fx.passes.partition import tensor_of
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def _adds(node: fx.Node) -> bool:
     made, terms = tensor_of(node), [tensor_of(n) for n in node.all_input_nodes]
     if made is None or any(term is None or _sizes(term) != _sizes(made) for term in terms):
         return False
-    is_large = hint(made.numel()) * made.itemsize >= LEAST
+    is_large = nbytes_of(node) >= LEAST
     return is_large and all(len(n.users) == 1 for n in node.all_input_nodes)
 
 

@@ -13,14 +13,14 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
-from ssd_fx.passes.cost.operators import hint, is_extern
+from ssd_fx.passes.cost.operators import is_extern, nbytes_of
 from ssd_fx.passes.joint.compared import compared, jumps
 from ssd_fx.passes.joint.recompute import may_run_twice
 from ssd_fx.passes.partition import Partition, changed_inputs, nodes_by_storage, storage_of, tensor_of
 
-FEWER = 1.5  # what a kernel makes of so many times the bytes, such as the sum of two tensors, is where layers may meet
+FEWER = 1.5  # a tensor made of so many times its bytes is worth saving, although a kernel computes it within itself
 LARGE = 0.25  # of the bytes across a place: a smaller tensor is not saved for it
 NARROW = 2  # between two places the bytes rise to this factor of theirs at least
 
@@ -37,7 +37,9 @@ def between_layers(partition: Partition) -> Between:
     """What to save, and what to compute again from it, so that a layer can be computed again by itself.
 
     PyTorch's min-cut saves what the first operators of a layer make of its input, such as its norm, and not the input.
-    To compute the layer again from there takes all layers before.
+    To compute the layer again from there takes all layers before. What a kernel computes within itself is not needed
+    across a place, as it is never in memory: a norm in float32. The sum of two tensors is an exception, as it is saved
+    in the place of both.
     """
     graph = partition.forward.graph
     at = {node: i for i, node in enumerate(graph.nodes)}
@@ -51,8 +53,9 @@ def between_layers(partition: Partition) -> Between:
         others = [user for user in readers if storage_of(user) != key]  # a view may be for the backward alone
         if made.op != "call_function" or tensor is None or not others:
             continue
-        last, nbytes = max(within.get(storage_of(user), at[user]) for user in others), _bytes(tensor)
-        if calls[at[made]] == calls[last + 1] and FEWER * nbytes > sum(_bytes(t) for t in _tensors_in(made)):
+        last, nbytes = max(within.get(storage_of(user), at[user]) for user in others), nbytes_of(made)
+        is_within = calls[at[made]] == calls[last + 1]  # no library call reads it, or comes before its last reader
+        if is_within and FEWER * nbytes > sum(map(nbytes_of, made.all_input_nodes)):
             within[key] = last
             continue
         change[at[made]] += nbytes
@@ -68,15 +71,6 @@ def between_layers(partition: Partition) -> Between:
     ]
     names = frozenset(n.name for n in saved)
     return Between(names, made_of(names, partition))
-
-
-def _bytes(tensor: Tensor) -> float:
-    return hint(tensor.numel()) * tensor.itemsize
-
-
-def _tensors_in(node: fx.Node) -> list[Tensor]:
-    """Those that the node reads."""
-    return [tensor for source in node.all_input_nodes if (tensor := tensor_of(source)) is not None]
 
 
 def made_of(saved: Collection[str], partition: Partition) -> frozenset[str]:

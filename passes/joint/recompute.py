@@ -55,7 +55,7 @@ _SEEDS = (
     "prims::inductor_seed",
     "prims::inductor_seeds",
 )  # a few bytes, which the cut saves
-_SPARING = {  # none of the heuristics of PyTorch's min-cut that save more, to compute less again beside products
+_SPARING = {  # PyTorch's min-cut without the heuristics by which it saves more, to compute less again
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,

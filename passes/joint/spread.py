@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ssd_fx.passes.cost.fusion import CALLS_BETWEEN
-from ssd_fx.passes.cost.operators import hint, is_extern, is_inlined
+from ssd_fx.passes.cost.operators import is_extern, is_inlined, nbytes_of
 from ssd_fx.passes.groups import Layout
 from ssd_fx.passes.joint.stale_views import run_again
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of, tensor_of, written
@@ -70,10 +70,10 @@ class _Sweep:
 
     def _bring_near(self, source: fx.Node, user: fx.Node) -> None:
         is_of_twin = source not in self.now and storage_of(source) in self.twinned  # another view of what has one
-        if _nbytes(source) == 0 or not (is_of_twin or self._is_far(source, user)):
+        if nbytes_of(source) == 0 or not (is_of_twin or self._is_far(source, user)):
             return
         twins = _Twins()
-        if self._find(source, user, twins) and 2 * twins.longer < _nbytes(source):
+        if self._find(source, user, twins) and 2 * twins.longer < nbytes_of(source):
             self._make(twins.nodes, user)
 
     def _is_far(self, source: fx.Node, user: fx.Node) -> bool:
@@ -93,7 +93,7 @@ class _Sweep:
             if is_there and not (_may_be_copied(each) and self._is_far(each, user)):
                 continue
             if not self._find(each, user, twins) and not is_there:
-                twins.longer += _nbytes(each)
+                twins.longer += nbytes_of(each)
         twins.nodes[source] = None
         return True
 
@@ -127,8 +127,3 @@ def _may_be_copied(node: fx.Node) -> bool:
 def _is_view(node: fx.Node) -> bool:
     key = storage_of(node)
     return node.op == "call_function" and key is not None and any(storage_of(n) == key for n in node.all_input_nodes)
-
-
-def _nbytes(node: fx.Node) -> float:
-    tensor = tensor_of(node)
-    return 0.0 if tensor is None else hint(tensor.numel()) * tensor.itemsize

@@ -12,11 +12,12 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 from ssd_fx.passes import proposals
+from ssd_fx.passes.candidates import Candidate
 from ssd_fx.passes.joint import recompute
 from ssd_fx.passes.joint.layers import between_layers
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Limits, Plan, Recompute
-from ssd_fx.passes.proposals import Candidate, Proposals
+from ssd_fx.passes.proposals import Proposals
 
 # A machine (the option of that name) whose drive is so slow that recomputing pays.
 SLOW = {"flops": 1e11, "memory_bw": 1e10, "write_bw": 2e7, "read_bw": 2e7, "latency_s": 1e-4}
@@ -38,7 +39,7 @@ def everything_recomputed(least: int = 0, *, by_layers: bool = False) -> Iterato
     None were where a second partition was not made, or must not be used. No graph comes out of a cache, where no pass
     would run, and none goes into one, where others would find this plan.
     """
-    decide, cut_so, improve_from = proposals.decide, proposals._cut_so, Proposals._improve
+    decide, cut_so, improve_from = proposals.decide, proposals.cut_so, Proposals._improve
     groups = list[int]()
 
     def all_that_can(partition: Partition, options: Any, *, priced: bool = False, **more: Any) -> Plan:
@@ -76,10 +77,10 @@ def everything_recomputed(least: int = 0, *, by_layers: bool = False) -> Iterato
         mock.patch.object(proposals, "_gains", lambda proposal, *_: bool(proposal.recomputed_nodes)),
         mock.patch.object(proposals, "ROUNDS", 1),
         mock.patch.object(proposals, "best_within", last),
-        mock.patch.object(proposals, "_cut_so", counted),
+        mock.patch.object(proposals, "cut_so", counted),
         mock.patch.object(Proposals, "_improve", improve),
-        nullcontext() if by_layers else mock.patch.object(proposals, "_layered", none),
-        mock.patch.object(proposals, "_selective", none),
+        nullcontext() if by_layers else mock.patch.object(proposals, "layered", none),
+        mock.patch.object(proposals, "selective", none),
         inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
     ):

@@ -13,13 +13,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tests.communicating  # noqa: F401  (defines the operator)
-from ssd_fx.passes import pipeline, proposals
+from ssd_fx.passes import candidates, pipeline, proposals
+from ssd_fx.passes.candidates import Candidate
 from ssd_fx.passes.joint.layers import Between
 from ssd_fx.passes.joint.recompute import CutError
 from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan, Recompute
 from ssd_fx.passes.planner.solve import BudgetError
-from ssd_fx.passes.proposals import Candidate
 from tests.passes import toys
 
 
@@ -173,12 +173,12 @@ def test_layers_that_pytorch_cannot_cut_at_are_done_without_aloud() -> None:
     joint = joint_of(exchanging("a", "b"), exchanging("a", "b"))
     joint.partition_again.side_effect = CutError("no")
     own = Candidate(joint.partition.return_value, Plan("g"))
-    between = mock.patch.object(proposals, "between_layers", return_value=Between(frozenset({"x"}), frozenset()))
+    between = mock.patch.object(candidates, "between_layers", return_value=Between(frozenset({"x"}), frozenset()))
     with between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its layers, .*: no"):
-        assert proposals._layered(joint, own, toys.options()) is None
+        assert candidates.layered(joint, own, toys.options()) is None
     joint.least_saved.side_effect = CutError("no")
     with between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its products, .*: no"):
-        assert proposals._selective(joint, own, Plan("g"), toys.options()) is None
+        assert candidates.selective(joint, own, Plan("g"), toys.options()) is None
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_partition_that_reads_more_of_the_callers_is_not_planned(inputs: str, 
     first = Candidate(saving("x"), Plan("g"))
     proposal = SimpleNamespace(graph="g", recomputed_nodes=frozenset(), saved_nodes=frozenset())
     again = saving(*inputs)
-    found = proposals._cut_so(joint_of(first.partition, again), first, frozenset(), proposal)  # type: ignore[arg-type]
+    found = candidates.cut_so(joint_of(first.partition, again), first, frozenset(), proposal)  # type: ignore[arg-type]
     assert found is (again if planned else None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ssd_fx.passes import pipeline, proposals
+from ssd_fx.passes import candidates, pipeline, proposals
+from ssd_fx.passes.candidates import Candidate
 from ssd_fx.passes.cost.operators import is_extern
 from ssd_fx.passes.joint.layers import between_layers, valleys
 from ssd_fx.passes.joint.spread import spread
-from ssd_fx.passes.partition import RECOMPUTED, Partition
-from ssd_fx.passes.plan import Limits
-from ssd_fx.passes.proposals import Candidate
+from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
+from ssd_fx.passes.plan import Limits, Mark
 from tests.bitwise import Compile, assert_same_bits, eager, ours, run
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
@@ -86,7 +87,7 @@ def test_a_selective_partition_computes_again_what_takes_no_product() -> None:
         joint, options = pipeline.joint_of(gm, inputs, kwargs), toys.options(recompute=True)
         own = proposals.cut(joint, options)
         priced = proposals.decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
-        found = proposals._selective(joint, own, priced, options)
+        found = candidates.selective(joint, own, priced, options)
         assert found is not None
         forward, backward = found.partition.forward.graph, found.partition.backward.graph
         both = {node.name for node in forward.nodes} & {n.name for n in backward.nodes if n.op == "call_function"}
@@ -101,6 +102,29 @@ def test_a_selective_partition_computes_again_what_takes_no_product() -> None:
     assert saved.count(torch.ops.aten.mm.default) >= LAYERS
     assert told, "the report names what is computed again"
     assert told.isdisjoint(names)
+
+
+@pytest.mark.parametrize("kind", ["layered", "selective"])
+@pytest.mark.parametrize("decision", ["keep", "offload", "prefer_offload"])
+def test_what_the_user_wants_saved_is_not_computed_again(kind: str, decision: Any) -> None:
+    """A mark of the user holds in whatever partition is taken: a tensor that is computed again is not kept."""
+
+    def missing(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> list[str]:
+        joint, options = pipeline.joint_of(gm, inputs, kwargs), toys.options(recompute=True)
+        own = proposals.cut(joint, options)
+        marks = {group.slot: Mark(decision, "a test") for group in own.plan.groups}
+        own = replace(own, plan=own.plan.with_(marks=marks))
+        if kind == "layered":
+            found = candidates.layered(joint, own, options)
+        else:
+            priced = proposals.decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
+            found = candidates.selective(joint, own, priced, options)
+        assert found is not None
+        nodes, saved = {n.name: n for n in own.partition.forward.graph.nodes}, map(storage_of, found.partition.saved)
+        stay = set(saved)
+        return [group.base for group in own.plan.groups if storage_of(nodes[group.base]) not in stay]
+
+    assert toys.with_joint(residual, arguments(), missing) == []
 
 
 def test_what_the_caller_may_change_is_no_source() -> None:
@@ -195,7 +219,7 @@ def test_layers_that_are_computed_again_have_the_same_gradients(inner: str) -> N
 
 def test_a_selective_partition_has_the_gradients_of_pytorchs_own() -> None:
     """It is planned as it is, where no proposal is faster."""
-    selective, taken = proposals._selective, list[Candidate]()
+    selective, taken = proposals.selective, list[Candidate]()
 
     def noted(*args: Any) -> Candidate | None:
         taken.extend(filter(None, [selective(*args)]))
@@ -210,7 +234,7 @@ def test_a_selective_partition_has_the_gradients_of_pytorchs_own() -> None:
 
     options = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "machine": SLOW}
     kept = run(gradients, ours(options, recompute=False, budget=1.0))
-    with mock.patch.object(proposals, "_selective", noted), mock.patch.object(proposals, "best_within", only):
+    with mock.patch.object(proposals, "selective", noted), mock.patch.object(proposals, "best_within", only):
         again = run(gradients, ours(options, recompute=True, budget=0.5))
     assert taken
     assert_same_bits(kept, again)

@@ -1,4 +1,4 @@
-"""Faults in what is predicted and decided: `passes/planner/`, `passes/cost/`, `passes/proposals.py`."""
+"""Faults in what is predicted and decided: `passes/planner/`, `passes/cost/`, `passes/candidates.py`."""
 
 from tests.planted.fault import Fault
 
@@ -86,7 +86,7 @@ FAULTS = (
     ),
     Fault(
         "collectives_of_the_backward",
-        "passes/proposals.py",
+        "passes/candidates.py",
         "if communication(partition) != communication(first) or compares_again(partition):",
         "if communication(partition)[0] != communication(first)[0] or compares_again(partition):",
         "ranks run the collectives of their backwards in different orders: all ranks hang",
@@ -110,7 +110,7 @@ FAULTS = (
     ),
     Fault(
         "partition_that_compares_what_it_computes_again",
-        "passes/proposals.py",
+        "passes/candidates.py",
         " or compares_again(partition):\n",
         ":\n",
         "what is computed again is compared with a saved maximum that was rounded otherwise: gradients are NaN",
@@ -118,7 +118,7 @@ FAULTS = (
     ),
     Fault(
         "partition_that_reads_what_the_caller_has",
-        "passes/proposals.py",
+        "passes/candidates.py",
         "return partition.shared_with_caller <= first.shared_with_caller",
         "return True",
         "recomputing reads an output that the caller has changed meanwhile: wrong gradients",

@@ -1,0 +1,126 @@
+"""Partitions of a joint graph that may be taken instead of PyTorch's own, or that proposals begin from.
+
+Each is made by a cut of PyTorch's, with tags. `proposals.py` says which are made, and which is taken.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ssd_fx.passes.decide import analyse
+from ssd_fx.passes.joint.collectives import communication
+from ssd_fx.passes.joint.compared import compares_again
+from ssd_fx.passes.joint.layers import between_layers, made_of
+from ssd_fx.passes.joint.recompute import CutError, Joint
+from ssd_fx.passes.options import PlanOptions
+from ssd_fx.passes.partition import Partition, storage_of
+from ssd_fx.passes.plan import Limits, Plan, Recompute, replay_of
+from ssd_fx.passes.schedule import Replay
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`again`: what the partition computes again, although no plan asked for it."""
+
+    partition: Partition
+    plan: Plan
+    again: frozenset[str] = frozenset()
+
+    @property
+    def replay(self) -> Replay:
+        return replay_of(self.plan)
+
+    def is_within(self, limits: Limits) -> bool:
+        found = self.replay
+        return found.peak <= limits.memory and found.kept_bytes <= limits.kept and found.stays <= limits.stays
+
+
+def cut_so(joint: Joint, first: Candidate, again: frozenset[str], proposal: Plan) -> Partition | None:
+    """The partition that computes the nodes `again`, as a plan proposes; None where PyTorch cannot make it, or it must
+    not be used."""
+    try:
+        partition = joint.partition_again(again, proposal.saved_nodes)
+    except CutError as error:
+        text = f"ssd_fx computes nothing of graph {proposal.graph} again, for PyTorch cannot partition it so: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return None
+    return partition if _may_replace(first.partition, partition) else None
+
+
+def _may_replace(first: Partition, partition: Partition) -> bool:
+    """Whether a partition may be used instead of PyTorch's own.
+
+    Other ranks may run PyTorch's own partition, and all must communicate in the same order. So this one must
+    communicate like the first one. Its backward must read no further tensor that the caller may change before, and
+    compare nothing that it computes again.
+    """
+    if communication(partition) != communication(first) or compares_again(partition):
+        return False
+    return partition.shared_with_caller <= first.shared_with_caller
+
+
+def layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | None:
+    """The partition that saves what lies between layers, with what the analyses find in it; None if it cannot be made.
+
+    Nothing is decided in its plan. Proposals begin from it, and it is never used as it is.
+    """
+    between, wanted = between_layers(own.partition), _wanted(own)
+    if not between.saved:
+        return None
+    with _told(own, "layers"):
+        again = between.again - wanted
+        partition = joint.partition_again(again | own.again, between.saved | wanted)
+        return _beginning(partition, again, own, own.plan.proposal, options)
+    return None
+
+
+def selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -> Candidate | None:
+    """The partition that computes again what takes no product and no attention, as a selective checkpoint of every
+    layer does, with what the analyses find in it; None if it cannot be made, or must not be used.
+
+    `first`: a plan of PyTorch's own partition, with prices.
+    """
+    with _told(own, "products"):
+        wanted = _wanted(own)
+        saved = joint.least_saved(between_layers(own.partition).saved | wanted) | wanted
+        again = made_of(saved, own.partition)
+        if not again:
+            return None
+        partition = joint.partition_again(again | own.again, saved)
+        if not _may_replace(own.partition, partition):
+            return None
+        nodes = {n.name: n for n in own.partition.forward.graph.nodes}
+        stay = {storage_of(n) for n in partition.saved}
+        gone = [g.slot for g in first.groups if g.slot in first.prices and storage_of(nodes[g.base]) not in stay]
+        proposal = first.with_(decisions={slot: Recompute(first.prices[slot].nodes) for slot in gone})
+        return _beginning(partition, again, own, proposal, options)
+    return None
+
+
+def _wanted(own: Candidate) -> frozenset[str]:
+    """Names of the nodes with what the user wants to be saved: what is computed again is neither kept nor offloaded."""
+    nodes = {n.name: n for n in own.partition.forward.graph.nodes}
+    marked = [g for g in own.plan.groups if g.slot in own.plan.marks and own.plan.marks[g.slot].decision != "recompute"]
+    storages = {storage_of(nodes[group.base]) for group in marked}
+    return frozenset(n.name for n in nodes.values() if n.op == "call_function" and storage_of(n) in storages)
+
+
+def _beginning(
+    partition: Partition, again: frozenset[str], own: Candidate, proposal: Plan | None, options: PlanOptions
+) -> Candidate:
+    """A partition that proposals begin from. `proposal`: the plan that asked for it."""
+    found = analyse(partition, options).with_(proposal=proposal, own=own.plan.own)
+    return Candidate(partition, found, again | own.again)
+
+
+@contextmanager
+def _told(own: Candidate, what: str) -> Iterator[None]:
+    """Within, a cut that PyTorch cannot make is a warning."""
+    try:
+        yield
+    except CutError as error:
+        text = f"ssd_fx begins no plan of graph {own.plan.graph} from its {what}, for PyTorch cannot partition it so: "
+        warnings.warn(text + str(error), RuntimeWarning, stacklevel=2)
