@@ -6,7 +6,8 @@
 
 Proposals begin from a layered partition as well, which saves what lies between layers (`joint/layers.py`). PyTorch's
 may save none of that, and then no layer can be computed again by itself. And they begin from a selective one, which
-saves products besides, as a selective checkpoint of every layer does; that one may be taken as it is.
+saves products besides, as a selective checkpoint of every layer does; that one may be taken as it is. The layered one
+is cut only if PyTorch's has a better proposal than all that was found from the selective one.
 
 Prices do not count the memory that the chain of a group needs while it is computed again. If a partition has a higher
 floor for that, the next proposal is made for a limit that is lower by as much. If the floor is above the limit, what is
@@ -189,12 +190,22 @@ class Proposals:
             return best_within(self.found, limits)
         if self.selective is not None:
             self._planned(options, limits, self.selective.partition, analysed=self.selective.plan)
-        for base in filter(None, (self.selective, self.layered, self.own)):
-            with suppress(BudgetError):
-                begin = proposal if base is self.own else self.propose(options, limits, base=base)
-                if _gains(begin, best_within(self.found, limits), EQUAL):
-                    self._improve(options, limits, base, begin, first)
+            self._begin(options, limits, self.selective, first)
+        if self._is_better(proposal, limits) and self.layered is not None:
+            self._begin(options, limits, self.layered, first)
+        if self._is_better(proposal, limits):
+            self._improve(options, limits, self.own, proposal, first)
         return best_within(self.found, limits)
+
+    def _is_better(self, proposal: Plan, limits: Limits) -> bool:
+        """Whether a proposal is for a better step than all that were found."""
+        return _gains(proposal, best_within(self.found, limits), EQUAL)
+
+    def _begin(self, options: PlanOptions, limits: Limits, base: Candidate, first: Candidate | None) -> None:
+        with suppress(BudgetError):
+            proposal = self.propose(options, limits, base=base)
+            if self._is_better(proposal, limits):
+                self._improve(options, limits, base, proposal, first)
 
     def _improve(
         self, options: PlanOptions, limits: Limits, base: Candidate, proposal: Plan, first: Candidate | None
@@ -206,12 +217,12 @@ class Proposals:
         """
         tight, saved, met = limits, frozenset[int](), 0.0
         above = limits.memory
-        for _ in range(ROUNDS):
+        for left in reversed(range(ROUNDS)):
             partition = self._partition_for(proposal, base) if _gains(proposal, first) else None
             if partition is None:
                 break
             again = self._planned(options, limits, partition, proposal=proposal)
-            before = tight, saved
+            before, asked = (tight, saved), proposal.recomputed_nodes
             if again is not None and again.replay.seconds <= (1 + EQUAL) * replay_of(proposal).seconds:
                 met = tight.memory
             else:
@@ -225,13 +236,15 @@ class Proposals:
                     saved |= _made_by(proposal, over(partition, plan, limits.memory, options))
                 else:
                     tight = replace(tight, memory=max(tight.memory - max(floor - own_floor, 0), own_floor))
-            if (tight, saved) == before:
+            if (tight, saved) == before or not left:
                 break
             try:
                 proposal = self.propose(options, tight, saved, base)
             except BudgetError:
                 break
-            if met and not _gains(proposal, best_within(self.found, limits), EQUAL):
+            if proposal.recomputed_nodes == asked:
+                break
+            if met and not self._is_better(proposal, limits):
                 break
 
     def _planned(

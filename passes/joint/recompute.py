@@ -123,12 +123,14 @@ class Joint:
         view is as cheap, and saves the same bytes. What may not run twice is no view, whatever its FakeTensor says.
         The graph is as the first cut left it: common subexpressions are merged, and PyTorch's own tags are set. The cut
         does not see that attention may draw random numbers, because what is tagged here draws none: PyTorch would save
-        and set the state of the generator around it.
+        and set the state of the generator around it. Tags that are set here are gone from the partition, which
+        proposals may begin from.
 
         Raises:
             CutError: PyTorch cannot partition it so.
         """
         module = _clone(self._module)
+        tagged = {n.name for n in module.graph.nodes if "recompute" in n.meta}
         again = {storage_of(n) for n in module.graph.nodes if n.name in recomputed} - {None}
         for node in module.graph.nodes:
             if node.op != "call_function" or "recompute" in node.meta:
@@ -144,6 +146,8 @@ class Joint:
         for node in itertools.chain.from_iterable(graph.graph.nodes for graph in graphs):
             if isinstance(node.target, _DrawsNothing):
                 node.target = node.target.operator
+            if node.name not in tagged:
+                node.meta.pop("recompute", None)
         partition = self._partition(*graphs)
         spread(partition)
         return partition

@@ -131,7 +131,7 @@ def test_between_limits_that_are_met_and_not_met_the_next_one_is_half_way() -> N
 
     with mock.patch.object(proposals, "decide", decide):
         pipeline.decide_joint(joint, toys.options(recompute=True))
-    assert [memory for memory, _ in decisions.asked] == [100, 80, 90, 85, 82.5]
+    assert [memory for memory, _ in decisions.asked] == [100, 80, 90, 85]
 
 
 def test_what_is_computed_again_where_memory_is_short_is_saved_in_the_next_proposal() -> None:

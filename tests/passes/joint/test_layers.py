@@ -104,6 +104,23 @@ def test_a_selective_partition_computes_again_what_takes_no_product() -> None:
     assert told.isdisjoint(names)
 
 
+def test_products_that_a_selective_partition_saves_can_be_computed_again() -> None:
+    """Proposals begin from it, and may come to a checkpoint of whole layers."""
+
+    def priced(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[int, int]:
+        joint, options = pipeline.joint_of(gm, inputs, kwargs), toys.options(recompute=True)
+        own = proposals.cut(joint, options)
+        first = proposals.decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
+        found = candidates.selective(joint, own, first, options)
+        assert found is not None
+        plan = proposals.decide(found.partition, options, budget=1.0, priced=True, quick=True, analysed=found.plan)
+        wide = [group for group in plan.groups if group.nbytes == 512 * 64 * 4]
+        return len(wide), len([group for group in wide if group.slot in plan.prices])
+
+    wide, prices = toys.with_joint(residual, arguments(), priced)
+    assert prices == wide > 0
+
+
 @pytest.mark.parametrize("kind", ["layered", "selective"])
 @pytest.mark.parametrize("decision", ["keep", "offload", "prefer_offload"])
 def test_what_the_user_wants_saved_is_not_computed_again(kind: str, decision: Any) -> None:
