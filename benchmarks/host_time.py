@@ -230,7 +230,7 @@ def parts() -> None:
         works = {
             "an operator that does nothing": lambda: ops.refuse_stand_ins([]),
             "check_not_captured": lambda: streams.check_not_captured(CPU),
-            "device_trace.node": lambda: device_trace.node("release", "g", 0, 1, CPU),
+            "device_trace.node": lambda: device_trace.node("store", "g", 0, 0, CPU),
             "get_store": lambda: stores.get_store(config),
             "stand_in": lambda: entries.stand_in(x.shape, x.dtype, CPU),
             "Entry": entry,

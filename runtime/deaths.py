@@ -78,7 +78,7 @@ class Guard(Generic[T]):
 
         Raises: RuntimeError if this thread holds the lock: the state is half changed then.
         """
-        if self.is_mine():
+        if self.lock._is_owned():  # type: ignore[attr-defined] # `is_mine`, which every node would call
             raise RuntimeError(
                 "a signal handler or a __del__ uses ssd_fx, and has interrupted ssd_fx itself; right would be to set a "
                 "flag there, and to look at it between steps"
@@ -97,27 +97,27 @@ class Guard(Generic[T]):
 
 _Queue = queue.SimpleQueue[_Given | _Watcher]
 _wake: _Queue = queue.SimpleQueue()  # the janitor's
-_thread_of_process = 0
+_started = False  # the janitor of this process
 when_idle: list[Callable[[], None]] = []
 before_work: list[Callable[[], None]] = []  # the janitor calls them whenever it wakes
 
 
 def janitor() -> _Queue:
     """The queue of the janitor, which is started once per process."""
-    global _thread_of_process
-    if _thread_of_process != os.getpid():
-        _thread_of_process = os.getpid()  # before it starts: other threads may ask meanwhile
+    global _started
+    if not _started:
+        _started = True  # before it starts: other threads may ask meanwhile
         try:
             threading.Thread(target=_follow_up, args=(_wake,), daemon=True, name="ssd_fx-janitor").start()
         except RuntimeError:  # no thread can be started now: the next call tries again
-            _thread_of_process = 0
+            _started = False
             raise
     return _wake
 
 
 def _after_fork() -> None:
-    global _wake
-    _wake = queue.SimpleQueue()
+    global _wake, _started
+    _wake, _started = queue.SimpleQueue(), False
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -34,7 +34,7 @@ class CopiesInVain:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self._row)
+        return sum(each.nbytes for each in self._row) if self._row else 0
 
     def add(self, copy: streams.Queued, read: torch.UntypedStorage, nbytes: int, stream: streams.Stream | None) -> None:
         """A copy of so many bytes that reads a storage of `stream`."""
@@ -53,6 +53,8 @@ class CopiesInVain:
         asked whether they have ended.
         """
         row = self._row
+        if not row:
+            return
         while row and row[0].copy.done():
             del row[0]
         while row and row[-1].copy.done():

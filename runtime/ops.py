@@ -20,6 +20,7 @@ The contract is in docs/design.md. The waits mutate an argument, so neither FX n
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -28,12 +29,14 @@ from torch.library import Library
 from ssd_fx.compat import _get_current_graph_task_keep_graph as keeps_graph
 from ssd_fx.runtime import errors, plans, trace
 from ssd_fx.runtime.device import device_trace
+from ssd_fx.runtime.device.device_trace import UNTIMED
 from ssd_fx.runtime.device.streams import check_not_captured
 from ssd_fx.runtime.entries import is_stand_in, lookup, mark, stand_in
 from ssd_fx.runtime.layout import TensorMeta
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from ssd_fx.runtime.states import Entry
 from ssd_fx.runtime.stats import counters, step, turn
-from ssd_fx.runtime.stores import forward_begins, get_store, go_on
+from ssd_fx.runtime.stores import forward_begins, get_store, go_on, stores
 
 """Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
 
@@ -66,7 +69,7 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
         if about:
             plans.note(graph, config, about)
     live, now = CPU_ALLOCATOR.live_bytes, time.perf_counter()
-    trace.record(trace.Event("begin", graph, -1, -1, started, now, offloaded_bytes, "none", "", live, step=number))
+    trace.record(("begin", graph, -1, -1, started, now, offloaded_bytes, "none", "", live, 0.0, number))
 
 
 def _store(
@@ -83,10 +86,11 @@ def _store(
 ) -> Tensor:
     check_not_captured(x.device)
     handle = stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
-    with device_trace.node("store", graph, slot, seq, x.device):
-        found = get_store(config)
-        found.store(x, handle, graph, slot, seq, tier, binding, later)
-        go_on(found)
+    found = get_store(config)
+    with device_trace.node("store", graph, slot, seq, x.device) as timed:
+        found.store(x, handle, graph, slot, seq, tier, binding, later, timed)
+        if len(stores) > 1:
+            go_on(found)
     return handle
 
 
@@ -103,7 +107,7 @@ def _refuse_stand_ins(saved: Sequence[Tensor]) -> None:
 
 def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
     entry = lookup(handle)
-    with device_trace.node("release", entry.graph, entry.slot, seq, entry.device):
+    with _timed("release", entry, seq) if entry.timed else UNTIMED:
         entry.store.wait_store_(entry, keepalive, seq, hand_over, block)
 
 
@@ -124,15 +128,19 @@ def _load(
     check_not_captured(entry.device)
     CPU_ALLOCATOR.backward()
     wanted = TensorMeta(tuple(size), tuple(stride), dtype)
-    with device_trace.node("load", entry.graph, entry.slot, seq, entry.device):
+    with _timed("load", entry, seq) if entry.timed else UNTIMED:
         consume = donate and not keeps_graph()
         return entry.store.load(entry, wanted, seq, consume=consume, strict=strict, relies_on=relies_on)
 
 
 def _wait_load(x: Tensor, handle: Tensor, seq: int) -> None:
     entry = lookup(handle)
-    with device_trace.node("wait", entry.graph, entry.slot, seq, entry.device):
+    with _timed("wait", entry, seq) if entry.timed else UNTIMED:
         entry.store.wait_load_(entry, x, seq)
+
+
+def _timed(kind: str, entry: Entry, seq: int) -> device_trace.Node | nullcontext[int]:
+    return device_trace.again(kind, entry.graph, entry.slot, seq, entry.device, entry.timed)
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -1,7 +1,7 @@
 """Tensors on their way back: from memory while they are still there, else from the disk.
 
 A load returns `alias(stored bytes, layout)`, whichever source the bytes come from.
-All methods but `complete` and `find` run under the lock of `entries`.
+All methods but `complete`, `follow` and `find` run under the lock of `entries`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Reader:
         self._engine = engine
         self._ledger = ledger
         self._writer = writer
-        self._stalls: deque[tuple[Stall, str, int, bool]] = deque()  # of which graph and slot; and whether it is strict
+        self.stalls: deque[tuple[Stall, str, int, bool]] = deque()  # of which graph and slot; and whether it is strict
 
     def begin(self, entry: Entry, wanted: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
         """The load, for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
@@ -100,10 +100,6 @@ class Reader:
         for load in list(entry.loads):
             self._end(entry, load)
 
-    def done(self, entry: Entry, load: Load) -> None:
-        """Forgets a load that was waited for."""
-        self._ledger.turn(entry, load, Stage.OVER)
-
     def _end(self, entry: Entry, load: Load) -> None:
         """Ends a read that nobody wants any more, and then forgets it: until then it keeps what is being read into.
 
@@ -113,21 +109,27 @@ class Reader:
             load.read.cancel()
         self._ledger.turn(entry, load, Stage.OVER)
 
+    def follow(self, entry: Entry, load: Load) -> bool:
+        """Whether the device waits for a load's read, in the order of its stream, so that the host need not.
+
+        False for a read whose outcome the host has to see. Takes the lock itself.
+        """
+        if not isinstance(load.read, Queued) or not load.read.cannot_fail():
+            return False
+        stall = Stall.sampled(entry.device) if entry.timed else None
+        load.read.follow()
+        if stall:
+            stall.end()
+            self.stalls.append((stall, entry.graph, entry.slot, load.strict))
+        self._arrived(entry, load)
+        return True
+
     def complete(self, entry: Entry, load: Load) -> OSError | None:
         """The last error of a load's read, None if its bytes are there. Waits, and reads again after an error.
 
-        A copy that cannot fail is waited for by the device, in the order of its stream, and not by the host.
         Takes the lock itself.
         """
         assert load.read, "only asked for loads that read"
-        if isinstance(load.read, Queued) and load.read.cannot_fail():
-            stall = Stall.sampled(entry.device)
-            load.read.follow()
-            if stall:
-                stall.end()
-                self._stalls.append((stall, entry.graph, entry.slot, load.strict))
-            self._arrived(entry, load)
-            return None
         error = outcome(load.read)
         attempts = 1
         while error and attempts < ATTEMPTS:
@@ -139,15 +141,15 @@ class Reader:
             self._arrived(entry, load)
         return error
 
-    def stalls(self) -> Iterator[tuple[str, int, bool, float, int]]:
+    def waits(self) -> Iterator[tuple[str, int, bool, float, int]]:
         """What a device has waited for since the last call: graph, slot, whether the plan has no memory to read it
         earlier, seconds, and of how many such waits this is the sample."""
-        while self._stalls:
-            stall, graph, slot, strict = self._stalls[0]
+        while self.stalls:
+            stall, graph, slot, strict = self.stalls[0]
             seconds = stall.seconds()
             if seconds is None:
                 return
-            self._stalls.popleft()
+            self.stalls.popleft()
             yield graph, slot, strict, seconds, stall.stands_for
 
     def _read_again(self, entry: Entry, load: Load) -> OSError | None:
@@ -164,7 +166,8 @@ class Reader:
         """Counts what was read, and makes the loaded tensor of it."""
         with GUARD.lock:
             counters(entry.graph).read_bytes += entry.moved_bytes
-        _place(entry, load)
+        if entry.encoded or not load.same:
+            _place(entry, load)
 
     def _from_memory(self, entry: Entry, layout: TensorMeta, seq: int, consume: bool, relies_on: str) -> Load:
         """The load from memory: the stored tensor is donated if the backward may consume it and nobody else has it.

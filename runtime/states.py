@@ -105,6 +105,7 @@ class Entry:
     tier: str = ""  # where the plan wants it: "host", "ssd", or "" for either
     binding: bool = False  # the plan needs its memory, so it is never resident
     later: bool = False  # it is resident until the next forward begins, whatever the budget
+    timed: int = 0  # its nodes are timed on the device, and stand for so many runs; 0: they are not
 
     # State.
     state: State = State.NEW

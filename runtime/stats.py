@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ssd_fx.runtime import stats_text, trace
+from ssd_fx.runtime import stats_text
 from ssd_fx.runtime.engines import registry
 from ssd_fx.runtime.step_clock import StepClock
 from ssd_fx.runtime.wear import DAY_S, rated_days
@@ -169,24 +169,11 @@ class Counters(GraphStats):
         self.offloaded_bytes += offloaded_bytes
         self.forward_seq = -1
 
-    def node(self, event: trace.Event) -> None:
-        """Counts an operator that ended, but for the one that begins a forward."""
-        forward = event.kind in ("store", "release")
-        self.waited("write" if forward else "read", event.slot, event.waited)
-        if event.kind == "store":
-            self.stores += 1
-        elif event.kind == "load":
-            self.loads += 1
-            if event.where == "memory":
-                self.forwarded_bytes += event.nbytes
-        if forward:
-            self.forward_node(event.seq)
-        else:
-            self.backward(event.seq)
-
     def forward_node(self, seq: int) -> None:
         """Counts a node of the forward."""
-        self._count(seq > self.forward_seq)
+        self.nodes += 1
+        if seq > self.forward_seq:
+            self.ordered += 1
         self.forward_seq = seq
 
     def backward(self, seq: int) -> None:
@@ -194,7 +181,9 @@ class Counters(GraphStats):
         if seq <= self.backward_first:
             self.backward_first = seq
             self.backward_seq = -1
-        self._count(seq > self.backward_seq)
+        self.nodes += 1
+        if seq > self.backward_seq:
+            self.ordered += 1
         self.backward_seq = seq
         _clock.turn()
 
@@ -213,7 +202,7 @@ class Counters(GraphStats):
     def count(self, what: Literal["freed", "wasted", "held", "kept"], slot: int, nbytes: int, why: str = "") -> None:
         """Counts what became of a tensor's memory, for the graph and for the tensor's slot."""
         setattr(self, f"{what}_bytes", getattr(self, f"{what}_bytes") + nbytes)
-        found = self.slots.setdefault(slot, SlotStats())
+        found = self._slot(slot)
         setattr(found, what, getattr(found, what) + nbytes)
         found.why = why or found.why
 
@@ -221,15 +210,13 @@ class Counters(GraphStats):
         """Counts seconds that an operator waited for a tensor, for the graph and for the tensor's slot."""
         self.stall_s += seconds
         if seconds:
-            found = self.slots.setdefault(slot, SlotStats())
+            found = self._slot(slot)
             name = f"{what}_stall_s"
             setattr(found, name, getattr(found, name) + seconds)
 
-    def _count(self, in_order: bool) -> None:
-        self.nodes += 1
-        if in_order:
-            self.ordered += 1
-        self.in_planned_order = self.ordered / self.nodes
+    def _slot(self, slot: int) -> SlotStats:
+        found = self.slots.get(slot)
+        return found if found is not None else self.slots.setdefault(slot, SlotStats())
 
 
 _SUMMED = [
@@ -247,12 +234,6 @@ def counters(graph: str) -> Counters:
     """The counters of `graph`, made at its first node."""
     found = _graphs.get(graph)
     return found if found is not None else _graphs.setdefault(graph, Counters())
-
-
-def record(event: trace.Event) -> None:
-    """Counts an operator that ended, and notes it down for the trace."""
-    counters(event.graph).node(event)
-    trace.record(event)
 
 
 def _on_drives() -> int:
@@ -344,4 +325,5 @@ def apart() -> Iterator[None]:
 
 
 def _snapshot(c: Counters) -> GraphStats:
-    return GraphStats(**{f.name: getattr(c, f.name) for f in dataclasses.fields(GraphStats)})
+    values = {f.name: getattr(c, f.name) for f in dataclasses.fields(GraphStats)}
+    return GraphStats(**values | {"in_planned_order": c.ordered / c.nodes if c.nodes else 1.0})

@@ -24,7 +24,7 @@ from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
-from ssd_fx.runtime.states import Entry, Ledger, State
+from ssd_fx.runtime.states import WAITING, Entry, Ledger, Stage, State
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer
 
@@ -84,6 +84,7 @@ class Store:
         tier: str = "",
         binding: bool = False,
         later: bool = False,
+        timed: int = 0,
     ) -> None:
         """Takes `x` over, and makes `handle` its handle.
 
@@ -97,14 +98,17 @@ class Store:
             right = f"right would be one of {tuple(sorted(TIERS))}"
             raise ValueError(f"a store of slot {slot} of graph {graph!r} names tier {tier!r}; {right}")
         GUARD.drain()
-        self._look()
-        base.check_device(self.engine, x.device)
-        streams.finish_copies_into(x)
+        if self.account:
+            self._look()
+        self.device = device = x.device
+        if device.type == "cpu":
+            streams.finish_copies_into(x)
+        else:
+            base.check_device(self.engine, device)
         seen = TensorMeta(tuple(x.shape), x.stride(), x.dtype)
-        layout = dense_form(x)
-        self.device = x.device
+        layout = seen if x.is_contiguous() else dense_form(x)
         nbytes = math.prod(layout.size) * x.itemsize
-        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, x.device, tier, binding, later)
+        entry = Entry(self, graph, slot, seq, nbytes, x.data_ptr(), layout, seen, device, tier, binding, later, timed)
         entries.register(entry, handle)  # before `accept`: if that raises, the handle's death releases the entry
         stall = self.writer.accept(entry, x) if nbytes else 0.0
         with GUARD.lock:
@@ -128,7 +132,8 @@ class Store:
         Raises: RuntimeError if `keepalive` is not the memory that was stored.
         """
         started = now()
-        self._look()
+        if self.account:
+            self._look()
         if keepalive.data_ptr() != entry.ptr:
             raise errors.another_buffer(entry)
         moves = not hand_over and not is_parameter(keepalive)
@@ -137,17 +142,17 @@ class Store:
             write = entry.write if block or not hand_over else None
             if write is not None and self.writer.follow(entry):
                 write = None
-            if moves and write is None:  # under this lock: a store in another thread may begin to write the entry
-                self._put_aside(entry)
-        arrival = Arrival(entry.device) if write else None
-        error = outcome(write) if write else None
-        stall = arrival.waited_s() if arrival else 0.0
-        with GUARD.lock:
-            if write and entry.write is write:
-                self.writer.finish(entry, error)
-            if moves:
-                self._put_aside(entry)  # what could not be written
-            self.writer.release(entry)
+            if write is None:  # under this lock: a store in another thread may begin to write the entry
+                self._released(entry, moves)
+        stall = 0.0
+        if write is not None:
+            arrival = Arrival(entry.device)
+            error = outcome(write)
+            stall = arrival.waited_s()
+            with GUARD.lock:
+                if entry.write is write:
+                    self.writer.finish(entry, error)
+                self._released(entry, moves)  # `moves`: what could not be written
         if self.account:
             stall += self.writer.make_room(entry.device)
         with GUARD.lock:
@@ -173,10 +178,12 @@ class Store:
         Raises: what `Reader.begin` raises.
         """
         started = now()
-        self._look()
+        if self.account:
+            self._look()
         with GUARD.lock:
             self.writer.reap()
-            self._learn()
+            if self.reader.stalls:
+                self._learn()
             where = entry.state.where
             self.habits.asked(entry)
             load = self.reader.begin(entry, wanted, seq, consume=consume, relies_on=relies_on)
@@ -195,24 +202,32 @@ class Store:
         Raises: OSError if they cannot be had; RuntimeError if no load of this entry returned `x`.
         """
         started = now()
-        self._look()
+        if self.account:
+            self._look()
         load = self.reader.find(entry, x) if entry.nbytes else None
         read = load.read if load else None
-        followed = isinstance(read, streams.Queued) and read.cannot_fail()  # the host waits for nothing
-        arrival = Arrival(entry.device) if read and not followed else None
-        error = self.reader.complete(entry, load) if load and read else None
-        stall = arrival.waited_s() if arrival else 0.0
+        waits = load if load and read and not self.reader.follow(entry, load) else None  # the host does
+        stall, error = 0.0, None
+        if waits:
+            arrival = Arrival(entry.device)
+            error = self.reader.complete(entry, waits)
+            stall = arrival.waited_s()
         with GUARD.lock:
             if load:
-                self.reader.done(entry, load)
-            if arrival and load:
+                self.ledger.turn(entry, load, Stage.OVER)
+            if waits:
                 self.residency.waited(stall)
-                if not load.strict:
+                if not waits.strict:
                     self.habits.waited(entry.graph, entry.slot, stall)
             self.prefetcher.advance()
             self._record("wait", entry, seq, started, "disk" if read else "memory", stall)
         if error:
             raise errors.not_read(entry, ATTEMPTS, error) from error
+
+    def _released(self, entry: Entry, moves: bool) -> None:
+        if moves:
+            self._put_aside(entry)
+        self.writer.release(entry)
 
     def _put_aside(self, entry: Entry) -> None:
         """Moves what is still in the caller's memory to memory of ours: the caller may overwrite its own from here on.
@@ -230,12 +245,16 @@ class Store:
 
         Called under the lock, and once more if a signal ended the first call early.
         """
-        self.habits.dies(entry)
-        self.runs.dead(entry)
-        self.reader.forget(entry)
-        if isinstance(entry.write, streams.Queued) and entry.held is not None and not is_alone(entry.held):
-            self.habits.freed(entry, False)  # nor would it be at the end of the copy
-        self.writer.give_away(entry)
+        if not entry.asked:
+            self.habits.dies(entry)
+        if entry.run is not None:
+            self.runs.dead(entry)
+        if entry.ahead or entry.loads:
+            self.reader.forget(entry)
+        if entry.state in WAITING:
+            if isinstance(entry.write, streams.Queued) and entry.held is not None and not is_alone(entry.held):
+                self.habits.freed(entry, False)  # nor would it be at the end of the copy
+            self.writer.give_away(entry)
         self.writer.in_vain.let_go()  # no op of ours comes behind the last load of a backward
         self.writer.count_out(entry)
         self.habits.judge(entry)
@@ -271,9 +290,9 @@ class Store:
 
     def _look(self) -> None:
         """A node of ours begins."""
-        if self.account:
-            with GUARD.lock:
-                self.account.look()
+        assert self.account
+        with GUARD.lock:
+            self.account.look()
 
     def _available_bytes(self) -> int:
         """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
@@ -288,13 +307,29 @@ class Store:
 
     def _learn(self) -> None:
         """Counts what a device has waited for meanwhile."""
-        for graph, slot, strict, seconds, of in self.reader.stalls():
+        for graph, slot, strict, seconds, of in self.reader.waits():
             counters(graph).waited("read", slot, seconds * of)
             if not strict:
                 self.habits.waited(graph, slot, seconds)
 
     def _record(self, kind: str, entry: Entry, seq: int, started: float, where: str, waited: float = 0.0) -> None:
+        """Counts an operator that ended, and notes it down for the trace."""
         if self.account:
             self.account.settled()
-        event = (kind, entry.graph, entry.slot, seq, started, now(), entry.nbytes, where, self.engine.name)
-        stats.record(trace.Event(*event, CPU_ALLOCATOR.live_bytes, waited))
+        graph, slot, nbytes = entry.graph, entry.slot, entry.nbytes
+        c = counters(graph)
+        forward = kind == "store" or kind == "release"
+        if forward:
+            c.forward_node(seq)
+        else:
+            c.backward(seq)
+        if kind == "store":
+            c.stores += 1
+        elif kind == "load":
+            c.loads += 1
+            if where == "memory":
+                c.forwarded_bytes += nbytes
+        if waited:
+            c.waited("write" if forward else "read", slot, waited)
+        live = CPU_ALLOCATOR.live_bytes
+        trace.record((kind, graph, slot, seq, started, now(), nbytes, where, self.engine.name, live, waited))

@@ -52,11 +52,10 @@ def forward_begins() -> None:
 
 def go_on(but: Store) -> None:
     """Starts what found no room in flight when the last forward began, of all stores but one."""
-    if len(stores) > 1:
-        with GUARD.lock:
-            due = [store for store in stores.values() if store is not but and store.writer.due()]
-        for store in due:
-            store.writer.go_on()
+    with GUARD.lock:
+        due = [store for store in stores.values() if store is not but and store.writer.due()]
+    for store in due:
+        store.writer.go_on()
 
 
 def end_unused(config: Options, when_left: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
-"""The last events of the runtime. An append costs about 1 us."""
+"""The last events of the runtime."""
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Event(NamedTuple):
@@ -30,9 +30,10 @@ class Event(NamedTuple):
 
 
 LENGTH = 65536
-_events: deque[Event] = deque(maxlen=LENGTH)
+_events: deque[tuple[Any, ...]] = deque(maxlen=LENGTH)
 
 record = _events.append
+"""Takes the fields of an `Event`, or as many as have no default. The objects are made when somebody asks."""
 
 
 def transfer(
@@ -40,12 +41,12 @@ def transfer(
 ) -> None:
     """Records a transfer, unless it was cancelled before it began."""
     if span[1]:  # else it has no times
-        record(Event(kind, graph, slot, seq, *span, nbytes, how, engine))
+        record((kind, graph, slot, seq, *span, nbytes, how, engine))
 
 
 def events() -> list[Event]:
     """The recorded events, oldest first; the last `LENGTH` of them."""
-    return list(_events)
+    return [Event(*event) for event in list(_events)]
 
 
 def clear() -> None:
@@ -55,6 +56,6 @@ def clear() -> None:
 
 def forget(graph: str) -> None:
     """Forgets the events of one graph, as of a measurement that nobody asks for."""
-    kept = [event for event in list(_events) if event.graph != graph]
+    kept = [event for event in list(_events) if event[1] != graph]
     _events.clear()
     _events.extend(kept)

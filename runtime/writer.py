@@ -68,8 +68,12 @@ class Writer:
 
         Takes the tensor over, and starts every write that is due.
         """
-        with GUARD.lock:  # `make_room` reaps
+        with GUARD.lock:
             codec_first = self._hold(entry, x)
+            if not self._encoder.codecs:
+                self.reap()
+                if self._start_due(here=entry.stream) is None:
+                    return 0.0
         if codec_first:
             self._encode(entry, codec_first, State.RESIDENT)
         return self.make_room(x.device)
@@ -244,9 +248,10 @@ class Writer:
         if not x.is_inference():
             entry.counter = counter
             entry.version = x._version
-        if is_parameter(x) or self._habits.of(entry.graph, entry.slot).keep:
+        parameter = is_parameter(x)
+        if parameter or self._habits.of(entry.graph, entry.slot).keep:
             self._ledger.move(entry, State.KEPT, held)
-            why = "a parameter or another leaf that requires a gradient" if is_parameter(x) else ""
+            why = "a parameter or another leaf that requires a gradient" if parameter else ""
             counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
             return ""
         entry.storage = StorageWeakRef(x.untyped_storage())
@@ -255,14 +260,15 @@ class Writer:
         else:
             to_come = self._peak.add(entry)
             entry.early = to_come > self._residency.nbytes  # they cannot all stay, and the oldest go first
-        if codec.is_lossy(self._encoder.codec_of(entry), x.dtype):
-            entry.later = False  # what is lost must not depend on other forwards
         if self.limited:
             self._in_use[entry] = None
-        stays = "" if entry.early or not self._residency.least else self._encoder.codecs.get("host", "")
-        if self._encoder.wants(entry, stays):
-            self._ledger.move(entry, State.ENCODING, held)
-            return stays
+        if self._encoder.codecs:
+            if codec.is_lossy(self._encoder.codec_of(entry), x.dtype):
+                entry.later = False  # what is lost must not depend on other forwards
+            stays = "" if entry.early or not self._residency.least else self._encoder.codecs.get("host", "")
+            if self._encoder.wants(entry, stays):
+                self._ledger.move(entry, State.ENCODING, held)
+                return stays
         self._ledger.move(entry, State.RESIDENT, held)
         if entry.binding:
             self._ledger.resident.move_to_end(entry, last=False)
@@ -315,22 +321,30 @@ class Writer:
 
     def _cap(self, device: torch.device) -> int:
         """The most bytes that are written at a time, where the next to be written is of `device`."""
-        if device not in self._caps:
-            self._caps[device] = self._inflight or inflight_bytes(device)
-        return self._caps[device]
+        found = self._caps.get(device)
+        if found is None:
+            found = self._caps[device] = self._inflight or inflight_bytes(device)
+        return found
 
-    def _start_due(self) -> Completion | Entry | None:
-        """Starts the writes that are due. Returns the write that holds the next one up, or what is to be encoded."""
+    def _start_due(self, here: streams.Stream | None = None) -> Completion | Entry | None:
+        """Starts the writes that are due. Returns the write that holds the next one up, or what is to be encoded.
+
+        `here`: the stream on which this thread computes, if the caller knows.
+        """
+        ledger = self._ledger
         while entry := self.due():
-            if self._ledger.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
+            if ledger.writing_bytes + self.in_vain.nbytes + entry.moved_bytes > self._cap(entry.device):
                 oldest = self._oldest_under_way()
                 if not self.in_vain and self._follow_oldest():
                     continue
                 if oldest:  # else the tensor is larger than the cap, and goes alone
                     return oldest
-            if self._encoder.wants(entry, self._encoder.codec_of(entry)):
-                self._ledger.move(entry, State.ENCODING)
+            if self._encoder.codecs and self._encoder.wants(entry, self._encoder.codec_of(entry)):
+                ledger.move(entry, State.ENCODING)
                 return entry
+            if entry.stream is here:
+                self._start(entry)
+                continue
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
         while self.limited and self.held_bytes > self._residency.nbytes:

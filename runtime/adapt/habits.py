@@ -55,7 +55,8 @@ class Habits:
 
     def of(self, graph: str, slot: int) -> Habit:
         """The habit of a slot, made at its first use."""
-        return self._slots.setdefault((graph, slot), Habit())
+        found = self._slots.get((graph, slot))
+        return found if found is not None else self._slots.setdefault((graph, slot), Habit())
 
     def asked(self, entry: Entry) -> None:
         """Records that a backward asks for an entry, which is where it was."""

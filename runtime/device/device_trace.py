@@ -1,7 +1,7 @@
 """When a device came to our nodes. A device runs behind the host, so `trace` has only the times of the launches.
 
-An event of the compute stream is recorded before and after a node: in the node's first `RUNS` runs, and then in one of
-every `RUNS`. The transfers that such a run starts are timed too.
+An event of the compute stream is recorded before and after a node: in the first `RUNS` runs of a store, and then in one
+of every `RUNS`. The other nodes of that tensor are timed with it, and so are the transfers that they start.
 Events are read once they have fired; only `events` waits for them. The device of a graph is known from
 its first store on, so the graph's first run lacks `begin`.
 """
@@ -27,13 +27,13 @@ _lock = threading.RLock()  # a signal handler that exports the trace may interru
 _unread: deque[Node] = deque()
 _read: deque[trace.Event] = deque(maxlen=trace.LENGTH)
 _devices: dict[str, torch.device] = {}
-_runs: dict[tuple[str, str, int], int] = {}  # by graph, kind and seq, because many forwards may run before a backward
+_runs: dict[tuple[str, int], int] = {}  # by graph, and the seq of a store, or -1
 
 
 class Node:
-    """A context that times one of our nodes on a device with streams."""
+    """A context that times one of our nodes on a device with streams. It stands for so many runs, which it returns."""
 
-    __slots__ = ("_anchor", "_began", "_device", "_ended", "_named", "_streams", "_within")
+    __slots__ = ("_anchor", "_began", "_device", "_ended", "_named", "_stands_for", "_streams", "_within")
 
     def __init__(
         self, found: streams.Streams, device: torch.device, stands_for: int, kind: str, graph: str, slot: int, seq: int
@@ -42,11 +42,13 @@ class Node:
         self._device = device
         self._named = (kind, graph, slot, seq)
         self._anchor = anchor(found, device)
+        self._stands_for = stands_for
         self._within = timing.within(self._anchor, stands_for)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> int:
         self._began = self._streams.record(self._streams.current(self._device), timed=True)
         self._within.__enter__()
+        return self._stands_for
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -81,24 +83,37 @@ class Node:
         return trace.Event(*self._named, began, ended, 0, str(self._device), "")
 
 
-_UNTIMED = nullcontext()  # for a device without streams, or a run that is not sampled
+UNTIMED = nullcontext(0)
+"""For a device without streams, or a run that is not sampled."""
 
 
-def node(kind: str, graph: str, slot: int, seq: int, device: torch.device | None) -> Node | nullcontext[None]:
-    """The context of a node. `kind`: as in the trace. `device`: its tensor's; without streams the graph's is used."""
-    if device is None or streams.of(device) is None:
-        device = _devices.get(graph)
+def node(kind: str, graph: str, slot: int, seq: int, device: torch.device | None) -> Node | nullcontext[int]:
+    """The context of a "begin" or a "store", which counts its runs. `device`: its tensor's."""
+    on = _on(graph, device)
+    if on is None:
+        return UNTIMED
+    _devices.setdefault(graph, on[1])
+    first = kind == "begin"  # the first one ran before the device was known
+    run = _runs.get((graph, seq), first)
+    _runs[graph, seq] = run + 1
+    if run >= RUNS and run % RUNS:
+        return UNTIMED
+    return Node(*on, 1 if run < RUNS else RUNS, kind, graph, slot, seq)
+
+
+def again(kind: str, graph: str, slot: int, seq: int, device: torch.device, stands_for: int) -> Node | nullcontext[int]:
+    """The context of another node of a tensor whose store stands for so many runs."""
+    on = _on(graph, device)
+    return Node(*on, stands_for, kind, graph, slot, seq) if on else UNTIMED
+
+
+def _on(graph: str, device: torch.device | None) -> tuple[streams.Streams, torch.device] | None:
+    """The device that times a node: its tensor's, or else the graph's; None without streams."""
     found = streams.of(device) if device else None
     if device is None or found is None:
-        return _UNTIMED
-    _devices.setdefault(graph, device)
-    if kind == "store":
-        _runs.setdefault((graph, "begin", -1), 1)  # the first `begin` ran before the device was known
-    run = _runs.get((graph, kind, seq), 0)
-    _runs[graph, kind, seq] = run + 1
-    if run >= RUNS and run % RUNS:
-        return _UNTIMED
-    return Node(found, device, 1 if run < RUNS else RUNS, kind, graph, slot, seq)
+        device = _devices.get(graph)
+        found = streams.of(device) if device else None
+    return (found, device) if found and device else None
 
 
 def events() -> list[trace.Event]:

@@ -10,9 +10,10 @@ Three rules keep a transfer from reading or writing the wrong bytes:
   a tensor is written in turn with its own (`in_turn_with`), and what one stream read ahead no other gets.
 * The result of a transfer is asked for only after that event. Earlier it would block the host, or be wrong.
 
-A fourth rule is for GPUs other than the first. A new thread is on device 0. A call there about an event or a stream of
-another device makes a context on device 0, of some 500 MiB. A garbage collection may make such calls in any thread. So
-every question to an event, and every call of a library, is made within `Streams.on`.
+A fourth rule is for GPUs other than the first. A new thread is on device 0. A call there about an event of another
+device makes a context on device 0, of some 500 MiB. A garbage collection may make such calls in any thread. So every
+question to an event, and every call of a library, is made within `Streams.on`. Where torch records an event, or lets a
+stream wait for one, it sets the device itself (CUDAEvent.h).
 """
 
 import contextlib
@@ -206,10 +207,7 @@ def timed(device: torch.device) -> AbstractContextManager[None]:
 def current(device: torch.device) -> Stream | None:
     """The stream on which this thread computes on `device`; None where a device has no streams."""
     found = of(device)
-    if found is None:
-        return None
-    with found.on(device):
-        return found.current(device)
+    return found.current(device) if found else None
 
 
 def finish_copies_into(x: Tensor) -> None:
@@ -253,7 +251,7 @@ def _in_turn(found: Streams, stream: Stream, device: torch.device) -> Iterator[N
 def is_captured(device: torch.device) -> bool:
     """Whether this thread's stream of `device` is captured in a CUDA graph."""
     found = of(device)
-    if not found:
+    if found is None:
         return False
     with found.on(device):
         return found.capturing()
@@ -294,6 +292,9 @@ class SideStreams:
             queued.give_back(device, stream)
 
 
+_NEVER = OSError(errno.ECANCELED, "the transfer was never queued")
+
+
 class Queued:
     """The completion of one transfer on the stream `side`.
 
@@ -323,17 +324,14 @@ class Queued:
         self._ended: Event | None = None
         self._fired = False  # the host has seen the end
         self._check: Check | None = None
-        self._error: OSError | None = OSError(errno.ECANCELED, "the transfer was never queued")
+        self._error: OSError | None = _NEVER
         self._anchor: Anchor | None = timing.anchor_of(device)
         self._over: tuple[float, float] | None = None  # its span, once its end was seen
         # Two threads may wait for one transfer, and both need its outcome. A signal handler may close the store then.
         self._lock = threading.RLock()
 
     def start(self) -> None:
-        with self._streams.on(self._device):
-            self._start(self._streams)
-
-    def _start(self, streams: Streams) -> None:
+        streams = self._streams
         self._compute = None if self._after else streams.current(self._device)
         self._side.wait_event(self._after or streams.record(self._compute))
         if self._anchor:
@@ -364,6 +362,8 @@ class Queued:
 
     def wait(self) -> None:
         self._see_end()
+        if self._error is _NEVER:  # a new one: whoever catches it may keep it, and its frames
+            raise OSError(*_NEVER.args)
         if self._error:
             raise self._error
 
@@ -385,8 +385,7 @@ class Queued:
         if not self.cannot_fail():
             return False
         assert self._ended, "it was started"
-        with self._streams.on(self._device):
-            (stream or self._streams.current(self._device)).wait_event(self._ended)
+        (stream or self._streams.current(self._device)).wait_event(self._ended)
         return True
 
     def abandon(self) -> bool:

@@ -100,8 +100,9 @@ class GdsEngine(PosixEngine):
                 ready = queued.record(side)
                 for lane in others:
                     lane.wait_event(ready)
-            for piece, lane in zip(pieces, lanes, strict=True):
-                moved.append(_queue(write, piece, memory, lane))
+            with queued.on(device):
+                for piece, lane in zip(pieces, lanes, strict=True):
+                    moved.append(_queue(write, piece, memory, lane))
             for lane in others:
                 side.wait_event(queued.record(lane))
             return partial(self._end, transfer, write, extent, moved)

@@ -90,8 +90,7 @@ class MemoryEngine:
         found = self._pinned.get((device, by_host))
         if found is None:
             found = self._pinned[device, by_host] = Pinned(queued, device, self._ranks, self._reap)
-        with queued.on(device):
-            return found.take(memory.nbytes)
+        return found.take(memory.nbytes)
 
     def _copy(
         self,

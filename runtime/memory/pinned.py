@@ -150,7 +150,7 @@ class Pinned:
         if ours + nbytes > most:
             raise OSError(errno.ENOMEM, f"{size} B beside {ours} B would be more pinned memory than {most} B")
         try:
-            with near(self._device):
+            with near(self._device), self._queued.on(self._device):
                 made = _Chunk(self._queued.pinned(nbytes))
         except RuntimeError as error:
             self._no_growth.begin()

@@ -20,16 +20,16 @@ def no_wait() -> None:
 def unordered() -> None:
     """A transfer does not wait for the kernels that were queued before it."""
     LateDriver._cuEventSynchronize = lambda *_: None  # type: ignore[method-assign,assignment]
-    start = streams.Queued._start
+    start = streams.Queued.start
 
-    def started(self: Any, found: Any) -> None:
+    def started(self: Any) -> None:
         wait, FakeStream.wait_event = FakeStream.wait_event, lambda *_: None  # type: ignore[method-assign]
         try:
-            start(self, found)
+            start(self)
         finally:
             FakeStream.wait_event = wait  # type: ignore[method-assign]
 
-    streams.Queued._start = started  # type: ignore[method-assign]
+    streams.Queued.start = started  # type: ignore[method-assign]
 
 
 def early_release() -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ class Host:
 
     def __init__(self):
         self.pinned_bytes = []
+
+    def on(self, device):
+        return nullcontext()
 
     def pinned(self, nbytes):
         self.pinned_bytes.append(nbytes)
@@ -65,7 +69,7 @@ def test_it_grows_with_the_need():
 
 
 def test_no_memory_is_an_error_of_the_system():
-    class Full:
+    class Full(Host):
         def pinned(self, nbytes):
             raise RuntimeError("out of memory")
 
@@ -105,7 +109,7 @@ def test_after_a_failure_there_is_a_pause(monkeypatch):
     """The driver looks for pages for seconds before it gives up."""
     now, asked = [0.0], []
 
-    class Full:
+    class Full(Host):
         def pinned(self, nbytes):
             asked.append(nbytes)
             raise RuntimeError("out of memory")

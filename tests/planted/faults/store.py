@@ -166,8 +166,8 @@ FAULTS = (
     Fault(
         "release_moves_nothing_that_may_still_be_written",
         "runtime/store.py",
-        "if moves and write is None:",
-        "if False:",
+        "if write is None:  # under this lock",
+        "if False:  # under this lock",
         "a store in another thread writes what the caller overwrites meanwhile, so the write counts as failed",
         "tests/runtime/test_runtime_learning.py::"
         "test_a_write_that_begins_within_a_release_reads_no_memory_of_the_caller",
