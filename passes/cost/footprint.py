@@ -83,7 +83,8 @@ def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     nbytes |= dict.fromkeys(_in_registers(kernels, readers) - held, 0)
     ends = {key: {k for k in readers[key] if kernels.at[k] == last[key]} for key in first.keys() - held}
     in_place = _in_place(kernels, ends, nbytes, donated)
-    within = {i: taken for i in kernels.calls if (taken := workspace_bytes(kernels.nodes[i]))}
+    calls = {i: workspace_bytes(kernels.nodes[i]) for i in kernels.calls}
+    within = {max(kernels.at[k] for k in kernels.inside[i]): taken for i, taken in calls.items() if taken}
     return Buffers(first, last, read_first, read_last, nbytes, held, in_place, kernels.functions(), within)
 
 

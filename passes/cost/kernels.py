@@ -141,7 +141,7 @@ class Kernels:
         while work:
             k, in_order = work.pop()
             for source in self.nodes[k].all_input_nodes:
-                straight = in_order and _is_in_order(source, self.nodes[k])
+                straight = in_order and self._is_in_order(source, k, i)
                 at = self.index[source]
                 while self.view[at]:
                     at = self.index[self.nodes[at].all_input_nodes[0]]
@@ -152,6 +152,42 @@ class Kernels:
                 else:
                     found[straight].update(self.storages[at])
         return found[True] - found[False]
+
+    def _is_in_order(self, source: fx.Node, k: int, i: int) -> bool:
+        """Whether node `k`, a part of loop `i`, reads the elements of `source` in the order in which the loop writes
+        its result, or sums up whole rows of it."""
+        given, made, written = tensor_of(source), tensor_of(self.nodes[k]), tensor_of(self.nodes[i])
+        if given is None:
+            return False
+        if operator_of(self.nodes[k]) in REDUCTIONS:
+            return _sums_rows(given, self.nodes[k])
+        if made is None:
+            return False
+        size, stride = self._laid_out(self.index[source])
+        of, steps = _hints(made)
+        if written is not None and _hints(written)[0] == of:
+            steps = self._laid_out(i)[1]
+        return size == of and all(a == b for a, b, n in zip(stride, steps, of, strict=True) if n != 1)
+
+    def _laid_out(self, i: int) -> tuple[list[float], list[float]]:
+        """Sizes and strides of a node's tensor. Inductor makes contiguous what a loop writes and a library call reads
+        through a view, but for what is returned, and what a product reads with others (`convert_to_reinterpret_view`,
+        and `need_fixed_layout` in its graph.py, torch 2.13)."""
+        node = self.nodes[i]
+        tensor = tensor_of(node)
+        assert tensor is not None
+        size, stride = _hints(tensor)
+        if not self.computes[i] or i in self.calls or not self._is_viewed_by_call(node):
+            return size, stride
+        fixed = (aten.mm.default, aten.convolution_backward.default)
+        if any(n.op == "output" or (len(node.users) > 1 and n.target in fixed) for n in node.users):
+            return size, stride
+        return size, [math.prod(size[d + 1 :]) for d in range(len(size))]
+
+    def _is_viewed_by_call(self, node: fx.Node) -> bool:
+        views = [user for user in node.users if self.view[self.index[user]]]
+        readers = (self.index[reader] for view in views for reader in view.users)
+        return any(r in self.calls for r in readers) or any(map(self._is_viewed_by_call, views))
 
     def _makes(self, i: int) -> bool:
         return bool(self.storages[i]) and not self.view[i]
@@ -290,22 +326,14 @@ def _outer(tensor: torch.Tensor, sizes: list[float]) -> int:
     return int(math.prod(size for size, _ in loops[: next(breaks, None)]))
 
 
-def _is_in_order(source: fx.Node, node: fx.Node) -> bool:
-    """Whether a node reads the elements of `source` in the order of its own in memory, or sums up whole rows of it."""
-    given, made = tensor_of(source), tensor_of(node)
-    if given is None:
-        return False
+def _sums_rows(given: torch.Tensor, node: fx.Node) -> bool:
+    """Whether a reduction is over whole rows of a contiguous tensor."""
     size, stride = _hints(given)
-    if operator_of(node) in REDUCTIONS:
-        over = node.args[1] if len(node.args) > 1 else None
-        dims = sorted(d % max(given.ndim, 1) for d in over) if isinstance(over, (list, tuple)) else range(given.ndim)
-        rows = [math.prod(size[d + 1 :]) for d in range(given.ndim)]
-        is_contiguous = all(a == b for a, b, n in zip(stride, rows, size, strict=True) if n != 1)
-        return is_contiguous and list(dims) == list(range(given.ndim - len(dims), given.ndim))
-    if made is None:
-        return False
-    of, steps = _hints(made)
-    return size == of and all(a == b for a, b, n in zip(stride, steps, of, strict=True) if n != 1)
+    over = node.args[1] if len(node.args) > 1 else None
+    dims = sorted(d % max(given.ndim, 1) for d in over) if isinstance(over, (list, tuple)) else range(given.ndim)
+    rows = [math.prod(size[d + 1 :]) for d in range(given.ndim)]
+    is_contiguous = all(a == b for a, b, n in zip(stride, rows, size, strict=True) if n != 1)
+    return is_contiguous and list(dims) == list(range(given.ndim - len(dims), given.ndim))
 
 
 def _sums_columns(node: fx.Node) -> bool:

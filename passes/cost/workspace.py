@@ -10,20 +10,101 @@ from torch import Tensor, fx
 
 from ssd_fx.compat import OpOverload
 from ssd_fx.passes.cost.operators import hint, operator_of
-from ssd_fx.passes.partition import arguments_of, called
+from ssd_fx.passes.partition import arguments_of, called, tensor_of
 
 aten = torch.ops.aten
+# Products of matrices, and what the schemas call the two.
+_PRODUCTS = {
+    aten.mm: ("self", "mat2"),
+    aten.addmm: ("mat1", "mat2"),
+    aten.bmm: ("self", "mat2"),
+    aten.baddbmm: ("batch1", "batch2"),
+}
 ROWS = 128  # to a multiple of which flash attention rounds up the rows of a sequence
+# Of the blocks in which oneDNN multiplies matrices of bfloat16: the most rows, products that are summed up, and columns
+# of sums; the columns that it reads at once, and a line of the cache, in elements.
+BLOCK_ROWS, BLOCK_DEPTH, BLOCK_COLUMNS = 256, 512, 1024
+NARROW, LINE = 64, 16
+UNPACKED = 16**3  # so many multiplications are left to a loop (`mkldnn_gemm` in Matmul.cpp)
 
 
 def workspace_bytes(node: fx.Node) -> int:
     """Of one call, as far as it is known: what it has beside its inputs and results while it runs."""
     if not isinstance(called(node)[0], OpOverload):
         return 0
+    if operator_of(node) in _PRODUCTS:
+        return _product(node)
     heads_first = operator_of(node) is aten._scaled_dot_product_flash_attention_backward
     if heads_first or operator_of(node) is aten._flash_attention_backward:
         return _flash_backward(node, heads_first=heads_first)
     return 0
+
+
+def _product(node: fx.Node) -> int:
+    """Of a product of matrices: the copies of those that lie in no order that libraries take, as the gradient of a sum,
+    which is one number for all elements.
+
+    ATen copies them, if Inductor has not (`addmm_impl_cpu_` in LinearAlgebra.cpp, `prepare_matrix_for_cublas` in
+    CUDABlas, `may_require_contiguous` in Inductor's bmm.py, PyTorch 2.13). Either copy is there during the call only.
+    """
+    given = arguments_of(node)
+    tensors = [tensor_of(given[name]) for name in _PRODUCTS[operator_of(node)]]
+    matrices = [_Matrices.of(tensor) for tensor in tensors if tensor is not None]
+    if len(matrices) < 2:
+        return 0
+    return sum(each.nbytes for each in matrices if each.is_copied) + _packed(*matrices)
+
+
+def _packed(a: _Matrices, b: _Matrices) -> int:
+    """What oneDNN packs of two matrices of bfloat16 on the CPU: blocks of a bounded size, for each thread.
+
+    A block of the first is packed if its columns follow each other in memory, as those of the input in the gradient of
+    a weight do. Then the sums of more than one block of products wait in float32. Counted with AVX-512 and PyTorch
+    2.13. With sizes that are no multiple of 64 it takes less, and with rows of 8 KiB and more it packs the first matrix
+    at times.
+    """
+    if not a.is_packed or a.rows * a.columns * b.columns <= UNPACKED:
+        return 0
+    rows, depth = min(a.rows, BLOCK_ROWS), a.columns
+    if a.is_transposed:
+        block = min(depth, BLOCK_DEPTH)
+        packed = a.itemsize * block * rows
+        sums = min(b.columns, BLOCK_COLUMNS) + LINE if depth > BLOCK_DEPTH else NARROW
+    else:
+        block, packed, sums = min(depth, BLOCK_DEPTH if depth <= 2 * BLOCK_DEPTH else 2 * BLOCK_DEPTH), 0, NARROW
+    return torch.get_num_threads() * (packed + b.itemsize * block * NARROW + 4 * rows * sums)
+
+
+class _Matrices(NamedTuple):
+    """A matrix, or a batch of them, `nbytes` in all. `steps`: from one row to the next, and from one column."""
+
+    rows: int
+    columns: int
+    steps: tuple[int, int]
+    nbytes: int
+    itemsize: int
+    is_apart: bool  # the matrices of a batch do not follow each other
+    is_packed: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Matrices:
+        size, stride = ([int(hint(n)) for n in each] for each in (tensor.shape, tensor.stride()))
+        rows, columns = size[-2:]
+        is_packed = tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+        is_packed = is_packed and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        is_apart = tensor.ndim > 2 and size[0] > 1 and stride[0] != rows * columns
+        nbytes = math.prod(size) * tensor.itemsize
+        return _Matrices(rows, columns, (stride[-2], stride[-1]), nbytes, tensor.itemsize, is_apart, is_packed)
+
+    @property
+    def is_transposed(self) -> bool:
+        return self.steps[0] == 1 and self.steps[1] >= max(self.rows, 1)
+
+    @property
+    def is_copied(self) -> bool:
+        """Batches of bfloat16 must follow each other for oneDNN."""
+        by_rows = self.steps[1] == 1 and self.steps[0] >= max(self.columns, 1)
+        return not (self.is_transposed or by_rows) or (self.is_packed and self.is_apart)
 
 
 def _flash_backward(node: fx.Node, *, heads_first: bool) -> int:

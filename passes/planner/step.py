@@ -153,10 +153,12 @@ class _Modelling:
         return [held + alive for alive in made]
 
     def _backward_base(self, buffers: Buffers) -> list[int]:
-        graph = self.partition.backward.graph
-        placeholders = graph.find_nodes(op="placeholder")
-        stuck = {m.name for g in self.plan.groups if g.slot not in self.plan.items for m in g.members}
-        kept = {storage_of(n) for n in placeholders if n.name in stuck}
+        graph, given = self.partition.backward.graph, self.partition.forward.graph.find_nodes(op="placeholder")
+        placeholders, before = graph.find_nodes(op="placeholder"), {storage_of(n) for n in given}
+        ours = {m.name for g in self.plan.groups if g.slot in self.plan.items for m in g.members}
+        stuck = {m.name for g in self.plan.groups for m in g.members}
+        stuck |= {n.name for n in self.partition.saved if storage_of(n) not in before}  # what is returned has no group
+        kept = {storage_of(n) for n in placeholders if n.name in stuck - ours}
         elsewhere = {storage_of(n) for n in placeholders} - kept
         return buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
 

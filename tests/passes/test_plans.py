@@ -81,7 +81,7 @@ def test_expanded_stores_the_row() -> None:
     check(
         toys.expanded,
         """\
-mm       256 B  offload  store>mm release>bmm load<bmm_2 wait<cos            [mm]
+mm       256 B  offload  store>mm release>t_1 load<sum_3 wait<cos            [mm]
 sigmoid   32 B  offload  store>sigmoid release>bmm load<expand_2 wait<bmm_1  [sigmoid]
 sin      256 B  offload  store>sin release>sum_2 load<expand_2 wait<bmm_2    [sin]""",
     )
@@ -108,9 +108,9 @@ def test_dropout() -> None:
     check(
         toys.dropout,
         """\
-relu       256 B  offload  store>relu release>t_2 load<expand wait<threshold_backward            [detach_1]
-getitem    256 B  offload  store>getitem_1 release>t_2 load<expand wait<mm_2                     [t]
-getitem_1   64 B  offload  store>getitem_1 release>t_2 load<expand wait<native_dropout_backward  [getitem_1]""",
+relu       256 B  offload  store>relu release>t_2 load<expand wait<threshold_backward                             [detach_1]
+getitem    256 B  offload  store>getitem_1 release>t_2 load<expand wait<mm_2                                      [t]
+getitem_1   64 B  offload  store>getitem_1 release>t_2 load<native_dropout_backward wait<native_dropout_backward  [getitem_1]""",
     )
 
 
@@ -328,8 +328,8 @@ def test_what_was_filled_with_something_else_is_stored() -> None:
         toys.widened,
         """\
 sigmoid   256 B  offload  store>sigmoid release>add_1 load<_to_copy_1 wait<mul_1  [sigmoid]
-copy      256 B  offload  store>copy release>_to_copy load<_to_copy_3 wait<mm_5   [t_4]
-copy_1    512 B  offload  store>copy_1 release>mul load<_to_copy_1 wait<mm_3      [t_1]
+copy      256 B  offload  store>copy release>mul load<_to_copy_3 wait<mm_5        [t_4]
+copy_1    512 B  offload  store>copy_1 release>t_6 load<_to_copy_1 wait<mm_3      [t_1]
 _to_copy  512 B  offload  store>_to_copy release>t_6 load<_to_copy_1 wait<mm_4    [t_2]""",
     )
 

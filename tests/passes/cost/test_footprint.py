@@ -95,6 +95,23 @@ def test_a_loop_does_not_write_over_what_it_reads_in_another_order() -> None:
     assert overwritten(function, SQUARE, SQUARE) == {}
 
 
+def test_a_loop_does_not_write_over_what_lies_in_another_order() -> None:
+    """The sum has the order of its input, which is turned. But a product reads it turned back, so Inductor makes it
+    contiguous."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        return ((((x @ w).permute(1, 0).sigmoid() + 1).permute(1, 0) @ w),)
+
+    assert overwritten(function, SQUARE, SQUARE) == {}
+
+
+def test_a_loop_writes_in_the_order_of_what_it_reads() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        return (((x @ w).permute(1, 0).sigmoid() + 1) @ w,)
+
+    assert overwritten(function, SQUARE, SQUARE) == {"add": "mm"}
+
+
 def test_a_loop_does_not_write_over_another_dtype() -> None:
     assert overwritten(lambda x, w: (torch.ops.prims.convert_element_type(x @ w, torch.int32),), ROWS, SQUARE) == {}
 

@@ -11,8 +11,10 @@ from torch import fx
 from ssd_fx.passes.axis import Choice
 from ssd_fx.passes.decide import analyse
 from ssd_fx.passes.partition import calls_ours
-from ssd_fx.passes.planner.step import _behind_items, model
+from ssd_fx.passes.planner.step import _behind_items, _Modelling, model
 from tests.passes import toys
+
+aten = torch.ops.aten
 
 
 def test_no_operator_ends_between_the_items_of_a_call() -> None:
@@ -61,3 +63,13 @@ def test_an_input_that_is_not_saved_counts_in_the_forward() -> None:
     (forward, backward), (with_input, as_before) = bases
     assert with_input == tuple(nbytes + 256 for nbytes in forward)
     assert as_before == backward
+
+
+def test_what_is_saved_and_returned_counts_until_the_backward_has_read_it() -> None:
+    """exp has no group, because the caller may hold it: it is there in the backward, beside what mul makes of it."""
+    partition = toys.partitioned(toys.view_of_output)
+    plan = analyse(partition, toys.options())
+    nodes = list(partition.backward.graph.nodes)
+    mul = next(i for i, n in enumerate(nodes) if n.target is aten.mul.Tensor)
+    _, backward = _Modelling(partition, plan, {slot: frozenset(Choice) for slot in plan.items})._base()
+    assert backward[mul] - backward[mul + 1] >= 256
