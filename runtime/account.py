@@ -87,8 +87,7 @@ class Account:
         optimized = self._steps != _optimizer_steps
         first, self._steps = self._steps <= self._before < _optimizer_steps, _optimizer_steps
         waits = self._waiting() > 0
-        if not self._allowance.is_known(graph, saved, optimized, waits):
-            self._gauge.look_around()
+        self._gauge.look_around(for_tensors=not self._allowance.is_known(graph, saved, optimized, waits))
         if self._memory == "auto":
             self._allowance.limit = limit_of(self._memory, self._ranks, self._gauge, device)
         self._allowance.wasted(self._gauge.waste_bytes())

@@ -44,6 +44,7 @@ from ssd_fx.runtime.config import parse, quoted
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.engines.registry import check_engine
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from ssd_fx.runtime.memory.libraries import LIBRARIES
 from ssd_fx.source import source_digest
 
 log = logging.getLogger("ssd_fx")
@@ -124,6 +125,7 @@ def compile_graph(
         _register()
         _keep_out_of_packages()
         if config.cpu_allocator and _trains(inputs) and _device(inputs).type == "cpu":
+            LIBRARIES.watch()
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
         plan = _with_modules(plan_options(config, _device(inputs)), gm)
         only_told = survey is not None or report is not None or bool(config.dump)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ssd_fx.runtime.memory.available import available_bytes, data_bytes, total_bytes
-from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR, LEAST
+from ssd_fx.runtime.memory.libraries import LIBRARIES
 
 
 class Gauge(Protocol):
@@ -35,8 +36,8 @@ class Gauge(Protocol):
         """What was taken beside the tensors, and cannot be used, when most of them lived. It then begins anew."""
         return 0
 
-    def look_around(self) -> None:
-        """Looks for tensors that nothing counts."""
+    def look_around(self, *, for_tensors: bool) -> None:
+        """Looks for memory that nothing counts: of libraries, and of tensors, which takes long."""
         return
 
 
@@ -54,11 +55,12 @@ def host_spare_bytes() -> int:
 
 
 class CpuGauge(Gauge):
-    """Tensors of our allocator, and those that have other memory, such as parameters from before it was installed."""
+    """Tensors of our allocator, those that have other memory, such as parameters from before it was installed, and
+    what libraries keep. Of the last two, as much as there was at the last look around."""
 
     def __init__(self) -> None:
-        self._elsewhere = 0
-        self.look_around()
+        self._elsewhere = self._small = self._libraries = 0
+        self.look_around(for_tensors=True)
 
     def total_bytes(self) -> int:
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
@@ -68,16 +70,21 @@ class CpuGauge(Gauge):
         return self.live_bytes() + host_spare_bytes()
 
     def live_bytes(self) -> int:
-        return CPU_ALLOCATOR.live_bytes + self._elsewhere
+        return CPU_ALLOCATOR.live_bytes + self._elsewhere + self._libraries
 
     def peak_bytes(self) -> int:
-        return CPU_ALLOCATOR.take_peak() + self._elsewhere
+        return CPU_ALLOCATOR.take_peak() + self._elsewhere + self._libraries
 
     def begin(self) -> int:
         CPU_ALLOCATOR.take_peak()
         return self.live_bytes()
 
-    def look_around(self) -> None:
+    def look_around(self, *, for_tensors: bool) -> None:
+        if for_tensors:
+            self._look_for_tensors()
+        self._libraries = LIBRARIES.nbytes(self._small)
+
+    def _look_for_tensors(self) -> None:
         found: dict[int, int] = {}
         for thing in gc.get_objects():
             if type(thing) in (torch.Tensor, torch.nn.Parameter):
@@ -86,6 +93,7 @@ class CpuGauge(Gauge):
                     if thing.is_leaf and thing.grad is not None:
                         _note_elsewhere(thing.grad, found)
         self._elsewhere = sum(found.values())
+        self._small = sum(nbytes for nbytes in found.values() if nbytes < LEAST)
 
 
 def _note_elsewhere(x: torch.Tensor, found: dict[int, int]) -> None:

@@ -138,7 +138,7 @@ def test_what_lives_on_the_cpu() -> None:
     small = [torch.ones(1000) for _ in range(10)]
     leaf = torch.ones(1000, requires_grad=True)
     leaf.sum().backward()
-    found.look_around()
+    found.look_around(for_tensors=True)
     assert found.live_bytes() - before >= (len(small) + 2) * 4000
     assert gauge(CPU) is not None
 
