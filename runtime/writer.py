@@ -3,7 +3,8 @@
     accept -> resident -> writing -> on disk
        |         `-- while the budget has room; the oldest is written first
        |             `later` ones: until the next forward begins, and then while the budget has room
-       `-> kept: leaves that require grad, and slots whose tensors somebody else holds (`habits`)
+       `-> kept: leaves that require grad, slots whose tensors somebody else holds (`habits`), and what a
+                 checkpoint around the graph drops when it ends, or has just computed again
 
 All methods but `accept`, `make_room` and `go_on` run under the lock of `entries`.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ssd_fx.compat import is_within_checkpoint
 from ssd_fx.options import Options
 from ssd_fx.runtime import codec, trace
 from ssd_fx.runtime.adapt.habits import Habits
@@ -248,10 +250,11 @@ class Writer:
         if not x.is_inference():
             entry.counter = counter
             entry.version = x._version
-        parameter = is_parameter(x)
-        if parameter or self._habits.of(entry.graph, entry.slot).keep:
+        why = "a parameter or another leaf that requires a gradient" if is_parameter(x) else ""
+        if is_within_checkpoint():
+            why = "torch.utils.checkpoint, which drops what is saved and computes it again"
+        if why or self._habits.of(entry.graph, entry.slot).keep:
             self._ledger.move(entry, State.KEPT, held)
-            why = "a parameter or another leaf that requires a gradient" if parameter else ""
             counters(entry.graph).count("held", entry.slot, entry.nbytes, why)
             return ""
         entry.storage = StorageWeakRef(x.untyped_storage())

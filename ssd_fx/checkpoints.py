@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ssd_fx.backend import check_options, within_ours
-from ssd_fx.compat import is_within_checkpoint, tree_leaves
+from ssd_fx.compat import is_within_checkpoint, skip_code, tree_leaves
 from ssd_fx.runtime import errors, stats
 from ssd_fx.runtime.layout import is_parameter
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -45,7 +45,8 @@ def checkpoint(
             x = ssd_fx.checkpoint(block, x)
 
     It works in eager mode and around modules that are compiled, by any backend. What is compiled around it, and what
-    runs within another checkpoint, is PyTorch's checkpoint. These arguments stay in memory: what is smaller than
+    runs within another checkpoint, is PyTorch's checkpoint. With a graph break within it is not compiled, and stores.
+    These arguments stay in memory: what is smaller than
     `min_bytes`; parameters and other leaves that get a gradient; tensor subclasses; those of `kwargs`.
 
     Args:
@@ -64,7 +65,21 @@ def checkpoint(
     """
     if use_reentrant:
         raise ValueError("use_reentrant=True: ssd_fx.checkpoint is not reentrant; right would be use_reentrant=False")
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_within_checkpoint():
+    if torch.compiler.is_compiling():
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
+    return _uncompiled(function, args, options, kwargs)  # type: ignore[no-any-return]
+
+
+skip_code(checkpoint.__code__)
+"""Where Dynamo cannot trace a checkpoint into the code around it, for a graph break within, Python calls it. Dynamo
+would take that call for the begin of code to compile, in which it is PyTorch's checkpoint."""
+
+
+@torch.compiler.disable(reason="it stores, and calls PyTorch's checkpoint")  # type: ignore[untyped-decorator]
+def _uncompiled(
+    function: Callable[..., T], args: tuple[Any, ...], options: Mapping[str, Any] | None, kwargs: Mapping[str, Any]
+) -> T:
+    if not torch.is_grad_enabled() or is_within_checkpoint():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
     arguments = _Arguments(_settings(options), args)
     with saved_tensors_hooks(arguments.pack, _unpack):

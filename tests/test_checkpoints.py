@@ -350,6 +350,35 @@ def test_around_compiled_blocks(inner: str, region: Region, tmp_path: Path) -> N
     assert ssd_fx.stats().whole_graphs == whole
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_what_was_compiled_outside_writes_nothing_within_a_checkpoint(inner: str, tmp_path: Path) -> None:
+    """What it saves is dropped when the checkpoint ends, and computed again right before it is needed."""
+    options = {"dirs": [str(tmp_path)], "min_bytes": 0, "budget": 0, "allow_tmpfs": True, "inner": inner}
+    net = Net().eval()
+    blocks = [torch.compile(block, backend=ssd_fx.backend, options=options, dynamic=False) for block in net.blocks]
+
+    def step(region: Region) -> list[Tensor]:
+        x = batch()
+        y: Tensor = x
+        for block in blocks:
+            y = region(block, y)
+        settle()
+        grads = torch.autograd.grad(y.square().mean(), [x, *net.parameters()])
+        settle()
+        return list(grads)
+
+    expected = step(lambda block, x: block(x))
+    written = ssd_fx.stats().written_bytes
+    assert written > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is compiled within
+        for _ in range(3):
+            assert_same_bits(step(TORCHS), expected)
+    assert ssd_fx.stats().written_bytes == written
+    assert_same_bits(step(lambda block, x: block(x)), expected)
+    assert ssd_fx.stats().written_bytes == 2 * written
+
+
 def test_frozen_blocks_are_stored_once_and_blamed_for_nothing(region: Region, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing of them is computed again, so what they store is never read."""
     net = Net(2)
@@ -407,6 +436,36 @@ def test_compiled_around_it_is_pytorchs(region: Region) -> None:
 
     prove_bitwise(step, [TORCHS, region])
     assert ssd_fx.stats().stores == 0
+
+
+def test_a_graph_break_within_it(region: Region) -> None:
+    """Compiled code calls it then, as Python would."""
+    net = Net().eval()
+
+    def broken(block: Block, x: Tensor) -> Tensor:
+        x = block(x)
+        torch._dynamo.graph_break()
+        return x.sin()
+
+    def step(region: Region) -> list[Tensor]:
+        torch._dynamo.reset()
+
+        def called(x: Tensor) -> Tensor:
+            for block in net.blocks:
+                x = region(partial(broken, block), x)
+            return x.square().mean()
+
+        x = batch()
+        loss = torch.compile(called, backend="aot_eager")(x.sin())
+        settle()
+        return list(torch.autograd.grad(loss, [x, *net.parameters()]))
+
+    expected = step(TORCHS)
+    assert ssd_fx.stats().stores == 0
+    with warnings.catch_warnings(record=True) as said:
+        assert_same_bits(step(region), expected)
+    assert not [each for each in said if "Dynamo does not know" in str(each.message)], "it reads none of our code"
+    assert ssd_fx.stats().stores == ssd_fx.stats().loads == len(net.blocks)
 
 
 @pytest.fixture

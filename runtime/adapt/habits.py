@@ -88,8 +88,7 @@ class Habits:
                 return
             _log.warning(
                 "graph %r has run %d forwards in a row whose backward never came: what they stored was written and "
-                "never read; evaluate under torch.no_grad(), which stores nothing, and leave out "
-                "torch.utils.checkpoint around what ssd_fx compiles",
+                "never read; evaluate under torch.no_grad(), which stores nothing",
                 graph,
                 UNREAD,
             )

@@ -55,7 +55,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.distributed import get_compile_pg
-from torch._dynamo.eval_frame import innermost_fn
+from torch._dynamo.eval_frame import innermost_fn, skip_code
 from torch._dynamo.exc import ShortenTraceback, Unsupported
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.symbolic_convert import tls
